@@ -1,0 +1,80 @@
+"""The ragged batch that every attention kernel reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """The token rows of one step and where their K/V live. Built once a step, read by all layers.
+
+    Request `i` owns the packed token rows `[query_starts[i], query_starts[i + 1])`. They are the last rows of a
+    sequence of `kv_lens[i]` tokens; the tokens before them are its cached prefix. Position `p` of that sequence lives
+    in block `block_tables[i, p // block_size]` at offset `p % block_size`.
+
+    Attributes:
+        query_starts: host ints, `num_requests + 1` of them, from 0 to `num_tokens`.
+        kv_lens: host ints, prefix plus suffix of each request, in tokens.
+        block_tables: int32 `[num_requests, max_blocks]` on the device, rows padded with block 0.
+        slots: int64 `[num_tokens]` on the device: `block_id * block_size + offset` of each packed row.
+        block_size: tokens a block.
+    """
+
+    query_starts: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    block_tables: torch.Tensor
+    slots: torch.Tensor
+    block_size: int
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        block_tables: Sequence[npt.NDArray[np.int32]],
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ) -> PagedBatch:
+        """Lay out one step.
+
+        Args:
+            query_lens: suffix tokens of each request in this step, each at least 1.
+            kv_lens: prefix plus suffix tokens of each request; `kv_lens[i] >= query_lens[i]`.
+            block_tables: int32 block ids of each request, at least `ceil(kv_lens[i] / block_size)` of them.
+            block_size: tokens a block.
+            device: where the tensors go.
+        """
+        starts = np.concatenate(([0], np.cumsum(query_lens)))
+        table_blocks = -(-max(kv_lens) // block_size)
+        tables = np.zeros((len(kv_lens), table_blocks), dtype=np.int32)
+        slots = np.empty(int(starts[-1]), dtype=np.int64)
+        for i, (query_len, kv_len, block_ids) in enumerate(zip(query_lens, kv_lens, block_tables, strict=True)):
+            num_blocks = -(-kv_len // block_size)
+            tables[i, :num_blocks] = block_ids[:num_blocks]
+            positions = np.arange(kv_len - query_len, kv_len)
+            slots[starts[i] : starts[i + 1]] = (
+                tables[i, positions // block_size].astype(np.int64) * block_size + positions % block_size
+            )
+        return cls(
+            query_starts=tuple(int(s) for s in starts),
+            kv_lens=tuple(kv_lens),
+            block_tables=torch.from_numpy(tables).to(device),
+            slots=torch.from_numpy(slots).to(device),
+            block_size=block_size,
+        )
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the batch."""
+        return len(self.kv_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed token rows in the batch."""
+        return self.query_starts[-1]
