@@ -1,0 +1,180 @@
+"""Configuration: frozen dataclasses, read from TOML and then from `section.key=value` settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from radixkv.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model is served, and where.
+
+    Attributes:
+        path: `tiny` for the embedded model, or a directory with config.json and safetensors.
+        device: `auto`, `cpu` or `cuda`. `auto` takes a CUDA device if there is one.
+        dtype: `auto` (what the checkpoint says), `float32`, `bfloat16` or `float16`.
+    """
+
+    path: str = "tiny"
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require_one_of("model.device", self.device, ("auto", "cpu", "cuda"))
+        _require_one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The block pool and what stays in it.
+
+    Attributes:
+        block_size: tokens a block; 16, 32 or 64.
+        capacity_tokens: tokens that the pool holds; rounded down to whole blocks.
+        evicted_prefixes: how many evicted prefixes are remembered to explain later misses.
+    """
+
+    block_size: int = 64
+    capacity_tokens: int = 131_072
+    evicted_prefixes: int = 65_536
+
+    def __post_init__(self) -> None:
+        _require_one_of("cache.block_size", self.block_size, (16, 32, 64))
+        _require_at_least("cache.capacity_tokens", self.capacity_tokens, self.block_size)
+        _require_at_least("cache.evicted_prefixes", self.evicted_prefixes, 0)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.capacity_tokens // self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How requests become steps.
+
+    Attributes:
+        max_step_tokens: tokens that one forward pass computes at most; longer suffixes are split into chunks.
+        max_running_requests: requests that may hold blocks at the same time.
+        max_waiting_requests: further requests are refused with RESOURCE_EXHAUSTED.
+        held_lease_ttl_s: seconds after which a held lease is released by itself.
+    """
+
+    max_step_tokens: int = 512
+    max_running_requests: int = 64
+    max_waiting_requests: int = 4096
+    held_lease_ttl_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _require_at_least("engine.max_step_tokens", self.max_step_tokens, 1)
+        _require_at_least("engine.max_running_requests", self.max_running_requests, 1)
+        _require_at_least("engine.max_waiting_requests", self.max_waiting_requests, 1)
+        _require_at_least("engine.held_lease_ttl_s", self.held_lease_ttl_s, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The gRPC server.
+
+    Attributes:
+        host: address to listen on.
+        port: 0 picks a free one.
+        drain_timeout_s: how long running requests may still take after SIGTERM.
+        max_message_bytes: largest message accepted; 4 bytes a prompt token.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    drain_timeout_s: float = 30.0
+    max_message_bytes: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"server.port: expected 0 to 65535, got {self.port}")
+        _require_at_least("server.drain_timeout_s", self.drain_timeout_s, 0)
+        _require_at_least("server.max_message_bytes", self.max_message_bytes, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole configuration, a section for each owner."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    @classmethod
+    def load(cls, file: str | Path | None = None, settings: Iterable[str] = ()) -> Config:
+        """Read a TOML file, then apply `section.key=value` settings in order.
+
+        Raises:
+            ConfigError: the file can't be read, a key is unknown (the message names the nearest one), or a value has
+                the wrong type or range.
+        """
+        config = cls()
+        if file is not None:
+            try:
+                tree = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+                raise ConfigError(f"config file {file}: {error}") from error
+            config = config._with(tree)
+        for setting in settings:
+            config = config._with(_parse_setting(setting))
+        return config
+
+    def _with(self, tree: Mapping[str, Any]) -> Config:
+        sections = {}
+        for name, values in tree.items():
+            _require_known(name, [f.name for f in dataclasses.fields(self)])
+            if not isinstance(values, Mapping):
+                raise ConfigError(f"{name}: expected a table of keys, got {values!r}")
+            section = getattr(self, name)
+            kinds = {f.name: f.type for f in dataclasses.fields(section)}
+            for key, value in values.items():
+                _require_known(f"{name}.{key}", [f"{name}.{known}" for known in kinds])
+                _require_kind(f"{name}.{key}", value, str(kinds[key]))
+            sections[name] = dataclasses.replace(section, **values)
+        return dataclasses.replace(self, **sections)
+
+
+def _parse_setting(setting: str) -> dict[str, Any]:
+    path, equals, text = setting.partition("=")
+    section, dot, key = path.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(f"setting: expected section.key=value, got {setting!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string
+    return {section: {key: value}}
+
+
+def _require_known(path: str, known: list[str]) -> None:
+    if path not in known:
+        nearest = difflib.get_close_matches(path, known, n=1, cutoff=0.0)
+        raise ConfigError(f"{path}: unknown key; the nearest is {nearest[0]}")
+
+
+def _require_kind(path: str, value: object, kind: str) -> None:
+    allowed: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int)}
+    if isinstance(value, bool) or not isinstance(value, allowed[kind]):
+        raise ConfigError(f"{path}: expected {kind}, got {value!r}")
+
+
+def _require_one_of(path: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{path}: expected one of {', '.join(map(str, allowed))}, got {value}")
+
+
+def _require_at_least(path: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ConfigError(f"{path}: expected at least {least}, got {value}")

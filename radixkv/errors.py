@@ -1,0 +1,116 @@
+"""Every error that radixkv raises on purpose.
+
+    RadixKVError
+    ├── RequestError                 the request is wrong and would be wrong again
+    │   ├── InvalidRequest
+    │   ├── PromptTooLong
+    │   ├── UnknownAdapter
+    │   └── UnknownLease
+    ├── CapacityError                the service is full now; `retry_after_s` says when to come back
+    │   ├── OutOfBlocks
+    │   ├── QueueFull
+    │   └── QuotaExceeded
+    ├── LifecycleError               something was used outside its life
+    │   ├── LeaseClosed
+    │   ├── DoubleRelease
+    │   ├── RequestCancelled
+    │   ├── DeadlineExceeded
+    │   └── Draining
+    ├── ConfigError                  the service can't start like this
+    │   └── UnsupportedModel
+    ├── StepFailed                   a forward pass raised; the requests in it failed, the engine goes on
+    └── InvariantViolation           a bug of ours
+
+`radixkv.service.status` maps each to a gRPC status. Messages name the field, what was expected and what came; they
+never carry token ids or another tenant's name.
+"""
+
+from __future__ import annotations
+
+
+class RadixKVError(Exception):
+    """Root of every error that radixkv raises on purpose."""
+
+
+class RequestError(RadixKVError):
+    """The request is wrong and would be wrong again."""
+
+
+class InvalidRequest(RequestError):
+    """A field of the request holds a value that is never allowed."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt exceeds what the model or the whole block pool can hold."""
+
+
+class UnknownAdapter(RequestError):
+    """No adapter of this name is loaded."""
+
+
+class UnknownLease(RequestError):
+    """No held lease of this id belongs to this tenant: never given, released, or expired."""
+
+
+class CapacityError(RadixKVError):
+    """The service is full now.
+
+    Attributes:
+        retry_after_s: a hint, in seconds, when to try again.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class OutOfBlocks(CapacityError):
+    """Not enough free or evictable blocks."""
+
+
+class QueueFull(CapacityError):
+    """Too many requests are waiting."""
+
+
+class QuotaExceeded(CapacityError):
+    """The tenant is at its ceiling."""
+
+
+class LifecycleError(RadixKVError):
+    """Something was used outside its life."""
+
+
+class LeaseClosed(LifecycleError):
+    """A closed lease was asked to do more than close again."""
+
+
+class DoubleRelease(LifecycleError):
+    """A block was given back by somebody who does not hold it."""
+
+
+class RequestCancelled(LifecycleError):
+    """The caller cancelled the request, or went away."""
+
+
+class DeadlineExceeded(LifecycleError):
+    """The request's deadline passed before its answer was known."""
+
+
+class Draining(LifecycleError):
+    """The service is shutting down and takes no new requests."""
+
+
+class ConfigError(RadixKVError):
+    """The service can't start with this configuration."""
+
+
+class UnsupportedModel(ConfigError):
+    """The model can't be served with a prefix cache; the message names what stands in the way."""
+
+
+class StepFailed(RadixKVError):
+    """A forward pass raised. The requests in it failed; the engine goes on."""
+
+
+class InvariantViolation(RadixKVError):
+    """A bookkeeping invariant does not hold: a bug of radixkv."""

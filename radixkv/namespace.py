@@ -1,0 +1,36 @@
+"""Who may share cached tokens with whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """An isolation boundary. Two requests share cached tokens only if all four fields are equal.
+
+    Fields are compared one by one and never joined, so `("a", "bc")` is not `("ab", "c")`.
+
+    Attributes:
+        model: fingerprint of the weights and of everything else that changes K and V.
+        tenant: whose data this is.
+        adapter: digest of the adapter's content, empty for the base model. A reloaded adapter has a new digest.
+        salt: further isolation that the caller chose.
+    """
+
+    model: str
+    tenant: str = ""
+    adapter: str = ""
+    salt: str = ""
+
+    @property
+    def seed(self) -> int:
+        """A 64-bit number for diagnostics that must differ between namespaces. Never an identity."""
+        digest = xxhash.xxh3_64()
+        for field in (self.model, self.tenant, self.adapter, self.salt):
+            data = field.encode("utf-8", "surrogatepass")
+            digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
+        return digest.intdigest()

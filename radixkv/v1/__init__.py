@@ -1,0 +1,1 @@
+"""Generated from proto/radixkv/v1 by `make proto`."""

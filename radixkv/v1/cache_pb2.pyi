@@ -1,0 +1,80 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatsResponse(_message.Message):
+    __slots__ = ("model", "device", "epoch", "uptime_s", "block_size", "blocks", "requests", "tokens", "namespaces", "segments", "held_leases", "evicted_blocks", "block_bytes")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    device: str
+    epoch: int
+    uptime_s: float
+    block_size: int
+    blocks: BlockStats
+    requests: RequestStats
+    tokens: TokenStats
+    namespaces: int
+    segments: int
+    held_leases: int
+    evicted_blocks: int
+    block_bytes: int
+    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., namespaces: _Optional[int] = ..., segments: _Optional[int] = ..., held_leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+
+class BlockStats(_message.Message):
+    __slots__ = ("total", "free", "leased", "published", "pinned")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    total: int
+    free: int
+    leased: int
+    published: int
+    pinned: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., published: _Optional[int] = ..., pinned: _Optional[int] = ...) -> None: ...
+
+class RequestStats(_message.Message):
+    __slots__ = ("waiting", "running", "finished", "failed", "cancelled")
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    waiting: int
+    running: int
+    finished: int
+    failed: int
+    cancelled: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ...) -> None: ...
+
+class TokenStats(_message.Message):
+    __slots__ = ("prompt", "cached", "computed", "written")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    prompt: int
+    cached: int
+    computed: int
+    written: int
+    def __init__(self, prompt: _Optional[int] = ..., cached: _Optional[int] = ..., computed: _Optional[int] = ..., written: _Optional[int] = ...) -> None: ...

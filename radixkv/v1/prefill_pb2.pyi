@@ -1,0 +1,144 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NONE: _ClassVar[MissReason]
+    COLD: _ClassVar[MissReason]
+    DIVERGED: _ClassVar[MissReason]
+    EVICTED: _ClassVar[MissReason]
+    EXPIRED: _ClassVar[MissReason]
+    READ_DISABLED: _ClassVar[MissReason]
+    ADAPTER_CHANGED: _ClassVar[MissReason]
+NONE: MissReason
+COLD: MissReason
+DIVERGED: MissReason
+EVICTED: MissReason
+EXPIRED: MissReason
+READ_DISABLED: MissReason
+ADAPTER_CHANGED: MissReason
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "top_logprobs", "return_logits", "hold_lease")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    READ_CACHE_FIELD_NUMBER: _ClassVar[int]
+    WRITE_CACHE_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    HOLD_LEASE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    tenant: str
+    adapter: str
+    salt: str
+    request_id: str
+    read_cache: bool
+    write_cache: bool
+    top_logprobs: int
+    return_logits: bool
+    hold_lease: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., request_id: _Optional[str] = ..., read_cache: bool = ..., write_cache: bool = ..., top_logprobs: _Optional[int] = ..., return_logits: bool = ..., hold_lease: bool = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("request_id", "usage", "next_token_id", "top_logprobs", "logits", "miss_reason", "timing", "lease_id", "lease_expires_at", "block_table", "block_size", "epoch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_FIELD_NUMBER: _ClassVar[int]
+    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    usage: Usage
+    next_token_id: int
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    logits: bytes
+    miss_reason: MissReason
+    timing: Timing
+    lease_id: str
+    lease_expires_at: _timestamp_pb2.Timestamp
+    block_table: _containers.RepeatedScalarFieldContainer[int]
+    block_size: int
+    epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., next_token_id: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., lease_id: _Optional[str] = ..., lease_expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., block_table: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("prompt_tokens", "cached_tokens", "computed_tokens", "written_tokens")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    written_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ...) -> None: ...
+
+class TokenLogprob(_message.Message):
+    __slots__ = ("token_id", "logprob")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class Timing(_message.Message):
+    __slots__ = ("queue_us", "prefill_us", "total_us")
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_US_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_US_FIELD_NUMBER: _ClassVar[int]
+    queue_us: int
+    prefill_us: int
+    total_us: int
+    def __init__(self, queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ..., total_us: _Optional[int] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("token_ids", "tenant", "adapter", "salt")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    tenant: str
+    adapter: str
+    salt: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("cached_tokens", "prompt_tokens", "miss_reason")
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    cached_tokens: int
+    prompt_tokens: int
+    miss_reason: MissReason
+    def __init__(self, cached_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("lease_id", "tenant")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    tenant: str
+    def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,1 @@
+"""The gRPC face of radixkv: server, client and command line."""
