@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 
+from xxhash import xxh3_64_intdigest
+
 
 class MissReason(enum.Enum):
     """Why a prompt was not reused up to its last token but one. Values are the names on the wire."""
@@ -42,3 +44,8 @@ class LostPrefixes:
     def reason(self, fingerprint: int) -> MissReason | None:
         """Why this prefix left, or None if that is not known. Complexity: O(1)."""
         return self._reasons.get(fingerprint)
+
+
+def prefix_fingerprint(seed: int, tokens: bytes, end: int) -> int:
+    """Hash `tokens[:end]` under a namespace's seed."""
+    return xxh3_64_intdigest(memoryview(tokens)[:end], seed)

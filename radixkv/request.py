@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.lease import Lease
 from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
-from radixkv.prefix_cache import Lease
 
 
 @dataclass(frozen=True, slots=True)

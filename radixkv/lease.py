@@ -1,0 +1,104 @@
+"""The scoped right to a prompt's blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from radixkv.block_pool import BlockIds
+    from radixkv.namespace import Namespace
+    from radixkv.prefix_cache import PrefixCache
+    from radixkv.radix_tree import Node
+
+
+class BlockCopy(NamedTuple):
+    """Copy block `source` over block `target` before anything is computed: its first tokens are shared."""
+
+    source: int
+    target: int
+
+
+class Lease:
+    """Holds a prompt's blocks: the reused ones stay where they are, the new ones are the holder's to write.
+
+        tokens      [0 ............ cached_tokens ............ num_tokens)
+        K/V          reused                | to be computed by the holder
+        block_ids    shared, read only | new, writable ...............
+                                       └ the first new block begins with `copy`, if that is set
+
+    Made by `PrefixCache.lease`. A context manager: leaving it closes it.
+
+    Attributes:
+        namespace: where blocks are published.
+        tokens: the prompt, little-endian uint32 bytes.
+        cached_tokens: tokens whose K/V exist already.
+        block_ids: int32, all blocks of the prompt in order. `commit` may exchange some for equal ones.
+        copy: the block copy that must be made first, until the first commit; None if the prefix ends with a block.
+        committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
+    """
+
+    __slots__ = (
+        "_cache",
+        "block_ids",
+        "cached_tokens",
+        "committed_tokens",
+        "copy",
+        "is_closed",
+        "namespace",
+        "node",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        namespace: Namespace,
+        tokens: bytes,
+        cached_tokens: int,
+        block_ids: BlockIds,
+        copy: BlockCopy | None,
+        node: Node | None,
+    ) -> None:
+        self._cache = cache
+        self.namespace = namespace
+        self.tokens = tokens
+        self.cached_tokens = cached_tokens
+        self.block_ids = block_ids
+        self.copy = copy
+        self.node = node
+        self.committed_tokens = cached_tokens
+        self.is_closed = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt length in tokens."""
+        return len(self.tokens) // 4
+
+    def commit(self, upto_tokens: int) -> int:
+        """Publish what is finished: the K/V of all tokens before `upto_tokens` are written and final.
+
+        Whole blocks are published, and the partly filled last one when `upto_tokens` is the end of the prompt. Blocks
+        that somebody else published first are adopted, and the lease's own copies returned.
+
+        Returns:
+            Tokens that became matchable through this call.
+
+        Raises:
+            LeaseClosed: the lease is closed.
+            InvalidRequest: `upto_tokens` is beyond the prompt.
+        """
+        return self._cache.commit(self, upto_tokens)
+
+    def close(self) -> None:
+        """Give everything back; what was committed stays cached. Closing again does nothing."""
+        self._cache.close(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
