@@ -1,0 +1,160 @@
+"""How a transformers model reads and writes the block pool: the attention function, and the kernels behind it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from radixkv.errors import InvariantViolation, UnsupportedModel
+from radixkv.kernels import gathered_attention, reference
+from radixkv.kernels.batch import PagedBatch
+
+ATTENTION_NAME = "radixkv_paged"
+
+# Keywords that transformers hands to every attention function and that say nothing about a prefill's result.
+_WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions"})
+
+
+class AttentionStep(Protocol):
+    """What the attention layers of one forward pass talk to."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Args:
+            layer: index of the layer.
+            query: `[num_tokens, num_query_heads, head_dim]`, after positional rotation.
+            key, value: `[num_tokens, num_kv_heads, head_dim]` of the same tokens.
+            scale: factor on the scores.
+            window: a token sees itself and the `window - 1` tokens before it; None for all.
+            softcap: scores become `softcap * tanh(score / softcap)`; None for no cap.
+
+        Returns:
+            `[num_tokens, num_query_heads, head_dim]`.
+        """
+        ...
+
+
+class AttentionKernels(Protocol):
+    """The operations on the pool, as `kernels/reference.py` defines them."""
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor, layer: int
+    ) -> None:
+        """Write K and V of new tokens into their slots."""
+        ...
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attend over prefix and suffix."""
+        ...
+
+    def copy_blocks(self, pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole blocks."""
+        ...
+
+
+class TorchKernels:
+    """Plain torch: scatter, gather and fused SDPA. What the service uses on CPU."""
+
+    write_kv = staticmethod(reference.write_kv)
+    paged_attention = staticmethod(gathered_attention.paged_attention)
+    copy_blocks = staticmethod(reference.copy_blocks)
+
+
+class PagedStep:
+    """One forward pass over the pool: each layer writes its new K/V, then attends over prefix and suffix.
+
+    Args:
+        pool: see `KVStorage.pool`.
+        batch: the token rows of this pass.
+        kernels: what does the work.
+    """
+
+    def __init__(self, pool: torch.Tensor, batch: PagedBatch, kernels: AttentionKernels) -> None:
+        self._pool = pool
+        self._batch = batch
+        self._kernels = kernels
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `AttentionStep.attend`. K and V are read back from the pool, also those just written."""
+        self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer)
+        return self._kernels.paged_attention(
+            query, self._pool, layer, self._batch, scale=scale, window=window, softcap=softcap
+        )
+
+
+def _attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_query_heads, num_tokens, head_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    radix_step: AttentionStep | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls in every attention layer.
+
+    Raises:
+        UnsupportedModel: the layer asks for something that the kernels do not do; the message names it.
+    """
+    if radix_step is None:
+        raise InvariantViolation("attention: the model was called without its `radix_step`")
+    layer = f"{type(module).__name__}"
+    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise UnsupportedModel(f"{layer}: expected causal attention, got attention that looks ahead")
+    if attention_mask is not None or dropout:
+        raise UnsupportedModel(f"{layer}: expected no attention mask and no dropout, got a mask or dropout {dropout}")
+    for name, given in others.items():
+        if given is not None and name not in _WITHOUT_EFFECT:
+            raise UnsupportedModel(f"{layer}: passes `{name}` to its attention, which is not supported")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = radix_step.attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=scale,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention_forward)

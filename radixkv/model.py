@@ -1,0 +1,178 @@
+"""A transformers model whose attention works on the block pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from xxhash import xxh3_128
+
+from radixkv.attention import ATTENTION_NAME, AttentionStep
+from radixkv.config import ModelConfig
+from radixkv.errors import ConfigError, UnsupportedModel
+from radixkv.kv_storage import KVShape
+from radixkv.tiny_model import build_tiny_model
+
+# RoPE variants whose rotation of every token depends on the longest position in the batch, once one passes this key.
+_LENGTH_DEPENDENT_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+
+
+class Model:
+    """A causal language model, ready for prefill.
+
+    Attributes:
+        name: `tiny` or the directory's name.
+        module: the transformers model, in evaluation mode on `device`.
+        kv_shape: K and V of one token.
+        vocab_size: token ids are below this.
+        max_tokens: longest sequence that the model is made for; None if it says nothing.
+        fingerprint: equal for equal configuration and weights.
+    """
+
+    def __init__(self, name: str, module: PreTrainedModel, device: torch.device) -> None:
+        self.name = name
+        self.device = device
+        self.module = module.to(device).eval()
+        config = module.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        self.max_tokens = _max_tokens(config)
+        self.kv_shape = _probe_kv_shape(self, int(config.num_hidden_layers))
+        self.fingerprint = _fingerprint(module)
+
+    @torch.inference_mode()
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: AttentionStep, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """One pass over packed tokens of several requests; `step` knows which token belongs to whom.
+
+        Args:
+            input_ids: int64 `[num_tokens]`.
+            position_ids: int64 `[num_tokens]`, absolute positions.
+            step: what the attention layers talk to.
+            logit_rows: int64 `[n]`, the rows whose logits are wanted.
+
+        Returns:
+            float32 `[n, vocab_size]`.
+        """
+        output = self.module(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            radix_step=step,
+        )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+
+def load_model(config: ModelConfig) -> Model:
+    """Load a model directory (config.json and safetensors), or make the embedded one.
+
+    Raises:
+        ConfigError: the directory or a file in it can't be used.
+        UnsupportedModel: the model would ignore the cache, or needs something that the kernels do not do.
+    """
+    device = _resolve_device(config.device)
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    if config.path == "tiny":
+        return Model("tiny", build_tiny_model(ATTENTION_NAME).to(dtype or torch.float32), device)
+    directory = Path(config.path)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model.path: expected `tiny` or a directory with a config.json, got {config.path}")
+    try:
+        module = _load_directory(directory, dtype)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model.path: {directory} can't be loaded: {error}") from error
+    return Model(directory.resolve().name, module, device)
+
+
+def _load_directory(directory: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    model_class = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
+    if model_class is None:
+        raise UnsupportedModel(f"model_type {hf_config.model_type}: expected a causal language model")
+    if not (model_class.is_backend_compatible() and model_class._can_set_attn_implementation()):
+        raise UnsupportedModel(
+            f"{model_class.__name__}: its attention does not go through transformers' attention interface, so it would "
+            "ignore the cache"
+        )
+    module, info = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=hf_config,
+        attn_implementation=ATTENTION_NAME,
+        dtype=dtype or "auto",
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    wrong = [f"{kind} {sorted(info[kind])[:3]}" for kind in ("missing_keys", "mismatched_keys") if info.get(kind)]
+    if wrong:
+        raise ConfigError(f"model.path: the weights in {directory} do not fit its config.json: {', '.join(wrong)}")
+    return module
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device: expected a CUDA device for `cuda`, got none")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _max_tokens(config: Any) -> int | None:
+    """The longest sequence for which a token's K/V depend on its prefix alone."""
+    limits = [getattr(config, "max_position_embeddings", None)]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    for rope in by_layer_type:
+        key = _LENGTH_DEPENDENT_ROPE.get(rope.get("rope_type", "default"))
+        if key is not None:
+            limits.append(rope.get(key) or getattr(config, key, None))
+    known = [int(limit) for limit in limits if limit]
+    return min(known) if known else None
+
+
+class _ShapeProbe:
+    """Stands in for the pool in one forward pass, and notes what each layer would have stored."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object
+    ) -> torch.Tensor:
+        self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2], key.dtype)
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _probe_kv_shape(model: Model, num_layers: int) -> KVShape:
+    """See what the layers hand to their attention. Refuses a model that keeps state elsewhere."""
+    probe = _ShapeProbe()
+    name = type(model.module).__name__
+    ids = torch.zeros(2, dtype=torch.int64, device=model.device)
+    model.forward(ids, torch.arange(2, device=model.device), probe, torch.ones(1, dtype=torch.int64, device=ids.device))
+    if sorted(probe.shapes) != list(range(num_layers)):
+        raise UnsupportedModel(
+            f"{name}: expected {num_layers} layers to call attention, got {len(probe.shapes)}; the others keep state "
+            "that the cache does not hold"
+        )
+    shapes = set(probe.shapes.values())
+    num_kv_heads, head_dim, value_dim, dtype = next(iter(shapes))
+    if len(shapes) > 1 or head_dim != value_dim:
+        raise UnsupportedModel(f"{name}: expected one K/V shape in all layers, got {sorted(map(str, shapes))}")
+    return KVShape(num_layers, num_kv_heads, head_dim, dtype)
+
+
+def _fingerprint(module: PreTrainedModel) -> str:
+    """Digest of the configuration, and of 4 KiB from the start, the middle and the end of every parameter."""
+    digest = xxh3_128(module.config.to_json_string().encode())
+    for name, parameter in module.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        data = parameter.detach().reshape(-1).view(torch.uint8)
+        middle = data.numel() // 2
+        for piece in (data[:4096], data[middle : middle + 4096], data[-4096:]):
+            digest.update(piece.cpu().numpy())
+    return digest.hexdigest()

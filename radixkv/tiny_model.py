@@ -1,0 +1,37 @@
+"""The embedded default: a small Llama-shaped model made on the spot, so that the service runs without a download."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+_SEED = 0
+
+
+def tiny_config() -> LlamaConfig:
+    """Four layers, 4 million parameters; token ids 0 to 255 are bytes, the rest is spare."""
+    return LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=131_072,
+        initializer_range=0.08,  # wide enough that every token changes the answer
+        tie_word_embeddings=False,
+    )
+
+
+def build_tiny_model(attention: str) -> LlamaForCausalLM:
+    """Make the model, with the same weights each time. It was never trained: its words mean nothing.
+
+    Args:
+        attention: name of the attention implementation.
+    """
+    config = tiny_config()
+    config._attn_implementation = attention
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return LlamaForCausalLM(config)
