@@ -1,0 +1,87 @@
+"""The pure-torch meaning of every kernel: slow, obvious, and what the fast ones are tested against."""
+
+from __future__ import annotations
+
+import torch
+
+from radixkv.kernels.batch import PagedBatch
+
+
+def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor, layer: int) -> None:
+    """Put the K and V of new tokens into their slots of one layer, in place.
+
+    Every other slot, layer and block keeps its bits.
+
+    Args:
+        key: `[num_tokens, num_kv_heads, head_dim]`, rounded to the pool's dtype on the way.
+        value: like `key`.
+        slots: int64 `[num_tokens]`, `block_id * block_size + offset`, all different.
+        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+        layer: index into the pool's layers.
+    """
+    block_size = pool.shape[4]
+    block_ids, offsets = slots // block_size, slots % block_size
+    pool[block_ids, layer, 0, :, offsets] = key.to(pool.dtype)
+    pool[block_ids, layer, 1, :, offsets] = value.to(pool.dtype)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attend causally from each request's suffix over its cached prefix and the suffix itself.
+
+    A token at position `p` sees positions `[0, p]`, or `(p - window, p]` with a window. Query head `h` reads KV head
+    `h // (num_query_heads // num_kv_heads)`. Slots at or past a request's `kv_len` are never read. The arithmetic is
+    float32.
+
+    Args:
+        query: `[num_tokens, num_query_heads, head_dim]`, packed as `batch.query_starts` says.
+        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; the suffix is already written.
+        layer: index into the pool's layers.
+        batch: which rows belong to which request and where its K/V live.
+        scale: what the dot products are multiplied with.
+        window: visible tokens, the query token included; None for all.
+        softcap: bends each scaled score `s` into `softcap * tanh(s / softcap)`; None for none.
+
+    Returns:
+        A new tensor shaped and typed like `query`.
+    """
+    output = torch.empty_like(query)
+    num_kv_heads = pool.shape[3]
+    group_size = query.shape[1] // num_kv_heads
+    for i, kv_len in enumerate(batch.kv_lens):
+        rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
+        positions = torch.arange(kv_len, device=pool.device)
+        block_ids = batch.block_tables[i].long()[positions // batch.block_size]
+        kv = pool[block_ids, layer, :, :, positions % batch.block_size].float()  # [kv_len, 2, num_kv_heads, head_dim]
+        key = kv[:, 0].repeat_interleave(group_size, dim=1)  # [kv_len, num_query_heads, head_dim]
+        value = kv[:, 1].repeat_interleave(group_size, dim=1)
+
+        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        query_positions = positions[kv_len - (rows.stop - rows.start) :, None]
+        visible = positions <= query_positions
+        if window is not None:
+            visible &= positions > query_positions - window
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        output[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
+    return output
+
+
+def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copy whole blocks, all layers of K and V, in place.
+
+    Args:
+        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+        sources: int64 `[num_copies]` block ids.
+        targets: int64 `[num_copies]` block ids, all different and none of them a source.
+    """
+    pool[targets] = pool[sources]

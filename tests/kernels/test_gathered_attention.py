@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from radixkv.kernels import gathered_attention, reference
+
+from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, make_step
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def error_against_reference(step: Step, **options: float | int | None) -> float:
+    scale = step.query.shape[-1] ** -0.5
+    expected = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scale=scale, **options)
+    got = gathered_attention.paged_attention(step.query, step.pool, LAYER, step.batch, scale=scale, **options)
+    assert got.dtype == step.query.dtype
+    assert got.shape == step.query.shape
+    assert torch.isfinite(expected).all()
+    return (got.float() - expected.float()).abs().max().item()
+
+
+@pytest.mark.parametrize("heads", [MHA, GQA, MQA], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
+def test_matches_reference_on_ragged_batches(lengths: tuple[list[int], list[int]], heads: Heads) -> None:
+    assert error_against_reference(make_step(*lengths, heads)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("query_lens", [[1, 5], [64, 70]], ids=["heads folded into rows", "heads apart"])
+def test_matches_reference_in_half_precision(query_lens: list[int], dtype: torch.dtype) -> None:
+    assert error_against_reference(make_step([37, 3], query_lens, GQA, dtype=dtype)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 17, 40, 1000])
+@pytest.mark.parametrize("query_lens", [[1, 37], [80, 64]], ids=["heads folded into rows", "heads apart"])
+def test_window_counts_the_query_token(query_lens: list[int], window: int) -> None:
+    step = make_step([61, 0], query_lens, GQA)
+    assert error_against_reference(step, window=window) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_softcap_bends_the_scores(window: int | None) -> None:
+    step = make_step([37, 0], [20, 17], GQA)
+    step.query.mul_(4)  # scores large enough for the cap to bite
+    assert error_against_reference(step, softcap=2.0, window=window) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 50])
+def test_tiles_join_without_a_seam(window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered_attention, "_TILE_TOKENS", 24)
+    step = make_step([13, 100], [101, 25], GQA)
+    assert error_against_reference(step, window=window, softcap=softcap) < TOLERANCE[torch.float32]
+
+
+def test_softcap_tiles_stay_within_their_budget() -> None:
+    for scores_per_token in (100, 14 * 4096, 128 * 131072, 1 << 30):
+        tile_tokens = gathered_attention._softcap_tile_tokens(scores_per_token)
+        assert tile_tokens == 1 or tile_tokens * scores_per_token <= gathered_attention._SOFTCAP_SCORES
+
+
+def test_window_gathers_only_the_blocks_in_reach() -> None:
+    step = make_step([160], [4], MHA)
+    out_of_reach = step.batch.block_tables[0, :9].long()  # positions 0..143; the first query sees from 152 on
+    step.pool[out_of_reach] = float("nan")
+    got = gathered_attention.paged_attention(step.query, step.pool, LAYER, step.batch, scale=1.0, window=9)
+    assert torch.isfinite(got).all()

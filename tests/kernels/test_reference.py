@@ -1,0 +1,78 @@
+"""The twins themselves, against arithmetic small enough to do by hand or by another route."""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from radixkv.kernels import reference
+from radixkv.kernels.batch import PagedBatch
+
+from .cases import GQA, LAYER, MHA, make_step
+
+
+def contiguous_kv(step_pool: torch.Tensor, batch: PagedBatch, request: int) -> torch.Tensor:
+    """Read `[kv_len, 2, num_kv_heads, head_dim]` slot by slot."""
+    rows = []
+    for position in range(batch.kv_lens[request]):
+        block_id = int(batch.block_tables[request, position // batch.block_size])
+        rows.append(step_pool[block_id, LAYER, :, :, position % batch.block_size])
+    return torch.stack(rows)
+
+
+def test_cold_attention_is_torch_causal_attention() -> None:
+    step = make_step([0], [37], GQA)
+    key, value = contiguous_kv(step.pool, step.batch, 0).permute(1, 2, 0, 3)
+    expected = scaled_dot_product_attention(
+        step.query.transpose(0, 1)[None], key[None], value[None], is_causal=True, scale=0.3, enable_gqa=True
+    )
+    got = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scale=0.3)
+    torch.testing.assert_close(got, expected[0].transpose(0, 1))
+
+
+def test_warm_attention_is_the_tail_of_cold_attention() -> None:
+    cold = make_step([0, 0], [37, 20], GQA)
+    warm_batch = PagedBatch.build([16, 1], [37, 20], list(cold.batch.block_tables.numpy()), 16)
+    warm_query = torch.cat([cold.query[21:37], cold.query[56:57]])
+    options = {"scale": 0.2, "window": 11, "softcap": 3.0}
+    expected = reference.paged_attention(cold.query, cold.pool, LAYER, cold.batch, **options)
+    got = reference.paged_attention(warm_query, cold.pool, LAYER, warm_batch, **options)
+    torch.testing.assert_close(got, torch.cat([expected[21:37], expected[56:57]]))
+
+
+def test_window_of_one_returns_the_tokens_own_value() -> None:
+    step = make_step([5], [12], MHA)
+    value = contiguous_kv(step.pool, step.batch, 0)[5:, 1]
+    got = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scale=1.0, window=1)
+    torch.testing.assert_close(got, value)
+
+
+def test_tiny_softcap_averages_all_visible_values() -> None:
+    step = make_step([0], [9], MHA)
+    value = contiguous_kv(step.pool, step.batch, 0)[:, 1]
+    got = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scale=1.0, softcap=1e-6)
+    torch.testing.assert_close(got[8], value.mean(dim=0))
+
+
+def test_write_kv_fills_exactly_its_slots() -> None:
+    pool = torch.full((3, 2, 2, 2, 4, 8), float("nan"))
+    key, value = torch.randn(2, 3, 2, 8).unbind(0)
+    reference.write_kv(key, value, torch.tensor([9, 0, 7]), pool, 1)
+    for row, (block_id, offset) in enumerate([(2, 1), (0, 0), (1, 3)]):
+        assert torch.equal(pool[block_id, 1, 0, :, offset], key[row])
+        assert torch.equal(pool[block_id, 1, 1, :, offset], value[row])
+    assert torch.isfinite(pool).sum() == 2 * 3 * 2 * 8
+
+
+def test_write_kv_then_attend_reads_back_what_was_written() -> None:
+    step = make_step([0, 3], [17, 14], GQA)
+    key, value = torch.randn(2, 31, 2, 32).unbind(0)
+    reference.write_kv(key, value, step.batch.slots, step.pool, LAYER)
+    torch.testing.assert_close(contiguous_kv(step.pool, step.batch, 0), torch.stack([key[:17], value[:17]], dim=1))
+    torch.testing.assert_close(contiguous_kv(step.pool, step.batch, 1)[3:], torch.stack([key[17:], value[17:]], dim=1))
+
+
+def test_copy_blocks_copies_whole_blocks_and_nothing_else() -> None:
+    pool = torch.randn(6, 2, 2, 2, 4, 8)
+    before = pool.clone()
+    reference.copy_blocks(pool, torch.tensor([1, 4, 1]), torch.tensor([0, 2, 5]))
+    for target, source in enumerate([1, 1, 4, 3, 4, 1]):
+        assert torch.equal(pool[target], before[source])
