@@ -14,7 +14,9 @@ from radixkv.kernels.batch import PagedBatch
 ATTENTION_NAME = "radixkv_paged"
 
 # Keywords that transformers hands to every attention function and that say nothing about a prefill's result.
-_WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions"})
+_WITHOUT_EFFECT = frozenset(
+    {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_router_logits"}
+)
 
 
 class AttentionStep(Protocol):

@@ -174,5 +174,5 @@ def _fingerprint(module: PreTrainedModel) -> str:
         data = parameter.detach().reshape(-1).view(torch.uint8)
         middle = data.numel() // 2
         for piece in (data[:4096], data[middle : middle + 4096], data[-4096:]):
-            digest.update(piece.cpu().numpy())
+            digest.update(piece.cpu().numpy().tobytes())
     return digest.hexdigest()

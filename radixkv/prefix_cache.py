@@ -103,14 +103,13 @@ class PrefixCache:
         block_ids = np.frombuffer(found.block_ids, dtype=np.int32)[: -(-cached_tokens // self.block_size)]
         return Match(namespace, tokens, cached_tokens, block_ids)
 
-    def explain(self, match: Match) -> MissReason:
-        """Say why the rest of a prompt has to be computed. Complexity: O(cached tokens) hashing, on a miss only."""
-        cached_bytes = match.cached_tokens * TOKEN_BYTES
-        if cached_bytes >= len(match.tokens) - TOKEN_BYTES:
+    def explain(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> MissReason:
+        """Say why the tokens after the cached ones have to be computed. Complexity: O(cached_tokens) hashing."""
+        if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
             return MissReason.NONE
-        next_block_end = (match.cached_tokens // self.block_size + 1) * self.block_size * TOKEN_BYTES
-        lost = self._lost.reason(prefix_fingerprint(match.namespace.seed, match.tokens, next_block_end))
-        return lost or (MissReason.DIVERGED if cached_bytes else MissReason.COLD)
+        next_block_end = (cached_tokens // self.block_size + 1) * self.block_size * TOKEN_BYTES
+        lost = self._lost.reason(prefix_fingerprint(namespace.seed, tokens, next_block_end))
+        return lost or (MissReason.DIVERGED if cached_tokens else MissReason.COLD)
 
     def _find(self, namespace: Namespace, tokens: bytes) -> TreeMatch:
         tree = self._trees.get(namespace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +123,7 @@ class Request:
 
     Attributes:
         computed_upto: prompt tokens whose K/V exist, reused ones included.
+        written_tokens: tokens that this request made matchable.
         received_s, scheduled_s: `time.monotonic()` of arrival and of admission.
     """
 
@@ -134,7 +135,8 @@ class Request:
     lease: Lease | None = None
     miss_reason: MissReason = MissReason.COLD
     computed_upto: int = 0
-    scheduled_s: float = field(default=0.0)
+    written_tokens: int = 0
+    scheduled_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:

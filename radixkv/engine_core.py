@@ -1,0 +1,251 @@
+"""What the engine's thread does: admit, schedule, run, commit, answer. No threads in here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from radixkv.config import EngineConfig
+from radixkv.errors import DeadlineExceeded, OutOfBlocks, RadixKVError, StepFailed
+from radixkv.held_leases import HeldLeases
+from radixkv.lease import Lease
+from radixkv.miss_reason import MissReason
+from radixkv.prefix_cache import PrefixCache
+from radixkv.request import HeldLease, PrefillResult, Request, RequestState, Timing, Usage
+from radixkv.runner import Chunk, Runner
+from radixkv.scheduler import Scheduler, Slice
+from radixkv.stats import BlockStats, EngineStats, RequestStats, TokenStats
+
+_log = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Turns requests into steps. One thread at a time may use it.
+
+        submit ─▶ waiting ─▶ admit: match, lease ─▶ running ─▶ step: forward, commit ─▶ answer ─▶ lease closed or held
+
+    Every way out of this picture goes through `_end`, which gives the blocks back.
+
+    Args:
+        runner: model and K/V memory.
+        cache: trees and block ids of the same memory.
+        config: budgets and limits.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: PrefixCache,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cache = cache
+        self.held_leases = HeldLeases(config.held_lease_ttl_s)
+        self._runner = runner
+        self._scheduler = Scheduler(config.max_step_tokens, config.max_running_requests)
+        self._clock = clock
+        self._started_s = clock()
+        self._num_ended = dict.fromkeys((RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED), 0)
+        self._tokens = TokenStats()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a validated request."""
+        self._scheduler.waiting.append(request)
+
+    def step(self) -> None:
+        """Drop what nobody waits for, admit what fits, compute one step, publish and answer."""
+        self._sweep()
+        slices = self._scheduler.next_step(self._admit)
+        if slices:
+            self._run(slices)
+
+    def seconds_to_next_expiry(self) -> float | None:
+        """How long until a held lease expires; None if none is held."""
+        expires_s = self.held_leases.next_expiry_s()
+        return None if expires_s is None else max(0.0, expires_s - self._clock())
+
+    def close(self, error: RadixKVError) -> None:
+        """Fail every unfinished request with `error` and close every held lease."""
+        for request in self._scheduler.requests():
+            self._fail(request, error)
+        self.held_leases.close()
+
+    def stats(self) -> EngineStats:
+        """Count everything. Complexity: O(segments)."""
+        pool = self.cache.pool
+        return EngineStats(
+            uptime_s=self._clock() - self._started_s,
+            blocks=BlockStats(
+                pool.num_blocks, pool.num_free, pool.num_leased, pool.num_published, self.cache.num_pinned_blocks
+            ),
+            requests=RequestStats(
+                waiting=len(self._scheduler.waiting),
+                running=len(self._scheduler.running),
+                finished=self._num_ended[RequestState.FINISHED],
+                failed=self._num_ended[RequestState.FAILED],
+                cancelled=self._num_ended[RequestState.CANCELLED],
+            ),
+            tokens=self._tokens,
+            namespaces=self.cache.num_namespaces,
+            segments=self.cache.num_segments,
+            held_leases=len(self.held_leases),
+            evicted_blocks=self.cache.num_evicted_blocks,
+            block_bytes=self._runner.storage.block_bytes,
+        )
+
+    # -- before a step ---------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        now = self._clock()
+        self.held_leases.expire(now)
+        for request in self._scheduler.requests():
+            deadline_s = request.params.deadline_s
+            if request.future.cancelled():
+                self._end(request, RequestState.CANCELLED)
+            elif deadline_s is not None and now >= deadline_s:
+                self._fail(request, DeadlineExceeded("deadline: passed before the answer was known"))
+
+    def _admit(self, request: Request) -> bool:
+        """Give a waiting request its blocks, if there are enough."""
+        params = request.params
+        try:
+            lease = self.cache.lease(request.namespace, params.tokens, read=params.read_cache)
+        except OutOfBlocks as error:
+            if not self._scheduler.running:  # only held leases could give blocks back, and not soon
+                error.retry_after_s = self.seconds_to_next_expiry() or error.retry_after_s
+                self._fail(request, error)
+            return False
+        request.lease = lease
+        request.computed_upto = lease.cached_tokens
+        request.miss_reason = (
+            self.cache.explain(request.namespace, params.tokens, lease.cached_tokens)
+            if params.read_cache
+            else MissReason.READ_DISABLED
+        )
+        request.scheduled_s = self._clock()
+        request.state = RequestState.RUNNING
+        return True
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def _run(self, slices: list[Slice]) -> None:
+        try:
+            logits = self._runner.run([_chunk(part) for part in slices])
+        except Exception as error:  # noqa: BLE001 - whatever a forward pass raises, the other requests go on
+            _log.exception("a step of %d requests failed", len(slices))
+            failed = StepFailed(f"step: the forward pass raised {type(error).__name__}")
+            for part in slices:
+                self._fail(part.request, failed)
+            return
+        finished = []
+        for part in slices:
+            part.request.computed_upto = part.end
+            self._commit(part.request)
+            if part.end == part.request.num_tokens:
+                finished.append(part.request)
+        for request, row, next_token_id in zip(finished, logits, logits.argmax(dim=-1).tolist(), strict=True):
+            self._answer(request, row, next_token_id)
+
+    def _commit(self, request: Request) -> None:
+        """Publish what is computed: chunk by chunk, or all at the end if the request must not read from the cache.
+
+        A commit may adopt blocks that others published, and later chunks would read them.
+        """
+        params, lease = request.params, _open_lease(request)
+        is_finished = request.computed_upto == request.num_tokens
+        if params.write_cache and (params.read_cache or is_finished):
+            request.written_tokens += lease.commit(request.computed_upto)
+
+    def _answer(self, request: Request, logits: torch.Tensor, next_token_id: int) -> None:
+        params, lease = request.params, _open_lease(request)
+        now = self._clock()
+        usage = Usage(
+            prompt_tokens=request.num_tokens,
+            cached_tokens=lease.cached_tokens,
+            computed_tokens=request.num_tokens - lease.cached_tokens,
+            written_tokens=request.written_tokens,
+        )
+        if not request.future.set_running_or_notify_cancel():
+            self._end(request, RequestState.CANCELLED)
+            return
+        self._tokens = TokenStats(
+            prompt=self._tokens.prompt + usage.prompt_tokens,
+            cached=self._tokens.cached + usage.cached_tokens,
+            computed=self._tokens.computed + usage.computed_tokens,
+            written=self._tokens.written + usage.written_tokens,
+        )
+        result = PrefillResult(
+            request_id=params.request_id,
+            usage=usage,
+            next_token_id=next_token_id,
+            top_logprobs=_top_logprobs(logits, params.top_logprobs),
+            logits=logits.cpu().numpy() if params.return_logits else None,
+            miss_reason=request.miss_reason,
+            timing=Timing(
+                queue_us=_microseconds(request.scheduled_s - request.received_s),
+                prefill_us=_microseconds(now - request.scheduled_s),
+                total_us=_microseconds(now - request.received_s),
+            ),
+            held_lease=self._hold(request, lease, now) if params.hold_lease else None,
+        )
+        self._end(request, RequestState.FINISHED)
+        request.future.set_result(result)
+
+    def _hold(self, request: Request, lease: Lease, now: float) -> HeldLease:
+        lease_id, expires_s = self.held_leases.hold(lease, request.params.tenant, now)
+        request.lease = None  # the holder's now
+        return HeldLease(lease_id, time.time() + expires_s - now, lease.block_ids.copy())
+
+    # -- the ways out ----------------------------------------------------------------------------------------------
+
+    def _fail(self, request: Request, error: RadixKVError) -> None:
+        self._end(request, RequestState.FAILED)
+        if request.future.set_running_or_notify_cancel():
+            request.future.set_exception(error)
+
+    def _end(self, request: Request, state: RequestState) -> None:
+        self._scheduler.remove(request)
+        request.state = state
+        self._num_ended[state] += 1
+        if request.lease is not None:
+            request.lease.close()
+            request.lease = None
+
+
+def _open_lease(request: Request) -> Lease:
+    assert request.lease is not None, "a running request holds a lease"
+    return request.lease
+
+
+def _chunk(part: Slice) -> Chunk:
+    request, start, end = part
+    lease = _open_lease(request)
+    return Chunk(
+        tokens=lease.tokens,
+        start=start,
+        end=end,
+        block_ids=lease.block_ids,
+        copy=lease.copy if start == lease.cached_tokens else None,
+        wants_logits=end == request.num_tokens,
+    )
+
+
+def _top_logprobs(logits: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` most likely tokens and their log probabilities; `logits` is float32 `[vocab_size]`."""
+    if count == 0:
+        return ()
+    values, ids = logits.log_softmax(dim=-1).topk(count)
+    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

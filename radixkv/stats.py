@@ -1,0 +1,59 @@
+"""What the operator sees: one frozen picture of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStats:
+    """Blocks by state. `total == free + leased + published`; `pinned` is a part of `published`."""
+
+    total: int
+    free: int
+    leased: int
+    published: int
+    pinned: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Requests by state: two counts of now, and three totals since the start."""
+
+    waiting: int
+    running: int
+    finished: int
+    failed: int
+    cancelled: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Totals over finished requests. `prompt == cached + computed`."""
+
+    prompt: int = 0
+    cached: int = 0
+    computed: int = 0
+    written: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One moment of the engine.
+
+    Attributes:
+        namespaces: namespaces with at least one cached token.
+        segments: nodes of all radix trees.
+        evicted_blocks: total since the start.
+        block_bytes: device bytes of one block.
+    """
+
+    uptime_s: float
+    blocks: BlockStats
+    requests: RequestStats
+    tokens: TokenStats
+    namespaces: int
+    segments: int
+    held_leases: int
+    evicted_blocks: int
+    block_bytes: int
