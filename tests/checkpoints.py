@@ -1,0 +1,53 @@
+"""Small random-weight checkpoints, written to disk as any model is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 300
+
+_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # wide: with the usual 0.02 a wrong attention would hardly move the logits
+}
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_SHAPE),
+    "mistral": MistralConfig(**_SHAPE, sliding_window=24),
+    "qwen2": Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
+    "gemma2": Gemma2Config(**_SHAPE, head_dim=32, sliding_window=24, query_pre_attn_scalar=32),
+    "phi3": Phi3Config(**_SHAPE, pad_token_id=0),
+}
+
+
+def write_checkpoint(config: PretrainedConfig, directory: Path, *, max_shard_size: str = "100KB") -> Path:
+    """Write config.json and (sharded) safetensors of a random model; returns the directory."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def load_eager(directory: Path) -> PreTrainedModel:
+    """The oracle: transformers' own model with transformers' own eager attention."""
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", local_files_only=True).eval()

@@ -1,0 +1,75 @@
+"""A runner without a model: its K/V are the tokens' own prefixes, so that any wrong reuse is seen at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from radixkv.runner import Chunk
+
+VOCAB_SIZE = 256
+
+
+class FakeRunner:
+    """Writes each computed token's whole prefix into its slot, and reads back what a real model would attend to.
+
+    The logits after a prompt are one-hot at `next_token(prompt)`.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, max_tokens: int | None = None) -> None:
+        self.model = SimpleNamespace(
+            name="fake",
+            device=torch.device("cpu"),
+            vocab_size=VOCAB_SIZE,
+            max_tokens=max_tokens,
+            fingerprint="fake weights",
+        )
+        self.storage = SimpleNamespace(block_bytes=0)
+        self.steps: list[list[tuple[int, int]]] = []  # (start, end) of each chunk of each step
+        self.fail_next: Exception | None = None
+        self._block_size = block_size
+        self._content: list[list[bytes | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(end - start for step in self.steps for start, end in step)
+
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        for chunk in chunks:
+            if chunk.copy is not None:
+                self._content[chunk.copy.target] = list(self._content[chunk.copy.source])
+        for chunk in chunks:
+            for position in range(chunk.start, chunk.end):
+                self._slot(chunk, position)[position % self._block_size] = chunk.tokens[: (position + 1) * 4]
+        for chunk in chunks:
+            for position in range(chunk.end):
+                seen = self._slot(chunk, position)[position % self._block_size]
+                assert seen == chunk.tokens[: (position + 1) * 4], f"position {position} holds another prefix's K/V"
+        self.steps.append([(chunk.start, chunk.end) for chunk in chunks])
+        rows = [one_hot(next_token(chunk.tokens)) for chunk in chunks if chunk.wants_logits]
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+    def _slot(self, chunk: Chunk, position: int) -> list[bytes | None]:
+        return self._content[int(chunk.block_ids[position // self._block_size])]
+
+
+def next_token(tokens: bytes) -> int:
+    """The fake model's answer to a prompt."""
+    return sum(tokens) % VOCAB_SIZE
+
+
+def one_hot(token_id: int) -> torch.Tensor:
+    row = torch.zeros(VOCAB_SIZE)
+    row[token_id] = 1.0
+    return row
+
+
+def tokens(ids: Sequence[int] | range) -> bytes:
+    """Token ids as the engine takes them."""
+    return np.asarray(list(ids), dtype="<u4").tobytes()

@@ -1,0 +1,63 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from radixkv.attention import ATTENTION_NAME, _attention_forward
+from radixkv.config import ModelConfig
+from radixkv.errors import InvariantViolation, UnsupportedModel
+from radixkv.model import load_model
+
+LAYER = SimpleNamespace(layer_idx=1, is_causal=True)
+QUERY, KEY = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+
+
+class Recorder:
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **features: object):
+        self.layer, self.features, self.query = layer, features, query
+        return query + 1
+
+
+def call(**kwargs: object):
+    return _attention_forward(LAYER, QUERY, KEY, KEY, kwargs.pop("mask", None), **kwargs)
+
+
+def test_it_hands_rows_of_tokens_to_the_step_and_back() -> None:
+    recorder = Recorder()
+    out, weights = call(radix_step=recorder, scaling=0.5, sliding_window=7, softcap=30.0)
+    assert recorder.layer == 1
+    assert recorder.features == {"scale": 0.5, "window": 7, "softcap": 30.0}
+    assert recorder.query.shape == (3, 4, 8)
+    assert torch.equal(out, QUERY.transpose(1, 2) + 1)
+    assert weights is None
+
+
+def test_the_scale_defaults_to_one_over_the_root_of_the_head_dimension() -> None:
+    recorder = Recorder()
+    call(radix_step=recorder)
+    assert recorder.features["scale"] == 8**-0.5
+
+
+def test_a_forward_without_its_step_raises() -> None:
+    module = load_model(ModelConfig()).module
+    assert module.config._attn_implementation == ATTENTION_NAME
+    with pytest.raises(InvariantViolation, match="radix_step"):
+        module(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+
+
+@pytest.mark.parametrize("keyword", ["s_aux", "position_bias", "indices", "anything_new"])
+def test_a_keyword_that_changes_attention_is_refused_by_name(keyword: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"passes `{keyword}`"):
+        call(radix_step=Recorder(), **{keyword: torch.ones(1)})
+
+
+def test_a_keyword_that_is_none_is_nothing() -> None:
+    call(radix_step=Recorder(), s_aux=None)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mask": torch.ones(1)}, {"dropout": 0.1}, {"is_causal": False}], ids=["mask", "dropout", "not causal"]
+)
+def test_masks_dropout_and_looking_ahead_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedModel, match="expected"):
+        call(radix_step=Recorder(), **wrong)

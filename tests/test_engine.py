@@ -1,0 +1,195 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from radixkv.config import EngineConfig
+from radixkv.engine import Engine
+from radixkv.errors import Draining, InvalidRequest, PromptTooLong, QueueFull, UnknownAdapter, UnknownLease
+from radixkv.miss_reason import MissReason
+from radixkv.prefix_cache import PrefixCache
+from radixkv.request import PrefillParams
+from tests.fake_runner import VOCAB_SIZE, FakeRunner, next_token, tokens
+
+NUM_BLOCKS, BLOCK_SIZE = 32, 4
+
+
+class GatedRunner(FakeRunner):
+    """Runs a step only while its gate is open."""
+
+    def __init__(self, max_tokens: int | None = None) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_SIZE, max_tokens)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+
+    def run(self, chunks):  # type: ignore[no-untyped-def]
+        self.entered.set()
+        assert self.gate.wait(10)
+        return super().run(chunks)
+
+
+@pytest.fixture
+def runner() -> GatedRunner:
+    return GatedRunner()
+
+
+@pytest.fixture
+def engine(runner: GatedRunner):  # type: ignore[no-untyped-def]
+    config = EngineConfig(max_step_tokens=8, max_running_requests=2, max_waiting_requests=2, held_lease_ttl_s=0.2)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), config)
+    engine.start()
+    yield engine
+    runner.gate.set()
+    engine.stop()
+
+
+def params(ids: range | list[int], **fields: object) -> PrefillParams:
+    return PrefillParams(tokens(ids), **fields)
+
+
+def test_it_answers(engine: Engine) -> None:
+    result = engine.prefill(params(range(20))).result(5)
+    assert result.next_token_id == next_token(tokens(range(20)))
+    assert engine.probe(tokens(range(20))).result(5).cached_tokens == 19
+    engine.check().result(5)
+
+
+def test_probe_changes_nothing(engine: Engine) -> None:
+    before = engine.stats().result(5).blocks
+    probed = engine.probe(tokens(range(20)), tenant="a").result(5)
+    assert (probed.cached_tokens, probed.prompt_tokens, probed.miss_reason) == (0, 20, MissReason.COLD)
+    assert engine.stats().result(5).blocks == before
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (b"", InvalidRequest, "token_ids: expected at least 1 token, got 0"),
+        (tokens([1, 2, VOCAB_SIZE]), InvalidRequest, r"token_ids\[2\]: expected an id below the vocabulary size 256"),
+        (tokens([2**32 - 1]), InvalidRequest, r"token_ids\[0\]"),
+        (tokens([0] * 129), PromptTooLong, "token_ids: expected at most 128 tokens, got 129"),
+    ],
+)
+def test_a_wrong_prompt_is_refused_at_once(engine: Engine, data: bytes, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        engine.prefill(PrefillParams(data))
+    with pytest.raises(error, match=message):
+        engine.probe(data)
+    assert engine.stats().result(5).requests.failed == 0
+
+
+def test_a_prompt_that_fills_the_whole_pool_is_served_twice(engine: Engine) -> None:
+    for _ in range(2):
+        assert engine.prefill(params([7] * 128)).result(5).usage.prompt_tokens == 128
+
+
+def test_the_model_may_be_shorter_than_the_pool() -> None:
+    engine = Engine(GatedRunner(max_tokens=10), PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    with pytest.raises(PromptTooLong, match="at most 10 tokens, got 11"):
+        engine.prefill(params(range(11)))
+
+
+def test_an_unknown_adapter_is_refused(engine: Engine) -> None:
+    with pytest.raises(UnknownAdapter):
+        engine.prefill(params(range(4), adapter="french"))
+
+
+def test_too_many_unfinished_requests_are_refused(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    futures = [engine.prefill(params(range(i, i + 8))) for i in range(4)]
+    with pytest.raises(QueueFull):
+        engine.prefill(params(range(8)))
+    runner.gate.set()
+    for future in futures:
+        future.result(5)
+    engine.prefill(params(range(8))).result(5)
+
+
+def test_cancelling_during_a_step_returns_the_blocks(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    future = engine.prefill(params(range(20)))
+    assert runner.entered.wait(5)
+    assert future.cancel()
+    runner.gate.set()
+    stats = engine.stats().result(5)
+    while stats.requests.cancelled == 0:
+        stats = engine.stats().result(5)
+    assert stats.blocks.leased == 0
+    engine.check().result(5)
+
+
+def test_an_idle_engine_expires_held_leases(engine: Engine) -> None:
+    held = engine.prefill(params(range(8), hold_lease=True)).result(5).held_lease
+    assert held is not None
+    time.sleep(0.3)
+    with pytest.raises(UnknownLease):
+        engine.release(held.lease_id).result(5)
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    running = engine.prefill(params(range(20)))
+    assert runner.entered.wait(5)
+    drained: list[bool] = []
+    thread = threading.Thread(target=lambda: drained.append(engine.drain(5)))
+    thread.start()
+    while engine.is_healthy:
+        time.sleep(0.001)
+    with pytest.raises(Draining):
+        engine.prefill(params(range(4)))
+    runner.gate.set()
+    thread.join(5)
+    assert drained == [True]
+    assert running.result(0).usage.prompt_tokens == 20
+
+
+def test_draining_cancels_what_does_not_finish(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    running = engine.prefill(params(range(20)))
+    assert engine.drain(0.01) is False
+    assert running.cancelled()
+
+
+def test_a_stopped_engine_refuses_everything(runner: GatedRunner) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    engine.start()
+    engine.stop()
+    assert not engine.is_healthy
+    with pytest.raises(Draining):
+        engine.prefill(params(range(4)))
+    with pytest.raises(Draining):
+        engine.stats()
+
+
+def test_many_threads_get_their_own_answers(engine: Engine) -> None:
+    rng = np.random.default_rng(0)
+    wrong: list[bytes] = []
+
+    def work(prompts: list[bytes]) -> None:
+        for prompt in prompts:
+            while True:
+                try:
+                    answer = engine.prefill(PrefillParams(prompt)).result(10)
+                    break
+                except QueueFull:
+                    time.sleep(0.001)
+            if answer.next_token_id != next_token(prompt):
+                wrong.append(prompt)
+
+    shared = rng.integers(0, 5, 40)
+    prompts = [
+        [tokens([*shared[: rng.integers(0, 40)], *rng.integers(0, 5, rng.integers(1, 20))]) for _ in range(25)]
+        for _ in range(4)
+    ]
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    engine.check().result(5)
+    stats = engine.stats().result(5)
+    assert stats.requests.finished == 100
+    assert stats.blocks.leased == 0

@@ -1,0 +1,256 @@
+from concurrent.futures import Future
+
+import pytest
+
+from radixkv.config import EngineConfig
+from radixkv.engine_core import EngineCore
+from radixkv.errors import DeadlineExceeded, Draining, OutOfBlocks, StepFailed, UnknownLease
+from radixkv.miss_reason import MissReason
+from radixkv.namespace import Namespace
+from radixkv.prefix_cache import PrefixCache
+from radixkv.request import PrefillParams, PrefillResult, Request
+from tests.fake_runner import FakeRunner, next_token, tokens
+
+BLOCK_SIZE = 4
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """An engine core over a fake runner, with a clock that stands still."""
+
+    def __init__(self, num_blocks: int = 64, **config: object) -> None:
+        self.clock = Clock()
+        self.cache = PrefixCache(num_blocks, BLOCK_SIZE, clock=self.clock)
+        self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
+        self.core = EngineCore(self.runner, self.cache, EngineConfig(**config), clock=self.clock)
+
+    def submit(self, ids: range | list[int], **params: object) -> Future[PrefillResult]:
+        future: Future[PrefillResult] = Future()
+        data = tokens(ids)
+        namespace = Namespace("fake", str(params.get("tenant", "")))
+        self.core.submit(Request(PrefillParams(data, **params), namespace, future, self.clock()))
+        return future
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.core.step()
+            self.cache.check()
+
+    def prefill(self, ids: range | list[int], **params: object) -> PrefillResult:
+        future = self.submit(ids, **params)
+        self.run()
+        return future.result(0)
+
+
+def test_a_cold_prompt_is_computed_whole_and_a_repeated_one_to_its_last_token() -> None:
+    bench = Bench()
+    cold, warm = bench.prefill(range(10)), bench.prefill(range(10))
+    assert (cold.usage.cached_tokens, cold.usage.computed_tokens, cold.usage.written_tokens) == (0, 10, 10)
+    assert (warm.usage.cached_tokens, warm.usage.computed_tokens, warm.usage.written_tokens) == (9, 1, 0)
+    assert (cold.miss_reason, warm.miss_reason) == (MissReason.COLD, MissReason.NONE)
+    assert cold.next_token_id == warm.next_token_id == next_token(tokens(range(10)))
+    assert bench.runner.steps == [[(0, 10)], [(9, 10)]]
+
+
+def test_reuse_is_exact_to_the_token() -> None:
+    bench = Bench()
+    bench.prefill(range(10))
+    result = bench.prefill([0, 1, 2, 3, 4, 5, 99, 98])
+    assert result.usage.cached_tokens == 6
+    assert result.miss_reason is MissReason.DIVERGED
+
+
+def test_long_prompts_are_split_under_the_token_budget() -> None:
+    bench = Bench(max_step_tokens=6)
+    bench.prefill(range(20))
+    assert bench.runner.steps == [[(0, 6)], [(6, 12)], [(12, 18)], [(18, 20)]]
+
+
+def test_one_step_serves_several_requests() -> None:
+    bench = Bench(max_step_tokens=32)
+    futures = [bench.submit(range(start, start + 8)) for start in (0, 20, 40)]
+    bench.run()
+    assert len(bench.runner.steps) == 1
+    assert [f.result(0).next_token_id for f in futures] == [
+        next_token(tokens(range(start, start + 8))) for start in (0, 20, 40)
+    ]
+
+
+def test_waiting_requests_reuse_what_running_ones_publish() -> None:
+    bench = Bench(max_step_tokens=8)
+    futures = [bench.submit([*range(32), 100 + i]) for i in range(4)]
+    bench.run()
+    assert sum(f.result(0).usage.computed_tokens for f in futures) == 32 + 4
+    assert bench.runner.computed_tokens == 32 + 4
+
+
+def test_read_cache_off_computes_everything_and_reads_nothing() -> None:
+    bench = Bench(max_step_tokens=5)
+    bench.prefill(range(12))
+    result = bench.prefill(range(12), read_cache=False)
+    assert (result.usage.cached_tokens, result.usage.computed_tokens) == (0, 12)
+    assert result.miss_reason is MissReason.READ_DISABLED
+
+
+def test_write_cache_off_leaves_nothing_behind() -> None:
+    bench = Bench()
+    result = bench.prefill(range(12), write_cache=False)
+    assert result.usage.written_tokens == 0
+    assert bench.cache.pool.num_free == 64
+
+
+def test_tenants_share_nothing() -> None:
+    bench = Bench()
+    bench.prefill(range(12), tenant="a")
+    assert bench.prefill(range(12), tenant="b").miss_reason is MissReason.COLD
+    assert bench.prefill(range(12), tenant="a").usage.cached_tokens == 11
+
+
+def test_eviction_makes_room_and_is_named_as_the_reason() -> None:
+    bench = Bench(num_blocks=4)
+    bench.prefill(range(16))
+    bench.prefill(range(100, 116))
+    assert bench.prefill(range(16)).miss_reason is MissReason.EVICTED
+
+
+def test_a_request_waits_for_blocks_of_running_ones() -> None:
+    bench = Bench(num_blocks=4, max_step_tokens=32)
+    first, second = bench.submit(range(12)), bench.submit(range(50, 62))
+    bench.run()
+    assert first.result(0).usage.computed_tokens == second.result(0).usage.computed_tokens == 12
+    assert bench.runner.steps == [[(0, 12)], [(0, 12)]]
+
+
+def test_held_leases_that_leave_no_blocks_refuse_a_request_at_once() -> None:
+    bench = Bench(num_blocks=4, held_lease_ttl_s=30.0)
+    bench.prefill(range(12), hold_lease=True)
+    refused = bench.submit(range(50, 62))
+    bench.run()
+    error = refused.exception(0)
+    assert isinstance(error, OutOfBlocks)
+    assert error.retry_after_s == 30.0
+
+
+class TestHeldLeases:
+    def test_a_held_lease_keeps_its_blocks_from_eviction(self) -> None:
+        bench = Bench(num_blocks=4)
+        held = bench.prefill(range(8), hold_lease=True).held_lease
+        assert held is not None
+        bench.prefill(range(50, 58))
+        bench.prefill(range(70, 78))
+        assert bench.prefill(range(8)).usage.cached_tokens == 7
+        assert held.block_table.size == 2
+
+    def test_release_gives_them_back(self) -> None:
+        bench = Bench()
+        held = bench.prefill(range(8), hold_lease=True).held_lease
+        assert held is not None
+        assert bench.core.stats().blocks.pinned == 2
+        bench.core.held_leases.release(held.lease_id, "")
+        bench.cache.check()
+        assert bench.core.stats().blocks.pinned == 0
+
+    def test_a_second_release_is_refused(self) -> None:
+        bench = Bench()
+        held = bench.prefill(range(8), hold_lease=True).held_lease
+        assert held is not None
+        bench.core.held_leases.release(held.lease_id, "")
+        with pytest.raises(UnknownLease):
+            bench.core.held_leases.release(held.lease_id, "")
+
+    def test_another_tenant_does_not_find_it(self) -> None:
+        bench = Bench()
+        held = bench.prefill(range(8), tenant="a", hold_lease=True).held_lease
+        assert held is not None
+        with pytest.raises(UnknownLease):
+            bench.core.held_leases.release(held.lease_id, "b")
+        assert len(bench.core.held_leases) == 1
+
+    def test_it_expires(self) -> None:
+        bench = Bench(held_lease_ttl_s=5.0)
+        bench.prefill(range(8), hold_lease=True)
+        bench.clock.now = 4.9
+        bench.core.step()
+        assert len(bench.core.held_leases) == 1
+        bench.clock.now = 5.0
+        bench.core.step()
+        assert len(bench.core.held_leases) == 0
+        assert bench.cache.num_pinned_blocks == 0
+
+
+class TestWaysOut:
+    def test_a_cancelled_request_gives_its_blocks_back_between_chunks(self) -> None:
+        bench = Bench(max_step_tokens=4)
+        future = bench.submit(range(12))
+        bench.core.step()
+        assert future.cancel()
+        bench.core.step()
+        bench.cache.check()
+        assert not bench.core.has_work
+        assert bench.core.stats().requests.cancelled == 1
+        assert bench.cache.pool.num_leased == 0
+        assert bench.prefill(range(12)).usage.cached_tokens == 4, "what was published stays cached"
+
+    def test_a_cancelled_waiting_request_never_runs(self) -> None:
+        bench = Bench()
+        future = bench.submit(range(12))
+        future.cancel()
+        bench.run()
+        assert bench.runner.steps == []
+
+    def test_a_deadline_is_honoured_between_chunks(self) -> None:
+        bench = Bench(max_step_tokens=4)
+        future = bench.submit(range(12), deadline_s=10.0)
+        bench.core.step()
+        bench.clock.now = 10.0
+        bench.run()
+        assert isinstance(future.exception(0), DeadlineExceeded)
+        assert len(bench.runner.steps) == 1
+        assert bench.cache.pool.num_leased == 0
+
+    def test_a_failed_step_fails_its_requests_publishes_nothing_and_the_next_one_works(self) -> None:
+        bench = Bench(max_step_tokens=32)
+        bench.runner.fail_next = RuntimeError("no such luck")
+        failed = [bench.submit(range(start, start + 8)) for start in (0, 20)]
+        bench.core.step()
+        assert all(isinstance(f.exception(0), StepFailed) for f in failed)
+        assert bench.cache.pool.num_free == 64
+        assert bench.prefill(range(8)).usage.cached_tokens == 0
+
+    def test_closing_fails_everything_and_frees_every_lease(self) -> None:
+        bench = Bench(max_step_tokens=4)
+        bench.prefill(range(100, 108), hold_lease=True)
+        running, waiting = bench.submit(range(12)), bench.submit(range(20, 32))
+        bench.core.step()
+        bench.core.close(Draining("stopped"))
+        bench.cache.check()
+        assert isinstance(running.exception(0), Draining)
+        assert isinstance(waiting.exception(0), Draining)
+        assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
+
+
+def test_stats_add_up() -> None:
+    bench = Bench()
+    bench.prefill(range(10))
+    bench.prefill(range(10))
+    stats = bench.core.stats()
+    assert stats.tokens.prompt == 20 == stats.tokens.cached + stats.tokens.computed
+    assert stats.blocks.total == stats.blocks.free + stats.blocks.leased + stats.blocks.published
+    assert (stats.requests.finished, stats.segments, stats.namespaces) == (2, 1, 1)
+
+
+def test_top_logprobs_are_sorted_and_normalised() -> None:
+    bench = Bench()
+    result = bench.prefill(range(4), top_logprobs=3, return_logits=True)
+    ids, values = zip(*result.top_logprobs, strict=True)
+    assert ids[0] == result.next_token_id
+    assert list(values) == sorted(values, reverse=True)
+    assert result.logits is not None
+    assert result.logits.argmax() == result.next_token_id
