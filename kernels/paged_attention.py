@@ -1,0 +1,278 @@
+"""Prefill attention on a GPU: suffix queries over the paged prefix and suffix of a ragged batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from radixkv.kernels.attention_plan import AttentionPlan
+from radixkv.kernels.batch import PagedBatch
+
+_LOG2_E = 1.4426950408889634
+_MERGE_ROWS = 16
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: PagedBatch,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attend as `reference.paged_attention` does, with one launch, or two where the plan splits.
+
+    Scores, softmax and sums are float32; the weights are rounded to the pool's dtype before they meet V.
+
+    Args:
+        query: `[num_tokens, num_query_heads, head_dim]` with a contiguous last dimension, packed as
+            `batch.query_starts` says; float32, bfloat16 or float16, the same as the pool.
+        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous; the suffix is already
+            written. `block_size` is a power of two of at least 16.
+        layer: index into the pool's layers.
+        batch: the step that `plan` was made for.
+        plan: `plan_attention` of `batch` for this window.
+        scale: what the dot products are multiplied with, above 0.
+        window: visible tokens, the query token included; None for all.
+        softcap: bends each scaled score `s` into `softcap * tanh(s / softcap)`; None for none.
+
+    Returns:
+        A new contiguous tensor shaped and typed like `query`.
+
+    Raises:
+        ValueError: `plan` was made for another window or another number of query heads.
+    """
+    if window != plan.window:
+        raise ValueError(f"plan: expected one for window {window}, got one for window {plan.window}")
+    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    num_query_heads = query.shape[1]
+    if num_query_heads != plan.group_size * num_kv_heads:
+        raise ValueError(f"plan: expected one for {num_query_heads} query heads, got {plan.group_size * num_kv_heads}")
+    padded_dim = triton.next_power_of_2(head_dim)
+    shape = _launch_shape(pool.dtype, padded_dim, plan.tile_rows)
+    output = query.new_empty(query.shape)
+    partials = query.new_empty((plan.num_partials, num_kv_heads, plan.tile_rows, head_dim), dtype=torch.float32)
+    partial_lses = query.new_empty((plan.num_partials, num_kv_heads, plan.tile_rows), dtype=torch.float32)
+    _attend_tile[(plan.work.shape[0], num_kv_heads)](
+        query,
+        pool,
+        output,
+        partials,
+        partial_lses,
+        batch.block_tables,
+        plan.work,
+        query.stride(0),
+        query.stride(1),
+        batch.block_tables.stride(0),
+        layer,
+        window,
+        *_base_2(scale, softcap),
+        NUM_LAYERS=num_layers,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP_SIZE=plan.group_size,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
+        TILE_ROWS=plan.tile_rows,
+        TILE_KEYS=shape.tile_keys,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        enable_fp_fusion=True,  # triton's default changes with 3.10
+    )
+    if plan.num_partials:
+        _merge_partials[(plan.merges.shape[0], num_kv_heads, plan.tile_rows // _MERGE_ROWS)](
+            partials,
+            partial_lses,
+            output,
+            plan.merges,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP_SIZE=plan.group_size,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim,
+            TILE_ROWS=plan.tile_rows,
+            MERGE_ROWS=_MERGE_ROWS,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return output
+
+
+def _base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """Return the kernel's scale and softcap, both in base-2 logarithms.
+
+    With c = softcap, c * tanh(s * scale / c) = c - 2c / (1 + 2^(s * 2 log2(e) scale / c)): one exp2, and right where it
+    overflows or vanishes.
+    """
+    if softcap is None:
+        return scale * _LOG2_E, None
+    return 2 * _LOG2_E * scale / softcap, softcap * _LOG2_E
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchShape:
+    """How a tile of queries walks its keys."""
+
+    tile_keys: int
+    num_warps: int
+    num_stages: int
+
+
+def _launch_shape(dtype: torch.dtype, padded_dim: int, tile_rows: int) -> _LaunchShape:
+    """Return a shape that compiles for sm_90 without spills; tests/kernels/test_compile_sm90.py holds it to that."""
+    if dtype == torch.float32:  # no tensor cores: every product passes through registers
+        return _LaunchShape(tile_keys=32, num_warps=8, num_stages=2)
+    tile_keys = 64 if padded_dim <= 128 else 32
+    return _LaunchShape(tile_keys=tile_keys, num_warps=8 if tile_rows == 128 else 4, num_stages=3)
+
+
+@triton.jit(do_not_specialize=["table_stride", "layer", "window"])  # type: ignore[untyped-decorator]
+def _attend_tile(  # type: ignore[no-untyped-def]
+    query,
+    pool,
+    output,
+    partials,
+    partial_lses,
+    block_tables,
+    work,
+    token_stride,
+    head_stride,
+    table_stride,
+    layer,
+    window,
+    scale,
+    softcap,
+    NUM_LAYERS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Attend from one tile of packed rows over one range of keys: an item of the plan, for one KV head."""
+    item = work + tl.program_id(0) * 8
+    kv_head = tl.program_id(1)
+    request = tl.load(item)
+    first_token = tl.load(item + 1)
+    num_tokens = tl.load(item + 2)
+    prefix_len = tl.load(item + 3)
+    first_row = tl.load(item + 4)
+    kv_start = tl.load(item + 5)
+    kv_end = tl.load(item + 6)
+    partial = tl.load(item + 7)
+
+    rows = first_row + tl.arange(0, TILE_ROWS)
+    tokens = rows // GROUP_SIZE
+    heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
+    dims = tl.arange(0, PADDED_DIM)
+    is_dim = dims < HEAD_DIM
+    in_request = (tokens < num_tokens)[:, None] & is_dim[None, :]
+    token_rows = (first_token + tokens).to(tl.int64)
+    q_offsets = token_rows * token_stride + heads * head_stride
+    q = tl.load(query + q_offsets[:, None] + dims[None, :], mask=in_request, other=0.0)  # [TILE_ROWS, PADDED_DIM]
+
+    table = block_tables + request.to(tl.int64) * table_stride
+    BLOCK_STRIDE: tl.constexpr = NUM_LAYERS * 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    V_OFFSET: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    keys = pool + (layer * 2 * NUM_KV_HEADS + kv_head).to(tl.int64) * (BLOCK_SIZE * HEAD_DIM)
+    query_positions = (prefix_len + tokens)[:, None]
+
+    row_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE_ROWS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    for tile_start in tl.range(kv_start, kv_end, TILE_KEYS):
+        positions = tile_start + tl.arange(0, TILE_KEYS)
+        if BLOCK_SIZE >= TILE_KEYS:  # the tile lies inside one block
+            block_ids = tl.load(table + tile_start // BLOCK_SIZE).to(tl.int64)
+        else:
+            block_ids = tl.load(table + positions // BLOCK_SIZE, mask=positions < kv_end, other=0).to(tl.int64)
+        kv_offsets = block_ids * BLOCK_STRIDE + positions % BLOCK_SIZE * HEAD_DIM
+        kv_pointers = keys + kv_offsets[:, None] + dims[None, :]
+        k = tl.load(kv_pointers, mask=is_dim[None, :], other=0.0)  # [TILE_KEYS, PADDED_DIM]
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        if softcap is not None:
+            scores = softcap - 2 * softcap / (1.0 + tl.exp2(scores * scale))
+            to_log2 = 1.0
+        else:
+            to_log2 = scale
+        visible = positions[None, :] <= query_positions
+        if window is not None:
+            visible = visible & (positions[None, :] > query_positions - window)
+        scores = tl.where(visible, scores, float("-inf"))
+
+        # A row may have seen nothing yet: its maximum is then -inf, which must not be subtracted from itself.
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * to_log2)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2(row_max - shift)
+        weights = tl.exp2(scores * to_log2 - shift[:, None])
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        # Slots past the end may hold anything: a weight of 0 does not silence a NaN in V, so V is zeroed by position.
+        v_mask = (positions < kv_end)[:, None] & is_dim[None, :]
+        v = tl.load(kv_pointers + V_OFFSET, mask=v_mask, other=0.0)  # [TILE_KEYS, PADDED_DIM]
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+
+    safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
+    acc = acc / safe_sum[:, None]
+    if partial < 0:
+        out_offsets = (token_rows * (NUM_KV_HEADS * GROUP_SIZE) + heads) * HEAD_DIM
+        tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=in_request)
+    else:
+        tile_row = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        tl.store(partial_lses + tile_row, tl.where(row_sum > 0, row_max + tl.log2(safe_sum), float("-inf")))
+        tl.store(partials + tile_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_dim[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_partials(  # type: ignore[no-untyped-def]
+    partials,
+    partial_lses,
+    output,
+    merges,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+):
+    """Weigh the partial results of some rows of a split tile by their share of the softmax sum, in split order."""
+    item = merges + tl.program_id(0) * 5
+    kv_head = tl.program_id(1)
+    first_token = tl.load(item)
+    num_tokens = tl.load(item + 1)
+    first_row = tl.load(item + 2)
+    first_partial = tl.load(item + 3)
+    end_partial = first_partial + tl.load(item + 4)
+
+    tile_rows = tl.program_id(2) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
+    dims = tl.arange(0, PADDED_DIM)
+    is_dim = dims < HEAD_DIM
+    total_max = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
+    for partial in range(first_partial, end_partial):
+        part_rows = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * TILE_ROWS + tile_rows
+        total_max = tl.maximum(total_max, tl.load(partial_lses + part_rows))
+    shift = tl.where(total_max == float("-inf"), 0.0, total_max)  # only rows past the suffix see nothing at all
+    total = tl.zeros([MERGE_ROWS], tl.float32)
+    acc = tl.zeros([MERGE_ROWS, PADDED_DIM], tl.float32)
+    for partial in range(first_partial, end_partial):
+        part_rows = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * TILE_ROWS + tile_rows
+        share = tl.exp2(tl.load(partial_lses + part_rows) - shift)
+        part = tl.load(partials + part_rows[:, None] * HEAD_DIM + dims[None, :], mask=is_dim[None, :], other=0.0)
+        acc += part * share[:, None]
+        total += share
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+
+    rows = first_row + tile_rows
+    tokens = rows // GROUP_SIZE
+    out_rows = (first_token + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + kv_head * GROUP_SIZE
+    out_offsets = (out_rows + rows % GROUP_SIZE) * HEAD_DIM
+    in_request = (tokens < num_tokens)[:, None] & is_dim[None, :]
+    tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=in_request)

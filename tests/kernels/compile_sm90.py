@@ -1,0 +1,203 @@
+"""Compile for sm_90, without a GPU, exactly what a caller would launch, and read the machine code.
+
+Run as `python tests/kernels/compile_sm90.py [--all]` with TRITON_INTERPRET unset: one JSON object a line on stdout.
+Each case calls a kernel's public function on small CPU tensors; launches compile and stop there. So the tile shapes,
+warps, stages and argument specializations are those of a real call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from radixkv.kernels.attention_plan import plan_attention
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.copy_blocks import copy_blocks
+from radixkv.kernels.paged_attention import paged_attention
+from radixkv.kernels.write_kv import write_kv
+
+_TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
+_INSTRUCTIONS = ("HGMMA", "HMMA", "FFMA", "LDGSTS", "LDG.E.128", "STG.E.128", "LDL", "STL")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCase:
+    """What the assembler made of one launch."""
+
+    case: str
+    kernel: str
+    triton: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    num_warps: int
+    instructions: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """One shape of the attention kernel."""
+
+    dtype: torch.dtype
+    head_dim: int
+    tile_rows: int
+    block_size: int = 64
+    group_size: int = 4
+    window: int | None = None
+    softcap: float | None = None
+    split: bool = False
+
+    def __str__(self) -> str:
+        name = f"{str(self.dtype)[6:]} D{self.head_dim} rows{self.tile_rows} block{self.block_size} G{self.group_size}"
+        extras = [name for name in ("window", "softcap", "split") if getattr(self, name)]
+        return " ".join([name, *extras])
+
+    def launch(self) -> None:
+        """Call the kernel on tensors of this shape."""
+        num_kv_heads, prefix_len, query_len = 2, 512, 40
+        kv_len = prefix_len + query_len
+        table = np.arange(-(-kv_len // self.block_size), dtype=np.int32)
+        batch = PagedBatch.build([query_len], [kv_len], [table], self.block_size)
+        pool = torch.empty(1, 2, 2, num_kv_heads, self.block_size, self.head_dim, dtype=self.dtype)
+        query = torch.empty(query_len, num_kv_heads * self.group_size, self.head_dim, dtype=self.dtype)
+        plan = plan_attention(
+            batch,
+            pool,
+            num_query_heads=query.shape[1],
+            window=self.window,
+            tile_rows=self.tile_rows,
+            split_tokens=256 if self.split else 4096,
+        )
+        paged_attention(query, pool, 0, batch, plan, scale=0.1, window=self.window, softcap=self.softcap)
+
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+# What every change is held to: each code path once, on the shapes of common models.
+ATTENTION_CASES = [
+    AttentionCase(bf16, 128, 128, split=True),
+    AttentionCase(bf16, 128, 64),
+    AttentionCase(bf16, 128, 16, split=True),
+    AttentionCase(bf16, 128, 128, block_size=16),
+    AttentionCase(bf16, 128, 128, window=4096, softcap=50.0),
+    AttentionCase(bf16, 64, 128, group_size=7),
+    AttentionCase(bf16, 80, 128, group_size=1),
+    AttentionCase(bf16, 256, 128, softcap=50.0, group_size=2),
+    AttentionCase(fp16, 128, 128),
+    AttentionCase(fp32, 128, 16),
+]
+
+ALL_ATTENTION_CASES = [
+    AttentionCase(dtype, head_dim, tile_rows, block_size, window=window, softcap=softcap)
+    for dtype, all_tile_rows in ((bf16, (16, 64, 128)), (fp32, (16,)))
+    for head_dim in (32, 64, 80, 96, 128, 256)
+    for tile_rows in all_tile_rows
+    for block_size in (16, 32, 64)
+    for window, softcap in ((None, None), (4096, None), (4096, 50.0))
+]
+
+
+def _launch_write(dtype: torch.dtype, head_dim: int) -> None:
+    pool = torch.empty(2, 2, 2, 8, 64, head_dim, dtype=dtype)
+    key, value = torch.empty(2, 40, 8, head_dim, dtype=dtype).unbind(0)
+    write_kv(key, value, torch.arange(40), pool, 0)
+
+
+def _launch_copy(dtype: torch.dtype) -> None:
+    copy_blocks(torch.empty(4, 2, 2, 8, 64, 128, dtype=dtype), torch.tensor([0, 1]), torch.tensor([2, 3]))
+
+
+def cases(attention_cases: list[AttentionCase]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield each case's name and a function that launches its kernels."""
+    for case in attention_cases:
+        yield str(case), case.launch
+    for head_dim in (80, 128):
+        yield f"bfloat16 D{head_dim}", partial(_launch_write, bf16, head_dim)
+    yield "bfloat16", partial(_launch_copy, bf16)
+
+
+def compile_case(name: str, launch: Callable[[], None]) -> list[CompiledCase]:
+    """Run `launch` with compilation in place of launching, and report each kernel it would have started."""
+    compiled: list[CompiledCase] = []
+    original_run = JITFunction.run
+
+    def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernel = original_run(function, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(_describe(name, function.fn.__name__, kernel))
+
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(_NoDevice())
+    try:
+        launch()
+    finally:
+        JITFunction.run = original_run
+        triton.runtime.driver.set_active(None)
+    return compiled
+
+
+class _NoDevice:
+    """The part of a triton driver that compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _describe(case: str, kernel_name: str, kernel: Any) -> CompiledCase:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        usage = _output_of("cuobjdump", "-res-usage", cubin.name)
+        sass = _output_of("nvdisasm", "-c", cubin.name)
+    registers, stack_bytes = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return CompiledCase(
+        case=case,
+        kernel=kernel_name,
+        triton=triton.__version__,
+        registers=int(registers),
+        stack_bytes=int(stack_bytes),
+        shared_bytes=kernel.metadata.shared,
+        num_warps=kernel.metadata.num_warps,
+        instructions={name: len(re.findall(rf"\b{re.escape(name)}", sass)) for name in _INSTRUCTIONS},
+    )
+
+
+def _output_of(tool: str, *arguments: str) -> str:
+    result = subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True)
+    return result.stdout + result.stderr
+
+
+def main() -> None:
+    """Print one JSON line a compiled kernel."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every head_dim, block size and tile, not only the tested")
+    attention_cases = ALL_ATTENTION_CASES if parser.parse_args().all else ATTENTION_CASES
+    assert not os.environ.get("TRITON_INTERPRET"), "the interpreter does not compile"
+    for name, launch in cases(attention_cases):
+        for compiled in compile_case(name, launch):
+            print(json.dumps(asdict(compiled)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Triton kernels on CPU: launches run through Triton's interpreter, corrected where it differs from a GPU.
+
+Triton's own switch, TRITON_INTERPRET, works only when it is set before the first import of triton anywhere in the
+process. Here launches are redirected instead, for the length of a test, whatever was imported before.
+
+The corrections touch private API of triton 3.9; `test_interpreter.py` holds the canaries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+_TORCH_TYPES = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
+_BIT_TYPES = {2: torch.uint16, 4: torch.uint32}
+
+
+def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send every launch and device call to the interpreter until the test ends."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(JITFunction, "run", _run_interpreted)
+    monkeypatch.setattr(JITFunction, "__call__", lambda self, *args, **kwargs: _interpreted(self)(*args, **kwargs))
+    monkeypatch.setattr(interpreter, "_convert_float", _convert_float)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _create_dot)
+    # Checking each integer operation for overflow makes them 6 times slower.
+    monkeypatch.setattr(
+        interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False)
+    )
+
+
+def _interpreted(function: Any) -> Any:
+    return interpreter.InterpretedFunction(function.fn)
+
+
+def _run_interpreted(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    _interpreted(function).run(*args, grid=grid, warmup=warmup, **kwargs)
+
+
+_original_convert_float = interpreter._convert_float
+_original_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    """Round to nearest even, as the GPU does; the original truncates float32 to bfloat16."""
+    if source not in _TORCH_TYPES or target not in _TORCH_TYPES:
+        return _original_convert_float(data, source, target, rounding_mode)
+    converted = torch.from_numpy(np.ascontiguousarray(data)).view(_TORCH_TYPES[source]).to(_TORCH_TYPES[target])
+    return converted.view(_BIT_TYPES[converted.element_size()]).numpy()
+
+
+def _create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    """Multiply bfloat16 values; the original multiplies their raw bits."""
+    return _original_create_dot(self, _as_float32(a), _as_float32(b), d, *options)
+
+
+def _as_float32(handle: Any) -> Any:
+    if handle.dtype != tl.bfloat16:
+        return handle
+    data = _convert_float(handle.data, tl.bfloat16, tl.float32, None).view(np.float32)
+    return interpreter.TensorHandle(data, tl.float32)

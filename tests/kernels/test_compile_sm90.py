@@ -1,0 +1,60 @@
+"""What the sm_90 machine code of every kernel is held to. Needs no GPU: the compiler comes with triton."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HARNESS = Path(__file__).with_name("compile_sm90.py")
+SHARED_BYTES_LIMIT = 232448  # of one program on an H100 or H200
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    result = subprocess.run(
+        [sys.executable, HARNESS], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
+    assert {row["kernel"] for row in compiled} == {"_attend_tile", "_merge_partials", "_write_tile", "_copy_chunk"}
+
+
+def test_no_kernel_spills(compiled: list[dict[str, Any]]) -> None:
+    assert [row for row in compiled if row["stack_bytes"] or row["instructions"]["LDL"]] == []
+
+
+def test_registers_leave_room_for_every_warp(compiled: list[dict[str, Any]]) -> None:
+    for row in compiled:
+        assert 0 < row["registers"] * row["num_warps"] * 32 <= 65536, row
+
+
+def test_shared_memory_fits_the_multiprocessor(compiled: list[dict[str, Any]]) -> None:
+    assert [row for row in compiled if row["shared_bytes"] > SHARED_BYTES_LIMIT] == []
+
+
+def test_half_precision_attention_runs_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
+    attention = [row for row in compiled if row["kernel"] == "_attend_tile" and "float32" not in row["case"]]
+    small = [row for row in attention if "rows16" in row["case"]]
+    large = [row for row in attention if "rows16" not in row["case"]]
+    assert small
+    assert large
+    assert all(row["instructions"]["HMMA"] for row in small)
+    assert all(row["instructions"]["HGMMA"] for row in large)
+
+
+def test_keys_and_values_arrive_by_asynchronous_copy(compiled: list[dict[str, Any]]) -> None:
+    assert all(row["instructions"]["LDGSTS"] for row in compiled if row["kernel"] == "_attend_tile")
+
+
+def test_block_copies_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
+    (copy,) = [row for row in compiled if row["kernel"] == "_copy_chunk"]
+    assert copy["instructions"]["LDG.E.128"] == copy["instructions"]["STG.E.128"] == 8

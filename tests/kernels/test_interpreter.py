@@ -1,0 +1,35 @@
+"""Canaries: where triton's interpreter is known to differ from a GPU, and our corrections of it."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_to(source, target, SIZE: tl.constexpr):
+    offsets = tl.arange(0, SIZE)
+    tl.store(target + offsets, tl.load(source + offsets).to(target.dtype.element_ty))
+
+
+@triton.jit
+def multiply(a, b, product, SIZE: tl.constexpr):
+    rows = tl.arange(0, SIZE)
+    offsets = rows[:, None] * SIZE + rows[None, :]
+    tl.store(product + offsets, tl.dot(tl.load(a + offsets), tl.load(b + offsets), input_precision="ieee"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_rounds_to_nearest_even(dtype: torch.dtype, kernel_device: str) -> None:
+    source = torch.randn(4096, device=kernel_device)
+    target = torch.empty(4096, dtype=dtype, device=kernel_device)
+    round_to[(1,)](source, target, 4096)
+    assert torch.equal(target, source.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dot_multiplies_values(dtype: torch.dtype, kernel_device: str) -> None:
+    a, b = torch.randn(2, 32, 32, device=kernel_device).to(dtype).unbind(0)
+    product = torch.empty(32, 32, device=kernel_device)
+    multiply[(1,)](a, b, product, 32)
+    torch.testing.assert_close(product, a.float() @ b.float())

@@ -1,0 +1,130 @@
+import pytest
+import torch
+
+from radixkv.kernels import reference
+from radixkv.kernels.attention_plan import plan_attention
+from radixkv.kernels.paged_attention import paged_attention
+
+from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, make_step
+
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+def error_against_reference(
+    step: Step,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    tile_rows: int | None = None,
+    split_tokens: int | None = None,
+) -> float:
+    num_query_heads, head_dim = step.query.shape[1:]
+    plan = plan_attention(
+        step.batch,
+        step.pool,
+        num_query_heads=num_query_heads,
+        window=window,
+        tile_rows=tile_rows,
+        split_tokens=split_tokens,
+    )
+    options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap}
+    got = paged_attention(step.query, step.pool, LAYER, step.batch, plan, **options)
+    expected = reference.paged_attention(step.query, step.pool, LAYER, step.batch, **options)
+    assert got.dtype == step.query.dtype
+    assert got.shape == step.query.shape
+    assert got.is_contiguous()
+    return (got.float() - expected.float()).abs().max().item()
+
+
+@pytest.mark.parametrize("heads", [MHA, GQA, MQA], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
+def test_matches_reference_on_ragged_batches(
+    lengths: tuple[list[int], list[int]], heads: Heads, kernel_device: str
+) -> None:
+    step = make_step(*lengths, heads, device=kernel_device)
+    assert error_against_reference(step) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_key_tiles_span_blocks_and_parts_of_blocks(dtype: torch.dtype, block_size: int, kernel_device: str) -> None:
+    b = block_size
+    step = make_step([0, b, 5], [b - 1, b + 1, 37], GQA, block_size=b, dtype=dtype, device=kernel_device)
+    assert error_against_reference(step, tile_rows=64) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+def test_head_dims_that_are_no_power_of_two_are_padded(head_dim: int, kernel_device: str) -> None:
+    step = make_step([21, 70], [17, 1], GQA, head_dim=head_dim, dtype=torch.bfloat16, device=kernel_device)
+    assert error_against_reference(step, tile_rows=64, split_tokens=64) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("tile_rows", [16, 64, 128])
+@pytest.mark.parametrize("heads", [MHA, GQA, Heads(7, 1)], ids=["MHA", "GQA", "group of 7"])
+def test_tiles_may_cut_a_token_in_two(heads: Heads, tile_rows: int, kernel_device: str) -> None:
+    step = make_step([0, 5], [37, 10], heads, device=kernel_device)
+    assert error_against_reference(step, tile_rows=tile_rows) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("split_tokens", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_partial_results_merge_into_the_whole(dtype: torch.dtype, split_tokens: int, kernel_device: str) -> None:
+    step = make_step([200, 0, 63, 61], [20, 70, 1, 5], GQA, dtype=dtype, device=kernel_device)
+    assert error_against_reference(step, tile_rows=64, split_tokens=split_tokens) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("split_tokens", [None, 64])
+@pytest.mark.parametrize("window", [1, 7, 16, 17, 64, 100, 1000])
+def test_window_counts_the_query_token(window: int, split_tokens: int | None, kernel_device: str) -> None:
+    # The long suffix makes tiles whose early splits only some of the rows can see.
+    step = make_step([150, 0, 30], [1, 37, 80], GQA, device=kernel_device)
+    error = error_against_reference(step, window=window, tile_rows=128, split_tokens=split_tokens)
+    assert error < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_softcap_bends_the_scores(softcap: float, window: int | None, kernel_device: str) -> None:
+    step = make_step([37, 0], [20, 17], GQA, device=kernel_device)
+    step.query.mul_(4)  # scores large enough for the cap to bite
+    error = error_against_reference(step, softcap=softcap, window=window, tile_rows=64, split_tokens=64)
+    assert error < 4 * TOLERANCE[torch.float32]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # the interpreter says so; a GPU is silent
+def test_softcap_survives_scores_past_the_range_of_exp(kernel_device: str) -> None:
+    step = make_step([5], [20], MHA, device=kernel_device)
+    step.query.mul_(1e4)
+    assert error_against_reference(step, softcap=30.0, tile_rows=64) < 1e-4
+
+
+def test_query_may_be_a_view_with_heads_first(kernel_device: str) -> None:
+    step = make_step([5, 0], [20, 3], GQA, device=kernel_device)
+    heads_first = Step(step.query.transpose(0, 1).contiguous().transpose(0, 1), step.pool, step.batch)
+    assert not heads_first.query.is_contiguous()
+    assert error_against_reference(heads_first, tile_rows=64) < TOLERANCE[torch.float32]
+
+
+def test_one_plan_serves_every_layer(kernel_device: str) -> None:
+    step = make_step([37, 0], [20, 17], GQA, device=kernel_device)
+    pool = step.pool.nan_to_num(0.5)
+    pool[:, 0] = pool[:, LAYER].flip(-1)
+    plan = plan_attention(step.batch, pool, num_query_heads=6, tile_rows=64)
+    for layer in range(2):
+        got = paged_attention(step.query, pool, layer, step.batch, plan, scale=0.2)
+        expected = reference.paged_attention(step.query, pool, layer, step.batch, scale=0.2)
+        torch.testing.assert_close(got, expected)
+
+
+def test_plan_for_another_window_is_refused() -> None:
+    step = make_step([0], [5], GQA)
+    plan = plan_attention(step.batch, step.pool, num_query_heads=6, window=8)
+    with pytest.raises(ValueError, match="expected one for window None, got one for window 8"):
+        paged_attention(step.query, step.pool, LAYER, step.batch, plan, scale=1.0)
+
+
+def test_plan_for_another_head_count_is_refused() -> None:
+    step = make_step([0], [5], GQA)
+    plan = plan_attention(step.batch, step.pool, num_query_heads=4)
+    with pytest.raises(ValueError, match="expected one for 6 query heads, got 4"):
+        paged_attention(step.query, step.pool, LAYER, step.batch, plan, scale=1.0)
