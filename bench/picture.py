@@ -17,7 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
 from bench.load_generator import OK, Pass
-from bench.report import Summary
+from bench.report import Summary, describe_served
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,7 @@ def _draw_heading(figure: Figure, report: Summary) -> None:
         without_ms, with_ms = report["without_cache"]["ttft_ms"]["p50"], report["ttft_ms"]["p50"]
         title += f", median {_milliseconds(without_ms)} → {_milliseconds(with_ms)}, {_compared(ratio)}"
     hit_rate = "" if report["token_hit_rate"] is None else f"; {report['token_hit_rate']:.1%} of them reused"
-    served = f"model {report['model']} on {report['device']}; {report['traffic_text']}"
+    served = f"{describe_served(report)}; {report['traffic_text']}"
     figure.text(0.06, 0.945, title, fontsize=16, fontweight="bold", va="center")
     figure.text(0.06, 0.89, report["workload_text"] + hit_rate, va="center", color=_QUIET)
     figure.text(0.06, 0.85, served, va="center", color=_QUIET)
@@ -83,7 +83,8 @@ def _draw_heading(figure: Figure, report: Summary) -> None:
 
 def _draw_distribution(axes: Axes, with_cache: Pass, without_cache: Pass | None) -> None:
     medians_ms = []
-    sampled = _without_cache_label(with_cache, without_cache)
+    of, num_replayed = len(with_cache.outcomes), len(without_cache.outcomes) if without_cache is not None else 0
+    sampled = "without cache" if num_replayed == of else f"without cache, {num_replayed:,} of {of:,}"
     for replayed, color, label in ((with_cache, _WITH, "with cache"), (without_cache, _WITHOUT, sampled)):
         ordered_ms = np.sort(_ttft_ms(replayed)) if replayed is not None else np.empty(0)
         if not len(ordered_ms):
@@ -94,7 +95,7 @@ def _draw_distribution(axes: Axes, with_cache: Pass, without_cache: Pass | None)
         starts_ms = np.concatenate((ordered_ms[:1], ordered_ms))
         axes.step(starts_ms, shares, where="post", color=color, linewidth=2.4, label=label)
         axes.plot(median_ms, 50, "o", color=color, markersize=8, markeredgecolor="white", zorder=5)
-    _log_milliseconds(axes.xaxis, axes.set_xscale)
+    _log_milliseconds(axes.xaxis, axes.set_xscale, narrow=100)
     axes.set(xlabel="time to first token", ylabel="requests answered within this time, %", ylim=(0, 101))
     axes.grid(visible=True)
     if len(medians_ms) == 2:
@@ -114,7 +115,7 @@ def _draw_sequence(axes: Axes, with_cache: Pass, without_cache: Pass | None, bas
         answered = [outcome.status == OK for outcome in without_cache.outcomes]
         places = np.asarray(baseline_indices)[answered] + 1
         axes.scatter(places, _ttft_ms(without_cache), s=10, color=_WITHOUT, alpha=0.55, linewidths=0)
-        axes.scatter([], [], s=24, color=_WITHOUT, linewidths=0, label=_without_cache_label(with_cache, without_cache))
+        axes.scatter([], [], s=24, color=_WITHOUT, linewidths=0, label="without cache")
         axes.legend(**_LEGEND)
     answered = [outcome.status == OK for outcome in with_cache.outcomes]
     places = np.flatnonzero(answered) + 1
@@ -123,7 +124,7 @@ def _draw_sequence(axes: Axes, with_cache: Pass, without_cache: Pass | None, bas
     sizes = np.where(reused < 0.01, 26, 10)
     points = axes.scatter(places, ttft_ms, s=sizes, c=reused, cmap=_REUSE, vmin=0, vmax=1, linewidths=0)
     _draw_reuse_scale(axes, points)
-    _log_milliseconds(axes.yaxis, axes.set_yscale)
+    _log_milliseconds(axes.yaxis, axes.set_yscale, narrow=300)
     axes.set(xlabel="request, in order of sending", ylabel="time to first token")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlim(1 - 0.02 * len(answered), 1 + 1.02 * len(answered))
@@ -151,22 +152,17 @@ def _draw_reuse_scale(axes: Axes, points: PathCollection) -> None:
     inset.text(1.03, 0.5, "100%", transform=inset.transAxes, ha="left", va="center")
 
 
-def _without_cache_label(with_cache: Pass, without_cache: Pass | None) -> str:
-    of, num_requests = len(with_cache.outcomes), len(without_cache.outcomes) if without_cache is not None else 0
-    return "without cache" if num_requests == of else f"without cache, {num_requests:,} of {of:,}"
-
-
 def _ttft_ms(replayed: Pass) -> npt.NDArray[np.float64]:
     return np.array([outcome.ttft_s * 1e3 for outcome in replayed.outcomes if outcome.status == OK])
 
 
-def _log_milliseconds(axis: Axis, set_scale: Callable[[str], object]) -> None:
+def _log_milliseconds(axis: Axis, set_scale: Callable[[str], object], narrow: float) -> None:
     if not np.isfinite(axis.get_data_interval()).all():
         return  # nothing was answered
     set_scale("log")
     low_ms, high_ms = axis.get_view_interval()
-    is_narrow = high_ms < 300 * low_ms  # two decades alone are too few ticks to read a value from
-    axis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if is_narrow else (1,)))
+    # Ticks at decades alone are too few to read a value from; 1, 2, 5 over many decades collide.
+    axis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if high_ms < narrow * low_ms else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: _milliseconds(value)))
     axis.set_minor_formatter(NullFormatter())
 
@@ -178,6 +174,8 @@ def _milliseconds(value: float) -> str:
 
 
 def _compared(ratio: float) -> str:
+    if 0.95 < ratio < 1.05:
+        return "about the same"
     return f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
 
 

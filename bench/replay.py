@@ -27,7 +27,7 @@ from tqdm import tqdm
 from bench.environment import current_commit, describe_machine, describe_versions
 from bench.load_generator import OK, Pass, PrefillCall, Traffic, build_message, prefill_call, replay
 from bench.options import DEFAULT_CONCURRENCY, Options, parse_options
-from bench.report import Summary, compare_answers, format_table, speedup, summarize, write_json
+from bench.report import Summary, compare_answers, format_table, speedup, summarize, ttft_ms, write_json
 from bench.server_process import ServerProcess, serve_command
 from bench.workloads import WorkItem, evenly_spaced, median_prompt_tokens, sample, unrelated_prompts
 from radixkv.errors import ConfigError, RadixKVError
@@ -165,6 +165,8 @@ def choose_baseline(
         why = f"all would take about {all_s:,.0f} s, more than --baseline-seconds {options.baseline_seconds:g}"
     if num_kept == len(items):
         return list(range(num_kept)), f"the same {num_kept:,} requests"
+    if options.concurrency is None:
+        why += "; in an open loop so short a pass queues less than the whole would"
     indices = evenly_spaced(len(items), num_kept)
     return indices, f"a sample: {num_kept:,} of {len(items):,} requests, evenly spaced; {why}"
 
@@ -173,10 +175,10 @@ def build_report(options: Options, items: Sequence[WorkItem], measured: Measured
     """Put the numbers of a run together, without the environment they were measured in."""
     with_cache = summarize(measured.with_cache)
     without_cache = None if measured.without_cache is None else summarize(measured.without_cache)
+    sampled = [measured.with_cache.outcomes[i] for i in measured.baseline_indices]
     answers = {"compared": 0, "different": 0}
     if measured.without_cache is not None:
-        paired = [measured.with_cache.outcomes[i] for i in measured.baseline_indices]
-        answers = compare_answers(paired, measured.without_cache.outcomes)
+        answers = compare_answers(sampled, measured.without_cache.outcomes)
     before, after = measured.stats_before, measured.stats_after
     return {
         "workload": options.workload,
@@ -190,6 +192,7 @@ def build_report(options: Options, items: Sequence[WorkItem], measured: Measured
             "requests": len(measured.baseline_indices),
             "of": len(items),
             "text": measured.baseline_text,
+            "with_cache_ttft_ms": ttft_ms(sampled),  # of the same requests
         },
         "workload_text": options.describe_workload(items),
         "traffic_text": options.describe_traffic(),

@@ -34,7 +34,7 @@ def summarize(replayed: Pass) -> Summary:
         "cached_tokens": cached_tokens,
         "computed_tokens": sum(outcome.computed_tokens for outcome in answered),
         "token_hit_rate": cached_tokens / prompt_tokens if prompt_tokens else None,
-        "ttft_ms": distribution([outcome.ttft_s * 1e3 for outcome in answered]),
+        "ttft_ms": ttft_ms(answered),
         "server_queue_ms": distribution([outcome.queue_us / 1e3 for outcome in answered]),
         "server_prefill_ms": distribution([outcome.prefill_us / 1e3 for outcome in answered]),
         "prompt_tokens_per_s": prompt_tokens / replayed.wall_s,
@@ -42,6 +42,11 @@ def summarize(replayed: Pass) -> Summary:
         "send_late_ms": distribution([outcome.late_s * 1e3 for outcome in replayed.outcomes]),
         "generator_cpu_ms_per_request": replayed.cpu_s * 1e3 / len(replayed.outcomes),
     }
+
+
+def ttft_ms(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
+    """Distribution of the time to first token over the answered ones."""
+    return distribution([outcome.ttft_s * 1e3 for outcome in outcomes if outcome.status == OK])
 
 
 def distribution(values: Sequence[float]) -> dict[str, float | None]:
@@ -64,6 +69,11 @@ def compare_answers(with_cache: Sequence[Outcome], without_cache: Sequence[Outco
     """Count pairs of answers to one prompt, and those with different next tokens: a hit must not change an answer."""
     both = [(a, b) for a, b in zip(with_cache, without_cache, strict=True) if a.status == b.status == OK]
     return {"compared": len(both), "different": sum(a.next_token_id != b.next_token_id for a, b in both)}
+
+
+def describe_served(report: Summary) -> str:
+    """Name the model and the device."""
+    return f"model {report['model'] or 'unknown'} on {report['device'] or 'unknown device'}"
 
 
 def write_json(path: Path, report: Summary) -> None:
@@ -128,22 +138,29 @@ def _heading(report: Summary) -> list[str]:
     return [
         f"{report['workload']}: {report['workload_text']}",
         f"{report['traffic_text']}; seed {report['seed']}",
-        f"model {report['model']} on {report['device']}; {machine['cpu']}, {machine['cores']} cores"
+        f"{describe_served(report)}; {machine['cpu']}, {machine['cores']} cores"
         + (f", {machine['gpu']}" if machine["gpu"] else ""),
     ]
 
 
 def _notes(report: Summary) -> list[str]:
     notes = [f"cache: tenant {report['tenant']}, new for this run, so it started without a token of this traffic"]
-    if report["server"]["capacity_tokens"] is not None:
-        server = report["server"]
+    server = report["server"]
+    if server["evicted_blocks"] is not None:
         notes.append(
             f"       {server['capacity_tokens']:,} tokens in blocks of {server['block_size']}; "
             f"{server['evicted_blocks']:,} blocks evicted by this traffic"
         )
     without_cache = report["without_cache"]
     if without_cache:
-        notes.append(f"without cache: {report['baseline_sample']['text']}")
+        sample = report["baseline_sample"]
+        notes.append(f"without cache: {sample['text']}")
+        with_ms, without_ms = sample["with_cache_ttft_ms"]["p50"], without_cache["ttft_ms"]["p50"]
+        if sample["requests"] < sample["of"] and with_ms is not None and without_ms is not None:
+            notes.append(
+                f"       these {sample['requests']:,} alone: TTFT p50 {with_ms:,.2f} ms with cache, "
+                f"{without_ms:,.2f} ms without, {without_ms / with_ms:.1f}x"
+            )
         answers = report["answers"]
         notes.append(
             f"answers: {answers['compared']:,} compared with and without cache, {answers['different']} different"

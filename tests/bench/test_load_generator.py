@@ -155,5 +155,5 @@ def test_the_generator_takes_little_time_itself() -> None:
 
     replayed = asyncio.run(run())
     assert {outcome.status for outcome in replayed.outcomes} == {"OK"}
-    # About 0.4 ms of processor time a request, the null server in the same process included; ten times that is a fault.
+    # About 0.5 ms of processor time a request, the null server in the same process included; ten times that is a fault.
     assert replayed.cpu_s / len(replayed.outcomes) < 0.004

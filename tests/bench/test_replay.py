@@ -131,7 +131,10 @@ def test_a_sample_is_stated(json_file: Path, capsys: pytest.CaptureFixture[str])
     assert (report["requests"], report["without_cache"]["requests"]) == (12, 5)
     assert report["baseline_sample"]["requests"] == 5
     assert report["baseline_sample"]["of"] == 12
-    assert "a sample: 5 of 12 requests, evenly spaced; as asked" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "a sample: 5 of 12 requests, evenly spaced; as asked" in out
+    same_ms = report["baseline_sample"]["with_cache_ttft_ms"]["p50"]
+    assert f"these 5 alone: TTFT p50 {same_ms:,.2f} ms with cache" in out
 
 
 def test_without_a_baseline_there_is_nothing_to_compare(json_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,3 +278,8 @@ def test_measuring_leaves_no_task_behind() -> None:
 
     with serving(FakeService()) as address:
         assert asyncio.run(scenario(address)) == 1
+
+
+def test_a_sample_of_an_open_loop_says_that_it_queues_less() -> None:
+    options = parse_options([*SMALL, "--rate", "5", "--baseline-requests", "2"])
+    assert "queues less" in choose_baseline(options, items_of([100] * 10), None)[1]
