@@ -1,0 +1,68 @@
+"""Where a number was measured: machine, versions, commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+_VERSIONED = ("radixkv", "numpy", "torch", "transformers", "triton", "grpcio", "protobuf")
+
+
+def describe_machine() -> dict[str, object]:
+    """Name the processor, its cores, the memory, and the GPU if there is one."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "gpu": _output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def describe_versions() -> dict[str, str | None]:
+    """Versions of Python and of what a result may depend on; None for what is not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _VERSIONED:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def current_commit(directory: Path) -> str | None:
+    """The commit checked out in a directory, `-dirty` when tracked files differ from it; None outside of git."""
+    commit = _output_of(["git", "-C", str(directory), "rev-parse", "HEAD"])
+    if commit is None:
+        return None
+    changes = _output_of(["git", "-C", str(directory), "status", "--porcelain", "--untracked-files=no"])
+    return f"{commit}-dirty" if changes else commit
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return None  # the system does not say
+
+
+def _output_of(command: list[str]) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None

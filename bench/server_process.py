@@ -1,0 +1,135 @@
+"""A server of our own: started for one benchmark, stopped with it."""
+
+from __future__ import annotations
+
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import IO
+
+from radixkv.errors import ConfigError
+
+_LISTENING = re.compile(r"listening on (\S+:\d+)\s*$")
+_SHOWN_STDERR_BYTES = 4000
+
+
+def serve_command(model: str | None, device: str | None, settings: Sequence[str]) -> list[str]:
+    """Build the command that serves on a free port of this machine, with the interpreter that runs this."""
+    command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0"]
+    if model is not None:
+        command += ["--model", model]
+    if device is not None:
+        command += ["--device", device]
+    for setting in settings:
+        command += ["--set", setting]
+    return command
+
+
+class ServerProcess:
+    """A server subprocess, as a context manager. On leaving the block it is gone, whatever happened inside.
+
+    It runs in a session of its own, so a Ctrl-C at the terminal reaches the benchmark alone, which then stops the
+    server with SIGTERM.
+    """
+
+    def __init__(self, command: Sequence[str], *, start_timeout_s: float = 180.0, stop_timeout_s: float = 40.0) -> None:
+        self._command = list(command)
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop(); a pipe could fill up
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._addresses: queue.Queue[str | None] = queue.Queue()
+
+    def __enter__(self) -> str:
+        """Start the server and wait until it listens.
+
+        Returns:
+            its address, `HOST:PORT`.
+
+        Raises:
+            ConfigError: it can't be started, ended, or did not listen in time. The message ends with its stderr.
+        """
+        try:
+            return self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process is there."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> int | None:
+        """Send SIGTERM, wait, and kill what is left after the timeout. Safe to call again.
+
+        Returns:
+            the exit status; None if the server never started.
+        """
+        process = self._process
+        if process is None:
+            self._stderr.close()
+            return None
+        try:
+            process.terminate()
+            process.wait(self._stop_timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # also on a second Ctrl-C
+            process.kill()
+            process.wait()
+        if self._reader is not None:
+            self._reader.join()
+        assert process.stdout is not None
+        process.stdout.close()
+        self._stderr.close()
+        return process.returncode
+
+    def _start(self) -> str:
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                text=True,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"server: expected to start {self._command[0]}, got: {error.strerror}") from error
+        self._reader = threading.Thread(target=self._read_stdout, name="server-stdout", daemon=True)
+        self._reader.start()
+        try:
+            address = self._addresses.get(timeout=self._start_timeout_s)
+        except queue.Empty:
+            raise ConfigError(self._failure(f"nothing within {self._start_timeout_s:g} s")) from None
+        if address is None:
+            status = self._process.wait()
+            raise ConfigError(self._failure(f"its end, with exit status {status}"))
+        return address
+
+    def _read_stdout(self) -> None:
+        # Reads on to the end, so that a talkative server never blocks on a full pipe.
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if match := _LISTENING.search(line):
+                self._addresses.put(match[1])
+        self._addresses.put(None)
+
+    def _failure(self, got: str) -> str:
+        end = self._stderr.seek(0, 2)
+        self._stderr.seek(max(0, end - _SHOWN_STDERR_BYTES))
+        stderr = self._stderr.read().decode(errors="replace").strip() or "(nothing)"
+        return f"server: expected `listening on HOST:PORT`, got {got}; its stderr:\n{stderr}"

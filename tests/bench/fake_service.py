@@ -1,0 +1,115 @@
+"""A prefill service without a model: an exact infinite cache of prefixes, and trouble on request.
+
+`python -m tests.bench.fake_service` serves it like `radixkv serve` would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+Trouble = Callable[[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse], grpc.StatusCode | None]
+
+
+@dataclass
+class FakeService(prefill_pb2_grpc.PrefillServiceServicer, cache_pb2_grpc.CacheServiceServicer):
+    """Answers with exact counts.
+
+    Attributes:
+        trouble: may spoil the answer to a request, or name the status that it fails with.
+        delay_s: how long each request takes.
+        calls: requests seen, by tenant and whether the cache was used.
+        most_at_once: requests that were ever under way together.
+    """
+
+    trouble: Trouble = lambda request, response: None
+    delay_s: float = 0.0
+    calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    most_at_once: int = 0
+    _under_way: int = 0
+    _prefixes: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def Prefill(  # noqa: N802 - the name on the wire
+        self, request: prefill_pb2.PrefillRequest, context: grpc.ServicerContext
+    ) -> prefill_pb2.PrefillResponse:
+        tokens = tuple(request.token_ids)
+        prefixes = [(request.tenant, tokens[:end]) for end in range(1, len(tokens) + 1)]
+        with self._lock:
+            self.calls[request.tenant, request.read_cache] += 1
+            self._under_way += 1
+            self.most_at_once = max(self.most_at_once, self._under_way)
+            cached_tokens = 0
+            if request.read_cache:
+                while cached_tokens < len(tokens) - 1 and prefixes[cached_tokens] in self._prefixes:
+                    cached_tokens += 1
+            if request.write_cache:
+                self._prefixes.update(prefixes)
+        time.sleep(self.delay_s)
+        with self._lock:
+            self._under_way -= 1
+        response = prefill_pb2.PrefillResponse(
+            usage=prefill_pb2.Usage(
+                prompt_tokens=len(tokens), cached_tokens=cached_tokens, computed_tokens=len(tokens) - cached_tokens
+            ),
+            next_token_id=sum(tokens) % 256,
+            timing=prefill_pb2.Timing(queue_us=1500, prefill_us=2500, total_us=4000),
+        )
+        status = self.trouble(request, response)
+        if status is not None:
+            context.abort(status, "on purpose")
+        return response
+
+    def Stats(  # noqa: N802 - the name on the wire
+        self, request: cache_pb2.StatsRequest, context: grpc.ServicerContext
+    ) -> cache_pb2.StatsResponse:
+        return cache_pb2.StatsResponse(
+            model="fake", device="none", block_size=64, blocks=cache_pb2.BlockStats(total=100), evicted_blocks=0
+        )
+
+
+@contextlib.contextmanager
+def serving(service: FakeService, num_threads: int = 16) -> Iterator[str]:
+    """Serve in the background; yields the address."""
+    with ThreadPoolExecutor(num_threads) as threads:
+        server = grpc.server(threads)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(service, server)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(service, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.stop(grace=None).wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--delay-s", type=float, default=0.0)
+    parser.add_argument("--pid-file", type=Path)
+    args = parser.parse_args()
+    if args.pid_file is not None:
+        args.pid_file.write_text(str(os.getpid()))
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    with serving(FakeService(delay_s=args.delay_s)) as address:
+        print(f"listening on {address}", flush=True)
+        stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
