@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import torch
 
+from radixkv.attention import AttentionKernels, TorchKernels
 from radixkv.config import Config, EngineConfig
 from radixkv.engine_core import EngineCore
 from radixkv.errors import (
@@ -236,7 +238,16 @@ def build_engine(config: Config) -> Engine:
         ConfigError: the model can't be loaded or served, or the pool does not fit into memory.
     """
     model = load_model(config.model)
-    check_model(model)
+    kernels = _kernels(model.device)
+    check_model(model, kernels)
     storage = KVStorage(config.cache.num_blocks, config.cache.block_size, model.kv_shape, model.device)
     cache = PrefixCache(storage.num_blocks, storage.block_size, evicted_prefixes=config.cache.evicted_prefixes)
-    return Engine(Runner(model, storage), cache, config.engine)
+    return Engine(Runner(model, storage, kernels), cache, config.engine)
+
+
+def _kernels(device: torch.device) -> AttentionKernels:
+    if device.type == "cuda":
+        from radixkv.triton_kernels import TritonKernels  # Triton is not there on every platform
+
+        return TritonKernels()
+    return TorchKernels()

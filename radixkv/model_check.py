@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import torch
 
-from radixkv.attention import ATTENTION_NAME
+from radixkv.attention import ATTENTION_NAME, AttentionKernels
 from radixkv.errors import UnsupportedModel
 from radixkv.kv_storage import KVStorage
 from radixkv.model import Model
@@ -20,7 +20,7 @@ _NUM_TOKENS = 2 * _BLOCK_SIZE + 5
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-def check_model(model: Model) -> None:
+def check_model(model: Model, kernels: AttentionKernels) -> None:
     """Compare a short prompt computed at once, computed in parts, and computed by transformers' eager attention.
 
     The second part is a single token: it depends on what came before it the most.
@@ -31,7 +31,7 @@ def check_model(model: Model) -> None:
     """
     tokens = ((np.arange(_NUM_TOKENS) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
     num_blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
-    runner = Runner(model, KVStorage(2 * num_blocks, _BLOCK_SIZE, model.kv_shape, model.device))
+    runner = Runner(model, KVStorage(2 * num_blocks, _BLOCK_SIZE, model.kv_shape, model.device), kernels)
     expected = _eager_logits(model, tokens)  # [num_tokens, vocab_size]
     for first_block, ends in ((0, [_NUM_TOKENS]), (num_blocks, [_BLOCK_SIZE + 3, _BLOCK_SIZE + 4, _NUM_TOKENS])):
         block_ids = np.arange(first_block, first_block + num_blocks, dtype=np.int32)

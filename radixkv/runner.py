@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radixkv.attention import AttentionKernels, PagedStep, TorchKernels
+from radixkv.attention import AttentionKernels, PagedStep
 from radixkv.block_pool import BlockIds
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kv_storage import KVStorage
@@ -43,10 +43,10 @@ class Chunk:
 class Runner:
     """Owns the model and the K/V memory; knows nothing of trees and requests."""
 
-    def __init__(self, model: Model, storage: KVStorage, kernels: AttentionKernels | None = None) -> None:
+    def __init__(self, model: Model, storage: KVStorage, kernels: AttentionKernels) -> None:
         self.model = model
         self.storage = storage
-        self._kernels = kernels or TorchKernels()
+        self._kernels = kernels
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Copy shared blocks, then compute all chunks in one forward pass.

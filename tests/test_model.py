@@ -16,6 +16,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from radixkv.attention import TorchKernels
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.kv_storage import KVStorage
@@ -51,7 +52,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = load_model(ModelConfig(path=str(directory)))
     storage = KVStorage(NUM_BLOCKS, BLOCK_SIZE, model.kv_shape, model.device)
     storage.pool.fill_(torch.nan)  # nothing may depend on what was never written
-    return Served(model, Runner(model, storage), load_eager(directory))
+    return Served(model, Runner(model, storage, TorchKernels()), load_eager(directory))
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -128,7 +129,7 @@ def test_a_step_without_wanted_logits_returns_none(served: Served) -> None:
 
 
 def test_the_model_check_accepts_it(served: Served) -> None:
-    check_model(served.model)
+    check_model(served.model, TorchKernels())
 
 
 def test_the_tiny_model_is_the_same_each_time() -> None:
@@ -215,7 +216,7 @@ def test_a_hybrid_model_is_refused(tmp_path: Path) -> None:
 def test_a_mixture_of_experts_is_served(tmp_path: Path) -> None:
     config = small(MixtralConfig, num_key_value_heads=1, num_local_experts=4, initializer_range=0.2)
     write_checkpoint(config, tmp_path, max_shard_size="10MB")
-    check_model(load_model(ModelConfig(path=str(tmp_path))))
+    check_model(load_model(ModelConfig(path=str(tmp_path))), TorchKernels())
 
 
 @pytest.mark.parametrize(
