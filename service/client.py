@@ -49,7 +49,7 @@ class Client:
             options: further gRPC channel options; they win over ours.
         """
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(address, options=[*_UNLIMITED, *options])
+        self._channel = grpc.insecure_channel(address, options=_merged(options))
         self._prefill, self._cache = _stubs(self._channel)
 
     def __enter__(self) -> Self:
@@ -138,7 +138,7 @@ class AsyncClient:
     def __init__(self, address: str, *, timeout_s: float | None = None, options: Options = ()) -> None:
         """Connect lazily; see `Client`."""
         self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(address, options=[*_UNLIMITED, *options])
+        self._channel = grpc.aio.insecure_channel(address, options=_merged(options))
         self._prefill, self._cache = _stubs(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -212,6 +212,10 @@ def logits_of(response: PrefillResponse) -> npt.NDArray[np.float32]:
         float32 `[vocab_size]`, read-only, a view of the answer's bytes; empty if logits were not asked for.
     """
     return np.frombuffer(response.logits, dtype="<f4")
+
+
+def _merged(options: Options) -> list[tuple[str, Any]]:
+    return list({**dict(_UNLIMITED), **dict(options)}.items())  # gRPC keeps the first of two equal names
 
 
 def _stubs(channel: grpc.Channel | grpc.aio.Channel) -> tuple[PrefillServiceStub, CacheServiceStub]:

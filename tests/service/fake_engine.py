@@ -29,8 +29,9 @@ class FakeEngine:
         failure: set on the future of the next calls.
     """
 
-    def __init__(self, *, is_gated: bool = False, delay_s: float = 0.0) -> None:
+    def __init__(self, *, is_gated: bool = False, delay_s: float = 0.0, num_logits: int = VOCAB_SIZE) -> None:
         self.limits = LIMITS
+        self.num_logits = num_logits
         self.is_healthy = True
         self.is_gated = is_gated
         self.delay_s = delay_s
@@ -135,7 +136,7 @@ class FakeEngine:
             return
         identity = (params.tenant, params.adapter, params.salt)
         cached = self._cached_tokens(params.tokens, identity) if params.read_cache else 0
-        logits = np.arange(VOCAB_SIZE, dtype=np.float32) / 4
+        logits = np.arange(self.num_logits, dtype=np.float32) / self.num_logits
         logits[next_token_of(ids)] = 1000.0
         held = None
         if params.hold_lease:
