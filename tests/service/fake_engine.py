@@ -58,7 +58,9 @@ class FakeEngine:
                 self._running.append((future, params))
             future.add_done_callback(self._forget)
             if self.delay_s:
-                threading.Timer(self.delay_s, self._answer, (future, params)).start()
+                timer = threading.Timer(self.delay_s, self._answer, (future, params))
+                timer.daemon = True
+                timer.start()
         else:
             self._answer(future, params)
         return future
