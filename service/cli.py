@@ -1,0 +1,200 @@
+"""The `radixkv` command.
+
+Exit codes: 0 done, 1 the service refused or can't be reached, 2 the command line or the configuration is wrong. Errors
+are one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import grpc
+from radixkv.service.client import Client
+from radixkv.service.report import json_of, prefill_table, stats_table
+from radixkv.service.token_ids import pack_token_ids
+
+from radixkv import __version__
+from radixkv.config import Config
+from radixkv.errors import ConfigError
+
+# Top-level modules that the extra `engine` brings.
+_ENGINE_MODULES = frozenset(
+    {"torch", "triton", "transformers", "peft", "safetensors", "grpc_health", "grpc_reflection", "tokenizers"}
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line; argparse would print the usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` defaults to the process's arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: after --help, --version, or an argument that does not parse.
+    """
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], None] = arguments.command
+    try:
+        command(arguments)
+    except ConfigError as error:
+        return _complain(2, str(error))
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package not in _ENGINE_MODULES:
+            raise
+        return _complain(2, f"the package {package} is missing; install radixkv[engine]")
+    except grpc.RpcError as error:
+        return _complain(1, _text_of(error))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="radixkv", description="A prefix-caching prefill service for large language models.")
+    parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model until SIGTERM")
+    serve.add_argument("--model", metavar="tiny|DIR", help="the embedded model, or a directory with its weights")
+    serve.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    serve.add_argument("--host")
+    serve.add_argument("--port", type=int, help="0 picks a free one")
+    serve.add_argument("--config", metavar="F", help="a TOML file")
+    serve.add_argument(
+        "--set",
+        metavar="a.b=v",
+        action="append",
+        default=[],
+        help="one key of the configuration; wins over --config, the options above win over it",
+    )
+    serve.set_defaults(command=_serve)
+
+    prefill = commands.add_parser("prefill", help="prefill one prompt")
+    _add_connection(prefill)
+    prompt = prefill.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--tokens", metavar="1,2,3", type=_token_ids, help="token ids")
+    prompt.add_argument("--text", metavar="T", help="its UTF-8 bytes are the token ids, unless there is a --tokenizer")
+    prefill.add_argument("--tokenizer", metavar="DIR", help="a directory that transformers can load, for --text")
+    prefill.add_argument("--tenant", type=_name, default="")
+    prefill.add_argument("--adapter", type=_name, default="")
+    prefill.add_argument("--salt", type=_name, default="")
+    prefill.add_argument("--no-read-cache", action="store_true", help="compute every token")
+    prefill.add_argument("--no-write-cache", action="store_true", help="publish nothing for later requests")
+    prefill.add_argument("--top-logprobs", metavar="N", type=_count, default=0)
+    prefill.set_defaults(command=_prefill)
+
+    stats = commands.add_parser("stats", help="what the cache holds and what it did")
+    _add_connection(stats)
+    stats.set_defaults(command=_stats)
+    return parser
+
+
+def _add_connection(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--address", metavar="A", required=True, help="HOST:PORT of the service")
+    command.add_argument("--timeout-s", metavar="S", type=float, help="give up after so many seconds")
+    command.add_argument("--json", action="store_true", help="the whole answer as JSON")
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # Only here: a client needs neither a model nor a server.
+    from radixkv.engine import build_engine
+    from radixkv.service.server import run
+
+    run(build_engine(config), config.server)
+
+
+def _prefill(arguments: argparse.Namespace) -> None:
+    token_ids = _encoded(arguments) if arguments.tokens is None else arguments.tokens
+    with Client(arguments.address, timeout_s=arguments.timeout_s) as client:
+        answer = client.prefill(
+            token_ids,
+            tenant=arguments.tenant,
+            adapter=arguments.adapter,
+            salt=arguments.salt,
+            read_cache=not arguments.no_read_cache,
+            write_cache=not arguments.no_write_cache,
+            top_logprobs=arguments.top_logprobs,
+        )
+    print(json_of(answer) if arguments.json else prefill_table(answer))
+
+
+def _stats(arguments: argparse.Namespace) -> None:
+    with Client(arguments.address, timeout_s=arguments.timeout_s) as client:
+        stats = client.stats()
+    print(json_of(stats) if arguments.json else stats_table(stats))
+
+
+def _settings(arguments: argparse.Namespace) -> list[str]:
+    named = {
+        "model.path": arguments.model,
+        "model.device": arguments.device,
+        "server.host": arguments.host,
+        "server.port": arguments.port,
+    }
+    # A JSON string is a TOML string.
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]
+
+
+def _encoded(arguments: argparse.Namespace) -> list[int]:
+    if arguments.tokenizer is None:
+        return list(arguments.text.encode("utf-8", "surrogateescape"))  # the very bytes of the command line
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(arguments.tokenizer, local_files_only=True)
+    except OSError as error:
+        raise ConfigError(f"--tokenizer: expected a directory with a tokenizer, got {arguments.tokenizer}") from error
+    token_ids: list[int] = tokenizer.encode(arguments.text)
+    return token_ids
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        token_ids = [int(item) for item in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError("expected integers with commas between") from None
+    try:
+        pack_token_ids(token_ids)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return token_ids
+
+
+def _name(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("expected UTF-8") from None
+    return text
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 2**32):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text}")
+    return int(text)
+
+
+def _text_of(error: grpc.RpcError) -> str:
+    if isinstance(error, grpc.Call):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)
+
+
+def _complain(code: int, message: str) -> int:
+    print(f"radixkv: {' '.join(message.split())}", file=sys.stderr)
+    return code

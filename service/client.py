@@ -1,0 +1,257 @@
+"""Callers of the service: `Client` blocks, `AsyncClient` is awaited. Neither needs torch.
+
+Both return the protobuf answers and let `grpc.RpcError` through:
+
+    with Client("127.0.0.1:50051") as client:
+        answer = client.prefill([1, 2, 3], tenant="acme")
+        print(answer.usage.cached_tokens, answer.next_token_id)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+import numpy as np
+import numpy.typing as npt
+from radixkv.service.token_ids import pack_token_ids, write_token_ids
+
+from radixkv.v1.cache_pb2 import StatsRequest, StatsResponse
+from radixkv.v1.cache_pb2_grpc import CacheServiceStub
+from radixkv.v1.prefill_pb2 import (
+    PrefillRequest,
+    PrefillResponse,
+    ProbeRequest,
+    ProbeResponse,
+    ReleaseRequest,
+    ReleaseResponse,
+)
+from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
+
+Options = Sequence[tuple[str, Any]]
+
+# gRPC's own default refuses messages above 4 MiB: a million token ids, or the logits of a large batch of callers.
+_UNLIMITED: Options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+
+
+class Client:
+    """Blocking calls over one connection. Safe to share between threads."""
+
+    def __init__(self, address: str, *, timeout_s: float | None = None, options: Options = ()) -> None:
+        """Connect lazily; nothing is sent before the first call.
+
+        Args:
+            address: `HOST:PORT`.
+            timeout_s: deadline of every call that gives none of its own; None waits for ever.
+            options: further gRPC channel options; they win over ours.
+        """
+        self._timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(address, options=_merged(options))
+        self._prefill, self._cache = _stubs(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection and cancel calls in flight. Closing again does nothing."""
+        self._channel.close()
+
+    def prefill(
+        self,
+        token_ids: npt.ArrayLike,
+        *,
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+        request_id: str = "",
+        read_cache: bool = True,
+        write_cache: bool = True,
+        top_logprobs: int = 0,
+        return_logits: bool = False,
+        hold_lease: bool = False,
+        timeout_s: float | None = None,
+    ) -> PrefillResponse:
+        """Prefill one prompt, reusing what is cached.
+
+        Args:
+            token_ids: the prompt; a sequence of ints, an integer numpy array, an `array.array` or a torch tensor.
+            tenant, adapter, salt: identity; only requests with equal ones share cached tokens.
+            request_id: echoed; made by the server when empty.
+            read_cache: reuse cached tokens.
+            write_cache: publish the computed tokens for later requests.
+            top_logprobs: how many most likely next tokens to report.
+            return_logits: return the whole logits row; read it with `logits_of`.
+            hold_lease: keep the prompt's blocks alive until `release`.
+            timeout_s: deadline of this call.
+
+        Raises:
+            TypeError, ValueError: `token_ids` is no run of uint32 numbers; nothing was sent.
+            grpc.RpcError: the service refused, or can't be reached.
+        """
+        request = _prefill_request(
+            token_ids,
+            tenant=tenant,
+            adapter=adapter,
+            salt=salt,
+            request_id=request_id,
+            read_cache=read_cache,
+            write_cache=write_cache,
+            top_logprobs=top_logprobs,
+            return_logits=return_logits,
+            hold_lease=hold_lease,
+        )
+        answer: PrefillResponse = self._prefill.Prefill(request, timeout=self._timeout(timeout_s))
+        return answer
+
+    def probe(self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
+        """Ask how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
+        request = _probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
+        answer: ProbeResponse = self._prefill.Probe(request, timeout=self._timeout_s)
+        return answer
+
+    def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
+        """Give back a lease that `prefill(hold_lease=True)` handed out."""
+        request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
+        answer: ReleaseResponse = self._prefill.Release(request, timeout=self._timeout_s)
+        return answer
+
+    def stats(self) -> StatsResponse:
+        """What the cache holds and what it did."""
+        answer: StatsResponse = self._cache.Stats(StatsRequest(), timeout=self._timeout_s)
+        return answer
+
+    def _timeout(self, timeout_s: float | None) -> float | None:
+        return self._timeout_s if timeout_s is None else timeout_s
+
+
+class AsyncClient:
+    """Awaited calls over one connection. Make it inside the event loop that uses it."""
+
+    def __init__(self, address: str, *, timeout_s: float | None = None, options: Options = ()) -> None:
+        """Connect lazily; see `Client`."""
+        self._timeout_s = timeout_s
+        self._channel = grpc.aio.insecure_channel(address, options=_merged(options))
+        self._prefill, self._cache = _stubs(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection and cancel calls in flight. Closing again does nothing."""
+        await self._channel.close(None)
+
+    async def prefill(
+        self,
+        token_ids: npt.ArrayLike,
+        *,
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+        request_id: str = "",
+        read_cache: bool = True,
+        write_cache: bool = True,
+        top_logprobs: int = 0,
+        return_logits: bool = False,
+        hold_lease: bool = False,
+        timeout_s: float | None = None,
+    ) -> PrefillResponse:
+        """Prefill one prompt; see `Client.prefill`. Cancelling the awaiting task cancels the request."""
+        request = _prefill_request(
+            token_ids,
+            tenant=tenant,
+            adapter=adapter,
+            salt=salt,
+            request_id=request_id,
+            read_cache=read_cache,
+            write_cache=write_cache,
+            top_logprobs=top_logprobs,
+            return_logits=return_logits,
+            hold_lease=hold_lease,
+        )
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        answer: PrefillResponse = await self._prefill.Prefill(request, timeout=timeout_s)
+        return answer
+
+    async def probe(
+        self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = ""
+    ) -> ProbeResponse:
+        """Ask how many tokens a prefill would reuse now; see `Client.probe`."""
+        request = _probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
+        answer: ProbeResponse = await self._prefill.Probe(request, timeout=self._timeout_s)
+        return answer
+
+    async def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
+        """Give back a held lease; see `Client.release`."""
+        request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
+        answer: ReleaseResponse = await self._prefill.Release(request, timeout=self._timeout_s)
+        return answer
+
+    async def stats(self) -> StatsResponse:
+        """What the cache holds and what it did."""
+        answer: StatsResponse = await self._cache.Stats(StatsRequest(), timeout=self._timeout_s)
+        return answer
+
+
+def logits_of(response: PrefillResponse) -> npt.NDArray[np.float32]:
+    """The logits row of an answer to `prefill(return_logits=True)`.
+
+    Returns:
+        float32 `[vocab_size]`, read-only, a view of the answer's bytes; empty if logits were not asked for.
+    """
+    return np.frombuffer(response.logits, dtype="<f4")
+
+
+def _merged(options: Options) -> list[tuple[str, Any]]:
+    return list({**dict(_UNLIMITED), **dict(options)}.items())  # gRPC keeps the first of two equal names
+
+
+def _stubs(channel: grpc.Channel | grpc.aio.Channel) -> tuple[PrefillServiceStub, CacheServiceStub]:
+    # The generated stubs serve both kinds of channel and carry no annotations.
+    return PrefillServiceStub(channel), CacheServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def _prefill_request(
+    token_ids: npt.ArrayLike,
+    *,
+    tenant: str,
+    adapter: str,
+    salt: str,
+    request_id: str,
+    read_cache: bool,
+    write_cache: bool,
+    top_logprobs: int,
+    return_logits: bool,
+    hold_lease: bool,
+) -> PrefillRequest:
+    request = PrefillRequest(
+        tenant=tenant,
+        adapter=adapter,
+        salt=salt,
+        request_id=request_id,
+        read_cache=read_cache,
+        write_cache=write_cache,
+        top_logprobs=top_logprobs,
+        return_logits=return_logits,
+        hold_lease=hold_lease,
+    )
+    write_token_ids(request, pack_token_ids(token_ids))
+    return request
+
+
+def _probe_request(token_ids: npt.ArrayLike, *, tenant: str, adapter: str, salt: str) -> ProbeRequest:
+    request = ProbeRequest(tenant=tenant, adapter=adapter, salt=salt)
+    write_token_ids(request, pack_token_ids(token_ids))
+    return request

@@ -1,0 +1,98 @@
+"""Answers for eyes and for scripts: a short table, or JSON with numbers as numbers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from radixkv.v1.cache_pb2 import StatsResponse
+from radixkv.v1.prefill_pb2 import MissReason, PrefillResponse
+
+# Protobuf's JSON writes these as strings, for readers whose only number is a double.
+_64_BIT = frozenset(
+    {
+        FieldDescriptor.TYPE_INT64,
+        FieldDescriptor.TYPE_UINT64,
+        FieldDescriptor.TYPE_SINT64,
+        FieldDescriptor.TYPE_FIXED64,
+        FieldDescriptor.TYPE_SFIXED64,
+    }
+)
+
+
+def json_of(message: Message) -> str:
+    """The message as indented JSON: names as in the .proto files, every plain field present, numbers as numbers."""
+    tree = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    _make_numbers(tree, message.DESCRIPTOR)
+    return json.dumps(tree, indent=2)
+
+
+def prefill_table(answer: PrefillResponse) -> str:
+    """What was reused, what was computed, why, and how long it took."""
+    usage, timing = answer.usage, answer.timing
+    rows = [
+        ("request", answer.request_id),
+        ("next token", str(answer.next_token_id)),
+        ("prompt", f"{usage.prompt_tokens} tokens"),
+        ("  cached", f"{usage.cached_tokens} tokens{_percent(usage.cached_tokens, usage.prompt_tokens)}"),
+        ("  computed", f"{usage.computed_tokens} tokens"),
+        ("written", f"{usage.written_tokens} tokens"),
+        ("miss reason", MissReason.Name(answer.miss_reason)),
+        ("time", f"{timing.total_us / 1000:.2f} ms"),
+        ("  queue", f"{timing.queue_us / 1000:.2f} ms"),
+        ("  prefill", f"{timing.prefill_us / 1000:.2f} ms"),
+    ]
+    rows += [(f"logprob of {top.token_id}", f"{top.logprob:.4f}") for top in answer.top_logprobs]
+    return _table(rows)
+
+
+def stats_table(stats: StatsResponse) -> str:
+    """What the cache holds and what it did."""
+    blocks, requests, tokens = stats.blocks, stats.requests, stats.tokens
+    rows = [
+        ("model", f"{stats.model} on {stats.device}"),
+        ("uptime", f"{stats.uptime_s:.1f} s"),
+        ("blocks", f"{blocks.total} of {stats.block_size} tokens, {stats.block_bytes} bytes each"),
+        ("  free", str(blocks.free)),
+        ("  published", f"{blocks.published} ({blocks.pinned} pinned)"),
+        ("  leased", str(blocks.leased)),
+        ("  evicted", f"{stats.evicted_blocks} so far"),
+        ("requests", f"{requests.running} running, {requests.waiting} waiting"),
+        ("  finished", str(requests.finished)),
+        ("  failed", str(requests.failed)),
+        ("  cancelled", str(requests.cancelled)),
+        ("prompt tokens", str(tokens.prompt)),
+        ("  cached", f"{tokens.cached}{_percent(tokens.cached, tokens.prompt)}"),
+        ("  computed", str(tokens.computed)),
+        ("  written", str(tokens.written)),
+        ("namespaces", str(stats.namespaces)),
+        ("segments", str(stats.segments)),
+        ("held leases", str(stats.held_leases)),
+    ]
+    return _table(rows)
+
+
+def _make_numbers(tree: dict[str, Any], descriptor: Any) -> None:  # a Descriptor of either implementation
+    for field in descriptor.fields:
+        value = tree.get(field.name)
+        if value is None:
+            continue
+        if field.type in _64_BIT:
+            tree[field.name] = [int(item) for item in value] if isinstance(value, list) else int(value)
+        elif field.message_type is not None:
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, dict):  # a Timestamp is a string by now
+                    _make_numbers(item, field.message_type)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f" ({100 * part / whole:.1f} %)" if whole else ""
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,172 @@
+"""The gRPC services: protobuf to domain values, the engine's answer to protobuf.
+
+The event loop never touches the cache. It hands a request to the engine and awaits a future; a caller that goes away
+cancels its future, and with it the request. `radixkv.service.status` turns what is raised here into statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc.aio
+from google.protobuf.timestamp_pb2 import Timestamp
+from radixkv.service.token_ids import read_token_ids
+
+from radixkv.errors import Draining, InvalidRequest
+from radixkv.request import HeldLease, PrefillParams, PrefillResult
+from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine import Engine
+
+MAX_NAME_CHARS = 256
+MAX_TOP_LOGPROBS = 100
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Answer = TypeVar("Answer")
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """The data path."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
+        """Compute the suffix of one prompt."""
+        params = _params(request, context)
+        result = await _answer_of(self._engine.prefill(params))
+        response = _prefill_response(result)
+        if result.held_lease is not None:
+            self._add_lease(response, result.held_lease)
+        return response
+
+    async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
+        """Say what a prefill would reuse."""
+        _require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
+        result = await _answer_of(
+            self._engine.probe(
+                read_token_ids(request), tenant=request.tenant, adapter=request.adapter, salt=request.salt
+            )
+        )
+        return prefill_pb2.ProbeResponse(
+            cached_tokens=result.cached_tokens,
+            prompt_tokens=result.prompt_tokens,
+            miss_reason=result.miss_reason.value,
+        )
+
+    async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802
+        """Give back a held lease."""
+        _require_names(tenant=request.tenant, lease_id=request.lease_id)
+        await _answer_of(self._engine.release(request.lease_id, tenant=request.tenant))
+        return prefill_pb2.ReleaseResponse()
+
+    def _add_lease(self, response: prefill_pb2.PrefillResponse, held: HeldLease) -> None:
+        seconds, nanos = divmod(round(held.expires_at_s * 1e9), 1_000_000_000)
+        response.lease_id = held.lease_id
+        response.lease_expires_at.CopyFrom(Timestamp(seconds=seconds, nanos=nanos))
+        response.block_table.extend(held.block_table.tolist())
+        response.block_size = self._engine.limits.block_size
+        response.epoch = self._engine.limits.epoch
+
+
+class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
+    """The operator's path."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
+        """Say what the cache holds and what it did."""
+        limits, stats = self._engine.limits, self._engine.stats()
+        blocks, requests, tokens = stats.blocks, stats.requests, stats.tokens
+        return cache_pb2.StatsResponse(
+            model=limits.model,
+            device=limits.device,
+            epoch=limits.epoch,
+            uptime_s=stats.uptime_s,
+            block_size=limits.block_size,
+            blocks=cache_pb2.BlockStats(
+                total=blocks.total,
+                free=blocks.free,
+                leased=blocks.leased,
+                published=blocks.published,
+                pinned=blocks.pinned,
+            ),
+            requests=cache_pb2.RequestStats(
+                waiting=requests.waiting,
+                running=requests.running,
+                finished=requests.finished,
+                failed=requests.failed,
+                cancelled=requests.cancelled,
+            ),
+            tokens=cache_pb2.TokenStats(
+                prompt=tokens.prompt, cached=tokens.cached, computed=tokens.computed, written=tokens.written
+            ),
+            namespaces=stats.namespaces,
+            segments=stats.segments,
+            held_leases=stats.held_leases,
+            evicted_blocks=stats.evicted_blocks,
+            block_bytes=stats.block_bytes,
+        )
+
+
+async def _answer_of(future: Future[Answer]) -> Answer:
+    """Await the engine. Cancelling the awaiting task cancels `future`."""
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise  # the caller went away; nobody is there to be answered
+        raise Draining("service: stopped before the request was answered") from None
+
+
+def _params(request: prefill_pb2.PrefillRequest, context: Context) -> PrefillParams:
+    _require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt, request_id=request.request_id)
+    if request.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs: expected at most {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
+    remaining_s = context.time_remaining()  # None when the caller set no deadline
+    return PrefillParams(
+        tokens=read_token_ids(request),
+        tenant=request.tenant,
+        adapter=request.adapter,
+        salt=request.salt,
+        request_id=request.request_id or uuid.uuid4().hex,
+        read_cache=request.read_cache if request.HasField("read_cache") else True,
+        write_cache=request.write_cache if request.HasField("write_cache") else True,
+        top_logprobs=request.top_logprobs,
+        return_logits=request.return_logits,
+        hold_lease=request.hold_lease,
+        deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
+    )
+
+
+def _prefill_response(result: PrefillResult) -> prefill_pb2.PrefillResponse:
+    usage, timing = result.usage, result.timing
+    return prefill_pb2.PrefillResponse(
+        request_id=result.request_id,
+        usage=prefill_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            computed_tokens=usage.computed_tokens,
+            written_tokens=usage.written_tokens,
+        ),
+        next_token_id=result.next_token_id,
+        top_logprobs=[
+            prefill_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in result.top_logprobs
+        ],
+        logits=b"" if result.logits is None else result.logits.astype("<f4", copy=False).tobytes(),
+        miss_reason=result.miss_reason.value,
+        timing=prefill_pb2.Timing(queue_us=timing.queue_us, prefill_us=timing.prefill_us, total_us=timing.total_us),
+    )
+
+
+def _require_names(**names: str) -> None:
+    for field, name in names.items():
+        if len(name) > MAX_NAME_CHARS:
+            raise InvalidRequest(f"{field}: expected at most {MAX_NAME_CHARS} characters, got {len(name)}")

@@ -1,0 +1,117 @@
+"""What a caller sees of an exception: one table from exception classes to gRPC statuses."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from radixkv.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    InvariantViolation,
+    LifecycleError,
+    RadixKVError,
+    RequestCancelled,
+    RequestError,
+    StepFailed,
+    UnknownAdapter,
+    UnknownLease,
+)
+
+# A class that is not here has the status of its nearest ancestor.
+STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
+    RequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownAdapter: grpc.StatusCode.NOT_FOUND,
+    UnknownLease: grpc.StatusCode.NOT_FOUND,
+    CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    LifecycleError: grpc.StatusCode.INTERNAL,  # the service itself used something outside its life
+    RequestCancelled: grpc.StatusCode.CANCELLED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Draining: grpc.StatusCode.UNAVAILABLE,
+    ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    StepFailed: grpc.StatusCode.INTERNAL,
+    InvariantViolation: grpc.StatusCode.INTERNAL,
+}
+
+RETRY_AFTER = "retry-after-ms"
+
+_logger = logging.getLogger(__name__)
+
+Handler = Callable[[Any, "Context"], Awaitable[Any]]
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def status_of(error: BaseException) -> grpc.StatusCode:
+    """The gRPC status of an exception: its own line of the table, or that of its nearest ancestor.
+
+    INTERNAL for an exception that radixkv does not raise on purpose.
+    """
+    for kind in type(error).__mro__:
+        if kind in STATUS:
+            return STATUS[kind]
+    return grpc.StatusCode.INTERNAL
+
+
+def trailing_metadata_of(error: RadixKVError) -> tuple[tuple[str, str], ...]:
+    """`retry-after-ms` for a service that is full now, in whole milliseconds, rounded up; else nothing."""
+    if isinstance(error, CapacityError):
+        return ((RETRY_AFTER, str(max(0, math.ceil(error.retry_after_s * 1000)))),)
+    return ()
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
+    """Answers every exception of a unary handler with the status of the table.
+
+    A request that does not parse is INVALID_ARGUMENT. An exception that radixkv does not raise on purpose is INTERNAL
+    without its message, which may hold what other callers sent; the log has it. Other requests go on.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Wrap the handler of one call; gRPC calls this."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+        return grpc.unary_unary_rpc_method_handler(
+            _answering(handler, handler_call_details.method), response_serializer=handler.response_serializer
+        )
+
+
+def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Any:
+    call: Any = handler.unary_unary
+    parse: Any = handler.request_deserializer
+
+    async def answer(data: bytes, context: Context) -> Any:
+        try:
+            return await call(_parsed(parse, data), context)
+        except grpc.aio.AbortError:
+            raise  # the handler has answered
+        except RadixKVError as error:
+            code = status_of(error)
+            if code is grpc.StatusCode.INTERNAL:
+                _logger.exception("%s failed", method)
+            await context.abort(code, str(error), trailing_metadata_of(error))
+        except Exception:
+            _logger.exception("%s raised what no handler should", method)
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the cause")
+
+    return answer
+
+
+def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return parse(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"request: expected a protobuf message, got {len(data)} other bytes") from error

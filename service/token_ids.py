@@ -1,0 +1,88 @@
+"""Token ids at the edge: any integer sequence in, little-endian uint32 bytes inside, packed fixed32 on the wire.
+
+Read or written one by one through the protobuf container, 8,192 ids cost 150 to 400 us. On the wire they already are
+the bytes that the cache compares, so both directions here move them as one run of bytes, in 3 to 8 us.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.v1.prefill_pb2 import PrefillRequest, ProbeRequest
+
+MAX_TOKEN_ID = 2**32 - 1
+_FIELD_NUMBER = 1
+_LENGTH_DELIMITED = 2
+
+Prompt = TypeVar("Prompt", PrefillRequest, ProbeRequest)
+
+
+def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
+    """Turn any one-dimensional run of integers into little-endian uint32 bytes.
+
+    Args:
+        token_ids: a sequence of ints, a numpy array of any integer dtype, an `array.array` or a torch tensor.
+
+    Returns:
+        Four bytes an id; empty for no ids.
+
+    Raises:
+        TypeError: `token_ids` holds something else than integers.
+        ValueError: `token_ids` has other than one dimension, or an id is outside `[0, 2**32)`.
+    """
+    if isinstance(token_ids, str | bytes | bytearray | memoryview):
+        raise TypeError(f"token_ids: expected integers, got {type(token_ids).__name__}")
+    if hasattr(token_ids, "cpu"):  # a torch tensor, maybe on another device
+        token_ids = token_ids.cpu()
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError as error:  # sequences of unequal lengths
+        raise ValueError("token_ids: expected one dimension, got nested sequences") from error
+    if ids.ndim != 1:
+        raise ValueError(f"token_ids: expected one dimension, got {ids.ndim}")
+    if ids.size == 0:
+        return b""
+    if ids.dtype.kind not in "iu":
+        _raise_for_elements(ids)
+    if int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID:
+        raise ValueError(f"token_ids: expected 0 to {MAX_TOKEN_ID}, got {ids.min()} to {ids.max()}")
+    return ids.astype("<u4", copy=False).tobytes()
+
+
+def write_token_ids(message: Prompt, packed: bytes) -> None:
+    """Append little-endian uint32 bytes to `message.token_ids`. Complexity: one copy."""
+    if packed:
+        key = bytes([_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+        message.MergeFromString(key + _varint(len(packed)) + packed)
+
+
+def read_token_ids(message: Prompt) -> bytes:
+    """Return `message.token_ids` as little-endian uint32 bytes. Complexity: a few copies, nothing a token."""
+    num_bytes = 4 * len(message.token_ids)
+    if num_bytes == 0:
+        return b""
+    # Alone in its message, the packed field is a key, a length, and to the end the bytes we want.
+    alone = type(message).FromString(message.SerializeToString())  # 40 times faster than CopyFrom
+    for field in alone.DESCRIPTOR.fields:
+        if field.number != _FIELD_NUMBER:
+            alone.ClearField(field.name)
+    alone.DiscardUnknownFields()
+    return alone.SerializeToString()[-num_bytes:]
+
+
+def _raise_for_elements(ids: npt.NDArray[np.generic]) -> None:
+    if ids.dtype == object and all(isinstance(item, int) for item in ids):
+        raise ValueError(f"token_ids: expected 0 to {MAX_TOKEN_ID}, got an id beyond 64 bits")
+    raise TypeError(f"token_ids: expected integers, got {ids.dtype}")
+
+
+def _varint(number: int) -> bytes:
+    groups = bytearray()
+    while number > 0x7F:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    groups.append(number)
+    return bytes(groups)

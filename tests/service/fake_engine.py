@@ -1,0 +1,182 @@
+"""The engine's contract without a model: answers are arithmetic on the token ids. No torch, no thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+
+from radixkv.errors import Draining, InvalidRequest, UnknownLease
+from radixkv.miss_reason import MissReason
+from radixkv.request import HeldLease, PrefillResult, ProbeResult, Timing, Usage
+
+VOCAB_SIZE = 256
+LIMITS = SimpleNamespace(
+    model="fake", device="cpu", vocab_size=VOCAB_SIZE, max_prompt_tokens=2_000_000, block_size=16, epoch=2**53 + 1
+)
+
+
+class FakeEngine:
+    """Answers at once, unless `is_gated`: then requests run until `open_gate` or until they are cancelled.
+
+    Attributes:
+        params: every PrefillParams that came, in order.
+        futures: every future handed out by `prefill`, in order.
+        refusal: raised by the next calls at once.
+        failure: set on the future of the next calls.
+    """
+
+    def __init__(self, *, is_gated: bool = False, delay_s: float = 0.0, num_logits: int = VOCAB_SIZE) -> None:
+        self.limits = LIMITS
+        self.num_logits = num_logits
+        self.is_healthy = True
+        self.is_gated = is_gated
+        self.delay_s = delay_s
+        self.is_started = self.is_stopped = self.is_draining = False
+        self.params = []
+        self.futures = []
+        self.refusal: Exception | None = None
+        self.failure: BaseException | None = None
+        self._running: list[tuple[Future, object]] = []
+        self._prompts: dict[tuple[str, str, str], list[bytes]] = {}
+        self._leases: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def prefill(self, params) -> Future:
+        if self.is_draining:
+            raise Draining("service: expected to be serving, got draining")
+        if self.refusal is not None:
+            raise self.refusal
+        future = Future()
+        self.params.append(params)
+        self.futures.append(future)
+        if self.is_gated:
+            with self._changed:
+                self._running.append((future, params))
+            future.add_done_callback(self._forget)
+            if self.delay_s:
+                timer = threading.Timer(self.delay_s, self._answer, (future, params))
+                timer.daemon = True
+                timer.start()
+        else:
+            self._answer(future, params)
+        return future
+
+    def probe(self, tokens, *, tenant, adapter, salt) -> Future:
+        future = Future()
+        num_tokens = len(tokens) // 4
+        cached = self._cached_tokens(tokens, (tenant, adapter, salt))
+        future.set_result(ProbeResult(cached, num_tokens, _miss_reason(cached, num_tokens)))
+        return future
+
+    def release(self, lease_id, *, tenant) -> Future:
+        future = Future()
+        if self._leases.get(lease_id) == tenant:
+            del self._leases[lease_id]
+            future.set_result(None)
+        else:
+            future.set_exception(UnknownLease(f"lease_id: expected a held lease of this tenant, got {lease_id!r}"))
+        return future
+
+    def stats(self):
+        return SimpleNamespace(
+            uptime_s=1.5,
+            blocks=SimpleNamespace(total=10, free=5, leased=2, published=3, pinned=1),
+            requests=SimpleNamespace(waiting=0, running=len(self._running), finished=7, failed=8, cancelled=9),
+            tokens=SimpleNamespace(prompt=100, cached=60, computed=40, written=30),
+            namespaces=len(self._prompts),
+            segments=11,
+            held_leases=len(self._leases),
+            evicted_blocks=2**53 + 1,
+            block_bytes=4096,
+        )
+
+    def start(self) -> None:
+        self.is_started = True
+
+    def drain(self, timeout_s: float) -> bool:
+        self.is_draining = True
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: not self._running, timeout_s)
+            rest = list(self._running)
+        for future, _ in rest:
+            future.cancel()
+        return is_done
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def open_gate(self) -> None:
+        """Let running requests finish, and later ones through."""
+        self.is_gated = False
+        with self._changed:
+            running = list(self._running)
+        for future, params in running:
+            self._answer(future, params)
+
+    def wait_until_running(self, count: int) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._running) == count, 5)
+
+    def _forget(self, done: Future) -> None:
+        with self._changed:
+            self._running = [(future, params) for future, params in self._running if future is not done]
+            self._changed.notify_all()
+
+    def _answer(self, future: Future, params) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        if self.failure is not None:
+            future.set_exception(self.failure)
+            return
+        ids = np.frombuffer(params.tokens, dtype="<u4")
+        if not ids.size or ids.max() >= VOCAB_SIZE:
+            future.set_exception(InvalidRequest(f"token_ids: expected 1 or more ids below {VOCAB_SIZE}"))
+            return
+        identity = (params.tenant, params.adapter, params.salt)
+        cached = self._cached_tokens(params.tokens, identity) if params.read_cache else 0
+        logits = np.arange(self.num_logits, dtype=np.float32) / self.num_logits
+        logits[next_token_of(ids)] = 1000.0
+        held = None
+        if params.hold_lease:
+            block_table = np.arange(-(-ids.size // LIMITS.block_size), dtype=np.int32)
+            held = HeldLease(f"lease-{len(self._leases)}", time.time() + 60, block_table)
+            self._leases[held.lease_id] = params.tenant
+        if params.write_cache:
+            self._prompts.setdefault(identity, []).append(params.tokens)
+        future.set_result(
+            PrefillResult(
+                request_id=params.request_id,
+                usage=Usage(ids.size, cached, ids.size - cached, (ids.size - cached) * params.write_cache),
+                next_token_id=next_token_of(ids),
+                top_logprobs=tuple((token, -float(token)) for token in range(params.top_logprobs)),
+                logits=logits if params.return_logits else None,
+                miss_reason=_miss_reason(cached, ids.size) if params.read_cache else MissReason.READ_DISABLED,
+                timing=Timing(1, 2, 3),
+                held_lease=held,
+            )
+        )
+
+    def _cached_tokens(self, tokens: bytes, identity: tuple[str, str, str]) -> int:
+        ids = np.frombuffer(tokens, dtype="<u4")
+        longest = 0
+        for prompt in self._prompts.get(identity, ()):
+            other = np.frombuffer(prompt, dtype="<u4")
+            size = min(ids.size, other.size)
+            same = ids[:size] == other[:size]
+            longest = max(longest, size if same.all() else int(np.argmin(same)))
+        return max(0, min(longest, ids.size - 1))
+
+
+def next_token_of(ids) -> int:
+    """The answer to a prompt."""
+    return int(np.sum(ids, dtype=np.int64)) % VOCAB_SIZE
+
+
+def _miss_reason(cached: int, num_tokens: int) -> MissReason:
+    if cached == num_tokens - 1:
+        return MissReason.NONE
+    return MissReason.DIVERGED if cached else MissReason.COLD

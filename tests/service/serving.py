@@ -1,0 +1,53 @@
+"""A real server on loopback, around a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from radixkv.service.server import Server
+
+from radixkv.config import ServerConfig
+
+
+@contextlib.asynccontextmanager
+async def serving(engine, **config: Any) -> AsyncIterator[tuple[Server, str]]:
+    """Yield a started server and its address; drain it at the end."""
+    server = Server(engine, ServerConfig(port=0, **config))
+    address = await server.start()
+    try:
+        yield server, address
+    finally:
+        engine.open_gate()
+        await server.drain()
+
+
+def serve_and_call(engine, function: Callable[[str], Any]) -> Any:
+    """Return `function(address)`, called in a thread of its own beside a server."""
+
+    async def run() -> Any:
+        async with serving(engine) as (_, address):
+            return await asyncio.to_thread(function, address)
+
+    return asyncio.run(run())
+
+
+async def refusal_of(call) -> grpc.aio.AioRpcError:
+    """Await a call that must be refused."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def becomes_true(condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
+    """Whether `condition()` holds soon."""
+    end = asyncio.get_running_loop().time() + within_s
+    while not condition():
+        if asyncio.get_running_loop().time() > end:
+            return False
+        await asyncio.sleep(0.005)
+    return True

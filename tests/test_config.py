@@ -1,0 +1,175 @@
+import dataclasses
+
+import pytest
+
+from radixkv.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
+from radixkv.errors import ConfigError
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text):
+        file = tmp_path / "radixkv.toml"
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return write
+
+
+def test_nothing_given_is_the_defaults():
+    assert Config.load() == Config(ModelConfig(), CacheConfig(), EngineConfig(), ServerConfig())
+
+
+def test_a_file_changes_only_the_keys_it_names(toml):
+    config = Config.load(toml("[cache]\nblock_size = 16\n[server]\nport = 0\n"))
+    assert config.cache == CacheConfig(block_size=16)
+    assert config.server == ServerConfig(port=0)
+    assert config.model == ModelConfig()
+
+
+def test_an_empty_file_is_the_defaults(toml):
+    assert Config.load(toml("")) == Config()
+
+
+def test_settings_win_over_the_file_and_later_ones_over_earlier_ones(toml):
+    file = toml('[model]\npath = "file"\ndevice = "cpu"\n[server]\nport = 1\n')
+    config = Config.load(file, ["model.path=first", "model.path=second", "server.port=2"])
+    assert (config.model.path, config.model.device, config.server.port) == ("second", "cpu", 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "path"),
+    [
+        ("model.path=tiny", "tiny"),
+        ("model.path = tiny ", "tiny"),
+        ('model.path="a b"', "a b"),
+        ("model.path=/models/a=b", "/models/a=b"),
+        ("model.path=a.b", "a.b"),
+    ],
+)
+def test_a_bare_word_is_a_string(setting, path):
+    assert Config.load(settings=[setting]).model.path == path
+
+
+def test_an_integer_is_fine_where_a_float_is_expected():
+    assert Config.load(settings=["server.drain_timeout_s=3"]).server.drain_timeout_s == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "nearest"),
+    [
+        ("cache.block_sise=16", "cache.block_size"),
+        ("cache.capacity=16", "cache.capacity_tokens"),
+        ("server.prot=1", "server.port"),
+        ("engine.max_step_token=1", "engine.max_step_tokens"),
+        ("engine.qqqq=1", "engine."),
+        ("modell.path=x", "model"),
+        ("zzz.path=x", ""),
+    ],
+)
+def test_an_unknown_key_is_refused_and_the_nearest_named(setting, nearest):
+    with pytest.raises(ConfigError, match=f"unknown key; the nearest is {nearest}"):
+        Config.load(settings=[setting])
+
+
+def test_an_unknown_key_in_a_file_is_refused_too(toml):
+    with pytest.raises(ConfigError, match=r"^cache\.block_sise: unknown key; the nearest is cache\.block_size$"):
+        Config.load(toml("[cache]\nblock_sise = 16\n"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("server.port=abc", "server.port: expected int, got 'abc'"),
+        ("server.port=1.5", "server.port: expected int, got 1.5"),
+        ("server.port=true", "server.port: expected int, got True"),
+        ('server.port="1"', "server.port: expected int, got '1'"),
+        ("server.drain_timeout_s=true", "server.drain_timeout_s: expected float, got True"),
+        ("model.path=7", "model.path: expected str, got 7"),
+        ("model.path=[1]", r"model.path: expected str, got \[1\]"),
+    ],
+)
+def test_a_wrong_type_is_refused(setting, message):
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        Config.load(settings=[setting])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("server.port=-1", "server.port: expected 0 to 65535, got -1"),
+        ("server.port=65536", "server.port: expected 0 to 65535, got 65536"),
+        ("server.drain_timeout_s=-0.1", "server.drain_timeout_s: expected at least 0, got -0.1"),
+        ("server.drain_timeout_s=nan", "server.drain_timeout_s: expected at least 0, got nan"),
+        ("server.max_message_bytes=1023", "server.max_message_bytes: expected at least 1024, got 1023"),
+        ("cache.block_size=48", "cache.block_size: expected one of 16, 32, 64, got 48"),
+        ("cache.capacity_tokens=63", "cache.capacity_tokens: expected at least 64, got 63"),
+        ("cache.evicted_prefixes=-1", "cache.evicted_prefixes: expected at least 0, got -1"),
+        ("engine.max_step_tokens=0", "engine.max_step_tokens: expected at least 1, got 0"),
+        ("engine.max_running_requests=0", "engine.max_running_requests: expected at least 1, got 0"),
+        ("engine.max_waiting_requests=0", "engine.max_waiting_requests: expected at least 1, got 0"),
+        ("engine.held_lease_ttl_s=-1", "engine.held_lease_ttl_s: expected at least 0, got -1"),
+        ("model.device=tpu", "model.device: expected one of auto, cpu, cuda, got tpu"),
+        ("model.dtype=int8", "model.dtype: expected one of auto, float32, bfloat16, float16, got int8"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(setting, message):
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        Config.load(settings=[setting])
+
+
+@pytest.mark.parametrize("setting", ["model.path", "path=x", "=x", "model.=x", ".path=x", ""])
+def test_a_setting_without_section_key_and_value_is_refused(setting):
+    with pytest.raises(ConfigError, match=r"setting: expected section\.key=value, got"):
+        Config.load(settings=[setting])
+
+
+@pytest.mark.parametrize("text", ["model = 1\n", "[[model]]\npath = 'a'\n"])
+def test_a_section_that_is_no_table_is_refused(toml, text):
+    with pytest.raises(ConfigError, match="model: expected a table of keys, got"):
+        Config.load(toml(text))
+
+
+def test_a_file_that_is_no_toml_is_refused_by_name(toml):
+    file = toml("[model\n")
+    with pytest.raises(ConfigError, match=rf"config file {file}: "):
+        Config.load(file)
+
+
+def test_a_file_that_is_no_utf_8_is_refused_by_name(tmp_path):
+    file = tmp_path / "radixkv.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=rf"config file {file}: "):
+        Config.load(file)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=rf"config file {tmp_path / 'none.toml'}: "):
+        Config.load(tmp_path / "none.toml")
+
+
+def test_block_size_and_capacity_of_one_file_are_judged_together(toml):
+    config = Config.load(toml("[cache]\nblock_size = 16\ncapacity_tokens = 16\n"))
+    assert config.cache.num_blocks == 1
+
+
+def test_capacity_is_rounded_down_to_whole_blocks():
+    assert CacheConfig(block_size=64, capacity_tokens=1000).num_blocks == 15
+
+
+def test_every_section_refuses_bad_values_made_in_code_too():
+    with pytest.raises(ConfigError):
+        ServerConfig(port=-1)
+
+
+def test_a_loaded_configuration_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().server.port = 1
+
+
+def test_every_key_can_be_set():
+    for section in dataclasses.fields(Config):
+        values = getattr(Config(), section.name)
+        for key in dataclasses.fields(values):
+            value = getattr(values, key.name)
+            assert Config.load(settings=[f"{section.name}.{key.name}={value}"]) == Config(), key.name
