@@ -81,8 +81,9 @@ class FakeEngine:
             future.set_exception(UnknownLease(f"lease_id: expected a held lease of this tenant, got {lease_id!r}"))
         return future
 
-    def stats(self):
-        return SimpleNamespace(
+    def stats(self) -> Future:
+        future = Future()
+        stats = SimpleNamespace(
             uptime_s=1.5,
             blocks=SimpleNamespace(total=10, free=5, leased=2, published=3, pinned=1),
             requests=SimpleNamespace(waiting=0, running=len(self._running), finished=7, failed=8, cancelled=9),
@@ -93,6 +94,8 @@ class FakeEngine:
             evicted_blocks=2**53 + 1,
             block_bytes=4096,
         )
+        future.set_result(stats)
+        return future
 
     def start(self) -> None:
         self.is_started = True
