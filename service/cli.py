@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
-from radixkv.service.client import Client
-from radixkv.service.report import json_of, prefill_table, stats_table
-from radixkv.service.token_ids import pack_token_ids
 
 from radixkv import __version__
 from radixkv.config import Config
 from radixkv.errors import ConfigError
+from radixkv.service.client import Client
+from radixkv.service.report import json_of, prefill_table, stats_table
+from radixkv.service.token_ids import pack_token_ids
 
 # Top-level modules that the extra `engine` brings.
 _ENGINE_MODULES = frozenset(

@@ -17,8 +17,8 @@ import grpc
 import grpc.aio
 import numpy as np
 import numpy.typing as npt
-from radixkv.service.token_ids import pack_token_ids, write_token_ids
 
+from radixkv.service.token_ids import pack_token_ids, write_token_ids
 from radixkv.v1.cache_pb2 import StatsRequest, StatsResponse
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
 from radixkv.v1.prefill_pb2 import (

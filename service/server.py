@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from radixkv.service.servicer import CacheServicer, PrefillServicer
-from radixkv.service.status import StatusInterceptor
 
 from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
+from radixkv.service.servicer import CacheServicer, PrefillServicer
+from radixkv.service.status import StatusInterceptor
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:

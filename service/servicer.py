@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
 from google.protobuf.timestamp_pb2 import Timestamp
-from radixkv.service.token_ids import read_token_ids
 
 from radixkv.errors import Draining, InvalidRequest
 from radixkv.request import HeldLease, PrefillParams, PrefillResult
+from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 import pytest
-from radixkv.service.server import Server
 
 from radixkv.config import ServerConfig
+from radixkv.service.server import Server
 
 
 @contextlib.asynccontextmanager

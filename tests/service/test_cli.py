@@ -11,11 +11,11 @@ from types import ModuleType
 
 import grpc
 import pytest
-from radixkv.service.cli import main
-from radixkv.service.client import Client
 
 from radixkv import __version__
 from radixkv.errors import ConfigError, UnsupportedModel
+from radixkv.service.cli import main
+from radixkv.service.client import Client
 
 from .fake_engine import FakeEngine
 from .serving import serve_and_call

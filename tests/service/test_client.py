@@ -8,8 +8,8 @@ import sys
 import grpc
 import numpy as np
 import pytest
-from radixkv.service.client import AsyncClient, Client, logits_of
 
+from radixkv.service.client import AsyncClient, Client, logits_of
 from radixkv.v1.prefill_pb2 import PrefillResponse
 
 from .fake_engine import FakeEngine

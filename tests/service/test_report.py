@@ -1,8 +1,8 @@
 import json
 
 from google.protobuf.timestamp_pb2 import Timestamp
-from radixkv.service.report import json_of, prefill_table, stats_table
 
+from radixkv.service.report import json_of, prefill_table, stats_table
 from radixkv.v1.cache_pb2 import BlockStats, RequestStats, StatsResponse, TokenStats
 from radixkv.v1.prefill_pb2 import DIVERGED, PrefillResponse, Timing, TokenLogprob, Usage
 

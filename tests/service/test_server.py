@@ -4,14 +4,14 @@ import socket
 import grpc
 import grpc.aio
 import pytest
-import radixkv.service.server as server_module
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from radixkv.service.client import AsyncClient
-from radixkv.service.server import SERVICES, Server
 
+import radixkv.service.server as server_module
 from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
+from radixkv.service.client import AsyncClient
+from radixkv.service.server import SERVICES, Server
 
 from .fake_engine import FakeEngine
 from .serving import becomes_true, refusal_of, serving

@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from radixkv.service.client import AsyncClient, logits_of
 
+from radixkv.service.client import AsyncClient, logits_of
 from radixkv.v1.prefill_pb2 import COLD, DIVERGED, NONE, READ_DISABLED, PrefillRequest, PrefillResponse
 
 from .fake_engine import LIMITS, VOCAB_SIZE, FakeEngine

@@ -5,10 +5,10 @@ import logging
 import grpc
 import grpc.aio
 import pytest
-from radixkv.service.client import AsyncClient
-from radixkv.service.status import STATUS, status_of, trailing_metadata_of
 
 from radixkv import errors
+from radixkv.service.client import AsyncClient
+from radixkv.service.status import STATUS, status_of, trailing_metadata_of
 from radixkv.v1.prefill_pb2 import PrefillRequest, PrefillResponse
 
 from .fake_engine import FakeEngine

@@ -5,8 +5,8 @@ from collections import deque
 
 import numpy as np
 import pytest
-from radixkv.service.token_ids import MAX_TOKEN_ID, pack_token_ids, read_token_ids, write_token_ids
 
+from radixkv.service.token_ids import MAX_TOKEN_ID, pack_token_ids, read_token_ids, write_token_ids
 from radixkv.v1.prefill_pb2 import PrefillRequest, ProbeRequest
 
 LENGTHS = [0, 1, 17, 31, 32, 37, 4095, 4096, 8192, 600_000]  # the length prefix takes 1 to 4 bytes

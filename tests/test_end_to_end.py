@@ -1,0 +1,257 @@
+"""The product as its users meet it: `radixkv serve` in a process of its own, clients on the other end of a socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from radixkv.service.client import Client, logits_of
+from radixkv.trace import load_trace, prompt_tokens
+from radixkv.v1.prefill_pb2 import MissReason
+from tests.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
+from tests.reusable_tokens import count_reusable_tokens
+
+BYTES = 256  # token ids that every model of these tests knows
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `radixkv serve`; yields the process and its address."""
+    command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("listening on "), line
+            yield process, line.removeprefix("listening on ").strip()
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serving("--set", "engine.held_lease_ttl_s=5") as (_, address):
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    with Client(address, timeout_s=60) as client:
+        yield client
+
+
+@pytest.fixture
+def tenant(request: pytest.FixtureRequest) -> str:
+    """A tenant of its own for each test, so that it starts cold."""
+    return str(request.node.name)
+
+
+def random_ids(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, BYTES, count).astype(np.uint32)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.02)
+
+
+def test_one_shared_prefix_is_computed_exactly_once(client: Client, tenant: str) -> None:
+    prefix = random_ids(2048)
+    answers = [client.prefill([*prefix, *random_ids(64, seed=i)], tenant=tenant) for i in range(1, 21)]
+    usages = [answer.usage for answer in answers]
+    assert all(u.cached_tokens + u.computed_tokens == u.prompt_tokens == 2112 for u in usages)
+    assert usages[0].cached_tokens == 0
+    assert answers[0].miss_reason == MissReason.COLD
+    # Reuse is exact to the token: a question that happens to begin like an earlier one reuses that, too.
+    prompts = [np.concatenate([prefix, random_ids(64, seed=i)]).tolist() for i in range(1, 21)]
+    assert [u.cached_tokens for u in usages] == count_reusable_tokens(prompts)
+    assert all(u.cached_tokens >= 2048 for u in usages[1:])
+
+
+def test_a_conversation_trace_reuses_every_reusable_token(client: Client, tenant: str, tmp_path: Path) -> None:
+    """Turns of conversations that interleave, some prompts cut inside a block, some repeated."""
+    rng = np.random.default_rng(0)
+    conversations: list[list[int]] = [[0] for _ in range(8)]
+    next_id = 1
+    with (tmp_path / "trace.jsonl").open("w") as trace:
+        for request in range(80):
+            hash_ids = conversations[rng.integers(8)]
+            grown = int(rng.integers(0, 3))
+            hash_ids.extend(range(next_id, next_id + grown))
+            next_id += grown
+            length = 512 * len(hash_ids) - int(rng.integers(0, 511))
+            line = {"timestamp": request, "input_length": length, "output_length": 1, "hash_ids": hash_ids}
+            trace.write(json.dumps(line) + "\n")
+    prompts = [
+        prompt_tokens(request, vocab_size=BYTES, scale=0.05).tolist()
+        for request in load_trace(tmp_path / "trace.jsonl")
+    ]
+    usages = [client.prefill(prompt, tenant=tenant).usage for prompt in prompts]
+    assert [u.cached_tokens for u in usages] == count_reusable_tokens(prompts)
+    assert sum(u.cached_tokens for u in usages) > 0.5 * sum(map(len, prompts))
+
+
+def test_concurrent_requests_get_their_own_answers(address: str, tenant: str) -> None:
+    prefix = random_ids(300)
+    prompts = [[*prefix, *random_ids(1 + i, seed=i)] for i in range(40)]
+
+    def ask(prompt: list[int]) -> tuple[int, int, int]:
+        with Client(address, timeout_s=60) as client:
+            cached = client.prefill(prompt, tenant=tenant)
+            cold = client.prefill(prompt, tenant=tenant, read_cache=False, write_cache=False)
+        assert cached.usage.cached_tokens + cached.usage.computed_tokens == len(prompt)
+        assert (cold.usage.cached_tokens, cold.miss_reason) == (0, MissReason.READ_DISABLED)
+        return cached.next_token_id, cold.next_token_id, len(prompt)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, prompts))
+    assert all(cached == cold for cached, cold, _ in answers)
+    assert len({cached for cached, _, _ in answers}) > 10, "the prompts differ, and so do their answers"
+
+
+def test_tenants_and_salts_are_isolated(client: Client, tenant: str) -> None:
+    prompt = random_ids(200)
+
+    def cached(**identity: str) -> int:
+        return int(client.prefill(prompt, **identity).usage.cached_tokens)
+
+    assert cached(tenant=tenant) == 0
+    assert cached(tenant=tenant) == 199, "the positive control"
+    assert cached(tenant=tenant + "x") == 0
+    assert cached(tenant=tenant, salt="s") == 0
+    assert cached(tenant=tenant, salt="s") == 199
+    assert client.probe(prompt, tenant=tenant).cached_tokens == 199
+    assert client.probe(prompt, tenant=tenant, salt="other").cached_tokens == 0
+
+
+def test_a_held_lease_is_described_released_once_and_expires(client: Client, tenant: str) -> None:
+    prompt = random_ids(130)
+    held = client.prefill(prompt, tenant=tenant, hold_lease=True)
+    assert len(held.block_table) == 3 == len(set(held.block_table))
+    assert held.block_size == 64
+    assert 0 < held.lease_expires_at.seconds - time.time() < 6
+    client.release(held.lease_id, tenant=tenant)
+    with pytest.raises(grpc.RpcError) as refused:
+        client.release(held.lease_id, tenant=tenant)
+    assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+    client.prefill(prompt, tenant=tenant, hold_lease=True)
+    assert client.stats().held_leases == 1
+    wait_for(lambda: client.stats().held_leases == 0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "fields", "code", "message"),
+    [
+        ([], {}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids: expected at least 1 token"),
+        ([1, 512], {}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids[1]"),
+        ([1] * 131_073, {}, grpc.StatusCode.INVALID_ARGUMENT, "at most 131072 tokens, got 131073"),
+        ([1], {"adapter": "nobody"}, grpc.StatusCode.NOT_FOUND, "adapter"),
+        ([1], {"tenant": "t" * 257}, grpc.StatusCode.INVALID_ARGUMENT, "tenant: expected at most 256"),
+    ],
+    ids=["empty", "outside the vocabulary", "too long", "adapter", "tenant"],
+)
+def test_a_wrong_request_is_refused_by_name_and_the_next_one_served(
+    client: Client, tenant: str, ids: list[int], fields: dict[str, str], code: grpc.StatusCode, message: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        client.prefill(ids, **fields)
+    assert refused.value.code() == code
+    assert message in refused.value.details()
+    assert client.prefill([1, 2, 3], tenant=tenant).usage.prompt_tokens == 3
+
+
+def test_a_client_that_is_killed_leaves_no_block_behind(client: Client, address: str, tenant: str) -> None:
+    before = client.stats()
+    script = (
+        "import sys; from radixkv.service.client import Client\n"
+        "Client(sys.argv[1]).prefill([7] * 60_000, read_cache=False, write_cache=False)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, address], stderr=subprocess.DEVNULL) as process:
+        wait_for(lambda: client.stats().blocks.leased > 0)
+        process.send_signal(signal.SIGKILL)
+    wait_for(lambda: client.stats().requests.cancelled == before.requests.cancelled + 1)
+    after = client.stats()
+    assert after.blocks.leased == 0
+    assert after.blocks.free == before.blocks.free
+    assert client.prefill([1, 2, 3], tenant=tenant).usage.prompt_tokens == 3
+
+
+def test_a_deadline_ends_a_long_prefill(client: Client) -> None:
+    with pytest.raises(grpc.RpcError) as passed:
+        client.prefill([9] * 60_000, read_cache=False, write_cache=False, timeout_s=0.3)
+    assert passed.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    wait_for(lambda: client.stats().blocks.leased == 0)
+
+
+def test_a_full_pool_evicts_and_goes_on() -> None:
+    with serving("--set", "cache.capacity_tokens=1024") as (_, address), Client(address, timeout_s=60) as client:
+        prompts = [random_ids(600, seed=i) for i in range(4)]
+        for prompt in prompts:
+            assert client.prefill(prompt).usage.computed_tokens == 600
+        assert client.prefill(prompts[-1]).usage.cached_tokens == 599
+        assert client.prefill(prompts[0]).miss_reason == MissReason.EVICTED
+        stats = client.stats()
+        assert stats.evicted_blocks > 0
+        assert stats.blocks.total == stats.blocks.free + stats.blocks.leased + stats.blocks.published == 16
+
+
+def test_logits_over_the_wire_agree_with_transformers(tmp_path: Path) -> None:
+    directory = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, 150)
+    with torch.inference_mode():
+        expected = load_eager(directory)(torch.from_numpy(ids)[None], use_cache=False).logits[0, -1].numpy()
+    with (
+        serving("--model", str(directory), "--set", "cache.block_size=16") as (_, address),
+        Client(address, timeout_s=60) as client,
+    ):
+        cold = client.prefill(ids, return_logits=True)
+        client.prefill([*ids[:77], 5, 6])
+        warm = client.prefill(ids, return_logits=True, salt="again")
+        warm = client.prefill(ids, return_logits=True, salt="again")
+    assert warm.usage.cached_tokens == 149
+    assert np.abs(logits_of(cold) - expected).max() <= 1e-4
+    assert np.abs(logits_of(warm) - expected).max() <= 1e-4
+
+
+def test_sigterm_lets_a_running_request_finish_and_exits_0() -> None:
+    with serving() as (process, address), Client(address, timeout_s=60) as client, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.prefill, [3] * 6_000)
+        wait_for(lambda: client.stats().requests.running == 1)
+        process.send_signal(signal.SIGTERM)
+        assert running.result(60).usage.computed_tokens == 6_000
+        assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere"], "model.path: expected `tiny` or a directory with a config.json, got /nowhere"),
+        (["--set", "cache.blok_size=16"], "cache.blok_size: unknown key; the nearest is cache.block_size"),
+        (["--set", "cache.block_size=17"], "cache.block_size: expected one of 16, 32, 64, got 17"),
+        (["--config", "/nowhere.toml"], "config file /nowhere.toml"),
+    ],
+)
+def test_a_server_that_can_not_start_says_why_in_one_line(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *arguments]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == ""
