@@ -305,6 +305,9 @@ class RadixTree:
         Raises:
             InvariantViolation: the message names what is wrong.
         """
+        for node in (self.root, *self.nodes()):
+            prefixed = any(after.startswith(before) for before, after in itertools.pairwise(node.children or ()))
+            _require(not prefixed, "a leaf is the beginning of its sibling")
         for node in self.nodes():
             parent = node.parent
             key = node.tokens[: self._block_bytes]
@@ -321,9 +324,6 @@ class RadixTree:
             _require(
                 node.fingerprint == self._fingerprint(path, len(path) - len(node.tokens)), "a fingerprint is stale"
             )
-            keys = list(node.children or ())
-            prefixed = any(after.startswith(before) for before, after in itertools.pairwise(keys))
-            _require(not prefixed, "a leaf is the beginning of its sibling")
 
 
 def _nearest_child(children: SortedDict, first_block: bytes) -> tuple[Node, int]:
