@@ -233,6 +233,20 @@ class RadixTree:
         runs.append(kept)
         return Insertion(leaf, known, b"".join(runs), False, None, replaced)
 
+    def cut(self, node: Node, num_blocks: int) -> Node:
+        """Split a node after its first `num_blocks` blocks, at least one and fewer than it has.
+
+        Returns:
+            The new upper node; `node` is the lower one now.
+
+        Complexity: O(depth + tokens of the path).
+        """
+        tokens = self.path_tokens(node)
+        self._split(node, num_blocks, tokens, len(tokens) - len(node.tokens))
+        upper = node.parent
+        assert upper is not None
+        return upper
+
     def _split(self, lower: Node, num_blocks: int, tokens: bytes, start: int) -> None:
         """Cut a node that begins at `start` after `num_blocks` blocks, which `tokens` shares.
 

@@ -311,6 +311,17 @@ def test_a_truncated_leaf_below_a_parent_is_named_by_its_whole_path() -> None:
     assert fingerprint == other.insert("abcdefghijkl").node.fingerprint
 
 
+def test_cutting_splits_a_node_and_returns_the_upper_half() -> None:
+    planter = Planter()
+    planter.insert("abcdefghijkl")
+    planter.insert("abcdXXXX")
+    lower = node_of(planter, "abcd/efghijkl")
+    upper = planter.tree.cut(lower, 1)
+    planter.tree.check()
+    assert path_text(upper) == "abcd/efgh"
+    assert path_text(lower) == "abcd/efgh/ijkl"
+
+
 # -- fingerprints ------------------------------------------------------------------------------------------------------
 
 
