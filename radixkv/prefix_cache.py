@@ -121,7 +121,8 @@ class PrefixCache:
         """Take the right to a prompt's blocks: what is cached stays, what is missing is allocated.
 
         Unused leaves are evicted if free blocks run short. If they would not suffice, nothing is evicted and nothing
-        changes.
+        changes. Reuse never makes a lease fail that would succeed without it: in a full cache the block that is
+        shared in part may be given up, so that `cached_tokens` is less than a match found.
 
         Args:
             namespace: where to look and to publish.
@@ -138,17 +139,12 @@ class PrefixCache:
         _require_tokens(tokens)
         found = self._find(namespace, tokens) if read else _NO_MATCH
         cached_tokens = _reusable_tokens(found, tokens)
-        num_whole_blocks, shared_tokens = divmod(cached_tokens, self.block_size)
-        num_new_blocks = -(-len(tokens) // (self.block_size * TOKEN_BYTES)) - num_whole_blocks
+        num_new_blocks = -(-len(tokens) // (self.block_size * TOKEN_BYTES)) - cached_tokens // self.block_size
+        num_spare_blocks = self.pool.num_free + self.num_evictable_blocks - num_new_blocks
         node = found.node if cached_tokens else None
-        num_evictable_blocks = self.num_evictable_blocks - _num_unpinned_blocks(node)
-        if num_new_blocks > self.pool.num_free + num_evictable_blocks:
-            if node is not None and not self._leases:  # what it would reuse stands in its own way
-                return self.lease(namespace, tokens, read=False)
-            raise OutOfBlocks(
-                f"blocks: expected {num_new_blocks}, got {self.pool.num_free} free and {num_evictable_blocks} "
-                f"evictable of {self.pool.num_blocks}"
-            )
+        if num_spare_blocks < _num_unpinned_blocks(node):
+            node, cached_tokens = self._narrow(node, cached_tokens, num_spare_blocks)
+        num_whole_blocks, shared_tokens = divmod(cached_tokens, self.block_size)
         self._pin(node)
         self.evict(num_new_blocks - self.pool.num_free)
         new = self.pool.acquire(num_new_blocks)
@@ -166,6 +162,45 @@ class PrefixCache:
         )
         self._leases.add(lease)
         return lease
+
+    def _narrow(self, node: Node | None, cached_tokens: int, num_spare_blocks: int) -> tuple[Node | None, int]:
+        """Pin less of a path that stands in its own way, and if need be reuse less of it.
+
+        First what lies beyond the reused blocks is cut off; then the block that is reused in part is given up. Whole
+        blocks never are: computing one anew takes a block too.
+
+        Args:
+            node: the deepest node that shares tokens.
+            cached_tokens: tokens that could be reused.
+            num_spare_blocks: free and unpinned blocks, less those that the suffix takes.
+
+        Returns:
+            The node where the path to pin ends, and the tokens to reuse.
+
+        Raises:
+            OutOfBlocks: the whole blocks can't be held beside the suffix either. Nothing has changed.
+        """
+        num_path_blocks = _num_path_blocks(node)
+        num_pinned_blocks = num_path_blocks - _num_unpinned_blocks(node)
+        num_held_blocks = -(-cached_tokens // self.block_size)
+        if num_spare_blocks < num_held_blocks - num_pinned_blocks:
+            num_held_blocks = cached_tokens // self.block_size
+            cached_tokens = num_held_blocks * self.block_size
+        num_available_blocks = num_spare_blocks - max(0, num_held_blocks - num_pinned_blocks)
+        if num_available_blocks < 0:
+            raise OutOfBlocks(
+                f"blocks: expected {-num_available_blocks} more, got {self.pool.num_free} free and "
+                f"{self.num_evictable_blocks} evictable of {self.pool.num_blocks}, the reused ones among them"
+            )
+        if node is None or not cached_tokens:
+            return None, 0
+        while num_path_blocks - node.num_blocks >= num_held_blocks:
+            num_path_blocks -= node.num_blocks
+            assert node.parent is not None
+            node = node.parent
+        if num_path_blocks > num_held_blocks:
+            node = node.tree.cut(node, node.num_blocks - (num_path_blocks - num_held_blocks))
+        return node, cached_tokens
 
     def commit(self, lease: Lease, upto_tokens: int) -> int:
         """Publish a lease's finished blocks; see `Lease.commit`."""
@@ -191,8 +226,6 @@ class PrefixCache:
             self.pool.unpublish(replaced)
             if insertion.node.pin_count:  # a leaf that others use has grown
                 self.num_pinned_blocks += published.size - replaced.size
-            if (parent := insertion.node.parent) is not None:
-                self._evictable.discard(parent)  # it may have been a leaf
         before, lease.node = lease.node, insertion.node
         self._pin(insertion.node)
         self._unpin(before)
@@ -338,6 +371,15 @@ def _reusable_tokens(found: TreeMatch, tokens: bytes) -> int:
 def _require_tokens(tokens: bytes) -> None:
     if not tokens or len(tokens) % TOKEN_BYTES:
         raise InvalidRequest(f"tokens: expected one or more uint32 token ids, got {len(tokens)} bytes")
+
+
+def _num_path_blocks(node: Node | None) -> int:
+    """Blocks from the root to the end of a node. Complexity: O(depth)."""
+    num_blocks = 0
+    while node is not None:
+        num_blocks += node.num_blocks
+        node = node.parent
+    return num_blocks
 
 
 def _num_unpinned_blocks(node: Node | None) -> int:

@@ -233,6 +233,20 @@ class RadixTree:
         runs.append(kept)
         return Insertion(leaf, known, b"".join(runs), False, None, replaced)
 
+    def cut(self, node: Node, num_blocks: int) -> Node:
+        """Split a node after its first `num_blocks` blocks, at least one and fewer than it has.
+
+        Returns:
+            The new upper node; `node` is the lower one now.
+
+        Complexity: O(depth + tokens of the path).
+        """
+        tokens = self.path_tokens(node)
+        self._split(node, num_blocks, tokens, len(tokens) - len(node.tokens))
+        upper = node.parent
+        assert upper is not None
+        return upper
+
     def _split(self, lower: Node, num_blocks: int, tokens: bytes, start: int) -> None:
         """Cut a node that begins at `start` after `num_blocks` blocks, which `tokens` shares.
 
@@ -305,6 +319,9 @@ class RadixTree:
         Raises:
             InvariantViolation: the message names what is wrong.
         """
+        for node in (self.root, *self.nodes()):
+            prefixed = any(after.startswith(before) for before, after in itertools.pairwise(node.children or ()))
+            _require(not prefixed, "a leaf is the beginning of its sibling")
         for node in self.nodes():
             parent = node.parent
             key = node.tokens[: self._block_bytes]
@@ -321,9 +338,6 @@ class RadixTree:
             _require(
                 node.fingerprint == self._fingerprint(path, len(path) - len(node.tokens)), "a fingerprint is stale"
             )
-            keys = list(node.children or ())
-            prefixed = any(after.startswith(before) for before, after in itertools.pairwise(keys))
-            _require(not prefixed, "a leaf is the beginning of its sibling")
 
 
 def _nearest_child(children: SortedDict, first_block: bytes) -> tuple[Node, int]:

@@ -1,0 +1,45 @@
+"""Stand-ins that make a test's inputs readable: prompts spelled as text, a clock that is moved by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixkv.lease import Lease
+from radixkv.namespace import Namespace
+from radixkv.prefix_cache import PrefixCache
+
+MODEL = Namespace("model")
+
+
+def spell(text: str) -> bytes:
+    """A prompt with one token a character."""
+    return np.array([ord(character) for character in text], dtype="<u4").tobytes()
+
+
+def packed(*block_ids: int) -> bytes:
+    """Block ids as nodes keep them."""
+    return np.array(block_ids, dtype=np.int32).tobytes()
+
+
+def publish(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> list[int]:
+    """Cache a whole prompt and return its blocks."""
+    with cache.lease(namespace, spell(text)) as lease:
+        lease.commit(len(text))
+        return lease.block_ids.tolist()
+
+
+def lease_text(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> Lease:
+    return cache.lease(namespace, spell(text))
+
+
+def cached(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> int:
+    """Tokens of `text` that are cached, the last one too."""
+    return cache.match(namespace, spell(text + "\0")).cached_tokens
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s

@@ -1,0 +1,147 @@
+"""A second opinion on the cache, slow and obvious, and a memory whose contents can be told apart.
+
+Every (namespace, prefix) gets a number of its own. The pretended K/V of a token is the number of the prefix that it
+ends: as with real K/V, two slots hold the same content only if all tokens before agree. Free and unwritten slots hold
+poison. So a block that was reused wrongly, published too early, freed while used or overwritten shows as a wrong
+number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.lease import Lease
+from radixkv.namespace import Namespace
+from radixkv.prefix_cache import Match, PrefixCache
+from tests.fakes import spell
+
+FREE = -1
+UNWRITTEN = -2
+END = spell("\U0010ffff")  # a token that no prompt has: a match before it may reach the prompt's last token
+
+Identities = npt.NDArray[np.int64]
+
+
+class Oracle:
+    """Knows which prefixes are published, and what each slot of the pool must hold."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.content = np.full((num_blocks, block_size), FREE, dtype=np.int64)
+        self._identities: dict[tuple[object, int], int] = {}
+        self._handed_out: set[int] = set()
+        self._published: set[int] = set()
+        self._ever_published: set[int] = set()
+        self._longest: dict[int, tuple[Namespace, bytes]] = {}  # published runs by their last identity
+
+    def identities(self, namespace: Namespace, tokens: bytes) -> Identities:
+        """The number of each prefix of a prompt."""
+        numbers = []
+        before: object = dataclasses.astuple(namespace)  # not the cache's word for which namespaces are equal
+        for token in np.frombuffer(tokens, dtype="<u4").tolist():
+            before = self._identities.setdefault((before, token), len(self._identities))
+            numbers.append(before)
+        return np.array(numbers, dtype=np.int64)
+
+    def num_published(self, identities: Identities) -> int:
+        """How many tokens of a prompt are published."""
+        return next(
+            (i for i, number in enumerate(identities.tolist()) if number not in self._published), identities.size
+        )
+
+    def num_reusable(self, identities: Identities) -> int:
+        """How many tokens of a prompt a match must find."""
+        return min(self.num_published(identities), identities.size - 1)
+
+    def was_published(self, identity: int) -> bool:
+        """Whether a prefix was matchable at any time."""
+        return identity in self._ever_published
+
+    def publish(self, namespace: Namespace, tokens: bytes, identities: Identities) -> None:
+        """Note that a whole run is published."""
+        numbers = identities.tolist()
+        if numbers[-1] not in self._published:
+            for number in numbers:
+                self._longest.pop(number, None)
+            self._longest[numbers[-1]] = namespace, tokens
+            self._published.update(numbers)
+            self._ever_published.update(numbers)
+
+    def forget_evicted(self, cache: PrefixCache) -> int:
+        """After an eviction, believe the cache about what is left. Returns how many tokens are gone."""
+        num_before = len(self._published)
+        runs, self._longest, self._published = list(self._longest.values()), {}, set()
+        for namespace, tokens in runs:
+            kept = cache.match(namespace, tokens + END).cached_tokens
+            if kept:
+                tokens = tokens[: kept * 4]
+                self.publish(namespace, tokens, self.identities(namespace, tokens))
+        return num_before - len(self._published)
+
+    def hand_out(self, block_ids: npt.NDArray[np.int32]) -> None:
+        """Blocks have a new owner: what was in them is nobody's."""
+        self.content[block_ids] = UNWRITTEN
+        self._handed_out.update(block_ids.tolist())
+
+    def poison_free_blocks(self, cache: PrefixCache) -> None:
+        free = [block_id for block_id in self._handed_out if not cache.pool.reference_count(block_id)]
+        self.content[free] = FREE
+        self._handed_out.difference_update(free)
+
+    def verify(self, block_ids: npt.NDArray[np.int32], identities: Identities) -> None:
+        """Assert that blocks hold the K/V of these tokens."""
+        held = self.content[block_ids].ravel()[: identities.size]
+        assert np.array_equal(held, identities), f"expected {identities.tolist()}, got {held.tolist()}"
+
+    def verify_match(self, match: Match, identities: Identities) -> None:
+        assert match.block_ids.size == -(-match.cached_tokens // self.block_size)
+        self.verify(match.block_ids, identities[: match.cached_tokens])
+
+
+@dataclass
+class Holder:
+    """Somebody who computes a leased prompt's K/V, a chunk at a time."""
+
+    oracle: Oracle
+    lease: Lease
+    identities: Identities
+    num_written: int = 0
+    has_begun: bool = False
+
+    def receive(self) -> None:
+        """Look at what was leased: the reused blocks are right, and nobody needs what was in the new ones."""
+        oracle, lease = self.oracle, self.lease
+        self.num_written = lease.cached_tokens
+        num_whole = lease.cached_tokens // oracle.block_size
+        assert lease.block_ids.size == -(-lease.num_tokens // oracle.block_size)
+        assert (lease.copy is not None) == (lease.cached_tokens % oracle.block_size > 0)
+        oracle.hand_out(lease.block_ids[num_whole:])
+        if lease.copy is not None:
+            assert lease.copy.target == lease.block_ids[num_whole]
+        self.verify()
+
+    def write(self, upto: int) -> None:
+        """Compute up to a token."""
+        self.begin()
+        for position in range(self.num_written, upto):
+            block, offset = divmod(position, self.oracle.block_size)
+            self.oracle.content[self.lease.block_ids[block], offset] = self.identities[position]
+        self.num_written = max(self.num_written, upto)
+
+    def begin(self) -> None:
+        if not self.has_begun and self.lease.copy is not None:
+            self.oracle.content[self.lease.copy.target] = self.oracle.content[self.lease.copy.source]
+        self.has_begun = True
+
+    def verify(self) -> None:
+        """Assert that everything reused or written so far is still in place."""
+        lease, num_whole = self.lease, self.lease.cached_tokens // self.oracle.block_size
+        if self.has_begun or lease.copy is None:
+            self.oracle.verify(lease.block_ids, self.identities[: self.num_written])
+        else:
+            block_ids = np.append(lease.block_ids[:num_whole], np.int32(lease.copy.source))
+            self.oracle.verify(block_ids, self.identities[: lease.cached_tokens])

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from radixkv import errors
+from radixkv.errors import CapacityError, RadixKVError
+
+
+def subclasses(kind: type[RadixKVError]) -> list[type[RadixKVError]]:
+    return [each for child in kind.__subclasses__() for each in (child, *subclasses(child))]
+
+
+def test_the_docstring_draws_the_whole_tree() -> None:
+    assert errors.__doc__ is not None
+    drawn, path = {}, ["RadixKVError"]
+    for bars, name in re.findall(r"^    ([│├└─ ]+)(\w+)", errors.__doc__, re.MULTILINE):
+        depth = len(bars) // 4
+        path = [*path[:depth], name]
+        drawn[name] = path[depth - 1]
+    assert drawn == {kind.__name__: kind.__base__.__name__ for kind in subclasses(RadixKVError) if kind.__base__}
+
+
+def test_every_error_says_what_it_means() -> None:
+    assert [kind.__name__ for kind in subclasses(RadixKVError) if not kind.__doc__] == []
+
+
+@pytest.mark.parametrize("kind", subclasses(CapacityError), ids=lambda kind: kind.__name__)
+def test_a_full_service_says_when_to_come_back(kind: type[CapacityError]) -> None:
+    assert kind("full").retry_after_s == 1.0
+    error = kind("full", retry_after_s=0.25)
+    assert error.retry_after_s == 0.25
+    assert str(error) == "full"

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import pytest
+
+from radixkv.errors import LeaseClosed
+from radixkv.lease import Lease
+from radixkv.prefix_cache import PrefixCache
+from tests.fakes import MODEL, cached, lease_text, publish, spell
+
+
+@pytest.fixture
+def cache() -> PrefixCache:
+    return PrefixCache(32, 4)
+
+
+def counts(cache: PrefixCache) -> tuple[int, int, int, int]:
+    return cache.pool.num_free, cache.pool.num_leased, cache.pool.num_published, cache.num_pinned_blocks
+
+
+def test_closing_gives_back_what_was_not_committed(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdefghij")
+    lease.commit(8)
+    assert counts(cache) == (29, 1, 2, 2)
+    lease.close()
+    assert counts(cache) == (30, 0, 2, 0)
+    assert cached(cache, "abcdefghij") == 8
+
+
+def test_closing_again_does_nothing(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdef")
+    other = lease_text(cache, "abcdef")
+    lease.close()
+    before = counts(cache)
+    lease.close()
+    cache.close(lease)
+    assert counts(cache) == before
+    assert lease.is_closed
+    cache.check()
+    other.close()
+    assert cache.pool.num_free == 32
+
+
+def test_a_closed_lease_commits_nothing(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdef")
+    lease.close()
+    with pytest.raises(LeaseClosed):
+        lease.commit(6)
+    assert cached(cache, "abcdef") == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("with_blocks", [False, True], ids=["never leased from it", "its own leases hold blocks too"])
+def test_a_foreign_lease_is_refused_and_changes_nothing(cache: PrefixCache, with_blocks: bool) -> None:
+    foreign = lease_text(PrefixCache(32, 4), "abcdef")
+    if with_blocks:
+        lease_text(cache, "abcdef")
+    before = counts(cache)
+    with pytest.raises(LeaseClosed):
+        cache.commit(foreign, 6)
+    with pytest.raises(LeaseClosed):
+        cache.close(foreign)
+    assert counts(cache) == before
+    assert not foreign.is_closed
+    foreign.commit(6)
+
+
+def test_a_made_up_lease_is_refused(cache: PrefixCache) -> None:
+    real = lease_text(cache, "abcdef")
+    forged = Lease(cache, MODEL, real.tokens, 0, real.block_ids, None, None)
+    with pytest.raises(LeaseClosed):
+        forged.close()
+    with pytest.raises(LeaseClosed):
+        forged.commit(6)
+    assert counts(cache) == (30, 2, 0, 0)
+
+
+def test_a_lease_closes_when_its_block_ends(cache: PrefixCache) -> None:
+    with lease_text(cache, "abcdef") as lease:
+        assert not lease.is_closed
+    assert lease.is_closed
+    assert cache.pool.num_free == 32
+
+
+def test_a_lease_closes_when_its_holder_fails_and_lets_the_error_through(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdefghij")
+
+    def fail() -> None:
+        with lease:
+            lease.commit(4)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert lease.is_closed
+    assert cached(cache, "abcdefghij") == 4
+    assert cache.pool.num_leased == 0
+    cache.check()
+
+
+def test_nested_leases_close_in_any_order(cache: PrefixCache) -> None:
+    publish(cache, "abcdefgh")
+    leases = [lease_text(cache, text) for text in ("abcdefgh", "abcdefghij", "abcdXX", "abX")]
+    cache.check()
+    assert cache.evict(32) == 0
+    for index in (1, 3, 0, 2):
+        leases[index].close()
+        cache.check()
+    assert counts(cache) == (30, 0, 2, 0)
+
+
+def test_what_is_committed_stays_while_the_lease_is_open(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdefgh")
+    lease.commit(4)
+    assert cache.evict(32) == 0
+    lease.commit(8)
+    assert cache.evict(32) == 0
+    assert cached(cache, "abcdefgh") == 8
+    lease.close()
+    assert cache.evict(32) == 2
+
+
+def test_a_lease_keeps_its_tail_block_when_a_longer_copy_replaces_it(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdef")
+    lease.commit(6)
+    tail = int(lease.block_ids[1])
+    publish(cache, "abcdefgh")
+    assert cache.match(MODEL, spell("abcdefgh")).block_ids[1] != tail
+    assert cache.pool.reference_count(tail) == 1
+    cache.check()
+    lease.close()
+    assert cache.pool.reference_count(tail) == 0
+    cache.check()
