@@ -66,7 +66,7 @@ def _write_tile(  # type: ignore[no-untyped-def]
 ):
     """Write K and V of some tokens of one KV head."""
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)
     is_token = tokens < num_tokens
     slot = tl.load(slots + tokens, mask=is_token, other=0)
     K_OR_V_STRIDE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE

@@ -99,6 +99,7 @@ ATTENTION_CASES = [
     AttentionCase(bf16, 64, 128, group_size=7),
     AttentionCase(bf16, 80, 128, group_size=1),
     AttentionCase(bf16, 256, 128, softcap=50.0, group_size=2),
+    AttentionCase(bf16, 256, 64),
     AttentionCase(fp16, 128, 128),
     AttentionCase(fp32, 128, 16),
 ]
@@ -170,13 +171,14 @@ def _describe(case: str, kernel_name: str, kernel: Any) -> CompiledCase:
         cubin.flush()
         usage = _output_of("cuobjdump", "-res-usage", cubin.name)
         sass = _output_of("nvdisasm", "-c", cubin.name)
-    registers, stack_bytes = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
     return CompiledCase(
         case=case,
         kernel=kernel_name,
         triton=triton.__version__,
-        registers=int(registers),
-        stack_bytes=int(stack_bytes),
+        registers=int(found[1]),
+        stack_bytes=int(found[2]),
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
         instructions={name: len(re.findall(rf"\b{re.escape(name)}", sass)) for name in _INSTRUCTIONS},

@@ -60,8 +60,10 @@ def test_keys_are_cut_at_multiples_of_the_split_size(window: int | None) -> None
 def test_a_fixed_plan_reads_the_same_keys_whatever_the_batch() -> None:
     alone = make_step([300], [50], GQA).batch
     among_others = make_step([2000, 300, 0], [500, 50, 1], GQA).batch
-    fixed = {"num_query_heads": 6, "tile_rows": 16, "split_tokens": 128}
-    plan_alone, plan_among = (plan_attention(batch, bare_pool(2), **fixed) for batch in (alone, among_others))
+    plan_alone, plan_among = (
+        plan_attention(batch, bare_pool(2), num_query_heads=6, tile_rows=16, split_tokens=128)
+        for batch in (alone, among_others)
+    )
     ranges_alone = {row: [item[5:7] for item in items] for (_, row), items in items_by_tile(plan_alone).items()}
     ranges_among = {
         row: [item[5:7] for item in items]

@@ -8,10 +8,11 @@ from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, make_step
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-def error_against_reference(step: Step, **options: float | int | None) -> float:
-    scale = step.query.shape[-1] ** -0.5
-    expected = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scale=scale, **options)
-    got = gathered_attention.paged_attention(step.query, step.pool, LAYER, step.batch, scale=scale, **options)
+def error_against_reference(step: Step, *, window: int | None = None, softcap: float | None = None) -> float:
+    scale = 0.9 * step.query.shape[-1] ** -0.5  # not what torch would take by itself
+    inputs = (step.query, step.pool, LAYER, step.batch)
+    expected = reference.paged_attention(*inputs, scale=scale, window=window, softcap=softcap)
+    got = gathered_attention.paged_attention(*inputs, scale=scale, window=window, softcap=softcap)
     assert got.dtype == step.query.dtype
     assert got.shape == step.query.shape
     assert torch.isfinite(expected).all()

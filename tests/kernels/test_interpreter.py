@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def round_to(source, target, SIZE: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def round_to(source, target, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.arange(0, SIZE)
     tl.store(target + offsets, tl.load(source + offsets).to(target.dtype.element_ty))
 
 
-@triton.jit
-def multiply(a, b, product, SIZE: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def multiply(a, b, product, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     rows = tl.arange(0, SIZE)
     offsets = rows[:, None] * SIZE + rows[None, :]
     tl.store(product + offsets, tl.dot(tl.load(a + offsets), tl.load(b + offsets), input_precision="ieee"))

@@ -1,5 +1,7 @@
 """The twins themselves, against arithmetic small enough to do by hand or by another route."""
 
+from functools import partial
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -32,9 +34,9 @@ def test_warm_attention_is_the_tail_of_cold_attention() -> None:
     cold = make_step([0, 0], [37, 20], GQA)
     warm_batch = PagedBatch.build([16, 1], [37, 20], list(cold.batch.block_tables.numpy()), 16)
     warm_query = torch.cat([cold.query[21:37], cold.query[56:57]])
-    options = {"scale": 0.2, "window": 11, "softcap": 3.0}
-    expected = reference.paged_attention(cold.query, cold.pool, LAYER, cold.batch, **options)
-    got = reference.paged_attention(warm_query, cold.pool, LAYER, warm_batch, **options)
+    attend = partial(reference.paged_attention, scale=0.2, window=11, softcap=3.0)
+    expected = attend(cold.query, cold.pool, LAYER, cold.batch)
+    got = attend(warm_query, cold.pool, LAYER, warm_batch)
     torch.testing.assert_close(got, torch.cat([expected[21:37], expected[56:57]]))
 
 
