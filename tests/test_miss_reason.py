@@ -7,7 +7,8 @@ from tests.fakes import MODEL, FakeClock, publish, spell
 
 
 def explain(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> MissReason:
-    return cache.explain(cache.match(namespace, spell(text)))
+    tokens = spell(text)
+    return cache.explain(namespace, tokens, cache.match(namespace, tokens).cached_tokens)
 
 
 def make_cache(num_blocks: int = 16) -> PrefixCache:
