@@ -124,12 +124,12 @@ def test_one_plan_serves_every_layer(kernel_device: str) -> None:
 def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
     prefix_len: int, window: int | None, kernel_device: str
 ) -> None:
-    cold = make_step([0, 0], [20, 180], GQA, dtype=torch.bfloat16, device=kernel_device)
+    cold = make_step([0, 0], [20, 180], Heads(2, 1), dtype=torch.bfloat16, device=kernel_device)
     table = cold.batch.block_tables[1].cpu().numpy()
     warm_batch = PagedBatch.build([180 - prefix_len], [180], [table], 16, kernel_device)
 
     def attend(query: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        plan = plan_attention(batch, cold.pool, num_query_heads=6, window=window, tile_rows=16, split_tokens=128)
+        plan = plan_attention(batch, cold.pool, num_query_heads=2, window=window, tile_rows=16, split_tokens=128)
         return paged_attention(query, cold.pool, LAYER, batch, plan, scale=0.2, window=window)
 
     warm_rows = cold.query[20 + prefix_len :]
