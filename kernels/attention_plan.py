@@ -68,8 +68,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """Lay out the attention of one step.
 
-    Split boundaries are multiples of the split size from position 0. With `tile_rows` and `split_tokens` given, which
-    keys a row reads in which order depends on its position alone, not on the rest of the batch.
+    Split boundaries are multiples of the split size from position 0. With `tile_rows` and `split_tokens` given, a row's
+    result depends on its position alone, to the bit: not on the rest of the batch, nor on where its suffix began.
 
     Args:
         batch: the step.

@@ -3,6 +3,7 @@ import torch
 
 from radixkv.kernels import reference
 from radixkv.kernels.attention_plan import plan_attention
+from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.paged_attention import paged_attention
 
 from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, make_step
@@ -50,7 +51,7 @@ def test_matches_reference_on_ragged_batches(
 def test_key_tiles_span_blocks_and_parts_of_blocks(dtype: torch.dtype, block_size: int, kernel_device: str) -> None:
     b = block_size
     step = make_step([0, b, 5], [b - 1, b + 1, 37], GQA, block_size=b, dtype=dtype, device=kernel_device)
-    assert error_against_reference(step, tile_rows=64) < TOLERANCE[dtype]
+    assert error_against_reference(step, tile_rows=128) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
@@ -70,7 +71,7 @@ def test_tiles_may_cut_a_token_in_two(heads: Heads, tile_rows: int, kernel_devic
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_partial_results_merge_into_the_whole(dtype: torch.dtype, split_tokens: int, kernel_device: str) -> None:
     step = make_step([200, 0, 63, 61], [20, 70, 1, 5], GQA, dtype=dtype, device=kernel_device)
-    assert error_against_reference(step, tile_rows=64, split_tokens=split_tokens) < TOLERANCE[dtype]
+    assert error_against_reference(step, tile_rows=128, split_tokens=split_tokens) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,23 @@ def test_one_plan_serves_every_layer(kernel_device: str) -> None:
         got = paged_attention(step.query, pool, layer, step.batch, plan, scale=0.2)
         expected = reference.paged_attention(step.query, pool, layer, step.batch, scale=0.2)
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("prefix_len", [1, 77, 163])
+def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
+    prefix_len: int, window: int | None, kernel_device: str
+) -> None:
+    cold = make_step([0, 0], [20, 180], Heads(2, 1), dtype=torch.bfloat16, device=kernel_device)
+    table = cold.batch.block_tables[1].cpu().numpy()
+    warm_batch = PagedBatch.build([180 - prefix_len], [180], [table], 16, kernel_device)
+
+    def attend(query: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        plan = plan_attention(batch, cold.pool, num_query_heads=2, window=window, tile_rows=16, split_tokens=128)
+        return paged_attention(query, cold.pool, LAYER, batch, plan, scale=0.2, window=window)
+
+    warm_rows = cold.query[20 + prefix_len :]
+    assert torch.equal(attend(warm_rows, warm_batch), attend(cold.query, cold.batch)[20 + prefix_len :])
 
 
 def test_plan_for_another_window_is_refused() -> None:
