@@ -13,6 +13,17 @@ import pytest
 from radixkv.config import ServerConfig
 from radixkv.service.server import Server
 
+# The start of a program that runs as on the base install: what only the extra `engine` brings can't be imported.
+WITHOUT_ENGINE = """
+import importlib.abc, sys
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "triton", "transformers", "peft", "safetensors", "grpc_health",
+                                      "grpc_reflection"} or name == "radixkv.engine":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refuse())
+"""
+
 
 @contextlib.asynccontextmanager
 async def serving(engine, **config: Any) -> AsyncIterator[tuple[Server, str]]:

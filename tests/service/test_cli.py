@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -18,8 +19,7 @@ from radixkv.service.cli import main
 from radixkv.service.client import Client
 
 from .fake_engine import FakeEngine
-from .serving import serve_and_call
-from .test_client import WITHOUT_ENGINE
+from .serving import WITHOUT_ENGINE, serve_and_call
 
 LAUNCHER = str(Path(__file__).with_name("serve_fake.py"))
 
@@ -38,8 +38,12 @@ def run_cli(capsys, engine, *arguments):
 def fake_service(*arguments, delay_s=0.0):
     """A service in a process of its own; yields the process and its address."""
     command = [sys.executable, LAUNCHER, str(delay_s), "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, stdin=subprocess.DEVNULL
+    )
     try:
+        assert select.select([process.stdout], [], [], 20)[0]
         line = process.stdout.readline()
         match = re.fullmatch(r"listening on (127\.0\.0\.1:[1-9]\d*)\n", line)
         assert match, (line, process.stderr.read() if not line else "")
@@ -106,10 +110,14 @@ def test_prefill_passes_every_option(capsys):
     assert params.deadline_s is not None
 
 
-def test_the_cache_is_read_and_written_by_default(capsys):
+@pytest.mark.parametrize(
+    ("option", "reads_and_writes"),
+    [([], (True, True)), (["--no-read-cache"], (False, True)), (["--no-write-cache"], (True, False))],
+)
+def test_the_cache_is_read_and_written_unless_said_otherwise(capsys, option, reads_and_writes):
     engine = FakeEngine()
-    run_cli(capsys, engine, "prefill", "--tokens", "1")
-    assert (engine.params[0].read_cache, engine.params[0].write_cache) == (True, True)
+    run_cli(capsys, engine, "prefill", "--tokens", "1", *option)
+    assert (engine.params[0].read_cache, engine.params[0].write_cache) == reads_and_writes
 
 
 @pytest.mark.parametrize("text", ["hello", "é€", "a\udcffb"])  # the last is a byte that is no UTF-8, as argv has it

@@ -13,18 +13,7 @@ from radixkv.service.client import AsyncClient, Client, logits_of
 from radixkv.v1.prefill_pb2 import PrefillResponse
 
 from .fake_engine import FakeEngine
-from .serving import becomes_true, serve_and_call, serving
-
-# What only the extra `engine` brings.
-WITHOUT_ENGINE = """
-import importlib.abc, sys
-class Refuse(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "triton", "transformers", "peft", "safetensors", "grpc_health",
-                                      "grpc_reflection"} or name == "radixkv.engine":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Refuse())
-"""
+from .serving import WITHOUT_ENGINE, becomes_true, serve_and_call, serving
 
 
 def test_the_blocking_client_offers_every_call():

@@ -35,13 +35,14 @@ def test_every_service_is_healthy_once_started():
     assert asyncio.run(run()) == {SERVING}
 
 
-def test_an_unknown_service_has_no_health():
+def test_an_unknown_service_has_no_health_and_asking_is_no_error_of_ours(caplog):
     async def run():
         async with serving(FakeEngine()) as (_, address), grpc.aio.insecure_channel(address) as channel:
             request = health_pb2.HealthCheckRequest(service="nothing")
             return (await refusal_of(health_pb2_grpc.HealthStub(channel).Check(request, timeout=5))).code()
 
     assert asyncio.run(run()) is grpc.StatusCode.NOT_FOUND
+    assert caplog.records == []
 
 
 def test_health_follows_the_engine(monkeypatch):
@@ -160,6 +161,24 @@ def test_requests_that_outlast_the_drain_are_cancelled_and_told_so():
             return is_finished, (await refusal_of(running)).code()
 
     assert asyncio.run(run()) == (False, grpc.StatusCode.UNAVAILABLE)
+
+
+def test_answers_known_as_the_drain_ends_still_leave(monkeypatch):
+    async def run():
+        engine = FakeEngine(is_gated=True, num_logits=1_000_000)  # more than a socket takes at once
+
+        def drain(timeout_s):
+            engine.open_gate()
+            return True
+
+        async with serving(engine) as (server, address), AsyncClient(address, timeout_s=10) as client:
+            calls = [asyncio.create_task(client.prefill([n], return_logits=True)) for n in range(5)]
+            assert await becomes_true(lambda: len(engine.futures) == 5)
+            monkeypatch.setattr(engine, "drain", drain)
+            await server.drain()
+            return [answer.next_token_id for answer in await asyncio.gather(*calls)]
+
+    assert asyncio.run(run()) == list(range(5))
 
 
 def test_a_drain_is_not_held_up_by_health_watchers(monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from radixkv.service.client import AsyncClient, logits_of
+from radixkv.service.servicer import PrefillServicer
 from radixkv.v1.prefill_pb2 import COLD, DIVERGED, NONE, READ_DISABLED, PrefillRequest, PrefillResponse
 
 from .fake_engine import LIMITS, VOCAB_SIZE, FakeEngine
@@ -240,6 +241,35 @@ def test_a_caller_that_is_killed_cancels_its_request():
                 caller.kill()
                 await asyncio.to_thread(caller.wait)
             return await becomes_true(engine.futures[0].cancelled)
+
+    assert asyncio.run(run())
+
+
+def test_a_request_that_the_engine_cancels_is_unavailable():
+    async def talk(client, engine):
+        call = asyncio.create_task(client.prefill([1]))
+        assert await becomes_true(lambda: len(engine.futures) == 1)
+        engine.futures[0].cancel()
+        return await refusal_of(call)
+
+    refusal = calling(talk, FakeEngine(is_gated=True))
+    assert refusal.code() is grpc.StatusCode.UNAVAILABLE
+    assert refusal.details() == "service: stopped before the request was answered"
+
+
+def test_a_cancelled_handler_ends_cancelled():
+    class Context:
+        def time_remaining(self):
+            return None
+
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        handler = asyncio.create_task(PrefillServicer(engine).Prefill(PrefillRequest(token_ids=[1]), Context()))
+        assert await becomes_true(lambda: len(engine.futures) == 1)
+        handler.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handler
+        return await becomes_true(engine.futures[0].cancelled)
 
     assert asyncio.run(run())
 
