@@ -294,7 +294,7 @@ class PrefixCache:
         Returns:
             Blocks freed: `num_blocks`, or fewer if no more are evictable.
 
-        Complexity: O(log leaves) for each leaf.
+        Complexity: O(log leaves) for each leaf, and one pass over the path's tokens if the last is only shortened.
         """
         freed = 0
         while freed < num_blocks and len(self._evictable):
