@@ -37,6 +37,8 @@ class Lease:
         block_ids: int32, all blocks of the prompt in order. `commit` may exchange some for equal ones.
         copy: the block copy that must be made first, until the first commit; None if the prefix ends with a block.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
+        node: where the path that this lease pins ends; None while it pins nothing.
+        is_closed: whether everything was given back.
     """
 
     __slots__ = (

@@ -283,6 +283,8 @@ class RadixTree:
 
         Returns:
             The packed ids of the blocks cut off, now the caller's, and the fingerprint of the first of them.
+
+        Complexity: O(depth + tokens of the path), for the fingerprint.
         """
         cut = num_blocks * self._block_bytes
         prefix = self.path_tokens(leaf)
