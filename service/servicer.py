@@ -82,7 +82,6 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
         """Say what the cache holds and what it did."""
-        """Say what the cache holds and what it did."""
         limits, stats = self._engine.limits, await _answer_of(self._engine.stats())
         blocks, requests, tokens = stats.blocks, stats.requests, stats.tokens
         return cache_pb2.StatsResponse(
