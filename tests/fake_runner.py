@@ -55,6 +55,10 @@ class FakeRunner:
         rows = [one_hot(next_token(chunk.tokens)) for chunk in chunks if chunk.wants_logits]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
+    def forget_everything(self) -> None:
+        """Wipe the K/V of all blocks: whoever reads a cached one fails."""
+        self._content = [[None] * self._block_size for _ in self._content]
+
     def _slot(self, chunk: Chunk, position: int) -> list[bytes | None]:
         return self._content[int(chunk.block_ids[position // self._block_size])]
 

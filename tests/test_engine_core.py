@@ -94,6 +94,7 @@ def test_waiting_requests_reuse_what_running_ones_publish() -> None:
 def test_read_cache_off_computes_everything_and_reads_nothing() -> None:
     bench = Bench(max_step_tokens=5)
     bench.prefill(range(12))
+    bench.runner.forget_everything()  # so that reading a cached block is seen
     result = bench.prefill(range(12), read_cache=False)
     assert (result.usage.cached_tokens, result.usage.computed_tokens) == (0, 12)
     assert result.miss_reason is MissReason.READ_DISABLED
