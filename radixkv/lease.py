@@ -35,6 +35,7 @@ class Lease:
         tokens: the prompt, little-endian uint32 bytes.
         cached_tokens: tokens whose K/V exist already.
         block_ids: int32, all blocks of the prompt in order. `commit` may exchange some for equal ones.
+        num_published_blocks: the first so many of `block_ids` belong to the tree; the others are the lease's own.
         copy: the block copy that must be made first, until the first commit; None if the prefix ends with a block.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
         node: where the path that this lease pins ends; None while it pins nothing.
@@ -50,6 +51,7 @@ class Lease:
         "is_closed",
         "namespace",
         "node",
+        "num_published_blocks",
         "tokens",
     )
 
@@ -60,6 +62,7 @@ class Lease:
         tokens: bytes,
         cached_tokens: int,
         block_ids: BlockIds,
+        num_published_blocks: int,
         copy: BlockCopy | None,
         node: Node | None,
     ) -> None:
@@ -68,6 +71,7 @@ class Lease:
         self.tokens = tokens
         self.cached_tokens = cached_tokens
         self.block_ids = block_ids
+        self.num_published_blocks = num_published_blocks
         self.copy = copy
         self.node = node
         self.committed_tokens = cached_tokens

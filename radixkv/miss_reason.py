@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64
 
 
 class MissReason(enum.Enum):
@@ -46,6 +46,8 @@ class LostPrefixes:
         return self._reasons.get(fingerprint)
 
 
-def prefix_fingerprint(seed: int, tokens: bytes, end: int) -> int:
-    """Hash `tokens[:end]` under a namespace's seed."""
-    return xxh3_64_intdigest(memoryview(tokens)[:end], seed)
+def prefix_fingerprint(seed: int, tokens: bytes, end: int, more: bytes = b"") -> int:
+    """Hash `tokens[:end] + more` under a namespace's seed."""
+    digest = xxh3_64(memoryview(tokens)[:end], seed)
+    digest.update(more)
+    return digest.intdigest()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
 
-@dataclass(frozen=True, slots=True)
-class Namespace:
+class Namespace(NamedTuple):
     """An isolation boundary. Two requests share cached tokens only if all four fields are equal.
 
     Fields are compared one by one and never joined, so `("a", "bc")` is not `("ab", "c")`.

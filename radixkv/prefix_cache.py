@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,11 +14,10 @@ from radixkv.eviction import EvictionIndex, EvictionPolicy, LeastRecentlyUsed
 from radixkv.lease import BlockCopy, Lease
 from radixkv.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
 from radixkv.namespace import Namespace
-from radixkv.radix_tree import BLOCK_ID_BYTES, TOKEN_BYTES, Node, RadixTree, TreeMatch
+from radixkv.radix_tree import BLOCK_ID_BYTES, TOKEN_BYTES, Insertion, Node, RadixTree, TreeMatch
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """What of a prompt is cached now. Valid until the cache changes.
 
     Attributes:
@@ -149,17 +148,9 @@ class PrefixCache:
         self.evict(num_new_blocks - self.pool.num_free)
         new = self.pool.acquire(num_new_blocks)
         reused = np.frombuffer(found.block_ids, dtype=np.int32)
-        shared = reused[num_whole_blocks : num_whole_blocks + 1] if shared_tokens else reused[:0]
-        self.pool.retain(reused[: num_whole_blocks + shared.size])
-        lease = Lease(
-            self,
-            namespace,
-            tokens,
-            cached_tokens,
-            np.concatenate((reused[:num_whole_blocks], new)),
-            BlockCopy(int(shared[0]), int(new[0])) if shared.size else None,
-            node,
-        )
+        block_ids = np.concatenate((reused[:num_whole_blocks], new))
+        copy = BlockCopy(int(reused[num_whole_blocks]), int(new[0])) if shared_tokens else None
+        lease = Lease(self, namespace, tokens, cached_tokens, block_ids, num_whole_blocks, copy, node)
         self._leases.add(lease)
         return lease
 
@@ -217,31 +208,39 @@ class PrefixCache:
         tree = self._trees.get(lease.namespace)
         if tree is None:
             tree = self._trees[lease.namespace] = RadixTree(self.block_size, lease.namespace)
-        insertion = tree.insert(tokens, lease.block_ids[:num_blocks].tobytes())
-        self._adopt(lease, np.frombuffer(insertion.known_block_ids, dtype=np.int32))
-        if not insertion.is_covered:
-            published = lease.block_ids[insertion.num_known_blocks : num_blocks]
-            replaced = np.frombuffer(insertion.replaced_block_ids, dtype=np.int32)
-            self.pool.publish(published)
-            self.pool.unpublish(replaced)
-            if insertion.node.pin_count:  # a leaf that others use has grown
-                self.num_pinned_blocks += published.size - replaced.size
-        before, lease.node = lease.node, insertion.node
+        packed = lease.block_ids[:num_blocks].tobytes()
+        insertion = tree.insert(tokens, packed)
+        if not packed.startswith(insertion.known_block_ids):
+            self._adopt(lease, np.frombuffer(insertion.known_block_ids, dtype=np.int32))
+        if insertion.is_covered:
+            lease.num_published_blocks = insertion.num_known_blocks
+        else:
+            self._publish(lease.block_ids[insertion.num_known_blocks : num_blocks], insertion)
+            lease.num_published_blocks = num_blocks
+        before, lease.node, lease.copy = lease.node, insertion.node, None
         self._pin(insertion.node)
         self._unpin(before)
-        self._drop_copy_source(lease)
         known_tokens = max(lease.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
         lease.committed_tokens = end
         return max(0, end - known_tokens)
 
     def _adopt(self, lease: Lease, known: BlockIds) -> None:
         """Exchange the lease's own copies for blocks that were published first."""
-        mine = lease.block_ids[: known.size]
-        if not np.array_equal(mine, known):
-            differing = np.flatnonzero(mine != known)
-            self.pool.retain(known[differing])
-            self.pool.release(mine[differing])
-            lease.block_ids[differing] = known[differing]
+        differing = np.flatnonzero(lease.block_ids[: known.size] != known)
+        self.pool.release(lease.block_ids[differing])
+        lease.block_ids[differing] = known[differing]
+
+    def _publish(self, block_ids: BlockIds, insertion: Insertion) -> None:
+        """Hand a lease's blocks to the tree, and take back the one that they replace."""
+        self.pool.publish(block_ids)
+        node, replaced = insertion.node, np.frombuffer(insertion.replaced_block_ids, dtype=np.int32)
+        if replaced.size:
+            self.pool.unpublish(replaced)
+        if node.pin_count:  # a leaf has grown that leases use: they may hold the replaced block, too
+            node.retired_block_ids += insertion.replaced_block_ids
+            self.num_pinned_blocks += block_ids.size - replaced.size
+        elif replaced.size:
+            self.pool.release(replaced)
 
     def close(self, lease: Lease) -> None:
         """Give a lease's blocks back; see `Lease.close`."""
@@ -251,14 +250,10 @@ class PrefixCache:
             raise LeaseClosed("lease: expected a lease of this cache, got a foreign one")
         lease.is_closed = True
         self._leases.remove(lease)
-        self._drop_copy_source(lease)
-        self.pool.release(lease.block_ids)
+        own = lease.block_ids[lease.num_published_blocks :]
+        if own.size:
+            self.pool.release(own)
         self._unpin(lease.node)
-
-    def _drop_copy_source(self, lease: Lease) -> None:
-        if lease.copy is not None:
-            self.pool.release(np.array([lease.copy.source], dtype=np.int32))
-            lease.copy = None
 
     def _pin(self, node: Node | None) -> None:
         """Keep a path from eviction. Complexity: O(depth)."""
@@ -280,6 +275,9 @@ class PrefixCache:
             node.pin_count -= 1
             if node.pin_count == 0:
                 self.num_pinned_blocks -= node.num_blocks
+                if node.retired_block_ids:
+                    self.pool.release(np.frombuffer(node.retired_block_ids, dtype=np.int32))
+                    node.retired_block_ids = b""
             node.last_used_s = now
             node = node.parent
         if leaf is not None and _is_evictable(leaf):
@@ -301,7 +299,9 @@ class PrefixCache:
             runs.append(self._evict_from(self._evictable.first(), num_blocks - freed))
             freed += len(runs[-1]) // BLOCK_ID_BYTES
         if runs:  # all at once: a call costs as much as removing two leaves
-            self.pool.unpublish(np.frombuffer(b"".join(runs), dtype=np.int32))
+            block_ids = np.frombuffer(b"".join(runs), dtype=np.int32)
+            self.pool.unpublish(block_ids)
+            self.pool.release(block_ids)
         self.num_evicted_blocks += freed
         return freed
 
@@ -334,22 +334,22 @@ class PrefixCache:
             InvariantViolation: the message names what does not add up.
         """
         pins: dict[Node, int] = {}
-        counts = np.zeros(self.pool.num_blocks, dtype=np.int32)
+        leased = []
         for lease in self._leases:
-            np.add.at(counts, lease.block_ids, 1)
-            if lease.copy is not None:
-                counts[lease.copy.source] += 1
+            leased.append(lease.block_ids[lease.num_published_blocks :].tobytes())
             node = lease.node
             while node is not None and node.parent is not None:
                 pins[node] = pins.get(node, 0) + 1
                 node = node.parent
-        packed = []
+        published = []
         num_pinned_blocks = num_evictable = 0
         for tree in self._trees.values():
             tree.check()
             _require(not tree.root.is_leaf, "an empty tree is kept")
             for node in tree.nodes():
-                packed.append(node.block_ids)
+                published.append(node.block_ids)
+                leased.append(node.retired_block_ids)
+                _require(node.pin_count > 0 or not node.retired_block_ids, "an unused node keeps a retired block")
                 _require(node.pin_count == pins.pop(node, 0), "a pin count is not its number of leases")
                 _require(
                     (node in self._evictable) == _is_evictable(node), "the eviction index is not the unused leaves"
@@ -359,9 +359,9 @@ class PrefixCache:
         _require(not pins, "a lease pins a node outside every tree")
         _require(self.num_pinned_blocks == num_pinned_blocks, "the number of pinned blocks drifted")
         _require(len(self._evictable) == num_evictable, "the eviction index holds a node outside every tree")
-        published = np.frombuffer(b"".join(packed), dtype=np.int32)
-        np.add.at(counts, published, 1)
-        self.pool.check(counts, published)
+        self.pool.check(
+            np.frombuffer(b"".join(leased), dtype=np.int32), np.frombuffer(b"".join(published), dtype=np.int32)
+        )
 
 
 _NO_MATCH = TreeMatch(None, 0, b"")

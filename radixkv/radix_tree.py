@@ -37,6 +37,8 @@ class Node:
         tree: the tree this node belongs to.
         fingerprint: hash of the namespace and of all tokens up to the end of this node's first block.
         pin_count: leases whose path ends at or below this node.
+        retired_block_ids: packed ids of blocks that were replaced here while leases could still use them; they are
+            free when the pin count is 0 again.
         last_used_s: when a lease last began or ended here.
         eviction_entry: the node's place in the eviction index, None while it is not evictable.
     """
@@ -49,6 +51,7 @@ class Node:
         "last_used_s",
         "parent",
         "pin_count",
+        "retired_block_ids",
         "tokens",
         "tree",
     )
@@ -61,6 +64,7 @@ class Node:
         self.fingerprint = fingerprint
         self.children: SortedDict | None = None
         self.pin_count = 0
+        self.retired_block_ids = b""
         self.last_used_s = 0.0
         self.eviction_entry: tuple[object, int, Node] | None = None
 
@@ -267,7 +271,7 @@ class RadixTree:
         lower.tokens = lower.tokens[cut:]
         lower.block_ids = lower.block_ids[num_blocks * BLOCK_ID_BYTES :]
         upper.children = SortedDict({lower.tokens[: self._block_bytes]: lower})
-        lower.fingerprint = self._fingerprint(tokens[: start + cut] + lower.tokens[: self._block_bytes], start + cut)
+        lower.fingerprint = prefix_fingerprint(self._seed, tokens, start + cut, lower.tokens[: self._block_bytes])
 
     def remove(self, leaf: Node) -> None:
         """Cut a leaf off. The caller owns its blocks. Complexity: O(log siblings)."""

@@ -8,12 +8,12 @@ number.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.block_pool import BlockState
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import Match, PrefixCache
@@ -41,7 +41,7 @@ class Oracle:
     def identities(self, namespace: Namespace, tokens: bytes) -> Identities:
         """The number of each prefix of a prompt."""
         numbers = []
-        before: object = dataclasses.astuple(namespace)  # not the cache's word for which namespaces are equal
+        before: object = tuple(namespace)  # not the cache's word for which namespaces are equal
         for token in np.frombuffer(tokens, dtype="<u4").tolist():
             before = self._identities.setdefault((before, token), len(self._identities))
             numbers.append(before)
@@ -88,7 +88,7 @@ class Oracle:
         self._handed_out.update(block_ids.tolist())
 
     def poison_free_blocks(self, cache: PrefixCache) -> None:
-        free = [block_id for block_id in self._handed_out if not cache.pool.reference_count(block_id)]
+        free = [block_id for block_id in self._handed_out if cache.pool.state(block_id) is BlockState.FREE]
         self.content[free] = FREE
         self._handed_out.difference_update(free)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from radixkv.block_pool import BlockState
 from radixkv.errors import LeaseClosed
 from radixkv.lease import Lease
 from radixkv.prefix_cache import PrefixCache
@@ -66,7 +67,7 @@ def test_a_foreign_lease_is_refused_and_changes_nothing(cache: PrefixCache, with
 
 def test_a_made_up_lease_is_refused(cache: PrefixCache) -> None:
     real = lease_text(cache, "abcdef")
-    forged = Lease(cache, MODEL, real.tokens, 0, real.block_ids, None, None)
+    forged = Lease(cache, MODEL, real.tokens, 0, real.block_ids, 0, None, None)
     with pytest.raises(LeaseClosed):
         forged.close()
     with pytest.raises(LeaseClosed):
@@ -125,8 +126,8 @@ def test_a_lease_keeps_its_tail_block_when_a_longer_copy_replaces_it(cache: Pref
     tail = int(lease.block_ids[1])
     publish(cache, "abcdefgh")
     assert cache.match(MODEL, spell("abcdefgh")).block_ids[1] != tail
-    assert cache.pool.reference_count(tail) == 1
+    assert cache.pool.state(tail) is BlockState.LEASED
     cache.check()
     lease.close()
-    assert cache.pool.reference_count(tail) == 0
+    assert cache.pool.state(tail) is BlockState.FREE
     cache.check()

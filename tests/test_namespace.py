@@ -1,18 +1,16 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from radixkv.namespace import Namespace
 
-FIELDS = [field.name for field in dataclasses.fields(Namespace)]
+FIELDS = Namespace._fields
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_is_part_of_the_identity(field: str) -> None:
     namespace = Namespace("a", "b", "c", "d")
-    other = dataclasses.replace(namespace, **{field: "x"})
+    other = namespace._replace(**{field: "x"})
     assert other != namespace
     assert other.seed != namespace.seed
     assert Namespace("a", "b", "c", "d") == namespace
@@ -42,5 +40,5 @@ def test_any_python_string_has_a_seed() -> None:
 
 
 def test_a_namespace_does_not_change() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         Namespace("a").model = "b"  # type: ignore[misc]

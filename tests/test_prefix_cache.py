@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import numpy as np
 import pytest
 
+from radixkv.block_pool import BlockState
 from radixkv.errors import InvalidRequest, InvariantViolation, OutOfBlocks
 from radixkv.lease import BlockCopy
 from radixkv.namespace import Namespace
@@ -20,13 +18,13 @@ def make_cache(num_blocks: int = 32, block_size: int = 4) -> PrefixCache:
 
 def state(cache: PrefixCache) -> tuple[object, ...]:
     pool = cache.pool
-    references = [pool.reference_count(block_id) for block_id in range(pool.num_blocks)]
+    states = [pool.state(block_id) for block_id in range(pool.num_blocks)]
     segments = [
         (node.tokens, node.block_ids, node.pin_count, node.last_used_s, node.eviction_entry)
         for tree in cache._trees.values()
         for node in tree.nodes()
     ]
-    return pool.num_free, pool.num_published, references, cache.num_evicted_blocks, cache.num_pinned_blocks, segments
+    return pool.num_free, pool.num_published, states, cache.num_evicted_blocks, cache.num_pinned_blocks, segments
 
 
 def assert_all_free(cache: PrefixCache) -> None:
@@ -96,16 +94,16 @@ def test_a_prompt_is_one_or_more_whole_tokens(tokens: bytes) -> None:
 # -- namespaces --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Namespace)])
+@pytest.mark.parametrize("field", Namespace._fields)
 def test_namespaces_never_meet(field: str) -> None:
     cache, mine = make_cache(), Namespace("model", "tenant", "adapter", "salt")
-    other = dataclasses.replace(mine, **{field: "other"})
+    other = mine._replace(**{field: "other"})
     publish(cache, "abcdefgh", mine)
     assert cached(cache, "abcdefgh", mine) == 8
     assert cached(cache, "abcdefgh", other) == 0
     assert publish(cache, "abcdefgh", other) != publish(cache, "abcdefgh", mine)
     assert cache.num_namespaces == 2
-    assert cached(cache, "abcdefgh", dataclasses.replace(mine)) == 8
+    assert cached(cache, "abcdefgh", mine._replace()) == 8
 
 
 def test_names_that_join_to_the_same_text_never_meet() -> None:
@@ -156,9 +154,7 @@ def test_a_lease_shares_whole_blocks_and_copies_the_one_shared_in_part() -> None
     assert lease.block_ids[0] == block_ids[0]
     assert lease.copy == BlockCopy(block_ids[1], int(lease.block_ids[1]))
     assert not set(lease.block_ids[1:].tolist()) & set(block_ids)
-    assert cache.pool.reference_count(block_ids[0]) == 2
-    assert cache.pool.reference_count(block_ids[1]) == 2
-    assert cache.pool.reference_count(block_ids[2]) == 1
+    assert lease.num_published_blocks == 1
     lease.close()
     assert_all_free(cache)
 
@@ -259,10 +255,11 @@ def test_the_first_commit_lets_the_copied_block_go() -> None:
     cache = make_cache()
     block_ids = publish(cache, "abcdefgh")
     with lease_text(cache, "abcdeXXXXX") as lease:
-        assert cache.pool.reference_count(block_ids[1]) == 2
+        assert cache.evict(1) == 0
         lease.commit(8)
         assert lease.copy is None
-        assert cache.pool.reference_count(block_ids[1]) == 1
+        assert cache.evict(1) == 1
+        assert cache.pool.state(block_ids[1]) is BlockState.FREE
         assert cache.num_pinned_blocks == 2
         cache.check()
 
@@ -275,7 +272,7 @@ def test_the_copied_block_stays_until_the_first_commit() -> None:
         publish(cache, "abcdefgh")
         assert lease.copy is not None
         assert lease.copy.source == block_ids[1]
-        assert cache.pool.reference_count(block_ids[1]) == 2
+        assert cache.pool.state(block_ids[1]) is BlockState.PUBLISHED
 
 
 def test_the_copied_block_outlives_its_replacement() -> None:
@@ -286,7 +283,7 @@ def test_the_copied_block_outlives_its_replacement() -> None:
     cache.check()
     assert lease.copy is not None
     assert lease.copy.source == block_ids[1]
-    assert cache.pool.reference_count(block_ids[1]) == 1
+    assert cache.pool.state(block_ids[1]) is BlockState.LEASED
     num_free = cache.pool.num_free
     lease.commit(8)
     assert cache.pool.num_free == num_free + 1
@@ -306,9 +303,9 @@ def test_blocks_published_first_by_somebody_else_are_adopted() -> None:
     assert second.block_ids.tolist() == [*first.block_ids[:2].tolist(), own[2]]
     assert cache.pool.num_free == num_free + 2
     for block_id in own[:2]:
-        assert cache.pool.reference_count(block_id) == 0
-    for block_id in second.block_ids[:2]:
-        assert cache.pool.reference_count(int(block_id)) == 3
+        assert cache.pool.state(block_id) is BlockState.FREE
+    for block_id in second.block_ids:
+        assert cache.pool.state(int(block_id)) is BlockState.PUBLISHED
 
 
 def test_a_run_inserted_again_hands_back_exactly_its_duplicate_blocks() -> None:
@@ -548,8 +545,8 @@ def test_check_notices_a_lost_tree() -> None:
         cache.check()
 
 
-def test_check_notices_a_reference_nobody_holds() -> None:
+def test_check_notices_a_block_that_nobody_owns() -> None:
     cache = make_cache()
-    cache.pool.retain(np.array(publish(cache, "abcd"), dtype=np.int32))
-    with pytest.raises(InvariantViolation, match="reference counts"):
+    cache.pool.acquire(1)
+    with pytest.raises(InvariantViolation, match="LEASED blocks"):
         cache.check()
