@@ -99,7 +99,7 @@ class PrefixCache:
         _require_tokens(tokens)
         found = self._find(namespace, tokens)
         cached_tokens = _reusable_tokens(found, tokens)
-        block_ids = np.frombuffer(found.block_ids, dtype=np.int32)[: -(-cached_tokens // self.block_size)]
+        block_ids = np.frombuffer(found.block_ids, np.int32, -(-cached_tokens // self.block_size))
         return Match(namespace, tokens, cached_tokens, block_ids)
 
     def explain(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> MissReason:

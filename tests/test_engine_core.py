@@ -255,3 +255,12 @@ def test_top_logprobs_are_sorted_and_normalised() -> None:
     assert list(values) == sorted(values, reverse=True)
     assert result.logits is not None
     assert result.logits.argmax() == result.next_token_id
+
+
+def test_no_more_requests_run_than_allowed() -> None:
+    bench = Bench(max_step_tokens=64, max_running_requests=2)
+    for start in (0, 20, 40):
+        bench.submit(range(start, start + 8))
+    bench.core.step()
+    assert [len(step) for step in bench.runner.steps] == [2]
+    assert bench.core.stats().requests.waiting == 1

@@ -9,11 +9,11 @@ from transformers import (
     BloomConfig,
     DeepseekV3Config,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
     PreTrainedModel,
-    Qwen3NextConfig,
 )
 
 from radixkv.attention import TorchKernels
@@ -194,22 +194,12 @@ def test_a_model_that_the_cache_can_not_serve_is_refused_by_name(config: object,
 
 
 def test_a_hybrid_model_is_refused(tmp_path: Path) -> None:
+    """Two of three layers are convolutions, whose state the cache would not hold."""
     config = small(
-        Qwen3NextConfig,
-        num_hidden_layers=4,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
+        Lfm2Config, num_hidden_layers=3, num_key_value_heads=1, layer_types=["conv", "full_attention", "conv"]
     )
     write_checkpoint(config, tmp_path, max_shard_size="10MB")
-    with pytest.raises(UnsupportedModel):
+    with pytest.raises(UnsupportedModel, match="expected 3 layers to call attention, got 1"):
         load_model(ModelConfig(path=str(tmp_path)))
 
 
