@@ -1,0 +1,238 @@
+"""What the bookkeeping of a prefix costs, beside a bare memory comparison and beside a peer.
+
+    python -m bench.tree --trace conversation.jsonl [--sglang UNPACKED_WHEEL] [--json FILE]
+
+Every operation replays the whole trace in a pass of its own, in one process, on the same prompts and block size, so
+that each finds the same cold memory. Results are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.environment import current_commit, describe_machine, describe_versions
+from radixkv.namespace import Namespace
+from radixkv.prefix_cache import PrefixCache
+from radixkv.trace import load_trace, prompt_tokens
+
+_NAMESPACE = Namespace("bench")
+_VOCAB_SIZE = 2**31 - 1
+_HIT_TOKENS = 8192
+_SAMPLES = 400
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table, write JSON."""
+    options = _parse(arguments)
+    prompts = [
+        prompt_tokens(request, vocab_size=_VOCAB_SIZE).astype("<u4").tobytes()
+        for request in load_trace(options.trace, limit=options.limit)
+    ]
+    gc.disable()  # a collection in the middle of one operation would be counted as that operation's
+    replay = measure_replay(prompts, options.block_size)
+    if options.sglang:
+        replay |= measure_sglang(prompts, options.block_size, options.sglang)
+    report = {
+        "trace": options.trace.name,
+        "requests": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)) // 4,
+        "block_size": options.block_size,
+        "replay_us": replay,
+        "hit_us": measure_hit(options.block_size),
+        "evict_us": {f"{leaves}": measure_evict(leaves) for leaves in options.leaves},
+    }
+    if options.sglang:
+        report["sglang_evict_us"] = {
+            f"{leaves}": measure_sglang_evict(leaves, options.sglang) for leaves in options.leaves if leaves <= 100_000
+        }
+    report["ratios"] = _ratios(report)
+    print(_table(report))
+    if options.json:
+        report |= {
+            "command": "python -m bench.tree " + " ".join(sys.argv[1:] if arguments is None else arguments),
+            "commit": current_commit(Path(__file__).parent),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float]:
+    """Medians over all prompts, in microseconds: insert each, then match each whole prompt."""
+    num_blocks = sum(-(-len(prompt) // (4 * block_size)) for prompt in prompts)
+    cache = PrefixCache(num_blocks, block_size)
+    insert: list[float] = []
+    for prompt in prompts:
+        with cache.lease(_NAMESPACE, prompt) as lease:
+            start = time.perf_counter()
+            lease.commit(lease.num_tokens)
+            insert.append(time.perf_counter() - start)
+    found = cache.match(_NAMESPACE, prompts[-1])
+    assert found.cached_tokens == len(prompts[-1]) // 4 - 1
+    assert found.block_ids.size == -(-found.cached_tokens // block_size)
+    stored = iter([bytes(bytearray(prompt)) for prompt in prompts])
+    return {
+        "insert": _median_us(insert),
+        "memcmp": _median_us(_times(lambda prompt: prompt == next(stored), prompts)),
+        "match": _median_us(_times(lambda prompt: cache.match(_NAMESPACE, prompt), prompts)),
+    }
+
+
+def measure_sglang(prompts: Sequence[bytes], block_size: int, wheel: Path) -> dict[str, float]:
+    """The same of SGLang's Rust core; keys and values are made before the clock starts."""
+    import torch  # the tree's values are tensors
+
+    from bench.sglang_tree import SglangRustTree
+
+    tree = SglangRustTree(wheel, block_size)
+    insert: list[float] = []
+    next_index = 0
+    for prompt in prompts:
+        key = tree.key(prompt)
+        indices = torch.arange(next_index, next_index + len(key))
+        next_index += len(key)
+        start = time.perf_counter()
+        tree.insert(key, indices)
+        insert.append(time.perf_counter() - start)
+    whole_blocks = len(prompts[-1]) // 4 // block_size * block_size
+    assert tree.match_with_indices(tree.key(prompts[-1])).numel() == whole_blocks
+    return {
+        "sglang_insert": _median_us(insert),
+        "sglang_match": _median_us(_times(tree.match, map(tree.key, prompts))),
+        "sglang_match_with_indices": _median_us(_times(tree.match_with_indices, map(tree.key, prompts))),
+    }
+
+
+def measure_hit(block_size: int) -> dict[str, float]:
+    """One request over an 8k-token hit: lease and release alone, and with the commit of 64 new tokens."""
+    prefix = np.random.default_rng(0).integers(0, _VOCAB_SIZE, _HIT_TOKENS, dtype=np.uint32).tobytes()
+    cache = PrefixCache(_HIT_TOKENS // block_size + 2 * 64 * _SAMPLES, block_size)
+    with cache.lease(_NAMESPACE, prefix) as lease:
+        lease.commit(_HIT_TOKENS)
+    prompts = [prefix + np.full(64, n, dtype="<u4").tobytes() for n in range(2 * _SAMPLES)]
+
+    def lease_and_release(prompt: bytes) -> None:
+        cache.lease(_NAMESPACE, prompt).close()
+
+    def whole_request(prompt: bytes) -> None:
+        cache.match(_NAMESPACE, prompt)
+        lease = cache.lease(_NAMESPACE, prompt)
+        lease.commit(lease.num_tokens)
+        lease.close()
+
+    hit = _times(lease_and_release, [prefix + b"\1\0\0\0"] * _SAMPLES)
+    request = _times(whole_request, prompts[_SAMPLES:])
+    cache.check()
+    return {"lease_and_release": _median_us(hit), "match_lease_commit_release": _median_us(request)}
+
+
+def measure_evict(num_leaves: int) -> dict[str, float]:
+    """Evict and touch one leaf among many siblings, one block each."""
+    cache = PrefixCache(num_leaves + 1, 1)
+    trunk = np.uint32(1).tobytes()
+    leaves = [trunk + np.uint32(n + 2).tobytes() for n in range(num_leaves)]
+    for leaf in leaves:
+        with cache.lease(_NAMESPACE, leaf) as lease:
+            lease.commit(2)
+    picked = np.random.default_rng(0).choice(num_leaves // 2, _SAMPLES) + num_leaves // 2
+
+    def touch(leaf: bytes) -> None:
+        cache.lease(_NAMESPACE, leaf).close()
+
+    cache.evict(2)  # room for the lease's own block
+    touches = _times(touch, [leaves[n] for n in picked])
+    evictions = _times(lambda _: cache.evict(1), range(_SAMPLES))
+    assert cache.num_evicted_blocks == _SAMPLES + 2
+    return {"evict": _median_us(evictions), "touch": _median_us(touches)}
+
+
+def measure_sglang_evict(num_leaves: int, wheel: Path) -> dict[str, float]:
+    """Evict one leaf among many siblings with SGLang's Rust core."""
+    import torch
+
+    from bench.sglang_tree import SglangRustTree
+
+    tree = SglangRustTree(wheel, 1)
+    for n in range(num_leaves):
+        tree.insert(tree.key(np.array([1, n + 2], dtype="<u4").tobytes()), torch.tensor([0, n + 1]))
+    evicted: list[int] = []
+    evictions = _times(lambda _: evicted.append(tree.evict(1)), range(min(_SAMPLES, num_leaves // 2)))
+    assert set(evicted) == {1}
+    return {"evict": _median_us(evictions)}
+
+
+def _times(operation: Callable[[Any], object], arguments: Iterable[Any]) -> list[float]:
+    seconds = []
+    for argument in arguments:
+        start = time.perf_counter()
+        operation(argument)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _median_us(seconds: Sequence[float]) -> float:
+    return round(statistics.median(seconds) * 1e6, 2)
+
+
+def _ratios(report: dict[str, Any]) -> dict[str, float]:
+    replay, evict = report["replay_us"], report["evict_us"]
+    counts = sorted(evict, key=int)
+    ratios = {
+        "match / memcmp": replay["match"] / replay["memcmp"],
+        f"evict at {int(counts[-1]):,} / {int(counts[0]):,} leaves": evict[counts[-1]]["evict"]
+        / evict[counts[0]]["evict"],
+    }
+    if "sglang_match" in replay:
+        ratios["sglang match with indices / match"] = replay["sglang_match_with_indices"] / replay["match"]
+        ratios["sglang insert / insert"] = replay["sglang_insert"] / replay["insert"]
+    return {name: round(ratio, 2) for name, ratio in ratios.items()}
+
+
+def _table(report: dict[str, Any]) -> str:
+    lines = [
+        f"{report['trace']}: {report['requests']:,} prompts, {report['prompt_tokens'] / report['requests']:,.0f} tokens "
+        f"on average, blocks of {report['block_size']}; medians in microseconds"
+    ]
+    rows = [(name.replace("_", " "), value) for name, value in report["replay_us"].items()]
+    rows += [(f"8k hit: {name.replace('_', ' ')}", value) for name, value in report["hit_us"].items()]
+    for peer in ("", "sglang_"):
+        for leaves, times in report.get(f"{peer}evict_us", {}).items():
+            rows += [
+                (f"{peer.replace('_', ' ')}{name}, {int(leaves):,} leaves", value) for name, value in times.items()
+            ]
+    lines += [f"  {name:<42}{value:>10.2f}" for name, value in rows]
+    lines += ["ratios", *(f"  {name:<42}{value:>10.2f}" for name, value in report["ratios"].items())]
+    return "\n".join(lines)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tree", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="requests in Mooncake's JSONL format")
+    parser.add_argument("--limit", type=int, default=3000, metavar="N", help="the first N requests; default 3000")
+    parser.add_argument("--block-size", type=int, default=16, metavar="B", help="default 16")
+    parser.add_argument(
+        "--leaves", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_000_000], help="tree sizes for eviction"
+    )
+    parser.add_argument("--sglang", type=Path, metavar="DIR", help="unpacked wheel of SGLang 0.5.23")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
