@@ -4,13 +4,14 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test check bench proto clean
+.PHONY: help demo test stress check bench proto clean
 
 help:
 	@echo "make demo    start the service on the embedded model, replay 1,000 requests with and without the cache"
 	@echo "make test    run the tests"
+	@echo "make stress  walk the cache at random against its oracle, STEPS=1000000 steps from SEED=0"
 	@echo "make check   lint, format check, types"
-	@echo "make bench   all benchmarks that need no GPU; results go to build/bench/"
+	@echo "make bench   all benchmarks that need no GPU, into build/bench/; with TRACE=FILE also those that replay a trace"
 	@echo "make proto   regenerate radixkv/v1 from proto/"
 
 $(STAMP): pyproject.toml
@@ -25,6 +26,22 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest
+
+STEPS ?= 1000000
+SEED  ?= 0
+stress: $(STAMP)
+	$(PY) -m tests.test_cache_stress --steps $(STEPS) --seed $(SEED)
+
+# TRACE is any file in Mooncake's JSONL format.
+bench: $(STAMP)
+	mkdir -p build/bench
+	$(PY) -m bench.replay --workload shared-prefix --groups 8 --requests 400 --prefix-tokens 1024 --suffix-tokens 64 \
+		--json build/bench/shared_prefix.json --plot build/bench/shared_prefix.png
+ifdef TRACE
+	$(PY) -m bench.tree --trace $(TRACE) --json build/bench/tree.json
+	$(PY) -m bench.replay --workload mooncake --trace $(TRACE) --limit 300 --scale 0.05 --concurrency 1 \
+		--set cache.capacity_tokens=524288 --json build/bench/mooncake.json
+endif
 
 # Types are checked on the one import namespace that users see, laid out by links.
 check: $(STAMP)

@@ -203,9 +203,10 @@ def _ratios(report: dict[str, Any]) -> dict[str, float]:
 
 
 def _table(report: dict[str, Any]) -> str:
+    mean_tokens = report["prompt_tokens"] / report["requests"]
     lines = [
-        f"{report['trace']}: {report['requests']:,} prompts, {report['prompt_tokens'] / report['requests']:,.0f} tokens "
-        f"on average, blocks of {report['block_size']}; medians in microseconds"
+        f"{report['trace']}: {report['requests']:,} prompts of {mean_tokens:,.0f} tokens on average, blocks of "
+        f"{report['block_size']}; medians in microseconds"
     ]
     rows = [(name.replace("_", " "), value) for name, value in report["replay_us"].items()]
     rows += [(f"8k hit: {name.replace('_', ' ')}", value) for name, value in report["hit_us"].items()]
@@ -225,7 +226,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="requests in Mooncake's JSONL format")
     parser.add_argument("--limit", type=int, default=3000, metavar="N", help="the first N requests; default 3000")
-    parser.add_argument("--block-size", type=int, default=16, metavar="B", help="default 16")
+    parser.add_argument("--block-size", type=int, default=64, metavar="B", help="default 64")
     parser.add_argument(
         "--leaves", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_000_000], help="tree sizes for eviction"
     )

@@ -14,7 +14,7 @@ from radixkv.eviction import EvictionIndex, EvictionPolicy, LeastRecentlyUsed
 from radixkv.lease import BlockCopy, Lease
 from radixkv.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
 from radixkv.namespace import Namespace
-from radixkv.radix_tree import BLOCK_ID_BYTES, TOKEN_BYTES, Insertion, Node, RadixTree, TreeMatch
+from radixkv.radix_tree import BLOCK_ID_BYTES, TOKEN_BYTES, Insertion, Node, RadixTree
 
 
 class Match(NamedTuple):
@@ -96,11 +96,10 @@ class PrefixCache:
 
         Complexity: about one memory comparison of the prompt.
         """
-        _require_tokens(tokens)
-        found = self._find(namespace, tokens)
-        cached_tokens = _reusable_tokens(found, tokens)
-        block_ids = np.frombuffer(found.block_ids, np.int32, -(-cached_tokens // self.block_size))
-        return Match(namespace, tokens, cached_tokens, block_ids)
+        _, cached_tokens, packed = self._find(namespace, tokens)
+        return Match(
+            namespace, tokens, cached_tokens, np.frombuffer(packed, np.int32, -(-cached_tokens // self.block_size))
+        )
 
     def explain(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> MissReason:
         """Say why the tokens after the cached ones have to be computed. Complexity: O(cached_tokens) hashing."""
@@ -110,9 +109,16 @@ class PrefixCache:
         lost = self._lost.reason(prefix_fingerprint(namespace.seed, tokens, next_block_end))
         return lost or (MissReason.DIVERGED if cached_tokens else MissReason.COLD)
 
-    def _find(self, namespace: Namespace, tokens: bytes) -> TreeMatch:
-        tree = self._trees.get(namespace)
-        return _NO_MATCH if tree is None else tree.match(tokens)
+    def _find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> tuple[Node | None, int, bytes]:
+        """The deepest node that shares tokens, how many are reusable, and the packed ids of at least their blocks."""
+        if not tokens or len(tokens) % TOKEN_BYTES:
+            raise InvalidRequest(f"tokens: expected one or more uint32 token ids, got {len(tokens)} bytes")
+        tree = self._trees.get(namespace) if read else None
+        if tree is None:
+            return None, 0, b""
+        node, num_bytes, packed = tree.match(tokens)
+        cached_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        return node if cached_tokens else None, cached_tokens, packed
 
     # -- leasing ---------------------------------------------------------------------------------------------------
 
@@ -135,19 +141,16 @@ class PrefixCache:
             InvalidRequest: `tokens` is empty or not whole tokens.
             OutOfBlocks: free and evictable blocks together are too few.
         """
-        _require_tokens(tokens)
-        found = self._find(namespace, tokens) if read else _NO_MATCH
-        cached_tokens = _reusable_tokens(found, tokens)
+        node, cached_tokens, packed = self._find(namespace, tokens, read)
         num_new_blocks = -(-len(tokens) // (self.block_size * TOKEN_BYTES)) - cached_tokens // self.block_size
         num_spare_blocks = self.pool.num_free + self.num_evictable_blocks - num_new_blocks
-        node = found.node if cached_tokens else None
         if num_spare_blocks < _num_unpinned_blocks(node):
             node, cached_tokens = self._narrow(node, cached_tokens, num_spare_blocks)
         num_whole_blocks, shared_tokens = divmod(cached_tokens, self.block_size)
         self._pin(node)
         self.evict(num_new_blocks - self.pool.num_free)
         new = self.pool.acquire(num_new_blocks)
-        reused = np.frombuffer(found.block_ids, dtype=np.int32)
+        reused = np.frombuffer(packed, dtype=np.int32)
         block_ids = np.concatenate((reused[:num_whole_blocks], new))
         copy = BlockCopy(int(reused[num_whole_blocks]), int(new[0])) if shared_tokens else None
         lease = Lease(self, namespace, tokens, cached_tokens, block_ids, num_whole_blocks, copy, node)
@@ -362,18 +365,6 @@ class PrefixCache:
         self.pool.check(
             np.frombuffer(b"".join(leased), dtype=np.int32), np.frombuffer(b"".join(published), dtype=np.int32)
         )
-
-
-_NO_MATCH = TreeMatch(None, 0, b"")
-
-
-def _reusable_tokens(found: TreeMatch, tokens: bytes) -> int:
-    return min(found.num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
-
-
-def _require_tokens(tokens: bytes) -> None:
-    if not tokens or len(tokens) % TOKEN_BYTES:
-        raise InvalidRequest(f"tokens: expected one or more uint32 token ids, got {len(tokens)} bytes")
 
 
 def _num_path_blocks(node: Node | None) -> int:
