@@ -84,12 +84,12 @@ def test_one_shared_prefix_is_computed_exactly_once(client: Client, tenant: str)
     assert all(u.cached_tokens >= 2048 for u in usages[1:])
 
 
-def test_a_conversation_trace_reuses_every_reusable_token(client: Client, tenant: str, tmp_path: Path) -> None:
+def write_conversations(path: Path) -> None:
     """Turns of conversations that interleave, some prompts cut inside a block, some repeated."""
     rng = np.random.default_rng(0)
     conversations: list[list[int]] = [[0] for _ in range(8)]
     next_id = 1
-    with (tmp_path / "trace.jsonl").open("w") as trace:
+    with path.open("w") as trace:
         for request in range(80):
             hash_ids = conversations[rng.integers(8)]
             grown = int(rng.integers(0, 3))
@@ -98,13 +98,18 @@ def test_a_conversation_trace_reuses_every_reusable_token(client: Client, tenant
             length = 512 * len(hash_ids) - int(rng.integers(0, 511))
             line = {"timestamp": request, "input_length": length, "output_length": 1, "hash_ids": hash_ids}
             trace.write(json.dumps(line) + "\n")
-    prompts = [
-        prompt_tokens(request, vocab_size=BYTES, scale=0.05).tolist()
-        for request in load_trace(tmp_path / "trace.jsonl")
-    ]
+
+
+def test_a_conversation_trace_reuses_every_reusable_token(client: Client, tenant: str, tmp_path: Path) -> None:
+    """Set RADIXKV_TRACE to replay the beginning of a real trace instead."""
+    trace = Path(os.environ.get("RADIXKV_TRACE", tmp_path / "trace.jsonl"))
+    if not trace.exists():
+        write_conversations(trace)
+    requests = load_trace(trace, limit=300)
+    prompts = [prompt_tokens(request, vocab_size=BYTES, scale=0.02).tolist() for request in requests]
     usages = [client.prefill(prompt, tenant=tenant).usage for prompt in prompts]
     assert [u.cached_tokens for u in usages] == count_reusable_tokens(prompts)
-    assert sum(u.cached_tokens for u in usages) > 0.5 * sum(map(len, prompts))
+    assert sum(u.cached_tokens for u in usages) > 0
 
 
 def test_concurrent_requests_get_their_own_answers(address: str, tenant: str) -> None:
