@@ -1,0 +1,119 @@
+"""Breaks the cache core in small ways, one at a time, and runs its tests on each: every mutant must be caught.
+
+    python -m tests.mutation_check
+
+A mutant is a text that stands exactly once in its file, and what it is replaced with. When the code changes, the
+check says which mutant no longer applies.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+TESTS = (
+    "tests/test_block_pool.py",
+    "tests/test_radix_tree.py",
+    "tests/test_lease.py",
+    "tests/test_eviction.py",
+    "tests/test_miss_reason.py",
+    "tests/test_prefix_cache.py",
+    "tests/test_cache_stress.py",
+)
+
+
+class Mutant(NamedTuple):
+    """One way to break the core."""
+
+    file: str
+    text: str
+    replacement: str
+
+
+MUTANTS = (
+    Mutant("block_pool.py", "        del self._free[first:]\n", ""),
+    Mutant("block_pool.py", "first = len(self._free) - num_blocks", "first = max(0, len(self._free) - num_blocks)"),
+    Mutant("block_pool.py", "if self._states[index].tobytes().count(before) != index.size:", "if False:"),
+    Mutant("block_pool.py", "        self.num_published -= block_ids.size\n", ""),
+    Mutant("radix_tree.py", "if shared == len(child.tokens):  # a leaf", "if False:  # a leaf"),
+    Mutant("radix_tree.py", "if shared == len(first_block):  # the run", "if False:  # the run"),
+    Mutant("radix_tree.py", "upper.pin_count = lower.pin_count", "upper.pin_count = 0"),
+    Mutant("radix_tree.py", "if shared > shared_before:", "if shared >= 0:"),
+    Mutant(
+        "radix_tree.py", "        shared_before = _shared_bytes(key, first_block, 0)\n", "        shared_before = 0\n"
+    ),
+    Mutant(
+        "radix_tree.py",
+        "return shared + lowest_bit // (8 * TOKEN_BYTES) * TOKEN_BYTES",
+        "return shared + lowest_bit // 8",
+    ),
+    Mutant("radix_tree.py", "    while step > _WORD_BYTES:\n", "    while False:\n"),
+    Mutant("radix_tree.py", "        leaf.fingerprint = self._fingerprint(tokens, start)\n", ""),
+    Mutant(
+        "radix_tree.py",
+        "removed = leaf.block_ids[num_blocks * BLOCK_ID_BYTES :]",
+        "removed = leaf.block_ids[: num_blocks * BLOCK_ID_BYTES]",
+    ),
+    Mutant("prefix_cache.py", "min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES", "num_bytes // TOKEN_BYTES"),
+    Mutant("prefix_cache.py", "if shared_tokens else None", "if False else None"),
+    Mutant("prefix_cache.py", "        self._pin(insertion.node)\n        self._unpin(before)\n", ""),
+    Mutant("prefix_cache.py", "        if not packed.startswith(insertion.known_block_ids):\n", "        if False:\n"),
+    Mutant("prefix_cache.py", "            node.retired_block_ids += insertion.replaced_block_ids\n", ""),
+    Mutant("prefix_cache.py", "            self.num_pinned_blocks += block_ids.size - replaced.size\n", ""),
+    Mutant(
+        "prefix_cache.py",
+        "lease.num_published_blocks = insertion.num_known_blocks",
+        "lease.num_published_blocks = num_blocks",
+    ),
+    Mutant(
+        "prefix_cache.py", "end = upto_tokens if upto_tokens == lease.num_tokens else whole_tokens", "end = upto_tokens"
+    ),
+    Mutant("prefix_cache.py", "        if own.size:\n            self.pool.release(own)\n", ""),
+    Mutant("prefix_cache.py", "        self._unpin(lease.node)\n\n    def _pin", "\n    def _pin"),
+    Mutant("prefix_cache.py", "            del self._trees[tree.namespace]\n", "            pass\n"),
+    Mutant("prefix_cache.py", "        self._lost.remember(fingerprint, MissReason.EVICTED)\n", ""),
+    Mutant("miss_reason.py", "            self._reasons.popitem(last=False)\n", "            pass\n"),
+    Mutant("eviction.py", "            self._entries.remove(node.eviction_entry)\n", ""),
+)
+
+
+def is_caught(mutant: Mutant) -> bool:
+    """Whether the tests fail on a copy of the project with this mutant in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("radixkv", "tests"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        path = copy / "radixkv" / mutant.file
+        source = path.read_text(encoding="utf-8")
+        if source.count(mutant.text) != 1:
+            raise SystemExit(f"{mutant.file}: expected exactly one {mutant.text!r}, got {source.count(mutant.text)}")
+        path.write_text(source.replace(mutant.text, mutant.replacement), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=120, check=False)
+        except subprocess.TimeoutExpired:
+            return True
+        return ended.returncode == 1  # tests ran and failed; anything else is a mistake of the check itself
+
+
+def main() -> int:
+    """Run every mutant; 1 if one survives."""
+    survivors = 0
+    for mutant in MUTANTS:
+        caught = is_caught(mutant)
+        survivors += not caught
+        print(f"{'caught  ' if caught else 'SURVIVED'} {mutant.file}: {mutant.text.strip()}", flush=True)
+    print(f"{len(MUTANTS) - survivors} of {len(MUTANTS)} mutants caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
