@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+from collections.abc import Container, Iterable, Iterator
+from typing import Any, Protocol
 
 from sortedcontainers import SortedList
 
@@ -13,7 +14,7 @@ from radixkv.radix_tree import Node
 class EvictionPolicy(Protocol):
     """A sort key for leaves that nobody uses: the smallest goes first."""
 
-    def key(self, node: Node) -> object:
+    def key(self, node: Node) -> Any:
         """The node's place in line, taken when it becomes evictable. Keys of one policy are comparable."""
         ...
 
@@ -32,10 +33,10 @@ class EvictionIndex:
     Complexity: O(log n) for each operation.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy, arrivals: Iterator[int]) -> None:
         self._policy = policy
         self._entries = SortedList()  # of (key, arrival, node); arrivals are distinct, so nodes are never compared
-        self._arrivals = itertools.count()
+        self._arrivals = arrivals
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -55,11 +56,50 @@ class EvictionIndex:
             self._entries.remove(node.eviction_entry)
             node.eviction_entry = None
 
-    def first(self) -> Node:
-        """The leaf to evict next.
+    def first(self) -> tuple[Any, int, Node] | None:
+        """Sort key, arrival and node of the leaf to evict next; None if there is no leaf."""
+        return self._entries[0] if self._entries else None
 
-        Raises:
-            IndexError: there is none.
-        """
-        node: Node = self._entries[0][2]
-        return node
+
+class EvictionLines:
+    """A line for each tenant with a quota and one for all the others, so that a tenant can be spared or go first.
+
+    Args:
+        policy: orders all lines alike.
+        tenants: those with a quota.
+
+    Complexity: O(log leaves) to add and discard, O(lines) to find the first.
+    """
+
+    def __init__(self, policy: EvictionPolicy, tenants: Iterable[str]) -> None:
+        arrivals = itertools.count()
+        self._common = EvictionIndex(policy, arrivals)
+        self._own = {tenant: EvictionIndex(policy, arrivals) for tenant in tenants}
+
+    def __len__(self) -> int:
+        return len(self._common) + sum(map(len, self._own.values()))
+
+    def __contains__(self, node: Node) -> bool:
+        return node.eviction_entry is not None
+
+    def add(self, node: Node) -> None:
+        """Put a leaf in its tenant's line, if it is not there already."""
+        self._line(node).add(node)
+
+    def discard(self, node: Node) -> None:
+        """Take a leaf out of its line, if it is there."""
+        self._line(node).discard(node)
+
+    def first_of(self, tenant: str) -> Node | None:
+        """The leaf of a tenant with a quota that goes first."""
+        first = self._own[tenant].first()
+        return None if first is None else first[2]
+
+    def first(self, spared: Container[str]) -> Node | None:
+        """The leaf that goes first of all but the spared tenants."""
+        lines = [self._common, *(line for tenant, line in self._own.items() if tenant not in spared)]
+        first = min((entry for line in lines if (entry := line.first()) is not None), default=None)
+        return None if first is None else first[2]
+
+    def _line(self, node: Node) -> EvictionIndex:
+        return self._own.get(node.tree.namespace.tenant, self._common)

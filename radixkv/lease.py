@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from radixkv.namespace import Namespace
     from radixkv.prefix_cache import PrefixCache
     from radixkv.radix_tree import Node
+    from radixkv.tenants import TenantUsage
 
 
 class BlockCopy(NamedTuple):
@@ -32,6 +33,7 @@ class Lease:
 
     Attributes:
         namespace: where blocks are published.
+        usage: where the tenant's blocks are counted.
         tokens: the prompt, little-endian uint32 bytes.
         cached_tokens: tokens whose K/V exist already.
         block_ids: int32, all blocks of the prompt in order. `commit` may exchange some for equal ones.
@@ -53,12 +55,14 @@ class Lease:
         "node",
         "num_published_blocks",
         "tokens",
+        "usage",
     )
 
     def __init__(
         self,
         cache: PrefixCache,
         namespace: Namespace,
+        usage: TenantUsage,
         tokens: bytes,
         cached_tokens: int,
         block_ids: BlockIds,
@@ -68,6 +72,7 @@ class Lease:
     ) -> None:
         self._cache = cache
         self.namespace = namespace
+        self.usage = usage
         self.tokens = tokens
         self.cached_tokens = cached_tokens
         self.block_ids = block_ids

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from radixkv.block_pool import BlockIds, BlockPool
-from radixkv.errors import InvalidRequest, InvariantViolation, LeaseClosed, OutOfBlocks
-from radixkv.eviction import EvictionIndex, EvictionPolicy, LeastRecentlyUsed
+from radixkv.errors import InvalidRequest, InvariantViolation, LeaseClosed, OutOfBlocks, QuotaExceeded
+from radixkv.eviction import EvictionLines, EvictionPolicy, LeastRecentlyUsed
 from radixkv.lease import BlockCopy, Lease
 from radixkv.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
 from radixkv.namespace import Namespace
 from radixkv.radix_tree import BLOCK_ID_BYTES, TOKEN_BYTES, Insertion, Node, RadixTree
+from radixkv.tenants import Quota, Tenants, TenantUsage
 
 
 class Match(NamedTuple):
@@ -40,6 +42,7 @@ class PrefixCache:
         num_blocks: physical blocks.
         block_size: tokens a block.
         policy: which unused leaf goes first.
+        quotas: bounds on the blocks of some tenants. Their floors together must fit into the pool.
         evicted_prefixes: how many evicted prefixes are remembered to explain misses.
         clock: seconds, never going back.
 
@@ -59,6 +62,7 @@ class PrefixCache:
         block_size: int,
         *,
         policy: EvictionPolicy | None = None,
+        quotas: Mapping[str, Quota] | None = None,
         evicted_prefixes: int = 65_536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,7 +72,8 @@ class PrefixCache:
         self.num_pinned_blocks = 0
         self._trees: dict[Namespace, RadixTree] = {}
         self._leases: set[Lease] = set()
-        self._evictable = EvictionIndex(policy or LeastRecentlyUsed())
+        self.tenants = Tenants(quotas or {})
+        self._evictable = EvictionLines(policy or LeastRecentlyUsed(), self.tenants.with_quota)
         self._lost = LostPrefixes(evicted_prefixes)
         self._clock = clock
 
@@ -142,22 +147,45 @@ class PrefixCache:
             OutOfBlocks: free and evictable blocks together are too few.
         """
         node, cached_tokens, packed = self._find(namespace, tokens, read)
+        usage = self.tenants[namespace.tenant]
         num_new_blocks = -(-len(tokens) // (self.block_size * TOKEN_BYTES)) - cached_tokens // self.block_size
-        num_spare_blocks = self.pool.num_free + self.num_evictable_blocks - num_new_blocks
+        num_spare_blocks = self._num_takeable_blocks(namespace.tenant, usage) - num_new_blocks
         if num_spare_blocks < _num_unpinned_blocks(node):
-            node, cached_tokens = self._narrow(node, cached_tokens, num_spare_blocks)
+            node, cached_tokens = self._narrow(node, cached_tokens, num_spare_blocks, usage)
         num_whole_blocks, shared_tokens = divmod(cached_tokens, self.block_size)
         self._pin(node)
-        self.evict(num_new_blocks - self.pool.num_free)
+        self._make_room(num_new_blocks, namespace.tenant, usage)
         new = self.pool.acquire(num_new_blocks)
+        usage.num_leased_blocks += num_new_blocks
+        usage.num_hit_tokens += cached_tokens
+        usage.num_miss_tokens += len(tokens) // TOKEN_BYTES - cached_tokens
         reused = np.frombuffer(packed, dtype=np.int32)
         block_ids = np.concatenate((reused[:num_whole_blocks], new))
         copy = BlockCopy(int(reused[num_whole_blocks]), int(new[0])) if shared_tokens else None
-        lease = Lease(self, namespace, tokens, cached_tokens, block_ids, num_whole_blocks, copy, node)
+        lease = Lease(self, namespace, usage, tokens, cached_tokens, block_ids, num_whole_blocks, copy, node)
         self._leases.add(lease)
         return lease
 
-    def _narrow(self, node: Node | None, cached_tokens: int, num_spare_blocks: int) -> tuple[Node | None, int]:
+    def _num_takeable_blocks(self, tenant: str, usage: TenantUsage) -> int:
+        """Blocks that a tenant could have by evicting all that it may. Complexity: O(tenants with a quota)."""
+        takeable = self.pool.num_free + self.num_evictable_blocks
+        if self.tenants.with_quota:
+            takeable -= self.tenants.num_blocks_kept_from(tenant)
+            if (to_ceiling := usage.num_blocks_to_ceiling) is not None:
+                takeable = min(takeable, to_ceiling)
+        return takeable
+
+    def _make_room(self, num_blocks: int, tenant: str, usage: TenantUsage) -> None:
+        """Evict until a tenant can take `num_blocks`: first its own leaves above its ceiling, then what goes first."""
+        ceiling = usage.quota.ceiling_blocks
+        if ceiling is not None:
+            over = usage.num_cached_blocks + usage.num_leased_blocks + num_blocks - ceiling
+            self._evict(over, lambda: self._evictable.first_of(tenant), tenant)
+        self.evict(num_blocks - self.pool.num_free, tenant=tenant)
+
+    def _narrow(
+        self, node: Node | None, cached_tokens: int, num_spare_blocks: int, usage: TenantUsage
+    ) -> tuple[Node | None, int]:
         """Pin less of a path that stands in its own way, and if need be reuse less of it.
 
         First what lies beyond the reused blocks is cut off; then the block that is reused in part is given up. Whole
@@ -166,13 +194,14 @@ class PrefixCache:
         Args:
             node: the deepest node that shares tokens.
             cached_tokens: tokens that could be reused.
-            num_spare_blocks: free and unpinned blocks, less those that the suffix takes.
+            num_spare_blocks: blocks that the tenant could have, less those that the suffix takes.
+            usage: the tenant's.
 
         Returns:
             The node where the path to pin ends, and the tokens to reuse.
 
         Raises:
-            OutOfBlocks: the whole blocks can't be held beside the suffix either. Nothing has changed.
+            OutOfBlocks, QuotaExceeded: the whole blocks can't be held beside the suffix either. Nothing has changed.
         """
         num_path_blocks = _num_path_blocks(node)
         num_pinned_blocks = num_path_blocks - _num_unpinned_blocks(node)
@@ -182,6 +211,12 @@ class PrefixCache:
             cached_tokens = num_held_blocks * self.block_size
         num_available_blocks = num_spare_blocks - max(0, num_held_blocks - num_pinned_blocks)
         if num_available_blocks < 0:
+            to_ceiling = usage.num_blocks_to_ceiling
+            if to_ceiling is not None and to_ceiling < self.pool.num_free + self.num_evictable_blocks:
+                raise QuotaExceeded(
+                    f"blocks: expected {-num_available_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for "
+                    f"this tenant, of which leases hold {usage.num_leased_blocks + usage.num_pinned_blocks}"
+                )
             raise OutOfBlocks(
                 f"blocks: expected {-num_available_blocks} more, got {self.pool.num_free} free and "
                 f"{self.num_evictable_blocks} evictable of {self.pool.num_blocks}, the reused ones among them"
@@ -210,7 +245,7 @@ class PrefixCache:
         tokens = lease.tokens[: end * TOKEN_BYTES]
         tree = self._trees.get(lease.namespace)
         if tree is None:
-            tree = self._trees[lease.namespace] = RadixTree(self.block_size, lease.namespace)
+            tree = self._trees[lease.namespace] = RadixTree(self.block_size, lease.namespace, lease.usage)
         packed = lease.block_ids[:num_blocks].tobytes()
         insertion = tree.insert(tokens, packed)
         if not packed.startswith(insertion.known_block_ids):
@@ -231,19 +266,27 @@ class PrefixCache:
         """Exchange the lease's own copies for blocks that were published first."""
         differing = np.flatnonzero(lease.block_ids[: known.size] != known)
         self.pool.release(lease.block_ids[differing])
+        lease.usage.num_leased_blocks -= differing.size
         lease.block_ids[differing] = known[differing]
 
     def _publish(self, block_ids: BlockIds, insertion: Insertion) -> None:
         """Hand a lease's blocks to the tree, and take back the one that they replace."""
         self.pool.publish(block_ids)
+        usage = insertion.node.tree.usage
+        usage.num_leased_blocks -= block_ids.size
+        usage.num_cached_blocks += block_ids.size
         node, replaced = insertion.node, np.frombuffer(insertion.replaced_block_ids, dtype=np.int32)
         if replaced.size:
             self.pool.unpublish(replaced)
+            usage.num_cached_blocks -= 1
+            usage.num_leased_blocks += 1
         if node.pin_count:  # a leaf has grown that leases use: they may hold the replaced block, too
             node.retired_block_ids += insertion.replaced_block_ids
             self.num_pinned_blocks += block_ids.size - replaced.size
+            usage.num_pinned_blocks += block_ids.size - replaced.size
         elif replaced.size:
             self.pool.release(replaced)
+            usage.num_leased_blocks -= 1
 
     def close(self, lease: Lease) -> None:
         """Give a lease's blocks back; see `Lease.close`."""
@@ -256,6 +299,7 @@ class PrefixCache:
         own = lease.block_ids[lease.num_published_blocks :]
         if own.size:
             self.pool.release(own)
+            lease.usage.num_leased_blocks -= own.size
         self._unpin(lease.node)
 
     def _pin(self, node: Node | None) -> None:
@@ -266,6 +310,7 @@ class PrefixCache:
         while node is not None and node.parent is not None:
             if node.pin_count == 0:
                 self.num_pinned_blocks += node.num_blocks
+                node.tree.usage.num_pinned_blocks += node.num_blocks
             node.pin_count += 1
             node.last_used_s = now
             node = node.parent
@@ -278,29 +323,55 @@ class PrefixCache:
             node.pin_count -= 1
             if node.pin_count == 0:
                 self.num_pinned_blocks -= node.num_blocks
+                node.tree.usage.num_pinned_blocks -= node.num_blocks
                 if node.retired_block_ids:
-                    self.pool.release(np.frombuffer(node.retired_block_ids, dtype=np.int32))
-                    node.retired_block_ids = b""
+                    self._free_retired(node)
             node.last_used_s = now
             node = node.parent
         if leaf is not None and _is_evictable(leaf):
             self._evictable.add(leaf)
 
+    def _free_retired(self, node: Node) -> None:
+        block_ids = np.frombuffer(node.retired_block_ids, dtype=np.int32)
+        self.pool.release(block_ids)
+        node.tree.usage.num_leased_blocks -= block_ids.size
+        node.retired_block_ids = b""
+
     # -- forgetting ------------------------------------------------------------------------------------------------
 
-    def evict(self, num_blocks: int) -> int:
+    def evict(self, num_blocks: int, *, tenant: str | None = None) -> int:
         """Free blocks of unused leaves, in the policy's order and from each leaf's end.
+
+        Args:
+            num_blocks: how many are wanted.
+            tenant: for whom: its own floor does not protect its leaves, all others' do. None is nobody, and every
+                floor holds.
 
         Returns:
             Blocks freed: `num_blocks`, or fewer if no more are evictable.
 
-        Complexity: O(log leaves) for each leaf, and one pass over the path's tokens if the last is only shortened.
+        Complexity: O(log leaves + tenants with a quota) for each leaf, and one pass over the path's tokens if the last
+        is only shortened.
         """
+        return self._evict(num_blocks, lambda: self._evictable.first(spared=self._spared(tenant)), tenant)
+
+    def _spared(self, tenant: str | None) -> set[str]:
+        quotas = self.tenants.with_quota.items()
+        return {other for other, usage in quotas if other != tenant and usage.num_blocks_for_others == 0}
+
+    def _evict(self, num_blocks: int, next_leaf: Callable[[], Node | None], tenant: str | None = None) -> int:
         freed = 0
         runs: list[bytes] = []
-        while freed < num_blocks and len(self._evictable):
-            runs.append(self._evict_from(self._evictable.first(), num_blocks - freed))
-            freed += len(runs[-1]) // BLOCK_ID_BYTES
+        while freed < num_blocks and (leaf := next_leaf()) is not None:
+            usage = leaf.tree.usage
+            wanted = num_blocks - freed
+            if leaf.tree.namespace.tenant != tenant:
+                wanted = min(wanted, usage.num_blocks_for_others)
+            runs.append(self._evict_from(leaf, wanted))
+            num_evicted = len(runs[-1]) // BLOCK_ID_BYTES
+            usage.num_cached_blocks -= num_evicted
+            usage.num_evicted_blocks += num_evicted
+            freed += num_evicted
         if runs:  # all at once: a call costs as much as removing two leaves
             block_ids = np.frombuffer(b"".join(runs), dtype=np.int32)
             self.pool.unpublish(block_ids)
@@ -338,8 +409,10 @@ class PrefixCache:
         """
         pins: dict[Node, int] = {}
         leased = []
+        held: dict[str, Counter[str]] = {tenant: Counter() for tenant, _ in self.tenants.items()}
         for lease in self._leases:
             leased.append(lease.block_ids[lease.num_published_blocks :].tobytes())
+            held[lease.namespace.tenant]["leased"] += lease.block_ids.size - lease.num_published_blocks
             node = lease.node
             while node is not None and node.parent is not None:
                 pins[node] = pins.get(node, 0) + 1
@@ -358,7 +431,15 @@ class PrefixCache:
                     (node in self._evictable) == _is_evictable(node), "the eviction index is not the unused leaves"
                 )
                 num_pinned_blocks += node.num_blocks if node.pin_count else 0
+                blocks = held[tree.namespace.tenant]
+                blocks["cached"] += node.num_blocks
+                blocks["pinned"] += node.num_blocks if node.pin_count else 0
+                blocks["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
                 num_evictable += _is_evictable(node)
+        for tenant, usage in self.tenants.items():
+            counted = (usage.num_cached_blocks, usage.num_pinned_blocks, usage.num_leased_blocks)
+            blocks = held[tenant]
+            _require(counted == (blocks["cached"], blocks["pinned"], blocks["leased"]), "a tenant's usage drifted")
         _require(not pins, "a lease pins a node outside every tree")
         _require(self.num_pinned_blocks == num_pinned_blocks, "the number of pinned blocks drifted")
         _require(len(self._evictable) == num_evictable, "the eviction index holds a node outside every tree")

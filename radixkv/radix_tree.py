@@ -21,6 +21,7 @@ from sortedcontainers import SortedDict
 from radixkv.errors import InvariantViolation
 from radixkv.miss_reason import prefix_fingerprint
 from radixkv.namespace import Namespace
+from radixkv.tenants import TenantUsage
 
 TOKEN_BYTES = 4
 BLOCK_ID_BYTES = 4
@@ -125,11 +126,13 @@ class RadixTree:
     Args:
         block_size: tokens a block.
         namespace: whose segments these are.
+        usage: where the tenant's blocks are counted.
     """
 
-    def __init__(self, block_size: int, namespace: Namespace) -> None:
+    def __init__(self, block_size: int, namespace: Namespace, usage: TenantUsage) -> None:
         self.block_size = block_size
         self.namespace = namespace
+        self.usage = usage
         self.root = Node(self, None, b"", b"", 0)
         self._block_bytes = block_size * TOKEN_BYTES
         self._seed = namespace.seed

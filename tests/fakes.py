@@ -7,6 +7,8 @@ import numpy as np
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
+from radixkv.radix_tree import RadixTree
+from radixkv.tenants import Quota, TenantUsage
 
 MODEL = Namespace("model")
 
@@ -14,6 +16,10 @@ MODEL = Namespace("model")
 def spell(text: str) -> bytes:
     """A prompt with one token a character."""
     return np.array([ord(character) for character in text], dtype="<u4").tobytes()
+
+
+def make_tree(block_size: int) -> RadixTree:
+    return RadixTree(block_size, MODEL, TenantUsage(Quota()))
 
 
 def packed(*block_ids: int) -> bytes:

@@ -22,6 +22,7 @@ ORDER = [
     "namespace",
     "miss_reason",
     "block_pool",
+    "tenants",
     "radix_tree",
     "lease",
     "eviction",

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from radixkv.errors import InvariantViolation
-from radixkv.radix_tree import Insertion, Node, RadixTree
-from tests.fakes import MODEL, packed, spell
+from radixkv.radix_tree import Insertion, Node
+from tests.fakes import make_tree, packed, spell
 
 
 class Planter:
     """Inserts text with fresh block ids, and tells the tree's shape as text."""
 
     def __init__(self, block_size: int = 4) -> None:
-        self.tree = RadixTree(block_size, MODEL)
+        self.tree = make_tree(block_size)
         self._block_ids = itertools.count()
 
     def insert(self, text: str) -> Insertion:
@@ -53,7 +53,7 @@ def node_of(planter: Planter, path: str) -> Node:
 
 
 def test_an_empty_tree_matches_nothing() -> None:
-    found = RadixTree(4, MODEL).match(spell("abcd"))
+    found = make_tree(4).match(spell("abcd"))
     assert (found.node, found.num_bytes, found.block_ids) == (None, 0, b"")
 
 
@@ -130,7 +130,7 @@ def test_the_first_difference_in_a_long_segment_is_found_to_the_token(difference
 
 
 def test_tokens_are_compared_whole_not_by_byte() -> None:
-    tree = RadixTree(2, MODEL)
+    tree = make_tree(2)
     tree.insert(np.array([1, 0x01020304], dtype="<u4").tobytes(), packed(0))
     almost = np.array([1, 0x05020304], dtype="<u4").tobytes()  # the lower three bytes are equal
     assert tree.match(almost).num_bytes == 4
@@ -363,7 +363,7 @@ def test_random_inserts_match_what_a_set_of_prefixes_says(block_size: int) -> No
         ("tokens", spell("efgh") + b"\0", "not whole tokens"),
         ("block_ids", packed(1, 2), "blocks do not cover the run"),
         ("fingerprint", 5, "fingerprint is stale"),
-        ("tree", RadixTree(4, MODEL), "another tree"),
+        ("tree", make_tree(4), "another tree"),
         ("parent", None, "no parent"),
     ],
 )
