@@ -104,6 +104,24 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantConfig:
+    """What one tenant may hold of the pool; a section `tenants.NAME` for each tenant that has bounds.
+
+    Attributes:
+        floor_tokens: cached tokens that no other tenant can evict; rounded up to whole blocks.
+        ceiling_tokens: cached and leased tokens at most; rounded down to whole blocks. Without it, the whole pool.
+    """
+
+    floor_tokens: int = 0
+    ceiling_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_at_least("tenants.*.floor_tokens", self.floor_tokens, 0)
+        if self.ceiling_tokens is not None:
+            _require_at_least("tenants.*.ceiling_tokens", self.ceiling_tokens, max(1, self.floor_tokens))
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The whole configuration, a section for each owner."""
 
@@ -111,6 +129,15 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        floors = sum(tenant.floor_tokens for tenant in self.tenants.values())
+        if floors > self.cache.capacity_tokens:
+            raise ConfigError(
+                f"tenants.*.floor_tokens: expected at most cache.capacity_tokens {self.cache.capacity_tokens} in all, "
+                f"got {floors}"
+            )
 
     @classmethod
     def load(cls, file: str | Path | None = None, settings: Iterable[str] = ()) -> Config:
@@ -132,30 +159,45 @@ class Config:
         return config
 
     def _with(self, tree: Mapping[str, Any]) -> Config:
-        sections = {}
+        sections: dict[str, Any] = {}
         for name, values in tree.items():
             _require_known(name, [f.name for f in dataclasses.fields(self)])
             if not isinstance(values, Mapping):
                 raise ConfigError(f"{name}: expected a table of keys, got {values!r}")
-            section = getattr(self, name)
-            kinds = {f.name: f.type for f in dataclasses.fields(section)}
-            for key, value in values.items():
-                _require_known(f"{name}.{key}", [f"{name}.{known}" for known in kinds])
-                _require_kind(f"{name}.{key}", value, str(kinds[key]))
-            sections[name] = dataclasses.replace(section, **values)
+            if name == "tenants":
+                sections[name] = dict(self.tenants)
+                for tenant, bounds in values.items():
+                    before = self.tenants.get(tenant, TenantConfig())
+                    sections[name][tenant] = _section_with(f"tenants.{tenant}", before, bounds)
+            else:
+                sections[name] = _section_with(name, getattr(self, name), values)
         return dataclasses.replace(self, **sections)
+
+
+def _section_with(path: str, section: Any, values: Any) -> Any:
+    """A section with some keys replaced; the values come from a file or a command line."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path}: expected a table of keys, got {values!r}")
+    kinds = {f.name: f.type for f in dataclasses.fields(section)}
+    for key, value in values.items():
+        _require_known(f"{path}.{key}", [f"{path}.{known}" for known in kinds])
+        _require_kind(f"{path}.{key}", value, str(kinds[key]))
+    return dataclasses.replace(section, **values)
 
 
 def _parse_setting(setting: str) -> dict[str, Any]:
     path, equals, text = setting.partition("=")
-    section, dot, key = path.strip().partition(".")
-    if not (equals and dot and section and key):
+    *sections, key = path.strip().split(".")
+    if not (equals and sections and all(sections) and key):
         raise ConfigError(f"setting: expected section.key=value, got {setting!r}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string
-    return {section: {key: value}}
+    tree = {key: value}
+    for section in reversed(sections):
+        tree = {section: tree}
+    return tree
 
 
 def _require_known(path: str, known: list[str]) -> None:
@@ -165,7 +207,12 @@ def _require_known(path: str, known: list[str]) -> None:
 
 
 def _require_kind(path: str, value: object, kind: str) -> None:
-    allowed: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int)}
+    allowed: dict[str, tuple[type, ...]] = {
+        "str": (str,),
+        "int": (int,),
+        "int | None": (int,),
+        "float": (float, int),
+    }
     if isinstance(value, bool) or not isinstance(value, allowed[kind]):
         raise ConfigError(f"{path}: expected {kind}, got {value!r}")
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from radixkv.attention import AttentionKernels, TorchKernels
-from radixkv.config import Config, EngineConfig
+from radixkv.config import Config, EngineConfig, TenantConfig
 from radixkv.engine_core import EngineCore
 from radixkv.errors import (
     Draining,
@@ -34,6 +34,7 @@ from radixkv.prefix_cache import PrefixCache
 from radixkv.request import PrefillParams, PrefillResult, ProbeResult, Request
 from radixkv.runner import Runner
 from radixkv.stats import EngineStats
+from radixkv.tenants import Quota
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -241,8 +242,18 @@ def build_engine(config: Config) -> Engine:
     kernels = _kernels(model.device)
     check_model(model, kernels)
     storage = KVStorage(config.cache.num_blocks, config.cache.block_size, model.kv_shape, model.device)
-    cache = PrefixCache(storage.num_blocks, storage.block_size, evicted_prefixes=config.cache.evicted_prefixes)
+    cache = PrefixCache(
+        storage.num_blocks,
+        storage.block_size,
+        quotas={tenant: _quota(bounds, storage.block_size) for tenant, bounds in config.tenants.items()},
+        evicted_prefixes=config.cache.evicted_prefixes,
+    )
     return Engine(Runner(model, storage, kernels), cache, config.engine)
+
+
+def _quota(bounds: TenantConfig, block_size: int) -> Quota:
+    ceiling = bounds.ceiling_tokens
+    return Quota(-(-bounds.floor_tokens // block_size), None if ceiling is None else ceiling // block_size)
 
 
 def _kernels(device: torch.device) -> AttentionKernels:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from radixkv.config import EngineConfig
-from radixkv.errors import DeadlineExceeded, OutOfBlocks, RadixKVError, StepFailed
+from radixkv.errors import DeadlineExceeded, OutOfBlocks, QuotaExceeded, RadixKVError, StepFailed
 from radixkv.held_leases import HeldLeases
 from radixkv.lease import Lease
 from radixkv.miss_reason import MissReason
@@ -17,7 +17,8 @@ from radixkv.prefix_cache import PrefixCache
 from radixkv.request import HeldLease, PrefillResult, Request, RequestState, Timing, Usage
 from radixkv.runner import Chunk, Runner
 from radixkv.scheduler import Scheduler, Slice
-from radixkv.stats import BlockStats, EngineStats, RequestStats, TokenStats
+from radixkv.stats import BlockStats, EngineStats, RequestStats, TenantStats, TokenStats
+from radixkv.tenants import TenantUsage
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class EngineCore:
             held_leases=len(self.held_leases),
             evicted_blocks=self.cache.num_evicted_blocks,
             block_bytes=self._runner.storage.block_bytes,
+            tenants=tuple(_tenant_stats(tenant, usage) for tenant, usage in self.cache.tenants.items()),
         )
 
     # -- before a step ---------------------------------------------------------------------------------------------
@@ -119,6 +121,9 @@ class EngineCore:
         params = request.params
         try:
             lease = self.cache.lease(request.namespace, params.tokens, read=params.read_cache)
+        except QuotaExceeded as error:  # waiting for this tenant's own blocks would hold up the others
+            self._fail(request, error)
+            return False
         except OutOfBlocks as error:
             if not self._scheduler.running:  # only held leases could give blocks back, and not soon
                 error.retry_after_s = self.seconds_to_next_expiry() or error.retry_after_s
@@ -224,6 +229,20 @@ class EngineCore:
 def _open_lease(request: Request) -> Lease:
     assert request.lease is not None, "a running request holds a lease"
     return request.lease
+
+
+def _tenant_stats(tenant: str, usage: TenantUsage) -> TenantStats:
+    return TenantStats(
+        tenant=tenant,
+        cached_blocks=usage.num_cached_blocks,
+        pinned_blocks=usage.num_pinned_blocks,
+        leased_blocks=usage.num_leased_blocks,
+        evicted_blocks=usage.num_evicted_blocks,
+        hit_tokens=usage.num_hit_tokens,
+        miss_tokens=usage.num_miss_tokens,
+        floor_blocks=usage.quota.floor_blocks,
+        ceiling_blocks=usage.quota.ceiling_blocks,
+    )
 
 
 def _chunk(part: Slice) -> Chunk:

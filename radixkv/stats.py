@@ -38,6 +38,21 @@ class TokenStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStats:
+    """What one tenant holds, what it did, and its bounds; see `TenantUsage` and `Quota`."""
+
+    tenant: str
+    cached_blocks: int
+    pinned_blocks: int
+    leased_blocks: int
+    evicted_blocks: int
+    hit_tokens: int
+    miss_tokens: int
+    floor_blocks: int
+    ceiling_blocks: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """One moment of the engine.
 
@@ -46,6 +61,7 @@ class EngineStats:
         segments: nodes of all radix trees.
         evicted_blocks: total since the start.
         block_bytes: device bytes of one block.
+        tenants: those with a quota, and the most recent others.
     """
 
     uptime_s: float
@@ -57,3 +73,4 @@ class EngineStats:
     held_leases: int
     evicted_blocks: int
     block_bytes: int
+    tenants: tuple[TenantStats, ...]

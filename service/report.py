@@ -73,6 +73,11 @@ def stats_table(stats: StatsResponse) -> str:
         ("segments", str(stats.segments)),
         ("held leases", str(stats.held_leases)),
     ]
+    for tenant in stats.tenants:
+        reused = _percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
+        rows += [
+            (f"tenant {tenant.tenant or '(none)'}", f"{tenant.cached_blocks} blocks, {tenant.hit_tokens} hits{reused}")
+        ]
     return _table(rows)
 
 

@@ -7,6 +7,7 @@ cancels its future, and with it the request. `radixkv.service.status` turns what
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from concurrent.futures import Future
@@ -112,6 +113,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             held_leases=stats.held_leases,
             evicted_blocks=stats.evicted_blocks,
             block_bytes=stats.block_bytes,
+            tenants=[cache_pb2.TenantStats(**dataclasses.asdict(tenant)) for tenant in stats.tenants],
         )
 
 

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from radixkv.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
+from radixkv.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig, TenantConfig
 from radixkv.errors import ConfigError
 
 
@@ -169,7 +169,31 @@ def test_a_loaded_configuration_cannot_be_changed():
 
 def test_every_key_can_be_set():
     for section in dataclasses.fields(Config):
+        if section.name == "tenants":  # a section for each tenant; see below
+            continue
         values = getattr(Config(), section.name)
         for key in dataclasses.fields(values):
             value = getattr(values, key.name)
             assert Config.load(settings=[f"{section.name}.{key.name}={value}"]) == Config(), key.name
+
+
+class TestTenants:
+    def test_bounds_come_from_a_file_and_are_changed_one_by_one(self, tmp_path: Path) -> None:
+        file = tmp_path / "config.toml"
+        file.write_text('[tenants.acme]\nfloor_tokens = 64\n[tenants."a b"]\nceiling_tokens = 640\n')
+        config = Config.load(file, ["tenants.acme.ceiling_tokens=128"])
+        assert config.tenants == {"acme": TenantConfig(64, 128), "a b": TenantConfig(0, 640)}
+
+    @pytest.mark.parametrize(
+        ("setting", "message"),
+        [
+            ("tenants.acme.flor_tokens=1", "tenants.acme.flor_tokens: unknown key; the nearest is tenants.acme.floor"),
+            ("tenants.acme=1", "tenants.acme: expected a table of keys, got 1"),
+            ("tenants.acme.floor_tokens=-1", r"tenants.\*.floor_tokens: expected at least 0, got -1"),
+            ("tenants.acme.ceiling_tokens=0", r"tenants.\*.ceiling_tokens: expected at least 1, got 0"),
+            ("tenants.acme.floor_tokens=1000000", r"expected at most cache.capacity_tokens 131072 in all, got 1000000"),
+        ],
+    )
+    def test_wrong_bounds_are_refused_by_name(self, setting: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            Config.load(settings=[setting])

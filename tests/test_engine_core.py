@@ -4,11 +4,12 @@ import pytest
 
 from radixkv.config import EngineConfig
 from radixkv.engine_core import EngineCore
-from radixkv.errors import DeadlineExceeded, Draining, OutOfBlocks, StepFailed, UnknownLease
+from radixkv.errors import DeadlineExceeded, Draining, OutOfBlocks, QuotaExceeded, StepFailed, UnknownLease
 from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import PrefillParams, PrefillResult, Request
+from radixkv.tenants import Quota
 from tests.fake_runner import FakeRunner, next_token, tokens
 
 BLOCK_SIZE = 4
@@ -25,9 +26,9 @@ class Clock:
 class Bench:
     """An engine core over a fake runner, with a clock that stands still."""
 
-    def __init__(self, num_blocks: int = 64, **config: object) -> None:
+    def __init__(self, num_blocks: int = 64, quotas: dict[str, Quota] | None = None, **config: object) -> None:
         self.clock = Clock()
-        self.cache = PrefixCache(num_blocks, BLOCK_SIZE, clock=self.clock)
+        self.cache = PrefixCache(num_blocks, BLOCK_SIZE, quotas=quotas, clock=self.clock)
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.core = EngineCore(self.runner, self.cache, EngineConfig(**config), clock=self.clock)
 
@@ -137,6 +138,17 @@ def test_held_leases_that_leave_no_blocks_refuse_a_request_at_once() -> None:
     error = refused.exception(0)
     assert isinstance(error, OutOfBlocks)
     assert error.retry_after_s == 30.0
+
+
+def test_a_tenant_beyond_its_ceiling_is_refused_and_holds_up_nobody() -> None:
+    bench = Bench(quotas={"acme": Quota(ceiling_blocks=2)})
+    refused, served = bench.submit(range(12), tenant="acme"), bench.submit(range(12), tenant="other")
+    bench.run()
+    assert isinstance(refused.exception(0), QuotaExceeded)
+    assert served.result(0).usage.computed_tokens == 12
+    acme, other = bench.core.stats().tenants
+    assert (acme.tenant, acme.ceiling_blocks, acme.cached_blocks) == ("acme", 2, 0)
+    assert (other.tenant, other.cached_blocks, other.miss_tokens) == ("other", 3, 12)
 
 
 class TestHeldLeases:

@@ -93,6 +93,7 @@ class FakeEngine:
             held_leases=len(self._leases),
             evicted_blocks=2**53 + 1,
             block_bytes=4096,
+            tenants=(),
         )
         future.set_result(stats)
         return future
