@@ -19,6 +19,7 @@ from radixkv import __version__
 from radixkv.config import Config
 from radixkv.errors import ConfigError
 from radixkv.service.client import Client
+from radixkv.service.plan_command import add_plan_command
 from radixkv.service.report import json_of, prefill_table, stats_table
 from radixkv.service.token_ids import pack_token_ids
 
@@ -99,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     stats = commands.add_parser("stats", help="what the cache holds and what it did")
     _add_connection(stats)
     stats.set_defaults(command=_stats)
+
+    add_plan_command(commands)
     return parser
 
 

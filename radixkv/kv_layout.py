@@ -1,0 +1,182 @@
+"""What attention stores of a token, and in how many bytes: arithmetic alone, no model and no tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from radixkv.errors import ConfigError
+
+_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int4": 4}
+_SCALE_BYTES = 4  # float32
+
+# What a config.json calls the formats that weights come in.
+FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How the numbers of K and V are stored.
+
+    Attributes:
+        name: fp32, bf16, fp16, fp8, int8, fp4 or int4.
+        has_scales: whether every stored vector has a float32 scale of its own beside it (only below 16 bits).
+
+    Raises:
+        ConfigError: an unknown name, or scales for numbers that need none.
+    """
+
+    name: str
+    has_scales: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in _BITS:
+            raise ConfigError(f"dtype: expected one of {', '.join(_BITS)}, got {self.name}")
+        if self.has_scales and self.bits >= 16:
+            raise ConfigError(f"scales: expected a dtype below 16 bits, got {self.name}")
+
+    @property
+    def bits(self) -> int:
+        """Bits a number, scales not counted."""
+        return _BITS[self.name]
+
+    def bytes_of(self, num_vectors: int, num_elements: int) -> int:
+        """Bytes of `num_elements` numbers that make up `num_vectors` vectors, rounded up to a whole byte."""
+        return -(-num_elements * self.bits // 8) + self.has_scales * num_vectors * _SCALE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKV:
+    """A key and a value for each KV head: multi-head (MHA), grouped-query (GQA) and multi-query attention (MQA).
+
+    Attributes:
+        num_layers: layers that store K and V; a layer with a sliding window stores every token too.
+        num_kv_heads: heads that K and V have.
+        head_dim: numbers in the key, and in the value, of one head.
+        num_query_heads: query heads that read them, a multiple of `num_kv_heads`; None if nobody needs to know.
+
+    Raises:
+        ConfigError: a size below 1, or query heads that the KV heads do not divide.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_query_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_at_least("num_layers", self.num_layers, 1)
+        _require_at_least("num_kv_heads", self.num_kv_heads, 1)
+        _require_at_least("head_dim", self.head_dim, 1)
+        if self.num_query_heads is not None:
+            _require_at_least("num_query_heads", self.num_query_heads, 1)
+            _require_multiple("num_query_heads", self.num_query_heads, "num_kv_heads", self.num_kv_heads)
+
+    def token_bytes(self, kv_format: KVFormat) -> int:
+        """Bytes of K and V of one token, all layers.
+
+        >>> HeadKV(num_layers=32, num_kv_heads=8, head_dim=128).token_bytes(KVFormat("bf16"))
+        131072
+        """
+        return self._bytes_of_heads(self.num_kv_heads, kv_format)
+
+    def rank_token_bytes(self, kv_format: KVFormat, tensor_parallel: int) -> int:
+        """The same on the rank that stores the most; see `rank_kv_heads`."""
+        return self._bytes_of_heads(self.rank_kv_heads(tensor_parallel), kv_format)
+
+    def rank_kv_heads(self, tensor_parallel: int) -> int:
+        """KV heads on the fullest rank, when query heads are dealt evenly and a rank stores the heads that they read.
+
+        Ranks that share a KV head store a copy each, so more ranks than KV heads save nothing more.
+
+        Raises:
+            ConfigError: the ranks do not divide the query heads.
+        """
+        _require_at_least("tp", tensor_parallel, 1)
+        if self.num_query_heads is not None:
+            _require_multiple("num_query_heads", self.num_query_heads, "tp", tensor_parallel)
+        # Rank r reads KV heads [r * heads / ranks, (r + 1) * heads / ranks), a fraction of a head being stored whole.
+        # In lowest terms, the worst start is (ranks - 1) / ranks into a head.
+        common = math.gcd(self.num_kv_heads, tensor_parallel)
+        heads, ranks = self.num_kv_heads // common, tensor_parallel // common
+        return -(-(heads + ranks - 1) // ranks)
+
+    def _bytes_of_heads(self, num_kv_heads: int, kv_format: KVFormat) -> int:
+        num_vectors = self.num_layers * 2 * num_kv_heads
+        return kv_format.bytes_of(num_vectors, num_vectors * self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentKV:
+    """One latent and one rotary key for all heads together: multi-head latent attention (MLA).
+
+    Attributes:
+        num_layers: layers that store them.
+        rank: numbers in the latent, `kv_lora_rank`.
+        rope_dim: numbers in the rotary key, `qk_rope_head_dim`.
+
+    Raises:
+        ConfigError: a size below 1.
+
+    Source:
+        DeepSeek-V2 (arXiv:2405.04434), section 2.1.
+    """
+
+    num_layers: int
+    rank: int
+    rope_dim: int
+
+    def __post_init__(self) -> None:
+        _require_at_least("num_layers", self.num_layers, 1)
+        _require_at_least("mla_rank", self.rank, 1)
+        _require_at_least("rope_dim", self.rope_dim, 1)
+
+    def token_bytes(self, kv_format: KVFormat) -> int:
+        """Bytes of one token, all layers."""
+        return kv_format.bytes_of(self.num_layers * 2, self.num_layers * (self.rank + self.rope_dim))
+
+    def rank_token_bytes(self, kv_format: KVFormat, tensor_parallel: int) -> int:
+        """The same on one rank: every rank's heads read the whole latent, so each stores all of it."""
+        _require_at_least("tp", tensor_parallel, 1)
+        return self.token_bytes(kv_format)
+
+
+KVLayout = HeadKV | LatentKV
+
+
+def attention_kinds(
+    num_layers: int,
+    num_query_heads: int,
+    head_dim: int,
+    *,
+    num_kv_heads: int | None = None,
+    latent: LatentKV | None = None,
+) -> dict[str, KVLayout]:
+    """The same model with each kind of attention: MHA, GQA, MQA, MLA.
+
+    Args:
+        num_layers: layers that store K and V.
+        num_query_heads: query heads.
+        head_dim: numbers in a key, and in a value, of one head.
+        num_kv_heads: KV heads of the GQA row. If it makes no group, the largest divisor of 8 that does is taken; if
+            there is none, GQA is left out.
+        latent: the MLA row; None takes DeepSeek-V2's proportions, a latent of 4 heads and a rotary key of half a head.
+    """
+    if num_kv_heads is None or num_kv_heads in (1, num_query_heads):
+        num_kv_heads = next((n for n in (8, 4, 2) if n < num_query_heads and num_query_heads % n == 0), 1)
+    kinds: dict[str, KVLayout] = {"MHA": HeadKV(num_layers, num_query_heads, head_dim, num_query_heads)}
+    if num_kv_heads > 1:
+        kinds["GQA"] = HeadKV(num_layers, num_kv_heads, head_dim, num_query_heads)
+    kinds["MQA"] = HeadKV(num_layers, 1, head_dim, num_query_heads)
+    kinds["MLA"] = latent or LatentKV(num_layers, 4 * head_dim, max(1, head_dim // 2))
+    return kinds
+
+
+def _require_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name}: expected at least {least}, got {value}")
+
+
+def _require_multiple(name: str, value: int, unit_name: str, unit: int) -> None:
+    if value % unit:
+        raise ConfigError(f"{name}: expected a multiple of {unit_name} {unit}, got {value}")

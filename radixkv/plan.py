@@ -1,0 +1,239 @@
+"""Who fits beside the weights, what blocks waste, and what sharing, caching and moving K/V save: arithmetic alone.
+
+Counts are exact integers. A GiB is 2**30 bytes and a GB is 10**9; 128k tokens are 131,072.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from radixkv.errors import ConfigError
+
+GIB = 2**30
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUse:
+    """The blocks of one sequence. No tokens need no block.
+
+    Attributes:
+        num_tokens: tokens of the sequence.
+        block_size: tokens a block.
+
+    Raises:
+        ConfigError: tokens below 0, or a block size below 1.
+
+    >>> use = BlockUse(num_tokens=35, block_size=16)
+    >>> use.num_blocks, use.last_block_tokens, use.free_tokens
+    (3, 3, 13)
+    """
+
+    num_tokens: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        _require_at_least("num_tokens", self.num_tokens, 0)
+        _require_at_least("block_size", self.block_size, 1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Whole blocks that hold the sequence."""
+        return -(-self.num_tokens // self.block_size)
+
+    @property
+    def last_block_tokens(self) -> int:
+        """Tokens in the last block."""
+        return self.num_tokens - max(0, self.num_blocks - 1) * self.block_size
+
+    @property
+    def free_tokens(self) -> int:
+        """Slots of the last block that stay empty: the waste."""
+        return self.num_blocks * self.block_size - self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """One device, and what is on it before any K/V.
+
+    Attributes:
+        total_bytes: its memory.
+        weights_bytes: weights on it; with tensor parallelism its share of them.
+        overhead_bytes: activations, CUDA context, graphs.
+
+    Raises:
+        ConfigError: a size below 0.
+
+    >>> card = DeviceMemory(24 * GB, weights_bytes=16 * GB, overhead_bytes=1 * GB)
+    >>> card.users(1_200_000_000), card.users(5 * GB)
+    (5, 1)
+    """
+
+    total_bytes: int
+    weights_bytes: int
+    overhead_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _require_at_least("memory", self.total_bytes, 0)
+        _require_at_least("weights", self.weights_bytes, 0)
+        _require_at_least("overhead", self.overhead_bytes, 0)
+
+    @property
+    def kv_bytes(self) -> int:
+        """What is left for K/V; 0 if weights and overhead do not fit."""
+        return max(0, self.total_bytes - self.weights_bytes - self.overhead_bytes)
+
+    def users(self, user_bytes: int) -> int:
+        """Users whose K/V fit at the same time, sharing nothing.
+
+        Args:
+            user_bytes: K/V of one user on this device, at least 1.
+        """
+        _require_at_least("user_bytes", user_bytes, 1)
+        return self.kv_bytes // user_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSharing:
+    """K/V of one prefix in N requests that hold their blocks together, each with tokens of its own after it.
+
+    Whole blocks of the prefix are stored once. Reuse is exact to the token: a prefix that ends inside a block is
+    computed once too, but every request has its own copy of that block.
+
+    Attributes:
+        num_requests: N, at least 1.
+        prefix_tokens: tokens that the requests begin with alike.
+        block_size: tokens a block.
+
+    Raises:
+        ConfigError: no request, tokens below 0, or a block size below 1.
+    """
+
+    num_requests: int
+    prefix_tokens: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        _require_at_least("requests", self.num_requests, 1)
+        _require_at_least("shared_prefix", self.prefix_tokens, 0)
+        _require_at_least("block_size", self.block_size, 1)
+
+    @property
+    def shared_blocks(self) -> int:
+        """Blocks that all requests point at."""
+        return self.prefix_tokens // self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that hold the prefix, shared ones and copies."""
+        blocks_a_request = BlockUse(self.prefix_tokens, self.block_size).num_blocks
+        return self.shared_blocks + self.num_requests * (blocks_a_request - self.shared_blocks)
+
+    @property
+    def num_blocks_unshared(self) -> int:
+        """Blocks that would hold it if every request had its own."""
+        return self.num_requests * BlockUse(self.prefix_tokens, self.block_size).num_blocks
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prefix tokens that are computed: each once."""
+        return self.prefix_tokens
+
+    @property
+    def computed_tokens_unshared(self) -> int:
+        """Prefix tokens that would be computed if every request did it alone."""
+        return self.num_requests * self.prefix_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingCost:
+    """Work of one multi-head attention layer while it decodes, without and with a KV cache.
+
+    The first new token needs the whole prompt either way. For each later one a cache computes a single row; without it
+    the whole sequence is computed again. Counted: the four projections and the two products of attention, each a full
+    rectangle, two FLOPs a multiply-add. The ratio is a bound that small layers do not reach: their time is overhead.
+
+    Attributes:
+        prompt_tokens: tokens before the first new one, at least 1.
+        new_tokens: tokens decoded, at least 1.
+        hidden_size: query heads times head dimension.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    hidden_size: int
+
+    def __post_init__(self) -> None:
+        _require_at_least("prompt_tokens", self.prompt_tokens, 1)
+        _require_at_least("new_tokens", self.new_tokens, 1)
+        _require_at_least("hidden_size", self.hidden_size, 1)
+
+    @property
+    def naive_flops(self) -> int:
+        """FLOPs without a cache: step i computes `prompt_tokens + i` rows over as many keys."""
+        first, last = self.prompt_tokens, self.prompt_tokens + self.new_tokens - 1
+        rows = (first + last) * self.new_tokens // 2
+        products = _sum_of_squares(last) - _sum_of_squares(first - 1)
+        return self._flops(rows, products)
+
+    @property
+    def cached_flops(self) -> int:
+        """FLOPs with one: the prompt once, then step i computes one row over `prompt_tokens + i` keys."""
+        later_steps = self.new_tokens - 1
+        later_keys = (2 * self.prompt_tokens + self.new_tokens) * later_steps // 2
+        return self._flops(self.prompt_tokens + later_steps, self.prompt_tokens**2 + later_keys)
+
+    @property
+    def ratio(self) -> float:
+        """FLOPs without a cache, over those with one; at least 1."""
+        return self.naive_flops / self.cached_flops
+
+    def _flops(self, num_rows: int, num_products: int) -> int:
+        return 8 * num_rows * self.hidden_size**2 + 4 * num_products * self.hidden_size
+
+
+def load_us(num_bytes: int, bytes_per_s: float) -> float:
+    """Microseconds to move so many bytes over a link, latency not counted.
+
+    Raises:
+        ConfigError: bytes below 0, or a bandwidth that is not positive.
+    """
+    _require_at_least("num_bytes", num_bytes, 0)
+    _require_positive("bandwidth", bytes_per_s)
+    return num_bytes / bytes_per_s * 1e6
+
+
+def recompute_us(num_parameters: float, flops_per_s: float) -> float:
+    """Microseconds to compute one token's K/V again: two FLOPs a parameter, attention not counted.
+
+    Args:
+        num_parameters: parameters that a token passes through; the active ones of a mixture of experts.
+        flops_per_s: what the device reaches; its peak gives a lower bound.
+
+    Raises:
+        ConfigError: a number that is not positive.
+
+    Source:
+        Kaplan et al. (arXiv:2001.08361), section 2.1.
+    """
+    _require_positive("params", num_parameters)
+    _require_positive("flops_per_s", flops_per_s)
+    return 2 * num_parameters / flops_per_s * 1e6
+
+
+def _sum_of_squares(last: int) -> int:
+    return last * (last + 1) * (2 * last + 1) // 6
+
+
+def _require_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name}: expected at least {least}, got {value}")
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name}: expected a positive number, got {value}")
