@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -35,15 +36,34 @@ _SAMPLES = 400
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write JSON."""
     options = _parse(arguments)
+    gc.disable()  # a collection in the middle of one operation would be counted as that operation's
+    try:
+        report = _measure(options)
+    finally:
+        gc.enable()
+    print(_table(report))
+    if options.json:
+        report |= {
+            "command": shlex.join(["python", "-m", "bench.tree", *(sys.argv[1:] if arguments is None else arguments)]),
+            "commit": current_commit(Path(__file__).parent),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
     prompts = [
         prompt_tokens(request, vocab_size=_VOCAB_SIZE).astype("<u4").tobytes()
         for request in load_trace(options.trace, limit=options.limit)
     ]
-    gc.disable()  # a collection in the middle of one operation would be counted as that operation's
     replay = measure_replay(prompts, options.block_size)
     if options.sglang:
         replay |= measure_sglang(prompts, options.block_size, options.sglang)
-    report = {
+    report: dict[str, Any] = {
         "trace": options.trace.name,
         "requests": len(prompts),
         "prompt_tokens": sum(map(len, prompts)) // 4,
@@ -57,18 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{leaves}": measure_sglang_evict(leaves, options.sglang) for leaves in options.leaves if leaves <= 100_000
         }
     report["ratios"] = _ratios(report)
-    print(_table(report))
-    if options.json:
-        report |= {
-            "command": "python -m bench.tree " + " ".join(sys.argv[1:] if arguments is None else arguments),
-            "commit": current_commit(Path(__file__).parent),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return report
 
 
 def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 # 32-bit words a program: 16 KiB, eight 16-byte accesses a thread.
-_CHUNK_WORDS = 4096
+_SPAN_WORDS = 4096
 
 
 def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -17,22 +17,27 @@ def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
         pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous.
         sources: int64 `[num_copies]` block ids, contiguous.
         targets: int64 `[num_copies]` block ids, contiguous, all different and none of them a source.
+
+    Raises:
+        ValueError: `sources` or `targets` is strided.
     """
+    if not (sources.is_contiguous() and targets.is_contiguous()):
+        raise ValueError("sources, targets: expected contiguous tensors, got strided ones")
     num_copies = sources.shape[0]
     if num_copies == 0:
         return
     words = pool.flatten(1).view(torch.int32)  # [num_blocks, words a block]
     block_words = words.shape[1]
-    _copy_chunk[(num_copies, triton.cdiv(block_words, _CHUNK_WORDS))](
-        words, sources, targets, block_words, CHUNK_WORDS=_CHUNK_WORDS, num_warps=4, enable_fp_fusion=True
+    _copy_span[(num_copies, triton.cdiv(block_words, _SPAN_WORDS))](
+        words, sources, targets, block_words, SPAN_WORDS=_SPAN_WORDS, num_warps=4, enable_fp_fusion=True
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy_chunk(words, sources, targets, block_words, CHUNK_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy one chunk of one block."""
+def _copy_span(words, sources, targets, block_words, SPAN_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy one span of one block."""
     source = tl.load(sources + tl.program_id(0)).to(tl.int64) * block_words
     target = tl.load(targets + tl.program_id(0)).to(tl.int64) * block_words
-    offsets = tl.program_id(1) * CHUNK_WORDS + tl.arange(0, CHUNK_WORDS)
+    offsets = tl.program_id(1) * SPAN_WORDS + tl.arange(0, SPAN_WORDS)
     is_word = offsets < block_words
     tl.store(words + target + offsets, tl.load(words + source + offsets, mask=is_word), mask=is_word)

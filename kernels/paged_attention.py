@@ -46,8 +46,11 @@ def paged_attention(
         A new contiguous tensor shaped and typed like `query`.
 
     Raises:
-        ValueError: `plan` was made for another window or another number of query heads.
+        ValueError: the last dimension of `query` is strided, or `plan` was made for another window or another number
+            of query heads.
     """
+    if query.stride(-1) != 1:
+        raise ValueError("query: expected a contiguous last dimension, got a strided one")
     if window != plan.window:
         raise ValueError(f"plan: expected one for window {window}, got one for window {plan.window}")
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape

@@ -20,7 +20,12 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: 
         slots: int64 `[num_tokens]`, contiguous, `block_id * block_size + offset`, all different.
         pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous.
         layer: index into the pool's layers.
+
+    Raises:
+        ValueError: the last dimension of `key` or `value` is strided.
     """
+    if key.stride(-1) != 1 or value.stride(-1) != 1:
+        raise ValueError("key, value: expected a contiguous last dimension, got a strided one")
     num_tokens = key.shape[0]
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     _write_tile[(triton.cdiv(num_tokens, _TILE_TOKENS), num_kv_heads)](

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ class EngineConfig:
     Attributes:
         max_step_tokens: tokens that one forward pass computes at most; longer suffixes are split into chunks.
         max_running_requests: requests that may hold blocks at the same time.
-        max_waiting_requests: further requests are refused with RESOURCE_EXHAUSTED.
+        max_waiting_requests: so many more may be unfinished; further ones are refused with RESOURCE_EXHAUSTED.
         held_lease_ttl_s: seconds after which a held lease is released by itself.
     """
 
@@ -225,3 +226,5 @@ def _require_one_of(path: str, value: object, allowed: tuple[object, ...]) -> No
 def _require_at_least(path: str, value: float, least: float) -> None:
     if not value >= least:
         raise ConfigError(f"{path}: expected at least {least}, got {value}")
+    if math.isinf(value):
+        raise ConfigError(f"{path}: expected a finite number, got {value}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import queue
 import secrets
 import threading
@@ -23,7 +23,6 @@ from radixkv.errors import (
     InvalidRequest,
     PromptTooLong,
     QueueFull,
-    RadixKVError,
     UnknownAdapter,
 )
 from radixkv.kv_storage import KVStorage
@@ -31,12 +30,12 @@ from radixkv.model import load_model
 from radixkv.model_check import check_model
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
+from radixkv.radix_tree import TOKEN_BYTES
 from radixkv.request import PrefillParams, PrefillResult, ProbeResult, Request
 from radixkv.runner import Runner
 from radixkv.stats import EngineStats
 from radixkv.tenants import Quota
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -76,7 +75,7 @@ class Engine:
             epoch=secrets.randbits(63),
         )
         self._model_fingerprint = model.fingerprint
-        self._core = EngineCore(runner, cache, config)
+        self._core = EngineCore(runner, cache, config, on_end=self._forget_unfinished)
         self._max_unfinished = config.max_waiting_requests + config.max_running_requests
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
@@ -85,6 +84,11 @@ class Engine:
         self._is_stopped = False
         self._unfinished: set[Future[PrefillResult]] = set()
         self._unfinished_changed = threading.Condition()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs. Once started, it ends only with `stop`, or with a bug of ours."""
+        return self._thread.is_alive()
 
     @property
     def is_healthy(self) -> bool:
@@ -117,7 +121,6 @@ class Engine:
                 raise QueueFull(f"engine: {len(self._unfinished)} requests are unfinished already")
             self._unfinished.add(future)
             self._inbox.put(lambda: self._core.submit(request))
-        future.add_done_callback(self._forget_unfinished)
         return future
 
     def probe(self, tokens: bytes, *, tenant: str = "", adapter: str = "", salt: str = "") -> Future[ProbeResult]:
@@ -132,7 +135,9 @@ class Engine:
         def probe() -> ProbeResult:
             cache = self._core.cache
             cached_tokens = cache.match(namespace, tokens).cached_tokens
-            return ProbeResult(cached_tokens, len(tokens) // 4, cache.explain(namespace, tokens, cached_tokens))
+            return ProbeResult(
+                cached_tokens, len(tokens) // TOKEN_BYTES, cache.explain(namespace, tokens, cached_tokens)
+            )
 
         return self._call(probe)
 
@@ -171,9 +176,9 @@ class Engine:
     def _leave_loop(self) -> None:
         self._is_stopping = True
 
-    def _forget_unfinished(self, future: Future[PrefillResult]) -> None:
+    def _forget_unfinished(self, request: Request) -> None:
         with self._unfinished_changed:
-            self._unfinished.discard(future)
+            self._unfinished.discard(request.future)
             self._unfinished_changed.notify_all()
 
     def _namespace(self, tenant: str, adapter: str, salt: str) -> Namespace:
@@ -182,6 +187,8 @@ class Engine:
         return Namespace(self._model_fingerprint, tenant, adapter, salt)
 
     def _validate_tokens(self, tokens: bytes) -> None:
+        if len(tokens) % TOKEN_BYTES:
+            raise InvalidRequest(f"token_ids: expected little-endian uint32 ids, got {len(tokens)} bytes")
         ids = np.frombuffer(tokens, dtype="<u4")
         if ids.size == 0:
             raise InvalidRequest("token_ids: expected at least 1 token, got 0")
@@ -201,7 +208,7 @@ class Engine:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
-                except RadixKVError as error:
+                except Exception as error:  # noqa: BLE001 - it is the caller's, and the engine goes on
                     future.set_exception(error)
 
         with self._unfinished_changed:
@@ -222,14 +229,12 @@ class Engine:
             self._core.close(Draining("engine: stopped"))
 
     def _read_inbox(self, *, wait: bool = True) -> None:
-        """Run everything in the inbox; sleep on it while there is nothing to compute."""
-        wait = wait and not self._core.has_work
-        try:
-            while True:
-                self._inbox.get(wait, self._core.seconds_to_next_expiry() if wait else None)()
-                wait = False
-        except queue.Empty:
-            pass
+        """Run what is in the inbox now; sleep on it while there is nothing to compute."""
+        if wait and not self._core.has_work:
+            with contextlib.suppress(queue.Empty):
+                self._inbox.get(timeout=self._core.seconds_to_next_expiry())()
+        for _ in range(self._inbox.qsize()):
+            self._inbox.get()()
 
 
 def build_engine(config: Config) -> Engine:
@@ -240,7 +245,7 @@ def build_engine(config: Config) -> Engine:
     """
     model = load_model(config.model)
     kernels = _kernels(model.device)
-    check_model(model, kernels)
+    check_model(model, kernels, config.cache.block_size)
     storage = KVStorage(config.cache.num_blocks, config.cache.block_size, model.kv_shape, model.device)
     cache = PrefixCache(
         storage.num_blocks,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-
-import torch
+from collections.abc import Callable, Iterator
 
 from radixkv.config import EngineConfig
 from radixkv.errors import DeadlineExceeded, OutOfBlocks, QuotaExceeded, RadixKVError, StepFailed
 from radixkv.held_leases import HeldLeases
 from radixkv.lease import Lease
 from radixkv.miss_reason import MissReason
+from radixkv.prediction import Prediction, predict
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import HeldLease, PrefillResult, Request, RequestState, Timing, Usage
 from radixkv.runner import Chunk, Runner
@@ -35,6 +34,7 @@ class EngineCore:
         cache: trees and block ids of the same memory.
         config: budgets and limits.
         clock: seconds, never going back.
+        on_end: told of every request that is over.
     """
 
     def __init__(
@@ -43,12 +43,14 @@ class EngineCore:
         cache: PrefixCache,
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[Request], None] = lambda _: None,
     ) -> None:
         self.cache = cache
         self.held_leases = HeldLeases(config.held_lease_ttl_s)
         self._runner = runner
         self._scheduler = Scheduler(config.max_step_tokens, config.max_running_requests)
         self._clock = clock
+        self._on_end = on_end
         self._started_s = clock()
         self._num_ended = dict.fromkeys((RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED), 0)
         self._tokens = TokenStats()
@@ -144,21 +146,28 @@ class EngineCore:
 
     def _run(self, slices: list[Slice]) -> None:
         try:
-            logits = self._runner.run([_chunk(part) for part in slices])
+            is_finite, predictions = self._compute(slices)
         except Exception as error:  # noqa: BLE001 - whatever a forward pass raises, the other requests go on
             _log.exception("a step of %d requests failed", len(slices))
             failed = StepFailed(f"step: the forward pass raised {type(error).__name__}")
             for part in slices:
                 self._fail(part.request, failed)
             return
-        finished = []
-        for part in slices:
+        for part, finite in zip(slices, is_finite, strict=True):
+            prediction = next(predictions) if part.is_last else None
+            if not finite:
+                self._fail(part.request, StepFailed("step: the model's values are not finite; nothing was published"))
+                continue
             part.request.computed_upto = part.end
             self._commit(part.request)
-            if part.end == part.request.num_tokens:
-                finished.append(part.request)
-        for request, row, next_token_id in zip(finished, logits, logits.argmax(dim=-1).tolist(), strict=True):
-            self._answer(request, row, next_token_id)
+            if prediction is not None:
+                self._answer(part.request, prediction)
+
+    def _compute(self, slices: list[Slice]) -> tuple[list[bool], Iterator[Prediction]]:
+        """Everything that waits for the device, and so everything that can fail there."""
+        step = self._runner.run([_chunk(part) for part in slices])
+        predictions = predict(step.logits, [part.request.params for part in slices if part.is_last])
+        return step.is_finite, iter(predictions)
 
     def _commit(self, request: Request) -> None:
         """Publish what is computed: chunk by chunk, or all at the end if the request must not read from the cache.
@@ -170,18 +179,21 @@ class EngineCore:
         if params.write_cache and (params.read_cache or is_finished):
             request.written_tokens += lease.commit(request.computed_upto)
 
-    def _answer(self, request: Request, logits: torch.Tensor, next_token_id: int) -> None:
+    def _answer(self, request: Request, prediction: Prediction) -> None:
         params, lease = request.params, _open_lease(request)
         now = self._clock()
+        if params.deadline_s is not None and now >= params.deadline_s:
+            self._fail(request, DeadlineExceeded("deadline: passed before the answer was known"))
+            return
+        if not request.future.set_running_or_notify_cancel():
+            self._end(request, RequestState.CANCELLED)
+            return
         usage = Usage(
             prompt_tokens=request.num_tokens,
             cached_tokens=lease.cached_tokens,
             computed_tokens=request.num_tokens - lease.cached_tokens,
             written_tokens=request.written_tokens,
         )
-        if not request.future.set_running_or_notify_cancel():
-            self._end(request, RequestState.CANCELLED)
-            return
         self._tokens = TokenStats(
             prompt=self._tokens.prompt + usage.prompt_tokens,
             cached=self._tokens.cached + usage.cached_tokens,
@@ -191,9 +203,9 @@ class EngineCore:
         result = PrefillResult(
             request_id=params.request_id,
             usage=usage,
-            next_token_id=next_token_id,
-            top_logprobs=_top_logprobs(logits, params.top_logprobs),
-            logits=logits.cpu().numpy() if params.return_logits else None,
+            next_token_id=prediction.next_token_id,
+            top_logprobs=prediction.top_logprobs,
+            logits=prediction.logits,
             miss_reason=request.miss_reason,
             timing=Timing(
                 queue_us=_microseconds(request.scheduled_s - request.received_s),
@@ -224,6 +236,7 @@ class EngineCore:
         if request.lease is not None:
             request.lease.close()
             request.lease = None
+        self._on_end(request)
 
 
 def _open_lease(request: Request) -> Lease:
@@ -254,16 +267,8 @@ def _chunk(part: Slice) -> Chunk:
         end=end,
         block_ids=lease.block_ids,
         copy=lease.copy if start == lease.cached_tokens else None,
-        wants_logits=end == request.num_tokens,
+        wants_logits=part.is_last,
     )
-
-
-def _top_logprobs(logits: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` most likely tokens and their log probabilities; `logits` is float32 `[vocab_size]`."""
-    if count == 0:
-        return ()
-    values, ids = logits.log_softmax(dim=-1).topk(count)
-    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 def _microseconds(seconds: float) -> int:

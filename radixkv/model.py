@@ -36,6 +36,8 @@ class Model:
         self.name = name
         self.device = device
         self.module = module.to(device).eval()
+        self._hidden_states = torch.empty(0)  # [1, num_tokens, hidden_size] of the forward pass at hand
+        module.base_model.register_forward_hook(self._keep_hidden_states)
         config = module.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_tokens = _max_tokens(config)
@@ -45,7 +47,7 @@ class Model:
     @torch.inference_mode()
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: AttentionStep, logit_rows: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass over packed tokens of several requests; `step` knows which token belongs to whom.
 
         Args:
@@ -55,7 +57,8 @@ class Model:
             logit_rows: int64 `[n]`, the rows whose logits are wanted.
 
         Returns:
-            float32 `[n, vocab_size]`.
+            Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite, bool
+            `[num_tokens]`.
         """
         output = self.module(
             input_ids=input_ids[None],
@@ -64,8 +67,12 @@ class Model:
             logits_to_keep=logit_rows,
             radix_step=step,
         )
-        logits: torch.Tensor = output.logits[0].float()
-        return logits
+        is_finite = self._hidden_states[0].isfinite().all(dim=-1)
+        self._hidden_states = torch.empty(0)
+        return output.logits[0].float(), is_finite
+
+    def _keep_hidden_states(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
+        self._hidden_states = output.last_hidden_state
 
 
 def load_model(config: ModelConfig) -> Model:
@@ -161,6 +168,8 @@ def _probe_kv_shape(model: Model, num_layers: int) -> KVShape:
         )
     shapes = set(probe.shapes.values())
     num_kv_heads, head_dim, value_dim, dtype = next(iter(shapes))
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedModel(f"{name}: expected K/V of float32, bfloat16 or float16, got {dtype}")
     if len(shapes) > 1 or head_dim != value_dim:
         raise UnsupportedModel(f"{name}: expected one K/V shape in all layers, got {sorted(map(str, shapes))}")
     return KVShape(num_layers, num_kv_heads, head_dim, dtype)

@@ -13,31 +13,35 @@ from radixkv.kv_storage import KVStorage
 from radixkv.model import Model
 from radixkv.runner import Chunk, Runner
 
-_BLOCK_SIZE = 16
-_NUM_TOKENS = 2 * _BLOCK_SIZE + 5
 # Relative distance of the logits. Summation order costs about 1e-6 in float32 and 1e-2 in bfloat16; a window, mask or
 # state that got lost costs 1e-1 and more (see tests/test_model_check.py).
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-def check_model(model: Model, kernels: AttentionKernels) -> None:
+def check_model(model: Model, kernels: AttentionKernels, block_size: int) -> None:
     """Compare a short prompt computed at once, computed in parts, and computed by transformers' eager attention.
 
     The second part is a single token: it depends on what came before it the most.
+
+    Args:
+        model: as loaded.
+        kernels: those that will serve it.
+        block_size: tokens a block; the prompt fills two blocks and a part of a third.
 
     Raises:
         UnsupportedModel: they disagree, so the model keeps state that the cache does not hold, or its attention is
             not what our kernels compute.
     """
-    tokens = ((np.arange(_NUM_TOKENS) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
-    num_blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
-    runner = Runner(model, KVStorage(2 * num_blocks, _BLOCK_SIZE, model.kv_shape, model.device), kernels)
+    num_tokens = 2 * block_size + 5
+    tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
+    num_blocks = -(-num_tokens // block_size)
+    runner = Runner(model, KVStorage(2 * num_blocks, block_size, model.kv_shape, model.device), kernels)
     expected = _eager_logits(model, tokens)  # [num_tokens, vocab_size]
-    for first_block, ends in ((0, [_NUM_TOKENS]), (num_blocks, [_BLOCK_SIZE + 3, _BLOCK_SIZE + 4, _NUM_TOKENS])):
+    for first_block, ends in ((0, [num_tokens]), (num_blocks, [block_size + 3, block_size + 4, num_tokens])):
         block_ids = np.arange(first_block, first_block + num_blocks, dtype=np.int32)
         for start, end in itertools.pairwise([0, *ends]):
-            logits = runner.run([Chunk(tokens, start, end, block_ids, None, wants_logits=True)])
-            _require_close(model, start, logits[0], expected[end - 1])
+            step = runner.run([Chunk(tokens, start, end, block_ids, None, wants_logits=True)])
+            _require_close(model, start, step.logits[0], expected[end - 1])
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +41,19 @@ class Chunk:
         return self.end - self.start
 
 
+class StepResult(NamedTuple):
+    """What a step computed.
+
+    Attributes:
+        logits: float32 `[n, vocab_size]` on the model's device.
+        is_finite: for each chunk, whether the last hidden states of all its tokens are finite. A token attends to
+            itself in every layer, so a K or V that is not finite shows there.
+    """
+
+    logits: torch.Tensor
+    is_finite: list[bool]
+
+
 class Runner:
     """Owns the model and the K/V memory; knows nothing of trees and requests."""
 
@@ -48,11 +62,12 @@ class Runner:
         self.storage = storage
         self._kernels = kernels
 
-    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
         """Copy shared blocks, then compute all chunks in one forward pass.
 
         Returns:
-            float32 `[n, vocab_size]` on the model's device: a row for each chunk that wants logits, in order.
+            A row of logits for each chunk that wants them, in order, and for each chunk whether all its tokens came
+            out finite. Waits for the device.
         """
         self._copy_shared_blocks(chunks)
         device = self.model.device
@@ -67,15 +82,17 @@ class Runner:
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         ends = batch.query_starts[1:]
         rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
-        return self.model.forward(
+        logits, is_finite = self.model.forward(
             torch.from_numpy(input_ids.astype(np.int64)).to(device),
             torch.from_numpy(positions).to(device),
             PagedStep(self.storage.pool, batch, self._kernels),
             torch.tensor(rows, dtype=torch.int64, device=device),
         )
+        by_chunk = torch.split(is_finite.cpu(), [chunk.num_tokens for chunk in chunks])
+        return StepResult(logits, [bool(tokens.all()) for tokens in by_chunk])
 
     def _copy_shared_blocks(self, chunks: Sequence[Chunk]) -> None:
         copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
         if copies:
-            pairs = torch.tensor(copies, dtype=torch.int64, device=self.model.device)  # [num_copies, 2]
-            self._kernels.copy_blocks(self.storage.pool, pairs[:, 0], pairs[:, 1])
+            sources, targets = torch.tensor(copies, dtype=torch.int64, device=self.model.device).T.contiguous()
+            self._kernels.copy_blocks(self.storage.pool, sources, targets)

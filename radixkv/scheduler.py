@@ -16,6 +16,11 @@ class Slice(NamedTuple):
     start: int
     end: int
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt is computed after this."""
+        return self.end == self.request.num_tokens
+
 
 class Scheduler:
     """First come, first served, under a token budget a step.

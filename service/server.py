@@ -6,6 +6,7 @@ bind -> serving -> draining (health NOT_SERVING, new requests UNAVAILABLE, runni
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from radixkv.config import ServerConfig
-from radixkv.errors import ConfigError
+from radixkv.errors import ConfigError, InvariantViolation
 from radixkv.service.servicer import CacheServicer, PrefillServicer
 from radixkv.service.status import StatusInterceptor
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -119,6 +120,7 @@ def run(engine: Engine, config: ServerConfig) -> None:
 
     Raises:
         ConfigError: the address can't be bound.
+        InvariantViolation: the engine's thread ended by itself; a supervisor should start the server again.
     """
     engine.start()
     try:
@@ -135,7 +137,11 @@ async def _serve_until_signal(engine: Engine, config: ServerConfig) -> None:
     server = Server(engine, config)
     address = await server.start()
     print(f"listening on {address}", flush=True)
-    await stop.wait()
+    while not stop.is_set() and engine.is_alive:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _HEALTH_PERIOD_S)
+    if not engine.is_alive:
+        raise InvariantViolation("engine: expected its thread to run until the server stops, got a thread that ended")
     _logger.info("draining, at most %g s", config.drain_timeout_s)
     if await server.drain():
         _logger.info("stopped")

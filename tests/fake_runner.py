@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from radixkv.runner import Chunk
+from radixkv.runner import Chunk, StepResult
 
 VOCAB_SIZE = 256
 
@@ -30,6 +30,7 @@ class FakeRunner:
         self.storage = SimpleNamespace(block_bytes=0)
         self.steps: list[list[tuple[int, int]]] = []  # (start, end) of each chunk of each step
         self.fail_next: Exception | None = None
+        self.not_finite: bytes | None = None  # the prompt whose values come out as NaN
         self._block_size = block_size
         self._content: list[list[bytes | None]] = [[None] * block_size for _ in range(num_blocks)]
 
@@ -37,7 +38,7 @@ class FakeRunner:
     def computed_tokens(self) -> int:
         return sum(end - start for step in self.steps for start, end in step)
 
-    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
@@ -53,7 +54,8 @@ class FakeRunner:
                 assert seen == chunk.tokens[: (position + 1) * 4], f"position {position} holds another prefix's K/V"
         self.steps.append([(chunk.start, chunk.end) for chunk in chunks])
         rows = [one_hot(next_token(chunk.tokens)) for chunk in chunks if chunk.wants_logits]
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+        logits = torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+        return StepResult(logits, [chunk.tokens != self.not_finite for chunk in chunks])
 
     def forget_everything(self) -> None:
         """Wipe the K/V of all blocks: whoever reads a cached one fails."""

@@ -40,6 +40,7 @@ ORDER = [
     "triton_kernels",
     "tiny_model",
     "model",
+    "prediction",
     "runner",
     "model_check",
     "engine_core",

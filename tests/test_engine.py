@@ -66,6 +66,7 @@ def test_probe_changes_nothing(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
+        (b"\1\0\0", InvalidRequest, "token_ids: expected little-endian uint32 ids, got 3 bytes"),
         (b"", InvalidRequest, "token_ids: expected at least 1 token, got 0"),
         (tokens([1, 2, VOCAB_SIZE]), InvalidRequest, r"token_ids\[2\]: expected an id below the vocabulary size 256"),
         (tokens([2**32 - 1]), InvalidRequest, r"token_ids\[0\]"),
@@ -105,6 +106,25 @@ def test_too_many_unfinished_requests_are_refused(engine: Engine, runner: GatedR
     for future in futures:
         future.result(5)
     engine.prefill(params(range(8))).result(5)
+
+
+def test_cancelled_requests_count_until_their_blocks_are_back(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    for i in range(4):
+        engine.prefill(params(range(i, i + 8))).cancel()
+    with pytest.raises(QueueFull):
+        engine.prefill(params(range(8)))
+    runner.gate.set()
+    engine.stats().result(5)
+
+
+def test_a_call_that_fails_in_the_engine_fails_its_caller_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._core, "stats", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.stats().result(5)
+    assert engine.prefill(params(range(8))).result(5).usage.prompt_tokens == 8
 
 
 def test_cancelling_during_a_step_returns_the_blocks(engine: Engine, runner: GatedRunner) -> None:

@@ -1,7 +1,9 @@
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
 
+from radixkv import engine_core
 from radixkv.config import EngineConfig
 from radixkv.engine_core import EngineCore
 from radixkv.errors import DeadlineExceeded, Draining, OutOfBlocks, QuotaExceeded, StepFailed, UnknownLease
@@ -9,6 +11,7 @@ from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import PrefillParams, PrefillResult, Request
+from radixkv.runner import Chunk, StepResult
 from radixkv.tenants import Quota
 from tests.fake_runner import FakeRunner, next_token, tokens
 
@@ -236,6 +239,41 @@ class TestWaysOut:
         assert all(isinstance(f.exception(0), StepFailed) for f in failed)
         assert bench.cache.pool.num_free == 64
         assert bench.prefill(range(8)).usage.cached_tokens == 0
+
+    def test_values_that_are_not_finite_fail_their_request_alone_and_publish_nothing(self) -> None:
+        bench = Bench(max_step_tokens=32)
+        bench.runner.not_finite = tokens(range(8))
+        bad, good = bench.submit(range(8)), bench.submit(range(20, 28))
+        bench.run()
+        assert isinstance(bad.exception(0), StepFailed)
+        assert good.result(0).usage.written_tokens == 8
+        bench.runner.not_finite = None
+        assert bench.prefill(range(8)).usage.cached_tokens == 0
+
+    def test_a_failure_while_the_logits_are_read_is_a_failed_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def lost_device(*_: object) -> None:
+            raise RuntimeError("the device is gone")
+
+        bench = Bench()
+        monkeypatch.setattr(engine_core, "predict", lost_device)
+        future = bench.submit(range(8))
+        bench.run()
+        assert isinstance(future.exception(0), StepFailed)
+        assert bench.cache.pool.num_free == 64
+
+    def test_a_deadline_that_passes_in_the_last_step_holds_no_lease(self) -> None:
+        bench = Bench()
+        future = bench.submit(range(8), deadline_s=1.0, hold_lease=True)
+        run = bench.runner.run
+
+        def slow_run(chunks: Sequence[Chunk]) -> StepResult:
+            bench.clock.now = 2.0
+            return run(chunks)
+
+        bench.runner.run = slow_run  # type: ignore[method-assign]
+        bench.run()
+        assert isinstance(future.exception(0), DeadlineExceeded)
+        assert len(bench.core.held_leases) == 0
 
     def test_closing_fails_everything_and_frees_every_lease(self) -> None:
         bench = Bench(max_step_tokens=4)

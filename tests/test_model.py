@@ -77,7 +77,7 @@ def assert_agree(got: torch.Tensor, expected: torch.Tensor) -> None:
 def test_a_cold_prompt_agrees_with_eager_attention(served: Served, length: int) -> None:
     tokens = prompt(length)
     got = served.runner.run([chunk(tokens, 0, length, blocks(7))])
-    assert_agree(got[0], served.expected(tokens)[-1])
+    assert_agree(got.logits[0], served.expected(tokens)[-1])
 
 
 @pytest.mark.parametrize("cached", [BLOCK_SIZE, 2 * BLOCK_SIZE, 5 * BLOCK_SIZE])
@@ -85,7 +85,7 @@ def test_a_warm_prompt_agrees_with_eager_attention(served: Served, cached: int) 
     tokens, block_ids = prompt(100), blocks(7)
     served.runner.run([chunk(tokens, 0, cached, block_ids)])
     got = served.runner.run([chunk(tokens, cached, 100, block_ids)])
-    assert_agree(got[0], served.expected(tokens)[-1])
+    assert_agree(got.logits[0], served.expected(tokens)[-1])
 
 
 @pytest.mark.parametrize("shared", [1, 15, 40, 63])
@@ -98,7 +98,7 @@ def test_a_hit_inside_a_block_agrees_with_eager_attention(served: Served, shared
     table = np.concatenate([block_ids[:whole], block_ids[7:]])
     copy = BlockCopy(int(block_ids[whole]), int(block_ids[7]))
     got = served.runner.run([chunk(second, shared, second.size, table, copy)])
-    assert_agree(got[0], served.expected(second)[-1])
+    assert_agree(got.logits[0], served.expected(second)[-1])
 
 
 def test_every_chunk_end_agrees_with_eager_attention(served: Served) -> None:
@@ -107,7 +107,7 @@ def test_every_chunk_end_agrees_with_eager_attention(served: Served) -> None:
     ends = [1, 7, 16, 33, 34, 64, 99, 100]
     for start, end in zip([0, *ends], ends, strict=False):
         got = served.runner.run([chunk(tokens, start, end, block_ids)])
-        assert_agree(got[0], expected[end - 1])
+        assert_agree(got.logits[0], expected[end - 1])
 
 
 def test_requests_of_one_batch_do_not_see_each_other(served: Served) -> None:
@@ -118,18 +118,25 @@ def test_requests_of_one_batch_do_not_see_each_other(served: Served) -> None:
     got = served.runner.run(
         [chunk(p, start, p.size, table) for p, start, table in zip(prompts, starts, tables, strict=True)]
     )
-    for row, tokens in zip(got, prompts, strict=True):
+    for row, tokens in zip(got.logits, prompts, strict=True):
         assert_agree(row, served.expected(tokens)[-1])
+
+
+def test_the_chunk_whose_values_are_not_finite_is_told_from_the_others(served: Served) -> None:
+    block_ids = blocks(20)
+    served.runner.storage.pool[block_ids[0]] = torch.nan
+    good, bad = chunk(prompt(40), 0, 40, block_ids[1:4]), chunk(prompt(40), 16, 40, np.r_[block_ids[0], block_ids[4:6]])
+    assert served.runner.run([good, bad]).is_finite == [True, False]
 
 
 def test_a_step_without_wanted_logits_returns_none(served: Served) -> None:
     tokens = prompt(20)
     got = served.runner.run([Chunk(tokens.tobytes(), 0, 20, blocks(2), None, wants_logits=False)])
-    assert got.shape == (0, VOCAB_SIZE)
+    assert got.logits.shape == (0, VOCAB_SIZE)
 
 
 def test_the_model_check_accepts_it(served: Served) -> None:
-    check_model(served.model, TorchKernels())
+    check_model(served.model, TorchKernels(), BLOCK_SIZE)
 
 
 def test_the_tiny_model_is_the_same_each_time() -> None:
@@ -206,7 +213,7 @@ def test_a_hybrid_model_is_refused(tmp_path: Path) -> None:
 def test_a_mixture_of_experts_is_served(tmp_path: Path) -> None:
     config = small(MixtralConfig, num_key_value_heads=1, num_local_experts=4, initializer_range=0.2)
     write_checkpoint(config, tmp_path, max_shard_size="10MB")
-    check_model(load_model(ModelConfig(path=str(tmp_path))), TorchKernels())
+    check_model(load_model(ModelConfig(path=str(tmp_path))), TorchKernels(), BLOCK_SIZE)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_state_outside_the_cache_is_found(gemma2: Model) -> None:
 
     gemma2.module.model.layers[1].mlp.register_forward_hook(add_previous_token)
     with pytest.raises(UnsupportedModel, match="over 19 cached tokens"):
-        check_model(gemma2, TorchKernels())
+        check_model(gemma2, TorchKernels(), 16)
 
 
 @pytest.mark.parametrize("lost", ["window", "softcap"])
@@ -36,17 +36,17 @@ def test_a_lost_attention_feature_is_found(gemma2: Model, lost: str, monkeypatch
     if lost == "softcap":
         for layer in gemma2.module.model.layers:
             layer.self_attn.attn_logit_softcapping = 5.0
-    check_model(gemma2, TorchKernels())
+    check_model(gemma2, TorchKernels(), 16)
     monkeypatch.setattr(PagedStep, "attend", attend_without)
     with pytest.raises(UnsupportedModel, match="over 0 cached tokens"):
-        check_model(gemma2, TorchKernels())
+        check_model(gemma2, TorchKernels(), 16)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_passes(dtype: str) -> None:
-    check_model(load_model(ModelConfig(dtype=dtype)), TorchKernels())
+    check_model(load_model(ModelConfig(dtype=dtype)), TorchKernels(), 16)
 
 
 def test_the_models_own_attention_is_put_back(gemma2: Model) -> None:
-    check_model(gemma2, TorchKernels())
-    check_model(gemma2, TorchKernels())
+    check_model(gemma2, TorchKernels(), 16)
+    check_model(gemma2, TorchKernels(), 16)

@@ -26,20 +26,22 @@ def test_a_whole_model_on_triton_kernels_agrees_with_eager_attention(
     storage = KVStorage(16, 16, model.kv_shape, model.device)
     storage.pool.fill_(torch.nan)
     runner = Runner(model, storage, TritonKernels())
-    first, second = (np.random.default_rng(seed).integers(0, VOCAB_SIZE, 50).astype("<u4") for seed in (0, 1))
-    second[:21] = first[:21]
+    first, second, third = (np.random.default_rng(seed).integers(0, VOCAB_SIZE, 50).astype("<u4") for seed in (0, 1, 2))
+    second[:21] = third[:21] = first[:21]
     table = np.random.default_rng(2).permutation(16).astype(np.int32)
     runner.run([Chunk(first.tobytes(), 0, 30, table[:4], None, wants_logits=False)])
-    shared = np.concatenate([table[:1], table[4:7]])
-    copy = BlockCopy(int(table[1]), int(table[4]))
-    rows = runner.run(
+    shares = [np.concatenate([table[:1], own]) for own in (table[4:7], table[7:10])]
+    copies = [BlockCopy(int(table[1]), int(share[1])) for share in shares]
+    step = runner.run(
         [
             Chunk(first.tobytes(), 30, 50, table[:4], None, wants_logits=True),
-            Chunk(second.tobytes(), 21, 50, shared, copy, wants_logits=True),
+            Chunk(second.tobytes(), 21, 50, shares[0], copies[0], wants_logits=True),
+            Chunk(third.tobytes(), 21, 50, shares[1], copies[1], wants_logits=True),
         ]
     )
+    assert step.is_finite == [True, True, True]
     oracle = load_eager(directory)
-    for row, tokens in zip(rows, (first, second), strict=True):
+    for row, tokens in zip(step.logits, (first, second, third), strict=True):
         with torch.inference_mode():
             expected = oracle(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0, -1]
         assert (row - expected).abs().max() <= 1e-4

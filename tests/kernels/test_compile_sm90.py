@@ -25,7 +25,7 @@ def compiled() -> list[dict[str, Any]]:
 
 
 def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
-    assert {row["kernel"] for row in compiled} == {"_attend_tile", "_merge_partials", "_write_tile", "_copy_chunk"}
+    assert {row["kernel"] for row in compiled} == {"_attend_tile", "_merge_partials", "_write_tile", "_copy_span"}
 
 
 def test_no_kernel_spills(compiled: list[dict[str, Any]]) -> None:
@@ -56,5 +56,5 @@ def test_keys_and_values_arrive_by_asynchronous_copy(compiled: list[dict[str, An
 
 
 def test_block_copies_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
-    (copy,) = [row for row in compiled if row["kernel"] == "_copy_chunk"]
+    (copy,) = [row for row in compiled if row["kernel"] == "_copy_span"]
     assert copy["instructions"]["LDG.E.128"] == copy["instructions"]["STG.E.128"] == 8

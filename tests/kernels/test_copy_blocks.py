@@ -38,3 +38,10 @@ def test_nothing_to_copy_is_no_launch(kernel_device: str) -> None:
     empty = torch.empty(0, dtype=torch.int64, device=kernel_device)
     copy_blocks(pool, empty, empty)
     assert torch.equal(pool, before)
+
+
+def test_strided_ids_are_refused(kernel_device: str) -> None:
+    pool = torch.zeros(4, 1, 2, 1, 16, 16, device=kernel_device)
+    pairs = torch.tensor([[0, 2], [1, 3]], device=kernel_device)
+    with pytest.raises(ValueError, match="expected contiguous tensors"):
+        copy_blocks(pool, pairs[:, 0], pairs[:, 1])
