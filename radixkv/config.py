@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.errors import ConfigError
+
+_MAX_INT32 = 2**31 - 1  # block ids, and gRPC's message sizes
+_YEAR_S = 366 * 24 * 3600  # clocks and time stamps overflow far beyond it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _require_one_of("cache.block_size", self.block_size, (16, 32, 64))
         _require_at_least("cache.capacity_tokens", self.capacity_tokens, self.block_size)
+        _require_at_most("cache.capacity_tokens", self.capacity_tokens, _MAX_INT32 * self.block_size)
         _require_at_least("cache.evicted_prefixes", self.evicted_prefixes, 0)
 
     @property
@@ -79,6 +82,7 @@ class EngineConfig:
         _require_at_least("engine.max_running_requests", self.max_running_requests, 1)
         _require_at_least("engine.max_waiting_requests", self.max_waiting_requests, 1)
         _require_at_least("engine.held_lease_ttl_s", self.held_lease_ttl_s, 0)
+        _require_at_most("engine.held_lease_ttl_s", self.held_lease_ttl_s, _YEAR_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,9 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"server.port: expected 0 to 65535, got {self.port}")
         _require_at_least("server.drain_timeout_s", self.drain_timeout_s, 0)
+        _require_at_most("server.drain_timeout_s", self.drain_timeout_s, _YEAR_S)
         _require_at_least("server.max_message_bytes", self.max_message_bytes, 1024)
+        _require_at_most("server.max_message_bytes", self.max_message_bytes, _MAX_INT32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,5 +232,8 @@ def _require_one_of(path: str, value: object, allowed: tuple[object, ...]) -> No
 def _require_at_least(path: str, value: float, least: float) -> None:
     if not value >= least:
         raise ConfigError(f"{path}: expected at least {least}, got {value}")
-    if math.isinf(value):
-        raise ConfigError(f"{path}: expected a finite number, got {value}")
+
+
+def _require_at_most(path: str, value: float, most: float) -> None:
+    if not value <= most:
+        raise ConfigError(f"{path}: expected at most {most}, got {value}")

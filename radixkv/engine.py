@@ -196,9 +196,8 @@ class Engine:
             raise PromptTooLong(f"token_ids: expected at most {self.limits.max_prompt_tokens} tokens, got {ids.size}")
         if ids.max() >= self.limits.vocab_size:
             index = int(np.argmax(ids >= self.limits.vocab_size))
-            raise InvalidRequest(
-                f"token_ids[{index}]: expected an id below the vocabulary size {self.limits.vocab_size}, got another"
-            )
+            vocab_size = self.limits.vocab_size
+            raise InvalidRequest(f"token_ids[{index}]: expected an id below the vocabulary size {vocab_size}, got more")
 
     def _call(self, function: Callable[[], _T]) -> Future[_T]:
         """Run a short function on the engine's thread, between two steps."""

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 from xxhash import xxh3_128
 
 from radixkv.attention import ATTENTION_NAME, AttentionStep
 from radixkv.config import ModelConfig
-from radixkv.errors import ConfigError, UnsupportedModel
+from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
 from radixkv.kv_storage import KVShape
 from radixkv.tiny_model import build_tiny_model
 
@@ -91,12 +91,17 @@ def load_model(config: ModelConfig) -> Model:
         raise ConfigError(f"model.path: expected `tiny` or a directory with a config.json, got {config.path}")
     try:
         module = _load_directory(directory, dtype)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model.path: {directory} can't be loaded: {error}") from error
-    return Model(directory.resolve().name, module, device)
+        _refuse_masks_we_do_not_make(module)
+        return Model(directory.resolve().name, module, device)
+    except RadixKVError:
+        raise
+    except Exception as error:  # whatever transformers raises over a bad directory
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"model.path: {directory} can't be loaded: {type(error).__name__}: {reason}") from error
 
 
 def _load_directory(directory: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    disable_progress_bar()  # a service's log is no terminal
     hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
     model_class = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     if model_class is None:
@@ -115,10 +120,24 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> PreTrainedMod
         local_files_only=True,
         output_loading_info=True,
     )
-    wrong = [f"{kind} {sorted(info[kind])[:3]}" for kind in ("missing_keys", "mismatched_keys") if info.get(kind)]
+    kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
+    wrong = [f"{kind} {sorted(info[kind])[:3]}" for kind in kinds if info.get(kind)]
     if wrong:
         raise ConfigError(f"model.path: the weights in {directory} do not fit its config.json: {', '.join(wrong)}")
     return module
+
+
+def _refuse_masks_we_do_not_make(module: PreTrainedModel) -> None:
+    """Our attention is causal, with or without a sliding window; other masks would get lost without a word."""
+    config = module.config.get_text_config()
+    name = type(module).__name__
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        kinds = ", ".join(sorted(others))
+        raise UnsupportedModel(f"{name}: expected layers of full or sliding attention, got {kinds}")
+    for key in ("attention_chunk_size", "use_bidirectional_attention"):
+        if getattr(config, key, None):
+            raise UnsupportedModel(f"{name}: its config.json sets {key}, which our attention does not do")
 
 
 def _resolve_device(name: str) -> torch.device:

@@ -436,13 +436,13 @@ class PrefixCache:
                 blocks["pinned"] += node.num_blocks if node.pin_count else 0
                 blocks["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
                 num_evictable += _is_evictable(node)
+        _require(not pins, "a lease pins a node outside every tree")
+        _require(self.num_pinned_blocks == num_pinned_blocks, "the number of pinned blocks drifted")
+        _require(len(self._evictable) == num_evictable, "the eviction index holds a node outside every tree")
         for tenant, usage in self.tenants.items():
             counted = (usage.num_cached_blocks, usage.num_pinned_blocks, usage.num_leased_blocks)
             blocks = held[tenant]
             _require(counted == (blocks["cached"], blocks["pinned"], blocks["leased"]), "a tenant's usage drifted")
-        _require(not pins, "a lease pins a node outside every tree")
-        _require(self.num_pinned_blocks == num_pinned_blocks, "the number of pinned blocks drifted")
-        _require(len(self._evictable) == num_evictable, "the eviction index holds a node outside every tree")
         self.pool.check(
             np.frombuffer(b"".join(leased), dtype=np.int32), np.frombuffer(b"".join(published), dtype=np.int32)
         )

@@ -17,15 +17,17 @@ import grpc
 
 from radixkv import __version__
 from radixkv.config import Config
-from radixkv.errors import ConfigError
+from radixkv.errors import ConfigError, RadixKVError
 from radixkv.service.client import Client
 from radixkv.service.plan_command import add_plan_command
 from radixkv.service.report import json_of, prefill_table, stats_table
 from radixkv.service.token_ids import pack_token_ids
 
+_logger = logging.getLogger(__name__)
+
 # Top-level modules that the extra `engine` brings.
 _ENGINE_MODULES = frozenset(
-    {"torch", "triton", "transformers", "peft", "safetensors", "grpc_health", "grpc_reflection", "tokenizers"}
+    {"torch", "triton", "transformers", "safetensors", "grpc_health", "grpc_reflection", "tokenizers"}
 )
 
 
@@ -58,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(2, f"the package {package} is missing; install radixkv[engine]")
     except grpc.RpcError as error:
         return _complain(1, _text_of(error))
+    except RadixKVError as error:
+        return _complain(1, str(error))
     except KeyboardInterrupt:
         return 130
     return 0
@@ -118,12 +122,21 @@ def _serve(arguments: argparse.Namespace) -> None:
     from radixkv.engine import build_engine
     from radixkv.service.server import run
 
-    run(build_engine(config), config.server)
+    engine = build_engine(config)
+    limits, capacity_tokens = engine.limits, config.cache.num_blocks * config.cache.block_size
+    _logger.info(
+        "model %s on %s, %d tokens of K/V in blocks of %d",
+        limits.model,
+        limits.device,
+        capacity_tokens,
+        limits.block_size,
+    )
+    run(engine, config.server)
 
 
 def _prefill(arguments: argparse.Namespace) -> None:
     token_ids = _encoded(arguments) if arguments.tokens is None else arguments.tokens
-    with Client(arguments.address, timeout_s=arguments.timeout_s) as client:
+    with _client(arguments) as client:
         answer = client.prefill(
             token_ids,
             tenant=arguments.tenant,
@@ -137,9 +150,16 @@ def _prefill(arguments: argparse.Namespace) -> None:
 
 
 def _stats(arguments: argparse.Namespace) -> None:
-    with Client(arguments.address, timeout_s=arguments.timeout_s) as client:
+    with _client(arguments) as client:
         stats = client.stats()
     print(json_of(stats) if arguments.json else stats_table(stats))
+
+
+def _client(arguments: argparse.Namespace) -> Client:
+    try:
+        return Client(arguments.address, timeout_s=arguments.timeout_s)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:

@@ -33,6 +33,8 @@ from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 
 Options = Sequence[tuple[str, Any]]
 
+_MAX_TIMEOUT_S = 366 * 24 * 3600  # gRPC's own clock overflows far beyond it
+
 # gRPC's own default refuses messages above 4 MiB: a million token ids, or the logits of a large batch of callers.
 _UNLIMITED: Options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
@@ -47,9 +49,12 @@ class Client:
             address: `HOST:PORT`.
             timeout_s: deadline of every call that gives none of its own; None waits for ever.
             options: further gRPC channel options; they win over ours.
+
+        Raises:
+            ValueError: the address has no port from 1 to 65535, or `timeout_s` is not a positive number.
         """
-        self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(address, options=_merged(options))
+        self._timeout_s = _positive(timeout_s)
+        self._channel = grpc.insecure_channel(_target(address), options=_merged(options))
         self._prefill, self._cache = _stubs(self._channel)
 
     def __enter__(self) -> Self:
@@ -129,7 +134,7 @@ class Client:
         return answer
 
     def _timeout(self, timeout_s: float | None) -> float | None:
-        return self._timeout_s if timeout_s is None else timeout_s
+        return self._timeout_s if timeout_s is None else _positive(timeout_s)
 
 
 class AsyncClient:
@@ -137,8 +142,8 @@ class AsyncClient:
 
     def __init__(self, address: str, *, timeout_s: float | None = None, options: Options = ()) -> None:
         """Connect lazily; see `Client`."""
-        self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(address, options=_merged(options))
+        self._timeout_s = _positive(timeout_s)
+        self._channel = grpc.aio.insecure_channel(_target(address), options=_merged(options))
         self._prefill, self._cache = _stubs(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -181,7 +186,7 @@ class AsyncClient:
             return_logits=return_logits,
             hold_lease=hold_lease,
         )
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else _positive(timeout_s)
         answer: PrefillResponse = await self._prefill.Prefill(request, timeout=timeout_s)
         return answer
 
@@ -212,6 +217,22 @@ def logits_of(response: PrefillResponse) -> npt.NDArray[np.float32]:
         float32 `[vocab_size]`, read-only, a view of the answer's bytes; empty if logits were not asked for.
     """
     return np.frombuffer(response.logits, dtype="<f4")
+
+
+def _target(address: str) -> str:
+    """gRPC would dial port 443 where none is given, and any port modulo 65536."""
+    if address.startswith(("unix:", "dns:", "ipv4:", "ipv6:", "xds:")):
+        return address
+    host, _, port = address.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ValueError(f"address: expected HOST:PORT with a port from 1 to 65535, got {address!r}")
+    return address
+
+
+def _positive(timeout_s: float | None) -> float | None:
+    if timeout_s is not None and not 0 < timeout_s < _MAX_TIMEOUT_S:
+        raise ValueError(f"timeout_s: expected more than 0 and less than {_MAX_TIMEOUT_S} seconds, got {timeout_s}")
+    return timeout_s
 
 
 def _merged(options: Options) -> list[tuple[str, Any]]:

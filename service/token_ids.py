@@ -41,6 +41,8 @@ def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
         ids = np.asarray(token_ids)
     except ValueError as error:  # sequences of unequal lengths
         raise ValueError("token_ids: expected one dimension, got nested sequences") from error
+    if ids.ndim == 0:
+        raise TypeError(f"token_ids: expected a sequence of integers, got {type(token_ids).__name__}")
     if ids.ndim != 1:
         raise ValueError(f"token_ids: expected one dimension, got {ids.ndim}")
     if ids.size == 0:

@@ -68,7 +68,11 @@ def test_probe_changes_nothing(engine: Engine) -> None:
     [
         (b"\1\0\0", InvalidRequest, "token_ids: expected little-endian uint32 ids, got 3 bytes"),
         (b"", InvalidRequest, "token_ids: expected at least 1 token, got 0"),
-        (tokens([1, 2, VOCAB_SIZE]), InvalidRequest, r"token_ids\[2\]: expected an id below the vocabulary size 256"),
+        (
+            tokens([1, 2, VOCAB_SIZE]),
+            InvalidRequest,
+            r"token_ids\[2\]: expected an id below the vocabulary size 256, got more",
+        ),
         (tokens([2**32 - 1]), InvalidRequest, r"token_ids\[0\]"),
         (tokens([0] * 129), PromptTooLong, "token_ids: expected at most 128 tokens, got 129"),
     ],

@@ -8,8 +8,10 @@ import torch
 from transformers import (
     BloomConfig,
     DeepseekV3Config,
+    Gemma3TextConfig,
     GptOssConfig,
     Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
@@ -21,7 +23,7 @@ from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.kv_storage import KVStorage
 from radixkv.lease import BlockCopy
-from radixkv.model import Model, load_model
+from radixkv.model import Model, _probe_kv_shape, load_model
 from radixkv.model_check import check_model
 from radixkv.runner import Chunk, Runner
 from tests.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
@@ -206,7 +208,41 @@ def test_a_hybrid_model_is_refused(tmp_path: Path) -> None:
         Lfm2Config, num_hidden_layers=3, num_key_value_heads=1, layer_types=["conv", "full_attention", "conv"]
     )
     write_checkpoint(config, tmp_path, max_shard_size="10MB")
-    with pytest.raises(UnsupportedModel, match="expected 3 layers to call attention, got 1"):
+    with pytest.raises(UnsupportedModel, match="expected layers of full or sliding attention, got conv"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_layer_that_calls_no_attention_is_noticed() -> None:
+    """Also without a word of it in config.json."""
+    with pytest.raises(UnsupportedModel, match="expected 5 layers to call attention, got 4"):
+        _probe_kv_shape(load_model(ModelConfig()), 5)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            small(
+                Llama4TextConfig,
+                intermediate_size_mlp=32,
+                num_key_value_heads=1,
+                head_dim=8,
+                num_local_experts=2,
+                attention_chunk_size=64,
+            ),
+            "chunked_attention",
+        ),
+        (
+            small(Gemma3TextConfig, num_key_value_heads=1, head_dim=8, use_bidirectional_attention=True),
+            "use_bidirectional_attention|looks ahead",
+        ),
+    ],
+    ids=["llama4", "gemma3 bidirectional"],
+)
+def test_a_mask_that_would_get_lost_is_refused(config: object, reason: str, tmp_path: Path) -> None:
+    """Llama 4 attends in chunks; within the first chunk nobody would notice that ours does not."""
+    write_checkpoint(config, tmp_path, max_shard_size="10MB")
+    with pytest.raises(UnsupportedModel, match=reason):
         load_model(ModelConfig(path=str(tmp_path)))
 
 
@@ -279,6 +315,22 @@ class TestBadDirectories:
         (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
         with pytest.raises(ConfigError, match="do not fit"):
             load_model(ModelConfig(path=str(tmp_path)))
+
+    def test_weights_that_the_config_has_no_place_for(self, tmp_path: Path) -> None:
+        write_checkpoint(CONFIGS["llama"], tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+        with pytest.raises(ConfigError, match="unexpected_keys"):
+            load_model(ModelConfig(path=str(tmp_path)))
+
+    @pytest.mark.parametrize("wrong", [{"hidden_size": "x"}, {"num_key_value_heads": 0}])
+    def test_a_config_of_nonsense_is_refused_in_one_line(self, wrong: dict[str, object], tmp_path: Path) -> None:
+        write_checkpoint(CONFIGS["qwen3"], tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **wrong}))
+        with pytest.raises(ConfigError, match="can't be loaded") as refused:
+            load_model(ModelConfig(path=str(tmp_path)))
+        assert "\n" not in str(refused.value)
 
     def test_no_cuda_device(self) -> None:
         if torch.cuda.is_available():

@@ -57,13 +57,15 @@ def test_ids_outside_uint32_are_refused(token_ids):
         pack_token_ids(token_ids)
 
 
-@pytest.mark.parametrize("token_ids", [[[1, 2], [3, 4]], np.zeros((2, 2), dtype=int), 7, [[1], [2, 3]]])
+@pytest.mark.parametrize("token_ids", [[[1, 2], [3, 4]], np.zeros((2, 2), dtype=int), [[1], [2, 3]]])
 def test_other_than_one_dimension_is_refused(token_ids):
     with pytest.raises(ValueError, match="token_ids: expected one dimension"):
         pack_token_ids(token_ids)
 
 
-@pytest.mark.parametrize("token_ids", [[1.0], np.array([1.5]), ["1"], "12", b"12", [None], [True], [2**64, "x"]])
+@pytest.mark.parametrize(
+    "token_ids", [[1.0], np.array([1.5]), ["1"], "12", b"12", [None], [True], [2**64, "x"], 7, None, {1, 2}]
+)
 def test_other_things_than_integers_are_refused(token_ids):
     with pytest.raises(TypeError, match="token_ids: expected integers"):
         pack_token_ids(token_ids)
