@@ -38,6 +38,7 @@ class Lease:
         copy: the block copy that must be made first, until the first commit; None if the prefix ends with a block.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
         node: where the path that this lease pins ends; None while it pins nothing.
+        node_used_s: when the node that was matched had been used before.
         is_closed: whether everything was given back.
     """
 
@@ -50,6 +51,7 @@ class Lease:
         "is_closed",
         "namespace",
         "node",
+        "node_used_s",
         "tokens",
     )
 
@@ -62,6 +64,7 @@ class Lease:
         block_ids: BlockIds,
         copy: BlockCopy | None,
         node: Node | None,
+        node_used_s: float = 0.0,
     ) -> None:
         self._cache = cache
         self.namespace = namespace
@@ -70,6 +73,7 @@ class Lease:
         self.block_ids = block_ids
         self.copy = copy
         self.node = node
+        self.node_used_s = node_used_s
         self.committed_tokens = cached_tokens
         self.is_closed = False
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from radixkv.block_pool import BlockIds, BlockPool
 from radixkv.errors import InvalidRequest, InvariantViolation, LeaseClosed, OutOfBlocks
-from radixkv.eviction import EvictionIndex, EvictionPolicy, LeastRecentlyUsed
+from radixkv.eviction import EvictionIndex, EvictionPolicy
 from radixkv.lease import BlockCopy, Lease
 from radixkv.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
 from radixkv.namespace import Namespace
@@ -40,7 +40,7 @@ class PrefixCache:
     Args:
         num_blocks: physical blocks.
         block_size: tokens a block.
-        policy: which unused leaf goes first.
+        policy: which unused leaf goes first; without one, the one whose last use is longest ago. It serves this cache alone.
         evicted_prefixes: how many evicted prefixes are remembered to explain misses.
         clock: seconds, never going back.
 
@@ -69,7 +69,8 @@ class PrefixCache:
         self.num_pinned_blocks = 0
         self._trees: dict[Namespace, RadixTree] = {}
         self._leases: set[Lease] = set()
-        self._evictable = EvictionIndex(policy or LeastRecentlyUsed())
+        self._policy = policy or EvictionPolicy()
+        self._evictable = EvictionIndex(self._policy)
         self._lost = LostPrefixes(evicted_prefixes)
         self._clock = clock
 
@@ -145,6 +146,9 @@ class PrefixCache:
         if num_spare_blocks < _num_unpinned_blocks(node):
             node, cached_tokens = self._narrow(node, cached_tokens, num_spare_blocks)
         num_whole_blocks, shared_tokens = divmod(cached_tokens, self.block_size)
+        node_used_s = 0.0 if node is None else node.last_used_s
+        if node is not None:
+            self._policy.reused(node, found.num_bytes, self._clock())
         self._pin(node)
         self.evict(num_new_blocks - self.pool.num_free)
         new = self.pool.acquire(num_new_blocks)
@@ -159,6 +163,7 @@ class PrefixCache:
             np.concatenate((reused[:num_whole_blocks], new)),
             BlockCopy(int(shared[0]), int(new[0])) if shared.size else None,
             node,
+            node_used_s,
         )
         self._leases.add(lease)
         return lease
@@ -219,7 +224,10 @@ class PrefixCache:
             tree = self._trees[lease.namespace] = RadixTree(self.block_size, lease.namespace)
         insertion = tree.insert(tokens, lease.block_ids[:num_blocks].tobytes())
         self._adopt(lease, np.frombuffer(insertion.known_block_ids, dtype=np.int32))
+        if insertion.split is not None:
+            self._policy.split(insertion.split)
         if not insertion.is_covered:
+            self._policy.inserted(insertion.node, self._clock())
             published = lease.block_ids[insertion.num_known_blocks : num_blocks]
             replaced = np.frombuffer(insertion.replaced_block_ids, dtype=np.int32)
             self.pool.publish(published)
@@ -229,6 +237,8 @@ class PrefixCache:
         before, lease.node = lease.node, insertion.node
         self._pin(insertion.node)
         self._unpin(before)
+        if before is not None and insertion.split is before:
+            self._forget_use(before, lease.node_used_s)
         self._drop_copy_source(lease)
         known_tokens = max(lease.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
         lease.committed_tokens = end
@@ -285,6 +295,13 @@ class PrefixCache:
         if leaf is not None and _is_evictable(leaf):
             self._evictable.add(leaf)
 
+    def _forget_use(self, lower: Node, last_used_s: float) -> None:
+        """Make the half of a node that its last lease turned out not to share as old as it was before."""
+        lower.last_used_s = last_used_s
+        if lower in self._evictable:
+            self._evictable.discard(lower)
+            self._evictable.add(lower)
+
     # -- forgetting ------------------------------------------------------------------------------------------------
 
     def evict(self, num_blocks: int) -> int:
@@ -307,8 +324,12 @@ class PrefixCache:
 
     def _evict_from(self, leaf: Node, num_blocks: int) -> bytes:
         """Cut at most `num_blocks` blocks off a leaf's end. Returns their packed ids, still published."""
-        if leaf.num_blocks > num_blocks:
-            packed, fingerprint = leaf.tree.truncate(leaf, leaf.num_blocks - num_blocks)
+        num_offered_blocks = self._policy.num_offered_blocks(leaf)
+        if leaf.num_blocks > min(num_blocks, num_offered_blocks):
+            packed, fingerprint = leaf.tree.truncate(leaf, leaf.num_blocks - min(num_blocks, num_offered_blocks))
+            if num_offered_blocks <= num_blocks:
+                self._evictable.discard(leaf)
+                self._evictable.add(leaf)
         else:
             packed, fingerprint = leaf.block_ids, leaf.fingerprint
             self._remove(leaf)
@@ -316,6 +337,7 @@ class PrefixCache:
         return packed
 
     def _remove(self, leaf: Node) -> None:
+        self._policy.evicted(leaf, self._clock())
         self._evictable.discard(leaf)
         tree, parent = leaf.tree, leaf.parent
         tree.remove(leaf)

@@ -24,6 +24,7 @@ from radixkv.namespace import Namespace
 
 TOKEN_BYTES = 4
 BLOCK_ID_BYTES = 4
+DEFAULT_PRIORITY = 50
 
 
 class Node:
@@ -38,6 +39,8 @@ class Node:
         fingerprint: hash of the namespace and of all tokens up to the end of this node's first block.
         pin_count: leases whose path ends at or below this node.
         last_used_s: when a lease last began or ended here.
+        num_uses: leases that found all of this node's tokens cached.
+        priority: 0 to 100, how much its K/V is worth keeping.
         eviction_entry: the node's place in the eviction index, None while it is not evictable.
     """
 
@@ -47,8 +50,10 @@ class Node:
         "eviction_entry",
         "fingerprint",
         "last_used_s",
+        "num_uses",
         "parent",
         "pin_count",
+        "priority",
         "tokens",
         "tree",
     )
@@ -62,6 +67,8 @@ class Node:
         self.children: SortedDict | None = None
         self.pin_count = 0
         self.last_used_s = 0.0
+        self.num_uses = 0
+        self.priority = DEFAULT_PRIORITY
         self.eviction_entry: tuple[object, int, Node] | None = None
 
     @property
@@ -262,6 +269,8 @@ class RadixTree:
         )
         upper.pin_count = lower.pin_count
         upper.last_used_s = lower.last_used_s
+        upper.num_uses = lower.num_uses
+        upper.priority = lower.priority
         parent.children[upper.tokens[: self._block_bytes]] = upper
         lower.parent = upper
         lower.tokens = lower.tokens[cut:]

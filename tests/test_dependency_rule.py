@@ -25,8 +25,10 @@ ORDER = [
     "radix_tree",
     "lease",
     "eviction",
+    "eviction_policies",
     "prefix_cache",
     "trace",
+    "simulate",
     "request",
     "stats",
     "held_leases",
@@ -40,7 +42,6 @@ ORDER = [
     "model_check",
     "engine_core",
     "engine",
-    "simulate",
     "metrics",
 ]
 FREE_OF_TORCH = ORDER[: ORDER.index("kv_storage")]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.eviction import EvictionIndex, LeastRecentlyUsed
+from radixkv.eviction import EvictionIndex, EvictionPolicy
+from radixkv.eviction_policies import LeastRecentlyUsed
 from radixkv.prefix_cache import PrefixCache
 from radixkv.radix_tree import Node, RadixTree
 from tests.fakes import MODEL, FakeClock, cached, lease_text, publish
@@ -209,7 +210,7 @@ def test_an_empty_index_has_no_first() -> None:
 
 
 def test_a_policy_is_a_sort_key() -> None:
-    class LongestFirst:
+    class LongestFirst(EvictionPolicy):
         def key(self, node: Node) -> int:
             return -node.num_blocks
 
