@@ -26,6 +26,7 @@ from radixkv.errors import (
     RadixKVError,
     UnknownAdapter,
 )
+from radixkv.eviction_policies import make_policy
 from radixkv.kv_storage import KVStorage
 from radixkv.model import load_model
 from radixkv.model_check import check_model
@@ -241,7 +242,12 @@ def build_engine(config: Config) -> Engine:
     kernels = _kernels(model.device)
     check_model(model, kernels)
     storage = KVStorage(config.cache.num_blocks, config.cache.block_size, model.kv_shape, model.device)
-    cache = PrefixCache(storage.num_blocks, storage.block_size, evicted_prefixes=config.cache.evicted_prefixes)
+    cache = PrefixCache(
+        storage.num_blocks,
+        storage.block_size,
+        policy=make_policy(config.cache.policy, storage.num_blocks),
+        evicted_prefixes=config.cache.evicted_prefixes,
+    )
     return Engine(Runner(model, storage, kernels), cache, config.engine)
 
 

@@ -39,26 +39,33 @@ class EvictionPolicy:
 
         Complexity: O(depth).
         """
-        last: Node = node
-        path_bytes = 0
-        ancestor: Node | None = node
-        while ancestor is not None and ancestor.parent is not None:
-            path_bytes += len(ancestor.tokens)
-            ancestor.num_uses += 1
-            ancestor = ancestor.parent
-        if path_bytes > num_bytes:
-            last.num_uses -= 1
+        for used in used_nodes(node, num_bytes):
+            used.num_uses += 1
 
-    def split(self, lower: Node) -> None:
-        """A node was cut in two, because a prompt shares its upper half only, which counts a use."""
+    def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
+        """A node was cut in two, because a prompt shares its upper half only, which counts a use.
+
+        `last_used_s` is when it was used before.
+        """
         assert lower.parent is not None
         lower.parent.num_uses += 1
 
     def inserted(self, leaf: Node, now_s: float) -> None:
         """A leaf is new, or has grown."""
 
-    def evicted(self, leaf: Node, now_s: float) -> None:
-        """The whole of a leaf is about to leave the cache."""
+    def evicted(self, leaf: Node, num_blocks: int, now_s: float) -> None:
+        """So many blocks are about to be cut off a leaf's end, perhaps all."""
+
+
+def used_nodes(node: Node, num_bytes: int) -> list[Node]:
+    """The nodes that the first `num_bytes` of the path to a node's end cover whole, the deepest first."""
+    nodes: list[Node] = []
+    path_bytes = 0
+    while node.parent is not None:
+        nodes.append(node)
+        path_bytes += len(node.tokens)
+        node = node.parent
+    return nodes[1:] if path_bytes > num_bytes else nodes
 
 
 class EvictionIndex:

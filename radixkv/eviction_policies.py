@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from radixkv.errors import ConfigError
+from radixkv.adaptive_policy import LearnedLifetimes
 from radixkv.eviction import EvictionPolicy
 from radixkv.radix_tree import Node
 
@@ -45,22 +45,20 @@ class LowestPriority(EvictionPolicy):
         return node.priority, node.last_used_s
 
 
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": LeastRecentlyUsed,
-    "slru": SegmentedLeastRecentlyUsed,
-    "lfu": LeastFrequentlyUsed,
-    "priority": LowestPriority,
+_POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+    "adaptive": LearnedLifetimes,
+    "lru": lambda _: LeastRecentlyUsed(),
+    "slru": lambda _: SegmentedLeastRecentlyUsed(),
+    "lfu": lambda _: LeastFrequentlyUsed(),
+    "priority": lambda _: LowestPriority(),
 }
-POLICY_NAMES = tuple(_POLICIES)
 
 
-def make_policy(name: str) -> EvictionPolicy:
-    """Make a policy for one cache.
+def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
+    """Make a policy for one cache of so many blocks.
 
-    Raises:
-        ConfigError: there is none of this name; the message lists the names.
+    Args:
+        name: one of `radixkv.config.EVICTION_POLICIES`.
+        num_blocks: blocks of the cache's pool.
     """
-    try:
-        return _POLICIES[name]()
-    except KeyError:
-        raise ConfigError(f"policy: expected one of {', '.join(POLICY_NAMES)}, got {name}") from None
+    return _POLICIES[name](num_blocks)

@@ -40,7 +40,7 @@ class PrefixCache:
     Args:
         num_blocks: physical blocks.
         block_size: tokens a block.
-        policy: which unused leaf goes first; without one, the one whose last use is longest ago. It serves this cache alone.
+        policy: which unused leaf goes first, for this cache alone; without one, the one unused for longest.
         evicted_prefixes: how many evicted prefixes are remembered to explain misses.
         clock: seconds, never going back.
 
@@ -225,7 +225,7 @@ class PrefixCache:
         insertion = tree.insert(tokens, lease.block_ids[:num_blocks].tobytes())
         self._adopt(lease, np.frombuffer(insertion.known_block_ids, dtype=np.int32))
         if insertion.split is not None:
-            self._policy.split(insertion.split)
+            self._policy.split(insertion.split, lease.node_used_s, self._clock())
         if not insertion.is_covered:
             self._policy.inserted(insertion.node, self._clock())
             published = lease.block_ids[insertion.num_known_blocks : num_blocks]
@@ -325,19 +325,20 @@ class PrefixCache:
     def _evict_from(self, leaf: Node, num_blocks: int) -> bytes:
         """Cut at most `num_blocks` blocks off a leaf's end. Returns their packed ids, still published."""
         num_offered_blocks = self._policy.num_offered_blocks(leaf)
-        if leaf.num_blocks > min(num_blocks, num_offered_blocks):
-            packed, fingerprint = leaf.tree.truncate(leaf, leaf.num_blocks - min(num_blocks, num_offered_blocks))
-            if num_offered_blocks <= num_blocks:
-                self._evictable.discard(leaf)
-                self._evictable.add(leaf)
-        else:
+        num_blocks = min(num_blocks, num_offered_blocks)
+        self._policy.evicted(leaf, num_blocks, self._clock())
+        if num_blocks == leaf.num_blocks:
             packed, fingerprint = leaf.block_ids, leaf.fingerprint
             self._remove(leaf)
+        else:
+            packed, fingerprint = leaf.tree.truncate(leaf, leaf.num_blocks - num_blocks)
+            if num_blocks == num_offered_blocks:
+                self._evictable.discard(leaf)
+                self._evictable.add(leaf)
         self._lost.remember(fingerprint, MissReason.EVICTED)
         return packed
 
     def _remove(self, leaf: Node) -> None:
-        self._policy.evicted(leaf, self._clock())
         self._evictable.discard(leaf)
         tree, parent = leaf.tree, leaf.parent
         tree.remove(leaf)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sortedcontainers import SortedDict
 
@@ -41,6 +41,7 @@ class Node:
         last_used_s: when a lease last began or ended here.
         num_uses: leases that found all of this node's tokens cached.
         priority: 0 to 100, how much its K/V is worth keeping.
+        policy_note: what the eviction policy wrote here; None on a new node, also on the upper half of a split.
         eviction_entry: the node's place in the eviction index, None while it is not evictable.
     """
 
@@ -53,6 +54,7 @@ class Node:
         "num_uses",
         "parent",
         "pin_count",
+        "policy_note",
         "priority",
         "tokens",
         "tree",
@@ -68,6 +70,7 @@ class Node:
         self.pin_count = 0
         self.last_used_s = 0.0
         self.num_uses = 0
+        self.policy_note: Any = None
         self.priority = DEFAULT_PRIORITY
         self.eviction_entry: tuple[object, int, Node] | None = None
 

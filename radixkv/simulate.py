@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.block_pool import BlockIds
+from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
 from radixkv.eviction import EvictionPolicy
-from radixkv.eviction_policies import POLICY_NAMES, make_policy
+from radixkv.eviction_policies import make_policy
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
@@ -20,8 +21,9 @@ from radixkv.radix_tree import Node
 from radixkv.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens
 
 OPTIMAL = "optimal"
-SIMULATED_POLICIES = (*POLICY_NAMES, OPTIMAL)
+SIMULATED_POLICIES = (*EVICTION_POLICIES, OPTIMAL)
 _VOCAB_SIZE = 2**32
+_LEAST_STEP_S = 1e-5  # so that time passes in a trace without times
 _NEVER = np.iinfo(np.int32).max
 
 
@@ -89,8 +91,9 @@ def simulate(
 ) -> Simulation:
     """Replay a trace in its order and on its clock, each prompt leased, published and closed before the next.
 
-    A prompt longer than the cache is counted and not cached. The optimum alone gets room for the longest prompt on top
-    of its capacity, which it keeps only between requests: a bound must not pay for the prompt being computed. The same trace, policy, capacity and block size give the same counts, everywhere.
+    The same trace, policy, capacity and block size give the same counts, everywhere. A prompt longer than the cache is
+    counted and not cached. The optimum alone gets room for the longest prompt on top of its capacity, to which it
+    returns after each request: a bound must not pay for the prompt being computed.
 
     Args:
         requests: the trace.
@@ -139,7 +142,7 @@ class _Replay:
         self.cache = PrefixCache(
             num_blocks,
             block_size,
-            policy=self._future or make_policy(policy),
+            policy=self._future or make_policy(policy, num_blocks),
             evicted_prefixes=0,
             clock=lambda: self._now_s,
         )
@@ -147,7 +150,7 @@ class _Replay:
     def step(self, index: int) -> None:
         """Replay one request."""
         request = self._requests[index]
-        self._now_s = max(self._now_s, request.timestamp_ms / 1000)
+        self._now_s = max(self._now_s + _LEAST_STEP_S, request.timestamp_ms / 1000)
         tokens = prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes()
         self.num_prompt_tokens += request.input_length
         if request.input_length > self.cache.pool.num_blocks * self.cache.block_size:

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from radixkv.simulate import OPTIMAL, Simulation
 
@@ -80,7 +80,7 @@ def _draw_curves(axes: Axes, curves: dict[str, list[Simulation]]) -> None:
     every = [each for curve in curves.values() for each in curve]
     capacities = sorted({each.capacity_tokens for each in every})
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(plt.FixedLocator(_spread(capacities)))
+    axes.xaxis.set_major_locator(FixedLocator(_spread(capacities)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
