@@ -12,6 +12,8 @@ from typing import Any
 
 from radixkv.errors import ConfigError
 
+EVICTION_POLICIES = ("lru", "slru", "lfu", "priority")
+
 _MAX_INT32 = 2**31 - 1  # block ids, and gRPC's message sizes
 _YEAR_S = 366 * 24 * 3600  # clocks and time stamps overflow far beyond it
 
@@ -43,17 +45,20 @@ class CacheConfig:
         block_size: tokens a block; 16, 32 or 64.
         capacity_tokens: tokens that the pool holds; rounded down to whole blocks.
         evicted_prefixes: how many evicted prefixes are remembered to explain later misses.
+        policy: which unused blocks go first; one of `EVICTION_POLICIES`.
     """
 
     block_size: int = 64
     capacity_tokens: int = 131_072
     evicted_prefixes: int = 65_536
+    policy: str = "lru"
 
     def __post_init__(self) -> None:
         _require_one_of("cache.block_size", self.block_size, (16, 32, 64))
         _require_at_least("cache.capacity_tokens", self.capacity_tokens, self.block_size)
         _require_at_most("cache.capacity_tokens", self.capacity_tokens, _MAX_INT32 * self.block_size)
         _require_at_least("cache.evicted_prefixes", self.evicted_prefixes, 0)
+        _require_one_of("cache.policy", self.policy, EVICTION_POLICIES)
 
     @property
     def num_blocks(self) -> int:

@@ -25,6 +25,7 @@ from radixkv.errors import (
     QueueFull,
     UnknownAdapter,
 )
+from radixkv.eviction_policies import make_policy
 from radixkv.kv_storage import KVStorage
 from radixkv.model import load_model
 from radixkv.model_check import check_model
@@ -249,6 +250,7 @@ def build_engine(config: Config) -> Engine:
     cache = PrefixCache(
         storage.num_blocks,
         storage.block_size,
+        policy=make_policy(config.cache.policy),
         quotas={tenant: _quota(bounds, storage.block_size) for tenant, bounds in config.tenants.items()},
         evicted_prefixes=config.cache.evicted_prefixes,
     )

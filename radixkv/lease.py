@@ -41,6 +41,7 @@ class Lease:
         copy: the block copy that must be made first, until the first commit; None if the prefix ends with a block.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
         node: where the path that this lease pins ends; None while it pins nothing.
+        node_used_s: when the node that was matched had been used before.
         is_closed: whether everything was given back.
     """
 
@@ -53,6 +54,7 @@ class Lease:
         "is_closed",
         "namespace",
         "node",
+        "node_used_s",
         "num_published_blocks",
         "tokens",
         "usage",
@@ -69,6 +71,7 @@ class Lease:
         num_published_blocks: int,
         copy: BlockCopy | None,
         node: Node | None,
+        node_used_s: float,
     ) -> None:
         self._cache = cache
         self.namespace = namespace
@@ -79,6 +82,7 @@ class Lease:
         self.num_published_blocks = num_published_blocks
         self.copy = copy
         self.node = node
+        self.node_used_s = node_used_s
         self.committed_tokens = cached_tokens
         self.is_closed = False
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from radixkv.block_pool import BlockIds, BlockPool
 from radixkv.errors import InvalidRequest, InvariantViolation, LeaseClosed, OutOfBlocks, QuotaExceeded
-from radixkv.eviction import EvictionLines, EvictionPolicy, LeastRecentlyUsed
+from radixkv.eviction import EvictionLines, EvictionPolicy
 from radixkv.lease import BlockCopy, Lease
 from radixkv.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
 from radixkv.namespace import Namespace
@@ -41,7 +41,7 @@ class PrefixCache:
     Args:
         num_blocks: physical blocks.
         block_size: tokens a block.
-        policy: which unused leaf goes first.
+        policy: which unused leaf goes first, for this cache alone; without one, the one unused for longest.
         quotas: bounds on the blocks of some tenants. Their floors together must fit into the pool.
         evicted_prefixes: how many evicted prefixes are remembered to explain misses.
         clock: seconds, never going back.
@@ -73,7 +73,8 @@ class PrefixCache:
         self._trees: dict[Namespace, RadixTree] = {}
         self._leases: set[Lease] = set()
         self.tenants = Tenants(quotas or {})
-        self._evictable = EvictionLines(policy or LeastRecentlyUsed(), self.tenants.with_quota)
+        self._policy = policy or EvictionPolicy()
+        self._evictable = EvictionLines(self._policy, self.tenants.with_quota)
         self._lost = LostPrefixes(evicted_prefixes)
         self._clock = clock
 
@@ -101,7 +102,7 @@ class PrefixCache:
 
         Complexity: about one memory comparison of the prompt.
         """
-        _, cached_tokens, packed = self._find(namespace, tokens)
+        _, _, cached_tokens, packed = self._find(namespace, tokens)
         return Match(
             namespace, tokens, cached_tokens, np.frombuffer(packed, np.int32, -(-cached_tokens // self.block_size))
         )
@@ -114,16 +115,16 @@ class PrefixCache:
         lost = self._lost.reason(prefix_fingerprint(namespace.seed, tokens, next_block_end))
         return lost or (MissReason.DIVERGED if cached_tokens else MissReason.COLD)
 
-    def _find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> tuple[Node | None, int, bytes]:
-        """The deepest node that shares tokens, how many are reusable, and the packed ids of at least their blocks."""
+    def _find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> tuple[Node | None, int, int, bytes]:
+        """The deepest node that shares tokens, bytes found, tokens reusable, and the packed ids of their blocks."""
         if not tokens or len(tokens) % TOKEN_BYTES:
             raise InvalidRequest(f"tokens: expected one or more uint32 token ids, got {len(tokens)} bytes")
         tree = self._trees.get(namespace) if read else None
         if tree is None:
-            return None, 0, b""
+            return None, 0, 0, b""
         node, num_bytes, packed = tree.match(tokens)
         cached_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
-        return node if cached_tokens else None, cached_tokens, packed
+        return node if cached_tokens else None, num_bytes, cached_tokens, packed
 
     # -- leasing ---------------------------------------------------------------------------------------------------
 
@@ -146,13 +147,17 @@ class PrefixCache:
             InvalidRequest: `tokens` is empty or not whole tokens.
             OutOfBlocks: free and evictable blocks together are too few.
         """
-        node, cached_tokens, packed = self._find(namespace, tokens, read)
+        node, found_bytes, cached_tokens, packed = self._find(namespace, tokens, read)
         usage = self.tenants[namespace.tenant]
         num_new_blocks = -(-len(tokens) // (self.block_size * TOKEN_BYTES)) - cached_tokens // self.block_size
         num_spare_blocks = self._num_takeable_blocks(namespace.tenant, usage) - num_new_blocks
         if num_spare_blocks < _num_unpinned_blocks(node):
             node, cached_tokens = self._narrow(node, cached_tokens, num_spare_blocks, usage)
         num_whole_blocks, shared_tokens = divmod(cached_tokens, self.block_size)
+        node_used_s = 0.0
+        if node is not None:
+            node_used_s = node.last_used_s
+            self._policy.reused(node, found_bytes, self._clock())
         self._pin(node)
         self._make_room(num_new_blocks, namespace.tenant, usage)
         new = self.pool.acquire(num_new_blocks)
@@ -162,7 +167,9 @@ class PrefixCache:
         reused = np.frombuffer(packed, dtype=np.int32)
         block_ids = np.concatenate((reused[:num_whole_blocks], new))
         copy = BlockCopy(int(reused[num_whole_blocks]), int(new[0])) if shared_tokens else None
-        lease = Lease(self, namespace, usage, tokens, cached_tokens, block_ids, num_whole_blocks, copy, node)
+        lease = Lease(
+            self, namespace, usage, tokens, cached_tokens, block_ids, num_whole_blocks, copy, node, node_used_s
+        )
         self._leases.add(lease)
         return lease
 
@@ -250,14 +257,19 @@ class PrefixCache:
         insertion = tree.insert(tokens, packed)
         if not packed.startswith(insertion.known_block_ids):
             self._adopt(lease, np.frombuffer(insertion.known_block_ids, dtype=np.int32))
+        if insertion.split is not None:
+            self._policy.split(insertion.split, lease.node_used_s, self._clock())
         if insertion.is_covered:
             lease.num_published_blocks = insertion.num_known_blocks
         else:
+            self._policy.inserted(insertion.node, self._clock())
             self._publish(lease.block_ids[insertion.num_known_blocks : num_blocks], insertion)
             lease.num_published_blocks = num_blocks
         before, lease.node, lease.copy = lease.node, insertion.node, None
         self._pin(insertion.node)
         self._unpin(before)
+        if before is not None and insertion.split is before:
+            self._forget_use(before, lease.node_used_s)
         known_tokens = max(lease.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
         lease.committed_tokens = end
         return max(0, end - known_tokens)
@@ -331,6 +343,13 @@ class PrefixCache:
         if leaf is not None and _is_evictable(leaf):
             self._evictable.add(leaf)
 
+    def _forget_use(self, lower: Node, last_used_s: float) -> None:
+        """Make the half of a node that its last lease turned out not to share as old as it was before."""
+        lower.last_used_s = last_used_s
+        if lower in self._evictable:
+            self._evictable.discard(lower)
+            self._evictable.add(lower)
+
     def _free_retired(self, node: Node) -> None:
         block_ids = np.frombuffer(node.retired_block_ids, dtype=np.int32)
         self.pool.release(block_ids)
@@ -381,11 +400,17 @@ class PrefixCache:
 
     def _evict_from(self, leaf: Node, num_blocks: int) -> bytes:
         """Cut at most `num_blocks` blocks off a leaf's end. Returns their packed ids, still published."""
-        if leaf.num_blocks > num_blocks:
-            packed, fingerprint = leaf.tree.truncate(leaf, leaf.num_blocks - num_blocks)
-        else:
+        num_offered_blocks = self._policy.num_offered_blocks(leaf)
+        num_blocks = min(num_blocks, num_offered_blocks)
+        self._policy.evicted(leaf, num_blocks, self._clock())
+        if num_blocks == leaf.num_blocks:
             packed, fingerprint = leaf.block_ids, leaf.fingerprint
             self._remove(leaf)
+        else:
+            packed, fingerprint = leaf.tree.truncate(leaf, leaf.num_blocks - num_blocks)
+            if num_blocks == num_offered_blocks:
+                self._evictable.discard(leaf)
+                self._evictable.add(leaf)
         self._lost.remember(fingerprint, MissReason.EVICTED)
         return packed
 

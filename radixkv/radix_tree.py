@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sortedcontainers import SortedDict
 
@@ -25,6 +25,7 @@ from radixkv.tenants import TenantUsage
 
 TOKEN_BYTES = 4
 BLOCK_ID_BYTES = 4
+DEFAULT_PRIORITY = 50
 _WORD_BYTES = 256  # what two integers compare faster than slices: 0.4 us against 1.3 us
 
 
@@ -42,6 +43,9 @@ class Node:
         retired_block_ids: packed ids of blocks that were replaced here while leases could still use them; they are
             free when the pin count is 0 again.
         last_used_s: when a lease last began or ended here.
+        num_uses: leases that found all of this node's tokens cached.
+        priority: 0 to 100, how much its K/V is worth keeping.
+        policy_note: what the eviction policy wrote here; None on a new node. Both halves of a split have it.
         eviction_entry: the node's place in the eviction index, None while it is not evictable.
     """
 
@@ -51,8 +55,11 @@ class Node:
         "eviction_entry",
         "fingerprint",
         "last_used_s",
+        "num_uses",
         "parent",
         "pin_count",
+        "policy_note",
+        "priority",
         "retired_block_ids",
         "tokens",
         "tree",
@@ -68,6 +75,9 @@ class Node:
         self.pin_count = 0
         self.retired_block_ids = b""
         self.last_used_s = 0.0
+        self.num_uses = 0
+        self.policy_note: Any = None
+        self.priority = DEFAULT_PRIORITY
         self.eviction_entry: tuple[object, int, Node] | None = None
 
     @property
@@ -270,6 +280,9 @@ class RadixTree:
         )
         upper.pin_count = lower.pin_count
         upper.last_used_s = lower.last_used_s
+        upper.num_uses = lower.num_uses
+        upper.priority = lower.priority
+        upper.policy_note = lower.policy_note
         parent.children[upper.tokens[: self._block_bytes]] = upper
         lower.parent = upper
         lower.tokens = lower.tokens[cut:]

@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any, NoReturn
 
 import grpc
@@ -105,6 +106,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_connection(stats)
     stats.set_defaults(command=_stats)
 
+    simulate = commands.add_parser(
+        "simulate", help="replay a trace without a model: which hit rate does a capacity buy?"
+    )
+    simulate.add_argument("trace", metavar="TRACE", help="requests in Mooncake's JSONL format")
+    simulate.add_argument(
+        "--capacity-tokens",
+        metavar="N[,N...]",
+        type=_capacities,
+        required=True,
+        help="tokens that the cache holds; 2.56M is 2560000",
+    )
+    simulate.add_argument("--policy", metavar="P[,P...]", type=_names, default="lru", help="default %(default)s")
+    simulate.add_argument("--block-size", metavar="B", type=_positive, default=512, help="default %(default)s tokens")
+    simulate.add_argument("--limit", metavar="N", type=_positive, help="the first N requests only")
+    simulate.add_argument("--json", action="store_true", help="a list of objects, one for each policy and capacity")
+    simulate.add_argument("--plot", metavar="FILE.png", help="draw hit rate against capacity, below the optimum")
+    simulate.set_defaults(command=_simulate)
     add_plan_command(commands)
     return parser
 
@@ -153,6 +171,21 @@ def _stats(arguments: argparse.Namespace) -> None:
     with _client(arguments) as client:
         stats = client.stats()
     print(json_of(stats) if arguments.json else stats_table(stats))
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    from radixkv.service.simulation import run_simulations
+
+    output = run_simulations(
+        arguments.trace,
+        capacities_tokens=arguments.capacity_tokens,
+        policies=arguments.policy,
+        block_size=arguments.block_size,
+        limit=arguments.limit,
+        plot=arguments.plot,
+        as_json=arguments.json,
+    )
+    print(output)
 
 
 def _client(arguments: argparse.Namespace) -> Client:
@@ -210,6 +243,32 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 2**32):
         raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text}")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text}")
+    return int(text)
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def _capacities(text: str) -> list[int]:
+    return list(dict.fromkeys(_tokens(item.strip()) for item in text.split(",")))
+
+
+def _tokens(text: str) -> int:
+    """A number of tokens as people write it: `2560000`, `2.56M`, `64k`."""
+    factor = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
+    try:
+        tokens = Decimal(text if factor == 1 else text[:-1]) * factor
+        if tokens == int(tokens) and 1 <= tokens < 2**63:
+            return int(tokens)
+    except (ArithmeticError, ValueError):  # no number, or an infinite one
+        pass
+    raise argparse.ArgumentTypeError(f"expected a number of tokens from 1, like 2560000 or 2.56M, got {text or 'none'}")
 
 
 def _text_of(error: grpc.RpcError) -> str:

@@ -42,7 +42,7 @@ def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
     except ValueError as error:  # sequences of unequal lengths
         raise ValueError("token_ids: expected one dimension, got nested sequences") from error
     if ids.ndim == 0:
-        raise TypeError(f"token_ids: expected a sequence of integers, got {type(token_ids).__name__}")
+        raise TypeError(f"token_ids: expected integers in a sequence, got {type(token_ids).__name__}")
     if ids.ndim != 1:
         raise ValueError(f"token_ids: expected one dimension, got {ids.ndim}")
     if ids.size == 0:

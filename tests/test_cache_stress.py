@@ -15,7 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import InvalidRequest, LeaseClosed, OutOfBlocks
+from radixkv.eviction_policies import make_policy
 from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
@@ -66,11 +68,17 @@ class Counts(NamedTuple):
 class Walk:
     """One cache, its oracle, and whoever holds leases. Counts what happened."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: int, policy: str) -> None:
         self.world = world
         self.random = random.Random(seed)
         self.clock = FakeClock()
-        self.cache = PrefixCache(world.num_blocks, world.block_size, clock=self.clock, evicted_prefixes=16)
+        self.cache = PrefixCache(
+            world.num_blocks,
+            world.block_size,
+            policy=make_policy(policy),
+            clock=self.clock,
+            evicted_prefixes=16,
+        )
         self.oracle = Oracle(world.num_blocks, world.block_size)
         self.holders: list[Holder] = []
         self.foreign = PrefixCache(4, world.block_size).lease(NAMESPACES[0], b"\1\0\0\0")
@@ -249,9 +257,9 @@ class Walk:
         assert self.cache.num_namespaces == 0
 
 
-def walk(world: World, seed: int, steps: int) -> Counter[str]:
+def walk(world: World, seed: int, steps: int, policy: str = "lru") -> Counter[str]:
     """Take one random walk and return what happened on it."""
-    walker = Walk(world, seed)
+    walker = Walk(world, seed, policy)
     for _ in range(steps):
         walker.step()
     walker.finish()
@@ -289,6 +297,14 @@ def test_a_cache_without_room_reuses_everything_not_evicted(world: World) -> Non
     assert {event for event in common | rare if not events[event]} == set()
 
 
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_every_policy_frees_the_right_blocks(policy: str) -> None:
+    events = Counter[str]()
+    for world in TIGHT:
+        events += walk(world, seed=1, steps=500, policy=policy)
+    assert min(events["evicted blocks"], events["splits"], events["leaves truncated"]) > 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Take random walks over the cache until one fails.")
     parser.add_argument("--steps", type=int, default=1_000_000)
@@ -298,10 +314,11 @@ def main() -> None:
     while taken < options.steps:
         for world in (*ROOMY, *TIGHT):
             steps = 100 if world in ROOMY else 1000
+            policy = EVICTION_POLICIES[seed % len(EVICTION_POLICIES)]
             try:
-                events += walk(world, seed, steps)
+                events += walk(world, seed, steps, policy)
             except BaseException:
-                print(f"failed: walk({world}, seed={seed}, steps={steps})")
+                print(f"failed: walk({world}, seed={seed}, steps={steps}, policy={policy!r})")
                 raise
             taken += steps
         seed += 1

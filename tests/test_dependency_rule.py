@@ -26,8 +26,10 @@ ORDER = [
     "radix_tree",
     "lease",
     "eviction",
+    "eviction_policies",
     "prefix_cache",
     "trace",
+    "simulate",
     "kv_layout",
     "checkpoint",
     "plan",
@@ -45,7 +47,6 @@ ORDER = [
     "model_check",
     "engine_core",
     "engine",
-    "simulate",
     "metrics",
 ]
 FREE_OF_TORCH = ORDER[: ORDER.index("kv_storage")]

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from radixkv.eviction import EvictionIndex, LeastRecentlyUsed
+from radixkv.eviction import EvictionIndex, EvictionPolicy
+from radixkv.eviction_policies import LeastRecentlyUsed
 from radixkv.prefix_cache import PrefixCache
 from radixkv.radix_tree import Node
 from tests.fakes import FakeClock, cached, lease_text, make_tree, publish
@@ -216,7 +217,7 @@ def test_an_empty_index_has_no_first() -> None:
 
 
 def test_a_policy_is_a_sort_key() -> None:
-    class LongestFirst:
+    class LongestFirst(EvictionPolicy):
         def key(self, node: Node) -> int:
             return -node.num_blocks
 

@@ -67,7 +67,7 @@ def test_a_foreign_lease_is_refused_and_changes_nothing(cache: PrefixCache, with
 
 def test_a_made_up_lease_is_refused(cache: PrefixCache) -> None:
     real = lease_text(cache, "abcdef")
-    forged = Lease(cache, MODEL, real.usage, real.tokens, 0, real.block_ids, 0, None, None)
+    forged = Lease(cache, MODEL, real.usage, real.tokens, 0, real.block_ids, 0, None, None, 0.0)
     with pytest.raises(LeaseClosed):
         forged.close()
     with pytest.raises(LeaseClosed):
