@@ -22,12 +22,13 @@ _AGES_PER_OCTAVE = 2
 _SHORTEST_LOG_AGE = -20
 _NUM_AGES = 42 * _AGES_PER_OCTAVE
 _AGES_S = np.exp2(_SHORTEST_LOG_AGE + np.arange(_NUM_AGES) / _AGES_PER_OCTAVE)  # [num_ages], upper edges
-_MEAN_AGES_S = _AGES_S * (1 + 2 ** (-1 / _AGES_PER_OCTAVE)) / 2  # [num_ages]
 _LIFETIMES_S = np.concatenate(([0.0], _AGES_S))  # [num_lifetimes = 1 + num_ages]
-# Leases between two plans; a plan takes 0.5 ms. From 32 to 512 makes no difference on the conversation trace.
-_LEASES_A_PLAN = 128
-_KEPT_A_PLAN = 0.99  # what was learned halves within 8,800 leases
+# Uses and insertions between two plans; a plan takes 0.5 ms. A quarter or four times of it makes no difference.
+_EVENTS_A_PLAN = 256
+_KEPT_A_PLAN = 0.98  # what was learned halves within 9,000 events
 _LEAST_GAIN = 1.02  # below it, a plan is noise
+_FILL = 0.95
+_LEAST_GHOSTS = 4096
 
 
 class _Stay(NamedTuple):
@@ -35,11 +36,11 @@ class _Stay(NamedTuple):
 
     Attributes:
         num_blocks: its blocks then; some may have been evicted since.
-        end: offset and hash of its last whole block, once some were.
+        marks: index and hash of a few of its whole blocks, the last one first; taken once some are evicted.
     """
 
     num_blocks: int
-    end: tuple[int, int] | None = None
+    marks: tuple[tuple[int, int], ...] = ()
 
 
 class _Ghost(NamedTuple):
@@ -81,10 +82,11 @@ class LearnedLifetimes(EvictionPolicy):
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._hits = np.zeros((_NUM_KINDS, _NUM_AGES))  # blocks used again, by age
+        self._waits = np.zeros((_NUM_KINDS, _NUM_AGES))  # block seconds until then
         self._stays = np.zeros(_NUM_KINDS)  # blocks that began to wait for their next use
         self._seconds = 0.0
-        self._last_lease_s: float | None = None
-        self._num_leases = 0
+        self._last_event_s: float | None = None
+        self._num_events = 0
         self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
         self._lifetimes_s = [(0.0, 0.0)] * _NUM_KINDS
         self._long_share = 0.0
@@ -108,10 +110,8 @@ class LearnedLifetimes(EvictionPolicy):
         upper = lower.parent
         assert upper is not None
         stay: _Stay = lower.policy_note
-        end = None
-        if stay.end is not None and stay.end[0] >= len(upper.tokens):
-            end = stay.end[0] - len(upper.tokens), stay.end[1]
-        lower.policy_note = _Stay(max(stay.num_blocks - upper.num_blocks, lower.num_blocks), end)
+        marks = tuple((index - upper.num_blocks, digest) for index, digest in stay.marks if index >= upper.num_blocks)
+        lower.policy_note = _Stay(max(stay.num_blocks - upper.num_blocks, lower.num_blocks), marks)
         self._use(upper, last_used_s, now_s)
 
     def inserted(self, leaf: Node, now_s: float) -> None:
@@ -119,46 +119,55 @@ class LearnedLifetimes(EvictionPolicy):
         stay: _Stay | None = leaf.policy_note
         if stay is not None:  # it has grown
             self._stays[_kind(leaf.num_uses)] += max(0, leaf.num_blocks - stay.num_blocks)
-            leaf.policy_note = _Stay(max(leaf.num_blocks, stay.num_blocks), stay.end)
+            leaf.policy_note = _Stay(max(leaf.num_blocks, stay.num_blocks), stay.marks)
             return
         ghost = self._ghosts.pop(leaf.fingerprint, None)
         if ghost is not None:
-            is_whole = ghost.stay.end is not None and _holds(leaf, *ghost.stay.end)
-            num_blocks = ghost.stay.num_blocks if is_whole else 1
-            self._hits[ghost.kind, _age_index(now_s - ghost.last_used_s)] += num_blocks
+            num_blocks = _num_equal_blocks(leaf, ghost.stay)
+            self._hit(ghost.kind, num_blocks, now_s - ghost.last_used_s)
             if 2 * num_blocks >= leaf.num_blocks:  # mostly the same tokens as before
                 leaf.num_uses = ghost.num_uses + 1
         self._stay(leaf)
+        self._tick(now_s)
 
     def evicted(self, leaf: Node, num_blocks: int, now_s: float) -> None:
-        """Remember what its last whole block was, and the leaf once all of it is gone."""
+        """Mark what it was, and remember it once all of it is gone."""
         stay: _Stay = leaf.policy_note
-        if stay.end is None:
-            leaf.policy_note = stay = _Stay(stay.num_blocks, _end(leaf))
+        if not stay.marks:
+            leaf.policy_note = stay = _Stay(stay.num_blocks, _marks(leaf))
         if num_blocks == leaf.num_blocks:
             self._ghosts[leaf.fingerprint] = _Ghost(_kind(leaf.num_uses), leaf.num_uses, leaf.last_used_s, stay)
-            if len(self._ghosts) > self._num_blocks:
+            if len(self._ghosts) > max(_LEAST_GHOSTS, self._num_blocks):
                 self._ghosts.popitem(last=False)
 
     def _use(self, node: Node, last_used_s: float, now_s: float) -> None:
         stay: _Stay | None = node.policy_note
         num_blocks = node.num_blocks if stay is None else stay.num_blocks
-        self._hits[_kind(node.num_uses), _age_index(now_s - last_used_s)] += num_blocks
+        self._hit(_kind(node.num_uses), num_blocks, now_s - last_used_s)
         node.num_uses += 1
         self._stay(node)
+
+    def _hit(self, kind: int, num_blocks: int, age_s: float) -> None:
+        index = _age_index(age_s)
+        self._hits[kind, index] += num_blocks
+        self._waits[kind, index] += num_blocks * age_s
 
     def _stay(self, node: Node) -> None:
         node.policy_note = _Stay(node.num_blocks)
         self._stays[_kind(node.num_uses)] += node.num_blocks
 
     def _tick(self, now_s: float) -> None:
-        if self._last_lease_s is not None:
-            self._seconds += now_s - self._last_lease_s
-        self._last_lease_s = now_s
-        self._num_leases += 1
-        if self._num_leases % _LEASES_A_PLAN == 0:
+        if self._last_event_s is not None:
+            self._seconds += now_s - self._last_event_s
+        self._last_event_s = now_s
+        self._num_events += 1
+        if self._num_events < _EVENTS_A_PLAN:
+            if self._num_events.bit_count() == 1:  # the first plans need not wait
+                self._plan()
+        elif self._num_events % _EVENTS_A_PLAN == 0:
             self._plan()
             self._hits *= _KEPT_A_PLAN
+            self._waits *= _KEPT_A_PLAN
             self._stays *= _KEPT_A_PLAN
             self._seconds *= _KEPT_A_PLAN
 
@@ -166,12 +175,13 @@ class LearnedLifetimes(EvictionPolicy):
 
     def _plan(self) -> None:
         """Choose each kind's lifetimes, short and long, and the share of nodes that get the long one."""
-        budget = self._num_blocks * self._seconds  # block seconds
+        budget = _FILL * self._num_blocks * self._seconds  # block seconds
         num_stays = np.maximum(self._stays, self._hits.sum(axis=1))  # [num_kinds]
-        classes = _Lifetimes(_smoothed(self._hits, self._num_blocks), num_stays)
-        alike = _Lifetimes(self._hits.sum(axis=0, keepdims=True), num_stays.sum(keepdims=True))
+        mean_ages_s = self._waits.sum(axis=0) / np.maximum(1e-9, self._hits.sum(axis=0))  # [num_ages]
+        classes = _Lifetimes(_smoothed(self._hits, self._num_blocks), num_stays, mean_ages_s)
+        alike = _Lifetimes(self._hits.sum(axis=0, keepdims=True), num_stays.sum(keepdims=True), mean_ages_s)
         short, long, share, hits = classes.plan(budget)
-        if hits < _LEAST_GAIN * alike.plan(budget)[3]:
+        if hits < _LEAST_GAIN * alike.hits_of_last_use(budget):
             self._lifetimes_s, self._long_share = [(0.0, 0.0)] * _NUM_KINDS, 0.0
             return
         self._lifetimes_s = [tuple(pair) for pair in _LIFETIMES_S[np.stack((short, long), axis=1)].tolist()]
@@ -184,12 +194,13 @@ class _Lifetimes:
     Args:
         hits: `[num_kinds, num_ages]`, blocks used again, by age.
         num_stays: `[num_kinds]`, blocks that waited, used again or not.
+        mean_ages_s: `[num_ages]`, how long those used again had waited.
     """
 
-    def __init__(self, hits: Weights, num_stays: Weights) -> None:
+    def __init__(self, hits: Weights, num_stays: Weights, mean_ages_s: Weights) -> None:
         zeros = np.zeros((len(hits), 1))
         self.hits = np.hstack((zeros, hits.cumsum(axis=1)))  # [num_kinds, num_lifetimes]
-        waited = np.hstack((zeros, (hits * _MEAN_AGES_S).cumsum(axis=1)))
+        waited = np.hstack((zeros, (hits * mean_ages_s).cumsum(axis=1)))
         self.room = waited + (num_stays[:, None] - self.hits) * _LIFETIMES_S  # [num_kinds, num_lifetimes]
 
     def plan(self, budget: float) -> tuple[Weights, Weights, float, float]:
@@ -206,6 +217,11 @@ class _Lifetimes:
         excess = long_room - short_room
         share = min(1.0, max(0.0, (budget - short_room) / excess)) if excess > 0 else 0.0
         return short, long, share, short_hits + share * (long_hits - short_hits)
+
+    def hits_of_last_use(self, budget: float) -> float:
+        """Hits if all blocks have one lifetime, the longest that fits."""
+        room, hits = self.room.sum(axis=0), self.hits.sum(axis=0)  # [num_lifetimes], both growing
+        return float(hits[max(0, int(np.searchsorted(room, budget, side="right")) - 1)])
 
     def _at(self, log_price: float) -> tuple[npt.NDArray[np.intp], float, float]:
         best = np.argmax(self.hits - 2.0**log_price * self.room, axis=1)  # [num_kinds]; the shortest of equals
@@ -231,13 +247,21 @@ def _age_index(age_s: float) -> int:
     return min(_NUM_AGES - 1, math.ceil((math.log2(age_s) - _SHORTEST_LOG_AGE) * _AGES_PER_OCTAVE))
 
 
-def _end(leaf: Node) -> tuple[int, int] | None:
-    """Where the last whole block of a leaf begins, and its hash; None if no block is whole."""
+def _marks(leaf: Node) -> tuple[tuple[int, int], ...]:
+    """Index and hash of a leaf's last whole block, and of those at three, two and one quarters of it."""
+    num_whole_blocks = len(leaf.tokens) // (leaf.tree.block_size * TOKEN_BYTES)
+    indices = sorted({num_whole_blocks * quarters // 4 - 1 for quarters in (4, 3, 2, 1)}, reverse=True)
+    return tuple((index, _block_digest(leaf, index)) for index in indices if index >= 0)
+
+
+def _num_equal_blocks(leaf: Node, stay: _Stay) -> int:
+    """How many blocks of a leaf that begins alike are those that were evicted; at least the first, with which it does."""
+    for place, (index, digest) in enumerate(stay.marks):
+        if _block_digest(leaf, index) == digest:
+            return stay.num_blocks if place == 0 else index + 1
+    return 1
+
+
+def _block_digest(leaf: Node, index: int) -> int:
     block_bytes = leaf.tree.block_size * TOKEN_BYTES
-    start = len(leaf.tokens) // block_bytes * block_bytes - block_bytes
-    return None if start < 0 else (start, xxh3_64_intdigest(leaf.tokens[start : start + block_bytes]))
-
-
-def _holds(leaf: Node, start: int, digest: int) -> bool:
-    block = leaf.tokens[start : start + leaf.tree.block_size * TOKEN_BYTES]
-    return xxh3_64_intdigest(block) == digest
+    return xxh3_64_intdigest(leaf.tokens[index * block_bytes : (index + 1) * block_bytes])
