@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import OrderedDict
 from typing import NamedTuple
@@ -15,8 +16,10 @@ from radixkv.radix_tree import TOKEN_BYTES, Node
 
 Weights = npt.NDArray[np.float64]
 
-# Kinds by number of uses: 0, 1, 2 to 3, 4 to 7, more. More kinds, or other features, win nothing: docs/LOG.md.
-_NUM_KINDS = 5
+# Nine kinds of nodes that were never used: below a parent with no, one, more uses, each by length. Four kinds of others,
+# by uses: 1, 2 to 3, 4 to 7, more. What other kinds win or lose is in docs/LOG.md.
+_LENGTHS_TOKENS = (1024, 8192)
+_NUM_KINDS = 13
 # Ages fall into half octaves from 2**-20 s to 2**22 s, seven weeks. Whole octaves cost 3 % of the hits.
 _AGES_PER_OCTAVE = 2
 _SHORTEST_LOG_AGE = -20
@@ -25,20 +28,21 @@ _AGES_S = np.exp2(_SHORTEST_LOG_AGE + np.arange(_NUM_AGES) / _AGES_PER_OCTAVE)  
 _LIFETIMES_S = np.concatenate(([0.0], _AGES_S))  # [num_lifetimes = 1 + num_ages]
 # Uses and insertions between two plans; a plan takes 0.5 ms. A quarter or four times of it makes no difference.
 _EVENTS_A_PLAN = 256
-_KEPT_A_PLAN = 0.98  # what was learned halves within 9,000 events
+_KEPT_A_PLAN = 0.99  # what was learned halves within 18,000 events
 _LEAST_GAIN = 1.02  # below it, a plan is noise
-_FILL = 0.95
-_LEAST_GHOSTS = 4096
+_LEAST_GHOSTS = 4096  # for a cache of a few blocks
 
 
 class _Stay(NamedTuple):
     """What was true of a node when it was last used.
 
     Attributes:
+        kind: what kind of node it was.
         num_blocks: its blocks then; some may have been evicted since.
         marks: index and hash of a few of its whole blocks, the last one first; taken once some are evicted.
     """
 
+    kind: int
     num_blocks: int
     marks: tuple[tuple[int, int], ...] = ()
 
@@ -46,7 +50,6 @@ class _Stay(NamedTuple):
 class _Ghost(NamedTuple):
     """What is remembered of an evicted leaf."""
 
-    kind: int
     num_uses: int
     last_used_s: float
     stay: _Stay
@@ -55,7 +58,7 @@ class _Ghost(NamedTuple):
 class LearnedLifetimes(EvictionPolicy):
     """The leaf whose lifetime ended first goes first; lifetimes are learned from the traffic.
 
-    Leaves are of a few kinds, by how often they were used. For each kind the policy counts after how many seconds
+    Leaves are of a few kinds, by how often they were used and where they hang. For each kind the policy counts after how many seconds
     blocks are used again, also those that it evicted too early: it remembers them. From the counts it plans a lifetime
     for each kind, so that all blocks together just fit and hits are the most:
 
@@ -68,7 +71,7 @@ class LearnedLifetimes(EvictionPolicy):
     larger than the cache a part stays, rather than nothing. If all lifetimes are equal the order is that of last use,
     and that is the order as long as the plan promises no more hits than it does.
 
-    Costs O(1) for a key, O(depth) for a lease, and half a millisecond for a plan once in 128 leases. Remembers as many
+    Costs O(1) for a key, O(depth) for a lease, and half a millisecond for a plan once in 256 events. Remembers as many
     evicted leaves as there are blocks.
 
     Source: the lifetimes are those of Beckmann, Chen, Cidon: "LHD: Improving cache hit rate by maximizing hit
@@ -93,7 +96,7 @@ class LearnedLifetimes(EvictionPolicy):
 
     def key(self, node: Node) -> float:
         """When its lifetime ends, in seconds."""
-        short_s, long_s = self._lifetimes_s[_kind(node.num_uses)]
+        short_s, long_s = self._lifetimes_s[node.policy_note.kind]
         is_long = node.fingerprint < self._long_share * 2.0**64
         return node.last_used_s + (long_s if is_long else short_s)
 
@@ -111,20 +114,24 @@ class LearnedLifetimes(EvictionPolicy):
         assert upper is not None
         stay: _Stay = lower.policy_note
         marks = tuple((index - upper.num_blocks, digest) for index, digest in stay.marks if index >= upper.num_blocks)
-        lower.policy_note = _Stay(max(stay.num_blocks - upper.num_blocks, lower.num_blocks), marks)
+        num_blocks = max(stay.num_blocks - upper.num_blocks, lower.num_blocks)
+        upper.policy_note = _Stay(stay.kind, upper.num_blocks)
         self._use(upper, last_used_s, now_s)
+        lower.policy_note = _Stay(_kind(lower), num_blocks, marks)
+        self._stays[stay.kind] -= num_blocks
+        self._stays[lower.policy_note.kind] += num_blocks
 
     def inserted(self, leaf: Node, now_s: float) -> None:
         """Start waiting for its next use. If it was evicted before, learn what its lifetime should have been."""
         stay: _Stay | None = leaf.policy_note
         if stay is not None:  # it has grown
-            self._stays[_kind(leaf.num_uses)] += max(0, leaf.num_blocks - stay.num_blocks)
-            leaf.policy_note = _Stay(max(leaf.num_blocks, stay.num_blocks), stay.marks)
+            self._stays[stay.kind] += max(0, leaf.num_blocks - stay.num_blocks)
+            leaf.policy_note = _Stay(stay.kind, max(leaf.num_blocks, stay.num_blocks), stay.marks)
             return
         ghost = self._ghosts.pop(leaf.fingerprint, None)
         if ghost is not None:
             num_blocks = _num_equal_blocks(leaf, ghost.stay)
-            self._hit(ghost.kind, num_blocks, now_s - ghost.last_used_s)
+            self._hit(ghost.stay.kind, num_blocks, now_s - ghost.last_used_s)
             if 2 * num_blocks >= leaf.num_blocks:  # mostly the same tokens as before
                 leaf.num_uses = ghost.num_uses + 1
         self._stay(leaf)
@@ -134,16 +141,15 @@ class LearnedLifetimes(EvictionPolicy):
         """Mark what it was, and remember it once all of it is gone."""
         stay: _Stay = leaf.policy_note
         if not stay.marks:
-            leaf.policy_note = stay = _Stay(stay.num_blocks, _marks(leaf))
+            leaf.policy_note = stay = _Stay(stay.kind, stay.num_blocks, _marks(leaf))
         if num_blocks == leaf.num_blocks:
-            self._ghosts[leaf.fingerprint] = _Ghost(_kind(leaf.num_uses), leaf.num_uses, leaf.last_used_s, stay)
+            self._ghosts[leaf.fingerprint] = _Ghost(leaf.num_uses, leaf.last_used_s, stay)
             if len(self._ghosts) > max(_LEAST_GHOSTS, self._num_blocks):
                 self._ghosts.popitem(last=False)
 
     def _use(self, node: Node, last_used_s: float, now_s: float) -> None:
-        stay: _Stay | None = node.policy_note
-        num_blocks = node.num_blocks if stay is None else stay.num_blocks
-        self._hit(_kind(node.num_uses), num_blocks, now_s - last_used_s)
+        stay: _Stay = node.policy_note
+        self._hit(stay.kind, stay.num_blocks, now_s - last_used_s)
         node.num_uses += 1
         self._stay(node)
 
@@ -153,8 +159,8 @@ class LearnedLifetimes(EvictionPolicy):
         self._waits[kind, index] += num_blocks * age_s
 
     def _stay(self, node: Node) -> None:
-        node.policy_note = _Stay(node.num_blocks)
-        self._stays[_kind(node.num_uses)] += node.num_blocks
+        node.policy_note = _Stay(_kind(node), node.num_blocks)
+        self._stays[node.policy_note.kind] += node.num_blocks
 
     def _tick(self, now_s: float) -> None:
         if self._last_event_s is not None:
@@ -175,7 +181,7 @@ class LearnedLifetimes(EvictionPolicy):
 
     def _plan(self) -> None:
         """Choose each kind's lifetimes, short and long, and the share of nodes that get the long one."""
-        budget = _FILL * self._num_blocks * self._seconds  # block seconds
+        budget = self._num_blocks * self._seconds  # block seconds
         num_stays = np.maximum(self._stays, self._hits.sum(axis=1))  # [num_kinds]
         mean_ages_s = self._waits.sum(axis=0) / np.maximum(1e-9, self._hits.sum(axis=0))  # [num_ages]
         classes = _Lifetimes(_smoothed(self._hits, self._num_blocks), num_stays, mean_ages_s)
@@ -237,8 +243,11 @@ def _smoothed(hits: Weights, weight: float) -> Weights:
     return smoothed
 
 
-def _kind(num_uses: int) -> int:
-    return min(num_uses.bit_length(), _NUM_KINDS - 1)
+def _kind(node: Node) -> int:
+    if node.num_uses:
+        return min(8 + node.num_uses.bit_length(), _NUM_KINDS - 1)
+    assert node.parent is not None
+    return 3 * min(node.parent.num_uses, 2) + bisect.bisect_right(_LENGTHS_TOKENS, len(node.tokens) // TOKEN_BYTES)
 
 
 def _age_index(age_s: float) -> int:

@@ -41,7 +41,7 @@ class Node:
         last_used_s: when a lease last began or ended here.
         num_uses: leases that found all of this node's tokens cached.
         priority: 0 to 100, how much its K/V is worth keeping.
-        policy_note: what the eviction policy wrote here; None on a new node, also on the upper half of a split.
+        policy_note: what the eviction policy wrote here; None on a new node; both halves of a split have it.
         eviction_entry: the node's place in the eviction index, None while it is not evictable.
     """
 
@@ -274,6 +274,7 @@ class RadixTree:
         upper.last_used_s = lower.last_used_s
         upper.num_uses = lower.num_uses
         upper.priority = lower.priority
+        upper.policy_note = lower.policy_note
         parent.children[upper.tokens[: self._block_bytes]] = upper
         lower.parent = upper
         lower.tokens = lower.tokens[cut:]
