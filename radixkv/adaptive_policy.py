@@ -15,9 +15,10 @@ from radixkv.eviction import EvictionPolicy, used_nodes
 from radixkv.radix_tree import TOKEN_BYTES, Node
 
 Weights = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 
-# Nine kinds of nodes that were never used: below a parent with no, one, more uses, each by length. Four kinds of others,
-# by uses: 1, 2 to 3, 4 to 7, more. What other kinds win or lose is in docs/LOG.md.
+# Nine kinds of nodes that were never used: below a parent with no, one, more uses, each by length. Four kinds of
+# others, by uses: 1, 2 to 3, 4 to 7, more. What other kinds win or lose is in docs/LOG.md.
 _LENGTHS_TOKENS = (1024, 8192)
 _NUM_KINDS = 13
 # Ages fall into half octaves from 2**-20 s to 2**22 s, seven weeks. Whole octaves cost 3 % of the hits.
@@ -58,9 +59,9 @@ class _Ghost(NamedTuple):
 class LearnedLifetimes(EvictionPolicy):
     """The leaf whose lifetime ended first goes first; lifetimes are learned from the traffic.
 
-    Leaves are of a few kinds, by how often they were used and where they hang. For each kind the policy counts after how many seconds
-    blocks are used again, also those that it evicted too early: it remembers them. From the counts it plans a lifetime
-    for each kind, so that all blocks together just fit and hits are the most:
+    Leaves are of a few kinds, by how often they were used, where they hang and how long they are. For each kind the
+    policy counts after how many seconds blocks are used again, also those that it evicted too early: it remembers
+    them. From the counts it plans a lifetime for each kind, so that all blocks together just fit and hits are the most:
 
         hits(kind, lifetime)   blocks used again within the lifetime
         room(kind, lifetime)   block seconds that it takes: until the use, or until the lifetime ends
@@ -96,7 +97,8 @@ class LearnedLifetimes(EvictionPolicy):
 
     def key(self, node: Node) -> float:
         """When its lifetime ends, in seconds."""
-        short_s, long_s = self._lifetimes_s[node.policy_note.kind]
+        stay: _Stay = node.policy_note
+        short_s, long_s = self._lifetimes_s[stay.kind]
         is_long = node.fingerprint < self._long_share * 2.0**64
         return node.last_used_s + (long_s if is_long else short_s)
 
@@ -209,7 +211,7 @@ class _Lifetimes:
         waited = np.hstack((zeros, (hits * mean_ages_s).cumsum(axis=1)))
         self.room = waited + (num_stays[:, None] - self.hits) * _LIFETIMES_S  # [num_kinds, num_lifetimes]
 
-    def plan(self, budget: float) -> tuple[Weights, Weights, float, float]:
+    def plan(self, budget: float) -> tuple[Indices, Indices, float, float]:
         """Lifetimes that fit the budget, ones that do not, the share of the latter that fills it, and the hits."""
         low, high = -60.0, 60.0  # log2 of the price of a block second
         for _ in range(40):
@@ -229,7 +231,7 @@ class _Lifetimes:
         room, hits = self.room.sum(axis=0), self.hits.sum(axis=0)  # [num_lifetimes], both growing
         return float(hits[max(0, int(np.searchsorted(room, budget, side="right")) - 1)])
 
-    def _at(self, log_price: float) -> tuple[npt.NDArray[np.intp], float, float]:
+    def _at(self, log_price: float) -> tuple[Indices, float, float]:
         best = np.argmax(self.hits - 2.0**log_price * self.room, axis=1)  # [num_kinds]; the shortest of equals
         kinds = np.arange(len(best))
         return best, float(self.room[kinds, best].sum()), float(self.hits[kinds, best].sum())
@@ -264,7 +266,7 @@ def _marks(leaf: Node) -> tuple[tuple[int, int], ...]:
 
 
 def _num_equal_blocks(leaf: Node, stay: _Stay) -> int:
-    """How many blocks of a leaf that begins alike are those that were evicted; at least the first, with which it does."""
+    """How many blocks of a leaf are those that were evicted. The first one is."""
     for place, (index, digest) in enumerate(stay.marks):
         if _block_digest(leaf, index) == digest:
             return stay.num_blocks if place == 0 else index + 1
