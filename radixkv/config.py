@@ -12,7 +12,7 @@ from typing import Any
 
 from radixkv.errors import ConfigError
 
-EVICTION_POLICIES = ("lru", "slru", "lfu", "priority")
+EVICTION_POLICIES = ("adaptive", "lru", "slru", "lfu", "priority")
 
 _MAX_INT32 = 2**31 - 1  # block ids, and gRPC's message sizes
 _YEAR_S = 366 * 24 * 3600  # clocks and time stamps overflow far beyond it
@@ -51,7 +51,7 @@ class CacheConfig:
     block_size: int = 64
     capacity_tokens: int = 131_072
     evicted_prefixes: int = 65_536
-    policy: str = "lru"
+    policy: str = "adaptive"
 
     def __post_init__(self) -> None:
         _require_one_of("cache.block_size", self.block_size, (16, 32, 64))

@@ -250,7 +250,7 @@ def build_engine(config: Config) -> Engine:
     cache = PrefixCache(
         storage.num_blocks,
         storage.block_size,
-        policy=make_policy(config.cache.policy),
+        policy=make_policy(config.cache.policy, storage.num_blocks),
         quotas={tenant: _quota(bounds, storage.block_size) for tenant, bounds in config.tenants.items()},
         evicted_prefixes=config.cache.evicted_prefixes,
     )

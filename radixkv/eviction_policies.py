@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from radixkv.adaptive_policy import LearnedLifetimes
 from radixkv.eviction import EvictionPolicy
 from radixkv.radix_tree import Node
 
@@ -44,14 +45,20 @@ class LowestPriority(EvictionPolicy):
         return node.priority, node.last_used_s
 
 
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": LeastRecentlyUsed,
-    "slru": SegmentedLeastRecentlyUsed,
-    "lfu": LeastFrequentlyUsed,
-    "priority": LowestPriority,
+_POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+    "adaptive": LearnedLifetimes,
+    "lru": lambda _: LeastRecentlyUsed(),
+    "slru": lambda _: SegmentedLeastRecentlyUsed(),
+    "lfu": lambda _: LeastFrequentlyUsed(),
+    "priority": lambda _: LowestPriority(),
 }
 
 
-def make_policy(name: str) -> EvictionPolicy:
-    """Make a policy for one cache; `name` is one of `radixkv.config.EVICTION_POLICIES`."""
-    return _POLICIES[name]()
+def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
+    """Make a policy for one cache of so many blocks.
+
+    Args:
+        name: one of `radixkv.config.EVICTION_POLICIES`.
+        num_blocks: blocks of the cache's pool.
+    """
+    return _POLICIES[name](num_blocks)

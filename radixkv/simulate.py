@@ -142,7 +142,7 @@ class _Replay:
         self.cache = PrefixCache(
             num_blocks,
             block_size,
-            policy=self._future or make_policy(policy),
+            policy=self._future or make_policy(policy, num_blocks),
             evicted_prefixes=0,
             clock=lambda: self._now_s,
         )

@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="tokens that the cache holds; 2.56M is 2560000",
     )
-    simulate.add_argument("--policy", metavar="P[,P...]", type=_names, default="lru", help="default %(default)s")
+    simulate.add_argument("--policy", metavar="P[,P...]", type=_names, default="adaptive", help="default %(default)s")
     simulate.add_argument("--block-size", metavar="B", type=_positive, default=512, help="default %(default)s tokens")
     simulate.add_argument("--limit", metavar="N", type=_positive, help="the first N requests only")
     simulate.add_argument("--json", action="store_true", help="a list of objects, one for each policy and capacity")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK, _QUIET, _FAINT = "#1f2328", "#57606a", "#d8dce1"
-_COLORS = {"lru": "#1769aa", "slru": "#2b8a3e", "lfu": "#8f5bb3", "priority": "#a8761b"}
+_COLORS = {"adaptive": "#d9480f", "lru": "#1769aa", "slru": "#2b8a3e", "lfu": "#8f5bb3", "priority": "#a8761b"}
 _OTHERS = ("#0b7285", "#c2255c", "#5f3dc4")
 _STYLE: Any = {
     "font.size": 10.5,

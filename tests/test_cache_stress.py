@@ -75,7 +75,7 @@ class Walk:
         self.cache = PrefixCache(
             world.num_blocks,
             world.block_size,
-            policy=make_policy(policy),
+            policy=make_policy(policy, world.num_blocks),
             clock=self.clock,
             evicted_prefixes=16,
         )

@@ -26,6 +26,7 @@ ORDER = [
     "radix_tree",
     "lease",
     "eviction",
+    "adaptive_policy",
     "eviction_policies",
     "prefix_cache",
     "trace",

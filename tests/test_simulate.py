@@ -87,7 +87,7 @@ def test_each_request_is_reported() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "fifo"}, r"^policy: expected one of lru, slru, lfu, priority, optimal, got fifo$"),
+        ({"policy": "fifo"}, r"^policy: expected one of adaptive, lru, slru, lfu, priority, optimal, got fifo$"),
         ({"capacity_tokens": 511}, r"^capacity_tokens: expected at least a block of 512 tokens, got 511$"),
         ({"capacity_tokens": -1}, r"^capacity_tokens: .*got -1$"),
         ({"block_size": 0}, r"^block_size: expected at least 1 token, got 0$"),
@@ -157,14 +157,31 @@ def rate(make: object, policy: str, every_ms: float = 1000) -> float:
     return hit_rate(trace(make(random.Random(0)), every_ms), policy, 100)
 
 
+@pytest.mark.parametrize("every_ms", [1000, 0], ids=["a request a second", "no times"])
+@pytest.mark.parametrize("make", TRAFFIC, ids=lambda make: make.__name__)
+def test_the_default_is_no_regret(make: object, every_ms: float) -> None:
+    # The known exception: slru keeps popular documents better, by 0.04 (docs/LOG.md); no better than that is promised.
+    margin = 0.045 if make is popular_documents else 0.01
+    assert rate(make, "adaptive", every_ms) >= max(rate(make, "lru") - 0.01, rate(make, "slru") - margin)
+
+
 @pytest.mark.parametrize("make", TRAFFIC, ids=lambda make: make.__name__)
 def test_no_policy_beats_the_optimum(make: object) -> None:
     assert max(rate(make, policy) for policy in EVICTION_POLICIES) <= rate(make, OPTIMAL)
 
 
+def test_the_default_keeps_a_part_of_a_loop() -> None:
+    assert rate(loop, "lru") == 0
+    assert rate(loop, "adaptive") > 0.3
+
+
+def test_the_default_keeps_what_goes_on() -> None:
+    assert rate(chats, "adaptive") > 1.1 * rate(chats, "lru")
+
+
 def test_a_simulation_is_deterministic() -> None:
     requests = trace(chats(random.Random(1)))
-    assert hit_rate(requests, "slru", 100) == hit_rate(requests, "slru", 100)
+    assert hit_rate(requests, "adaptive", 100) == hit_rate(requests, "adaptive", 100)
 
 
 # -- the conversation trace --------------------------------------------------------------------------------------------
@@ -186,3 +203,11 @@ def on_the_trace(policy: str) -> list[float]:
 )
 def test_the_reference_hit_rates(policy: str, expected: list[float]) -> None:
     assert on_the_trace(policy) == pytest.approx(expected, abs=0.003)
+
+
+@needs_trace
+def test_the_default_is_no_regret_on_the_trace() -> None:
+    adaptive, lru, slru = (on_the_trace(policy) for policy in ("adaptive", "lru", "slru"))
+    for index in range(len(CAPACITIES_TOKENS)):
+        assert adaptive[index] >= max(lru[index], slru[index]) - 0.005
+    assert adaptive[0] >= 1.5 * lru[0]
