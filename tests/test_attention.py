@@ -52,7 +52,8 @@ def test_a_keyword_that_changes_attention_is_refused_by_name(keyword: str) -> No
 
 
 def test_a_keyword_that_is_none_is_nothing() -> None:
-    call(radix_step=Recorder(), s_aux=None)
+    out, _ = call(radix_step=Recorder(), s_aux=None)
+    assert out.shape == (1, 3, 4, 8)
 
 
 @pytest.mark.parametrize(

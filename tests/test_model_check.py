@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixkv.attention import PagedStep, TorchKernels
+from radixkv.attention import ATTENTION_NAME, PagedStep, TorchKernels
 from radixkv.config import ModelConfig
 from radixkv.errors import UnsupportedModel
 from radixkv.model import Model, load_model
@@ -47,6 +47,6 @@ def test_half_precision_passes(dtype: str) -> None:
     check_model(load_model(ModelConfig(dtype=dtype)), TorchKernels(), 16)
 
 
-def test_the_models_own_attention_is_put_back(gemma2: Model) -> None:
+def test_our_attention_is_put_back(gemma2: Model) -> None:
     check_model(gemma2, TorchKernels(), 16)
-    check_model(gemma2, TorchKernels(), 16)
+    assert gemma2.module.config._attn_implementation == ATTENTION_NAME
