@@ -13,7 +13,7 @@ from radixkv.lease import Lease
 from radixkv.miss_reason import MissReason
 from radixkv.prediction import Prediction, predict
 from radixkv.prefix_cache import PrefixCache
-from radixkv.request import HeldLease, PrefillResult, Request, RequestState, Timing, Usage
+from radixkv.request import HeldLease, Outcome, PrefillResult, Request, Timing, Usage
 from radixkv.runner import Chunk, Runner
 from radixkv.scheduler import Scheduler, Slice
 from radixkv.stats import BlockStats, EngineStats, RequestStats, TenantStats, TokenStats
@@ -52,7 +52,7 @@ class EngineCore:
         self._clock = clock
         self._on_end = on_end
         self._started_s = clock()
-        self._num_ended = dict.fromkeys((RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED), 0)
+        self._num_ended = dict.fromkeys((Outcome.FINISHED, Outcome.FAILED, Outcome.CANCELLED), 0)
         self._tokens = TokenStats()
 
     @property
@@ -88,14 +88,18 @@ class EngineCore:
         return EngineStats(
             uptime_s=self._clock() - self._started_s,
             blocks=BlockStats(
-                pool.num_blocks, pool.num_free, pool.num_leased, pool.num_published, self.cache.num_pinned_blocks
+                total=pool.num_blocks,
+                free=pool.num_free,
+                leased=pool.num_leased,
+                published=pool.num_published,
+                pinned=self.cache.num_pinned_blocks,
             ),
             requests=RequestStats(
                 waiting=len(self._scheduler.waiting),
                 running=len(self._scheduler.running),
-                finished=self._num_ended[RequestState.FINISHED],
-                failed=self._num_ended[RequestState.FAILED],
-                cancelled=self._num_ended[RequestState.CANCELLED],
+                finished=self._num_ended[Outcome.FINISHED],
+                failed=self._num_ended[Outcome.FAILED],
+                cancelled=self._num_ended[Outcome.CANCELLED],
             ),
             tokens=self._tokens,
             namespaces=self.cache.num_namespaces,
@@ -114,7 +118,7 @@ class EngineCore:
         for request in self._scheduler.requests():
             deadline_s = request.params.deadline_s
             if request.future.cancelled():
-                self._end(request, RequestState.CANCELLED)
+                self._end(request, Outcome.CANCELLED)
             elif deadline_s is not None and now >= deadline_s:
                 self._fail(request, DeadlineExceeded("deadline: passed before the answer was known"))
 
@@ -139,7 +143,6 @@ class EngineCore:
             else MissReason.READ_DISABLED
         )
         request.scheduled_s = self._clock()
-        request.state = RequestState.RUNNING
         return True
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -186,7 +189,7 @@ class EngineCore:
             self._fail(request, DeadlineExceeded("deadline: passed before the answer was known"))
             return
         if not request.future.set_running_or_notify_cancel():
-            self._end(request, RequestState.CANCELLED)
+            self._end(request, Outcome.CANCELLED)
             return
         usage = Usage(
             prompt_tokens=request.num_tokens,
@@ -214,7 +217,7 @@ class EngineCore:
             ),
             held_lease=self._hold(request, lease, now) if params.hold_lease else None,
         )
-        self._end(request, RequestState.FINISHED)
+        self._end(request, Outcome.FINISHED)
         request.future.set_result(result)
 
     def _hold(self, request: Request, lease: Lease, now: float) -> HeldLease:
@@ -225,14 +228,13 @@ class EngineCore:
     # -- the ways out ----------------------------------------------------------------------------------------------
 
     def _fail(self, request: Request, error: RadixKVError) -> None:
-        self._end(request, RequestState.FAILED)
+        self._end(request, Outcome.FAILED)
         if request.future.set_running_or_notify_cancel():
             request.future.set_exception(error)
 
-    def _end(self, request: Request, state: RequestState) -> None:
+    def _end(self, request: Request, outcome: Outcome) -> None:
         self._scheduler.remove(request)
-        request.state = state
-        self._num_ended[state] += 1
+        self._num_ended[outcome] += 1
         if request.lease is not None:
             request.lease.close()
             request.lease = None

@@ -13,7 +13,6 @@
     ├── LifecycleError               something was used outside its life
     │   ├── LeaseClosed
     │   ├── DoubleRelease
-    │   ├── RequestCancelled
     │   ├── DeadlineExceeded
     │   └── Draining
     ├── ConfigError                  the service can't start like this
@@ -86,10 +85,6 @@ class LeaseClosed(LifecycleError):
 
 class DoubleRelease(LifecycleError):
     """A block was given back by somebody who does not hold it."""
-
-
-class RequestCancelled(LifecycleError):
-    """The caller cancelled the request, or went away."""
 
 
 class DeadlineExceeded(LifecycleError):

@@ -107,11 +107,9 @@ class ProbeResult:
     miss_reason: MissReason
 
 
-class RequestState(enum.Enum):
-    """waiting -> running -> finished | failed | cancelled."""
+class Outcome(enum.Enum):
+    """How a request ended."""
 
-    WAITING = "waiting"
-    RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -131,7 +129,6 @@ class Request:
     namespace: Namespace
     future: Future[PrefillResult]
     received_s: float
-    state: RequestState = RequestState.WAITING
     lease: Lease | None = None
     miss_reason: MissReason = MissReason.COLD
     computed_upto: int = 0

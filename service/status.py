@@ -20,7 +20,6 @@ from radixkv.errors import (
     InvariantViolation,
     LifecycleError,
     RadixKVError,
-    RequestCancelled,
     RequestError,
     StepFailed,
     UnknownAdapter,
@@ -34,7 +33,6 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     UnknownLease: grpc.StatusCode.NOT_FOUND,
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     LifecycleError: grpc.StatusCode.INTERNAL,  # the service itself used something outside its life
-    RequestCancelled: grpc.StatusCode.CANCELLED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Draining: grpc.StatusCode.UNAVAILABLE,
     ConfigError: grpc.StatusCode.FAILED_PRECONDITION,

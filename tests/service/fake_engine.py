@@ -12,6 +12,7 @@ import numpy as np
 from radixkv.errors import Draining, InvalidRequest, UnknownLease
 from radixkv.miss_reason import MissReason
 from radixkv.request import HeldLease, PrefillResult, ProbeResult, Timing, Usage
+from radixkv.stats import BlockStats, EngineStats, RequestStats, TenantStats, TokenStats
 
 VOCAB_SIZE = 256
 LIMITS = SimpleNamespace(
@@ -83,17 +84,20 @@ class FakeEngine:
 
     def stats(self) -> Future:
         future = Future()
-        stats = SimpleNamespace(
+        stats = EngineStats(
             uptime_s=1.5,
-            blocks=SimpleNamespace(total=10, free=5, leased=2, published=3, pinned=1),
-            requests=SimpleNamespace(waiting=0, running=len(self._running), finished=7, failed=8, cancelled=9),
-            tokens=SimpleNamespace(prompt=100, cached=60, computed=40, written=30),
+            blocks=BlockStats(total=10, free=5, leased=2, published=3, pinned=1),
+            requests=RequestStats(waiting=0, running=len(self._running), finished=7, failed=8, cancelled=9),
+            tokens=TokenStats(prompt=100, cached=60, computed=40, written=30),
             namespaces=len(self._prompts),
             segments=11,
             held_leases=len(self._leases),
             evicted_blocks=2**53 + 1,
             block_bytes=4096,
-            tenants=(),
+            tenants=(
+                TenantStats("a", 3, 2, 1, 4, 60, 40, 0, None),
+                TenantStats("b", 0, 0, 0, 0, 0, 0, 5, 9),
+            ),
         )
         future.set_result(stats)
         return future

@@ -305,3 +305,10 @@ def test_the_engine_judges_prompts():
         return [(await refusal_of(client.prefill(ids))).code() for ids in ([], [VOCAB_SIZE])]
 
     assert calling(talk) == [grpc.StatusCode.INVALID_ARGUMENT] * 2
+
+
+def test_each_tenant_is_told_with_its_bounds():
+    first, second = calling(lambda client, _: client.stats()).tenants
+    assert (first.tenant, first.cached_blocks, first.hit_tokens) == ("a", 3, 60)
+    assert not first.HasField("ceiling_blocks")
+    assert (second.floor_blocks, second.ceiling_blocks) == (5, 9)

@@ -26,7 +26,6 @@ EXPECTED = {
     "QuotaExceeded": "RESOURCE_EXHAUSTED",
     "LeaseClosed": "INTERNAL",
     "DoubleRelease": "INTERNAL",
-    "RequestCancelled": "CANCELLED",
     "DeadlineExceeded": "DEADLINE_EXCEEDED",
     "Draining": "UNAVAILABLE",
     "UnsupportedModel": "FAILED_PRECONDITION",
