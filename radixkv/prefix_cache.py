@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from radixkv.block_pool import BlockIds, BlockPool
-from radixkv.errors import InvalidRequest, InvariantViolation, LeaseClosed, OutOfBlocks, QuotaExceeded
-from radixkv.eviction import EvictionLines, EvictionPolicy
+from radixkv.cache_audit import audit
+from radixkv.errors import InvalidRequest, LeaseClosed, OutOfBlocks, QuotaExceeded
+from radixkv.eviction import EvictionPolicy
+from radixkv.evictor import Evictor
 from radixkv.lease import BlockCopy, Lease
 from radixkv.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
 from radixkv.namespace import Namespace
-from radixkv.radix_tree import BLOCK_ID_BYTES, TOKEN_BYTES, Insertion, Node, RadixTree
+from radixkv.radix_tree import TOKEN_BYTES, Insertion, Node, RadixTree
 from radixkv.tenants import Quota, Tenants, TenantUsage
 
 
@@ -68,20 +69,28 @@ class PrefixCache:
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self.num_evicted_blocks = 0
-        self.num_pinned_blocks = 0
+        self.tenants = Tenants(quotas or {})
         self._trees: dict[Namespace, RadixTree] = {}
         self._leases: set[Lease] = set()
-        self.tenants = Tenants(quotas or {})
         self._policy = policy or EvictionPolicy()
-        self._evictable = EvictionLines(self._policy, self.tenants.with_quota)
         self._lost = LostPrefixes(evicted_prefixes)
         self._clock = clock
+        self._evictor = Evictor(self._trees, self.pool, self.tenants, self._policy, self._lost, clock)
 
     @property
     def num_evictable_blocks(self) -> int:
         """Published blocks that no lease keeps from eviction."""
-        return self.pool.num_published - self.num_pinned_blocks
+        return self._evictor.num_evictable_blocks
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Published blocks that a lease keeps from eviction."""
+        return self._evictor.num_pinned_blocks
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Total."""
+        return self._evictor.num_evicted_blocks
 
     @property
     def num_namespaces(self) -> int:
@@ -150,7 +159,7 @@ class PrefixCache:
         node, found_bytes, cached_tokens, packed = self._find(namespace, tokens, read)
         usage = self.tenants[namespace.tenant]
         num_new_blocks = -(-len(tokens) // (self.block_size * TOKEN_BYTES)) - cached_tokens // self.block_size
-        num_spare_blocks = self._num_takeable_blocks(namespace.tenant, usage) - num_new_blocks
+        num_spare_blocks = self._evictor.num_takeable_blocks(namespace.tenant, usage) - num_new_blocks
         if num_spare_blocks < _num_unpinned_blocks(node):
             node, cached_tokens = self._narrow(node, cached_tokens, num_spare_blocks, usage)
         num_whole_blocks, shared_tokens = divmod(cached_tokens, self.block_size)
@@ -158,8 +167,8 @@ class PrefixCache:
         if node is not None:
             node_used_s = node.last_used_s
             self._policy.reused(node, found_bytes, self._clock())
-        self._pin(node)
-        self._make_room(num_new_blocks, namespace.tenant, usage)
+        self._evictor.pin(node)
+        self._evictor.make_room(num_new_blocks, namespace.tenant, usage)
         new = self.pool.acquire(num_new_blocks)
         usage.num_leased_blocks += num_new_blocks
         usage.num_hit_tokens += cached_tokens
@@ -172,23 +181,6 @@ class PrefixCache:
         )
         self._leases.add(lease)
         return lease
-
-    def _num_takeable_blocks(self, tenant: str, usage: TenantUsage) -> int:
-        """Blocks that a tenant could have by evicting all that it may. Complexity: O(tenants with a quota)."""
-        takeable = self.pool.num_free + self.num_evictable_blocks
-        if self.tenants.with_quota:
-            takeable -= self.tenants.num_blocks_kept_from(tenant)
-            if (to_ceiling := usage.num_blocks_to_ceiling) is not None:
-                takeable = min(takeable, to_ceiling)
-        return takeable
-
-    def _make_room(self, num_blocks: int, tenant: str, usage: TenantUsage) -> None:
-        """Evict until a tenant can take `num_blocks`: first its own leaves above its ceiling, then what goes first."""
-        ceiling = usage.quota.ceiling_blocks
-        if ceiling is not None:
-            over = usage.num_cached_blocks + usage.num_leased_blocks + num_blocks - ceiling
-            self._evict(over, lambda: self._evictable.first_of(tenant), tenant)
-        self.evict(num_blocks - self.pool.num_free, tenant=tenant)
 
     def _narrow(
         self, node: Node | None, cached_tokens: int, num_spare_blocks: int, usage: TenantUsage
@@ -266,10 +258,10 @@ class PrefixCache:
             self._publish(lease.block_ids[insertion.num_known_blocks : num_blocks], insertion)
             lease.num_published_blocks = num_blocks
         before, lease.node, lease.copy = lease.node, insertion.node, None
-        self._pin(insertion.node)
-        self._unpin(before)
+        self._evictor.pin(insertion.node)
+        self._evictor.unpin(before)
         if before is not None and insertion.split is before:
-            self._forget_use(before, lease.node_used_s)
+            self._evictor.forget_use(before, lease.node_used_s)
         known_tokens = max(lease.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
         lease.committed_tokens = end
         return max(0, end - known_tokens)
@@ -294,8 +286,7 @@ class PrefixCache:
             usage.num_leased_blocks += 1
         if node.pin_count:  # a leaf has grown that leases use: they may hold the replaced block, too
             node.retired_block_ids += insertion.replaced_block_ids
-            self.num_pinned_blocks += block_ids.size - replaced.size
-            usage.num_pinned_blocks += block_ids.size - replaced.size
+            self._evictor.count_pinned(node, block_ids.size - replaced.size)
         elif replaced.size:
             self.pool.release(replaced)
             usage.num_leased_blocks -= 1
@@ -312,49 +303,7 @@ class PrefixCache:
         if own.size:
             self.pool.release(own)
             lease.usage.num_leased_blocks -= own.size
-        self._unpin(lease.node)
-
-    def _pin(self, node: Node | None) -> None:
-        """Keep a path from eviction. Complexity: O(depth)."""
-        now = self._clock()
-        if node is not None:
-            self._evictable.discard(node)
-        while node is not None and node.parent is not None:
-            if node.pin_count == 0:
-                self.num_pinned_blocks += node.num_blocks
-                node.tree.usage.num_pinned_blocks += node.num_blocks
-            node.pin_count += 1
-            node.last_used_s = now
-            node = node.parent
-
-    def _unpin(self, node: Node | None) -> None:
-        """Undo one `_pin` of the same node. Complexity: O(depth + log leaves)."""
-        now = self._clock()
-        leaf = node
-        while node is not None and node.parent is not None:
-            node.pin_count -= 1
-            if node.pin_count == 0:
-                self.num_pinned_blocks -= node.num_blocks
-                node.tree.usage.num_pinned_blocks -= node.num_blocks
-                if node.retired_block_ids:
-                    self._free_retired(node)
-            node.last_used_s = now
-            node = node.parent
-        if leaf is not None and _is_evictable(leaf):
-            self._evictable.add(leaf)
-
-    def _forget_use(self, lower: Node, last_used_s: float) -> None:
-        """Make the half of a node that its last lease turned out not to share as old as it was before."""
-        lower.last_used_s = last_used_s
-        if lower in self._evictable:
-            self._evictable.discard(lower)
-            self._evictable.add(lower)
-
-    def _free_retired(self, node: Node) -> None:
-        block_ids = np.frombuffer(node.retired_block_ids, dtype=np.int32)
-        self.pool.release(block_ids)
-        node.tree.usage.num_leased_blocks -= block_ids.size
-        node.retired_block_ids = b""
+        self._evictor.unpin(lease.node)
 
     # -- forgetting ------------------------------------------------------------------------------------------------
 
@@ -372,57 +321,7 @@ class PrefixCache:
         Complexity: O(log leaves + tenants with a quota) for each leaf, and one pass over the path's tokens if the last
         is only shortened.
         """
-        return self._evict(num_blocks, lambda: self._evictable.first(spared=self._spared(tenant)), tenant)
-
-    def _spared(self, tenant: str | None) -> set[str]:
-        quotas = self.tenants.with_quota.items()
-        return {other for other, usage in quotas if other != tenant and usage.num_blocks_for_others == 0}
-
-    def _evict(self, num_blocks: int, next_leaf: Callable[[], Node | None], tenant: str | None = None) -> int:
-        freed = 0
-        runs: list[bytes] = []
-        while freed < num_blocks and (leaf := next_leaf()) is not None:
-            usage = leaf.tree.usage
-            wanted = num_blocks - freed
-            if leaf.tree.namespace.tenant != tenant:
-                wanted = min(wanted, usage.num_blocks_for_others)
-            runs.append(self._evict_from(leaf, wanted))
-            num_evicted = len(runs[-1]) // BLOCK_ID_BYTES
-            usage.num_cached_blocks -= num_evicted
-            usage.num_evicted_blocks += num_evicted
-            freed += num_evicted
-        if runs:  # all at once: a call costs as much as removing two leaves
-            block_ids = np.frombuffer(b"".join(runs), dtype=np.int32)
-            self.pool.unpublish(block_ids)
-            self.pool.release(block_ids)
-        self.num_evicted_blocks += freed
-        return freed
-
-    def _evict_from(self, leaf: Node, num_blocks: int) -> bytes:
-        """Cut at most `num_blocks` blocks off a leaf's end. Returns their packed ids, still published."""
-        num_offered_blocks = self._policy.num_offered_blocks(leaf)
-        num_blocks = min(num_blocks, num_offered_blocks)
-        self._policy.evicted(leaf, num_blocks, self._clock())
-        if num_blocks == leaf.num_blocks:
-            packed, fingerprint = leaf.block_ids, leaf.fingerprint
-            self._remove(leaf)
-        else:
-            packed, fingerprint = leaf.tree.truncate(leaf, leaf.num_blocks - num_blocks)
-            if num_blocks == num_offered_blocks:
-                self._evictable.discard(leaf)
-                self._evictable.add(leaf)
-        self._lost.remember(fingerprint, MissReason.EVICTED)
-        return packed
-
-    def _remove(self, leaf: Node) -> None:
-        self._evictable.discard(leaf)
-        tree, parent = leaf.tree, leaf.parent
-        tree.remove(leaf)
-        assert parent is not None
-        if _is_evictable(parent):
-            self._evictable.add(parent)
-        elif parent is tree.root and parent.is_leaf:
-            del self._trees[tree.namespace]
+        return self._evictor.evict(num_blocks, tenant)
 
     # -- proof -----------------------------------------------------------------------------------------------------
 
@@ -432,45 +331,7 @@ class PrefixCache:
         Raises:
             InvariantViolation: the message names what does not add up.
         """
-        pins: dict[Node, int] = {}
-        leased = []
-        held: dict[str, Counter[str]] = {tenant: Counter() for tenant, _ in self.tenants.items()}
-        for lease in self._leases:
-            leased.append(lease.block_ids[lease.num_published_blocks :].tobytes())
-            held[lease.namespace.tenant]["leased"] += lease.block_ids.size - lease.num_published_blocks
-            node = lease.node
-            while node is not None and node.parent is not None:
-                pins[node] = pins.get(node, 0) + 1
-                node = node.parent
-        published = []
-        num_pinned_blocks = num_evictable = 0
-        for tree in self._trees.values():
-            tree.check()
-            _require(not tree.root.is_leaf, "an empty tree is kept")
-            for node in tree.nodes():
-                published.append(node.block_ids)
-                leased.append(node.retired_block_ids)
-                _require(node.pin_count > 0 or not node.retired_block_ids, "an unused node keeps a retired block")
-                _require(node.pin_count == pins.pop(node, 0), "a pin count is not its number of leases")
-                _require(
-                    (node in self._evictable) == _is_evictable(node), "the eviction index is not the unused leaves"
-                )
-                num_pinned_blocks += node.num_blocks if node.pin_count else 0
-                blocks = held[tree.namespace.tenant]
-                blocks["cached"] += node.num_blocks
-                blocks["pinned"] += node.num_blocks if node.pin_count else 0
-                blocks["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
-                num_evictable += _is_evictable(node)
-        _require(not pins, "a lease pins a node outside every tree")
-        _require(self.num_pinned_blocks == num_pinned_blocks, "the number of pinned blocks drifted")
-        _require(len(self._evictable) == num_evictable, "the eviction index holds a node outside every tree")
-        for tenant, usage in self.tenants.items():
-            counted = (usage.num_cached_blocks, usage.num_pinned_blocks, usage.num_leased_blocks)
-            blocks = held[tenant]
-            _require(counted == (blocks["cached"], blocks["pinned"], blocks["leased"]), "a tenant's usage drifted")
-        self.pool.check(
-            np.frombuffer(b"".join(leased), dtype=np.int32), np.frombuffer(b"".join(published), dtype=np.int32)
-        )
+        audit(self._trees.values(), self._leases, self.pool, self._evictor, self.tenants)
 
 
 def _num_path_blocks(node: Node | None) -> int:
@@ -489,12 +350,3 @@ def _num_unpinned_blocks(node: Node | None) -> int:
         num_blocks += node.num_blocks
         node = node.parent
     return num_blocks
-
-
-def _is_evictable(node: Node) -> bool:
-    return node.pin_count == 0 and node.is_leaf and node.parent is not None
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InvariantViolation(f"prefix cache: {message}")

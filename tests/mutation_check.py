@@ -62,10 +62,10 @@ MUTANTS = (
     ),
     Mutant("prefix_cache.py", "min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES", "num_bytes // TOKEN_BYTES"),
     Mutant("prefix_cache.py", "if shared_tokens else None", "if False else None"),
-    Mutant("prefix_cache.py", "        self._pin(insertion.node)\n        self._unpin(before)\n", ""),
+    Mutant("prefix_cache.py", "        self._evictor.pin(insertion.node)\n        self._evictor.unpin(before)\n", ""),
     Mutant("prefix_cache.py", "        if not packed.startswith(insertion.known_block_ids):\n", "        if False:\n"),
     Mutant("prefix_cache.py", "            node.retired_block_ids += insertion.replaced_block_ids\n", ""),
-    Mutant("prefix_cache.py", "            self.num_pinned_blocks += block_ids.size - replaced.size\n", ""),
+    Mutant("prefix_cache.py", "            self._evictor.count_pinned(node, block_ids.size - replaced.size)\n", ""),
     Mutant(
         "prefix_cache.py",
         "lease.num_published_blocks = insertion.num_known_blocks",
@@ -75,9 +75,9 @@ MUTANTS = (
         "prefix_cache.py", "end = upto_tokens if upto_tokens == lease.num_tokens else whole_tokens", "end = upto_tokens"
     ),
     Mutant("prefix_cache.py", "        if own.size:\n            self.pool.release(own)\n", ""),
-    Mutant("prefix_cache.py", "        self._unpin(lease.node)\n\n    def _pin", "\n    def _pin"),
-    Mutant("prefix_cache.py", "            del self._trees[tree.namespace]\n", "            pass\n"),
-    Mutant("prefix_cache.py", "        self._lost.remember(fingerprint, MissReason.EVICTED)\n", ""),
+    Mutant("prefix_cache.py", "        self._evictor.unpin(lease.node)\n", ""),
+    Mutant("evictor.py", "            del self._trees[tree.namespace]\n", "            pass\n"),
+    Mutant("evictor.py", "        self._lost.remember(fingerprint, MissReason.EVICTED)\n", ""),
     Mutant("miss_reason.py", "            self._reasons.popitem(last=False)\n", "            pass\n"),
     Mutant("eviction.py", "            self._entries.remove(node.eviction_entry)\n", ""),
 )

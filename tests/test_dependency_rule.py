@@ -28,6 +28,8 @@ ORDER = [
     "eviction",
     "adaptive_policy",
     "eviction_policies",
+    "evictor",
+    "cache_audit",
     "prefix_cache",
     "trace",
     "simulate",

@@ -1,0 +1,67 @@
+"""Recounts a whole cache from its open leases and its trees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from radixkv.block_pool import BlockPool
+from radixkv.errors import InvariantViolation
+from radixkv.evictor import Evictor, is_evictable
+from radixkv.lease import Lease
+from radixkv.radix_tree import BLOCK_ID_BYTES, Node, RadixTree
+from radixkv.tenants import Tenants
+
+
+def audit(
+    trees: Iterable[RadixTree], leases: Iterable[Lease], pool: BlockPool, evictor: Evictor, tenants: Tenants
+) -> None:
+    """Compare every count and every index with what it stands for. Complexity: O(everything).
+
+    Raises:
+        InvariantViolation: the message names what does not add up.
+    """
+    pins: Counter[Node] = Counter()
+    leased, published = [], []  # packed block ids
+    held: dict[str, Counter[str]] = {tenant: Counter() for tenant, _ in tenants.items()}
+    for lease in leases:
+        leased.append(lease.block_ids[lease.num_published_blocks :].tobytes())
+        held[lease.namespace.tenant]["leased"] += lease.block_ids.size - lease.num_published_blocks
+        pins.update(_path(lease.node))
+    num_evictable = 0
+    for tree in trees:
+        tree.check()
+        _require(not tree.root.is_leaf, "an empty tree is kept")
+        blocks = held[tree.namespace.tenant]
+        for node in tree.nodes():
+            published.append(node.block_ids)
+            leased.append(node.retired_block_ids)
+            _require(node.pin_count > 0 or not node.retired_block_ids, "an unused node keeps a retired block")
+            _require(node.pin_count == pins.pop(node, 0), "a pin count is not its number of leases")
+            _require((node in evictor.lines) == is_evictable(node), "the eviction index is not the unused leaves")
+            blocks["cached"] += node.num_blocks
+            blocks["pinned"] += node.num_blocks if node.pin_count else 0
+            blocks["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
+            num_evictable += is_evictable(node)
+    _require(not pins, "a lease pins a node outside every tree")
+    num_pinned_blocks = sum(blocks["pinned"] for blocks in held.values())
+    _require(evictor.num_pinned_blocks == num_pinned_blocks, "the number of pinned blocks drifted")
+    _require(len(evictor.lines) == num_evictable, "the eviction index holds a node outside every tree")
+    for tenant, usage in tenants.items():
+        counted = (usage.num_cached_blocks, usage.num_pinned_blocks, usage.num_leased_blocks)
+        blocks = held[tenant]
+        _require(counted == (blocks["cached"], blocks["pinned"], blocks["leased"]), "a tenant's usage drifted")
+    pool.check(np.frombuffer(b"".join(leased), dtype=np.int32), np.frombuffer(b"".join(published), dtype=np.int32))
+
+
+def _path(node: Node | None) -> Iterable[Node]:
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvariantViolation(f"prefix cache: {message}")
