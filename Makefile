@@ -31,7 +31,7 @@ test: $(STAMP)
 STEPS ?= 1000000
 SEED  ?= 0
 stress: $(STAMP)
-	$(PY) -m tests.test_cache_stress --steps $(STEPS) --seed $(SEED)
+	$(PY) -m tests.cache_walk --steps $(STEPS) --seed $(SEED)
 
 mutants: $(STAMP)
 	$(PY) -m tests.mutation_check

@@ -1,4 +1,7 @@
-"""Which leaf goes first: what a policy is asked and told, and the sorted index that it orders."""
+"""Which leaf goes first: what a policy is asked and told, and the sorted index that it orders.
+
+Leaves of lower priority go before all others; among equals the policy decides.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +73,14 @@ def used_nodes(node: Node, num_bytes: int) -> list[Node]:
 
 
 class EvictionIndex:
-    """Leaves that may go, in the policy's order.
+    """Leaves that may go: by priority, then in the policy's order.
 
     Complexity: O(log n) for each operation.
     """
 
     def __init__(self, policy: EvictionPolicy, arrivals: Iterator[int]) -> None:
         self._policy = policy
-        self._entries = SortedList()  # of (key, arrival, node); arrivals are distinct, so nodes are never compared
+        self._entries = SortedList()  # of (priority, key, arrival, node); arrivals are distinct
         self._arrivals = arrivals
 
     def __len__(self) -> int:
@@ -89,7 +92,7 @@ class EvictionIndex:
     def add(self, node: Node) -> None:
         """Put a leaf in line, if it is not there already."""
         if node.eviction_entry is None:
-            node.eviction_entry = (self._policy.key(node), next(self._arrivals), node)
+            node.eviction_entry = (node.priority, self._policy.key(node), next(self._arrivals), node)
             self._entries.add(node.eviction_entry)
 
     def discard(self, node: Node) -> None:
@@ -98,8 +101,8 @@ class EvictionIndex:
             self._entries.remove(node.eviction_entry)
             node.eviction_entry = None
 
-    def first(self) -> tuple[Any, int, Node] | None:
-        """Sort key, arrival and node of the leaf to evict next; None if there is no leaf."""
+    def first(self) -> tuple[int, Any, int, Node] | None:
+        """Priority, sort key, arrival and node of the leaf to evict next; None if there is no leaf."""
         return self._entries[0] if self._entries else None
 
 
@@ -135,13 +138,13 @@ class EvictionLines:
     def first_of(self, tenant: str) -> Node | None:
         """The leaf of a tenant with a quota that goes first."""
         first = self._own[tenant].first()
-        return None if first is None else first[2]
+        return None if first is None else first[-1]
 
     def first(self, spared: Container[str]) -> Node | None:
         """The leaf that goes first of all but the spared tenants."""
         lines = [self._common, *(line for tenant, line in self._own.items() if tenant not in spared)]
         first = min((entry for line in lines if (entry := line.first()) is not None), default=None)
-        return None if first is None else first[2]
+        return None if first is None else first[-1]
 
     def _line(self, node: Node) -> EvictionIndex:
         return self._own.get(node.tree.namespace.tenant, self._common)

@@ -11,6 +11,7 @@ from radixkv.eviction import EvictionLines, EvictionPolicy
 from radixkv.miss_reason import LostPrefixes, MissReason
 from radixkv.namespace import Namespace
 from radixkv.radix_tree import BLOCK_ID_BYTES, Node, RadixTree
+from radixkv.retention import RetainedNodes
 from radixkv.tenants import Tenants, TenantUsage
 
 
@@ -25,6 +26,7 @@ class Evictor:
         pool: where evicted blocks go.
         tenants: their bounds and counters.
         policy: orders the line.
+        retained: nodes with a priority.
         lost: is told what went, and why.
         clock: seconds, never going back.
 
@@ -40,6 +42,7 @@ class Evictor:
         pool: BlockPool,
         tenants: Tenants,
         policy: EvictionPolicy,
+        retained: RetainedNodes,
         lost: LostPrefixes,
         clock: Callable[[], float],
     ) -> None:
@@ -50,6 +53,7 @@ class Evictor:
         self._pool = pool
         self._tenants = tenants
         self._policy = policy
+        self._retained = retained
         self._lost = lost
         self._clock = clock
 
@@ -95,6 +99,10 @@ class Evictor:
     def forget_use(self, node: Node, last_used_s: float) -> None:
         """Make a node as old as it was before its last lease."""
         node.last_used_s = last_used_s
+        self.requeue(node)
+
+    def requeue(self, node: Node) -> None:
+        """Give a node its place in line anew, if it has one. Complexity: O(log leaves)."""
         if node in self.lines:
             self.lines.discard(node)
             self.lines.add(node)
@@ -120,13 +128,20 @@ class Evictor:
         """Evict until a tenant can take `num_blocks`: first its own leaves above its ceiling, then what goes first."""
         ceiling = usage.quota.ceiling_blocks
         if ceiling is not None:
+            self.expire()
             over = usage.num_cached_blocks + usage.num_leased_blocks + num_blocks - ceiling
             self._evict(over, lambda: self.lines.first_of(tenant), tenant)
         self.evict(num_blocks - self._pool.num_free, tenant)
 
     def evict(self, num_blocks: int, tenant: str | None) -> int:
         """Free blocks of unused leaves; see `PrefixCache.evict`."""
+        self.expire()
         return self._evict(num_blocks, lambda: self.lines.first(spared=self._spared(tenant)), tenant)
+
+    def expire(self) -> None:
+        """Let priorities end whose time has come. Complexity: O(depth + log leaves) for each node."""
+        for node in self._retained.expire(self._clock()):
+            self.requeue(node)
 
     def _spared(self, tenant: str | None) -> set[str]:
         quotas = self._tenants.with_quota.items()
@@ -157,15 +172,16 @@ class Evictor:
         num_offered_blocks = self._policy.num_offered_blocks(leaf)
         num_blocks = min(num_blocks, num_offered_blocks)
         self._policy.evicted(leaf, num_blocks, self._clock())
+        reason = MissReason.EXPIRED if leaf.has_expired else MissReason.EVICTED
+        self._retained.cut_off(leaf, num_blocks)
         if num_blocks == leaf.num_blocks:
             packed, fingerprint = leaf.block_ids, leaf.fingerprint
             self._remove(leaf)
         else:
             packed, fingerprint = leaf.tree.truncate(leaf, leaf.num_blocks - num_blocks)
             if num_blocks == num_offered_blocks:
-                self.lines.discard(leaf)
-                self.lines.add(leaf)
-        self._lost.remember(fingerprint, MissReason.EVICTED)
+                self.requeue(leaf)
+        self._lost.remember(fingerprint, reason)
         return packed
 
     def _remove(self, leaf: Node) -> None:
@@ -178,7 +194,36 @@ class Evictor:
         elif parent is tree.root and parent.is_leaf:
             del self._trees[tree.namespace]
 
+    # -- forgetting at once ----------------------------------------------------------------------------------------
+
+    def purge(self, tree: RadixTree) -> tuple[int, int]:
+        """Take a whole tree out. What leases use is free when they are closed.
+
+        Returns:
+            Blocks freed now, and blocks that leases still use.
+
+        Complexity: O(nodes * log leaves).
+        """
+        del self._trees[tree.namespace]
+        free, used = [], []
+        for node in tree.nodes():
+            self.lines.discard(node)
+            self._retained.purged(node)
+            if node.pin_count:
+                self.count_pinned(node, -node.num_blocks)
+                node.retired_block_ids += node.block_ids
+                used.append(node.block_ids)
+            else:
+                free.append(node.block_ids)
+            node.block_ids = b""
+        freed, kept = (np.frombuffer(b"".join(packed), dtype=np.int32) for packed in (free, used))
+        self._pool.unpublish(np.concatenate((freed, kept)))
+        self._pool.release(freed)
+        tree.usage.num_cached_blocks -= freed.size + kept.size
+        tree.usage.num_leased_blocks += kept.size
+        return freed.size, kept.size
+
 
 def is_evictable(node: Node) -> bool:
-    """Whether a node is a leaf that no lease uses."""
-    return node.pin_count == 0 and node.is_leaf and node.parent is not None
+    """Whether a node is a leaf that no lease uses. The root holds no blocks, nor does a purged node."""
+    return node.pin_count == 0 and node.is_leaf and node.num_blocks > 0

@@ -43,6 +43,7 @@ class Lease:
         node: where the path that this lease pins ends; None while it pins nothing.
         node_used_s: when the node that was matched had been used before.
         is_closed: whether everything was given back.
+        is_revoked: whether its namespace was purged; it publishes nothing more.
     """
 
     __slots__ = (
@@ -52,6 +53,7 @@ class Lease:
         "committed_tokens",
         "copy",
         "is_closed",
+        "is_revoked",
         "namespace",
         "node",
         "node_used_s",
@@ -85,6 +87,7 @@ class Lease:
         self.node_used_s = node_used_s
         self.committed_tokens = cached_tokens
         self.is_closed = False
+        self.is_revoked = False
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +101,7 @@ class Lease:
         that somebody else published first are adopted, and the lease's own copies returned.
 
         Returns:
-            Tokens that became matchable through this call.
+            Tokens that became matchable through this call; none once the namespace was purged.
 
         Raises:
             LeaseClosed: the lease is closed.

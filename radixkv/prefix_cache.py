@@ -16,7 +16,8 @@ from radixkv.evictor import Evictor
 from radixkv.lease import BlockCopy, Lease
 from radixkv.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
 from radixkv.namespace import Namespace
-from radixkv.radix_tree import TOKEN_BYTES, Insertion, Node, RadixTree
+from radixkv.radix_tree import DEFAULT_PRIORITY, TOKEN_BYTES, Insertion, Node, RadixTree
+from radixkv.retention import Grant, RetainedNodes, Retention, is_retained_longer
 from radixkv.tenants import Quota, Tenants, TenantUsage
 
 
@@ -36,6 +37,18 @@ class Match(NamedTuple):
     block_ids: BlockIds
 
 
+class Purged(NamedTuple):
+    """What a purge took out.
+
+    Attributes:
+        freed_blocks: are free now.
+        pinned_blocks: nobody finds them any more; they are free when the leases that use them are closed.
+    """
+
+    freed_blocks: int
+    pinned_blocks: int
+
+
 class PrefixCache:
     """Radix trees over one block pool. Not thread-safe: one thread owns it.
 
@@ -44,6 +57,7 @@ class PrefixCache:
         block_size: tokens a block.
         policy: which unused leaf goes first, for this cache alone; without one, the one unused for longest.
         quotas: bounds on the blocks of some tenants. Their floors together must fit into the pool.
+        max_retained_blocks: how many blocks may have a priority above the default; a fifth of the pool, if not said.
         evicted_prefixes: how many evicted prefixes are remembered to explain misses.
         clock: seconds, never going back.
 
@@ -64,6 +78,7 @@ class PrefixCache:
         *,
         policy: EvictionPolicy | None = None,
         quotas: Mapping[str, Quota] | None = None,
+        max_retained_blocks: int | None = None,
         evicted_prefixes: int = 65_536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +90,8 @@ class PrefixCache:
         self._policy = policy or EvictionPolicy()
         self._lost = LostPrefixes(evicted_prefixes)
         self._clock = clock
-        self._evictor = Evictor(self._trees, self.pool, self.tenants, self._policy, self._lost, clock)
+        self._retained = RetainedNodes(num_blocks // 5 if max_retained_blocks is None else max_retained_blocks)
+        self._evictor = Evictor(self._trees, self.pool, self.tenants, self._policy, self._retained, self._lost, clock)
 
     @property
     def num_evictable_blocks(self) -> int:
@@ -91,6 +107,12 @@ class PrefixCache:
     def num_evicted_blocks(self) -> int:
         """Total."""
         return self._evictor.num_evicted_blocks
+
+    @property
+    def num_retained_blocks(self) -> int:
+        """Published blocks with a priority above the default, and those before them."""
+        self._evictor.expire()
+        return self._retained.num_blocks
 
     @property
     def num_namespaces(self) -> int:
@@ -126,8 +148,7 @@ class PrefixCache:
 
     def _find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> tuple[Node | None, int, int, bytes]:
         """The deepest node that shares tokens, bytes found, tokens reusable, and the packed ids of their blocks."""
-        if not tokens or len(tokens) % TOKEN_BYTES:
-            raise InvalidRequest(f"tokens: expected one or more uint32 token ids, got {len(tokens)} bytes")
+        _require_tokens(tokens)
         tree = self._trees.get(namespace) if read else None
         if tree is None:
             return None, 0, 0, b""
@@ -222,13 +243,17 @@ class PrefixCache:
             )
         if node is None or not cached_tokens:
             return None, 0
-        while num_path_blocks - node.num_blocks >= num_held_blocks:
+        return self._cut_path(node, num_held_blocks), cached_tokens
+
+    def _cut_path(self, node: Node, num_blocks: int) -> Node:
+        """The node of a path that ends after `num_blocks`, made by a cut if there is none. At most all, at least 0."""
+        num_path_blocks = _num_path_blocks(node)
+        while node.parent is not None and num_path_blocks - node.num_blocks >= num_blocks:
             num_path_blocks -= node.num_blocks
-            assert node.parent is not None
             node = node.parent
-        if num_path_blocks > num_held_blocks:
-            node = node.tree.cut(node, node.num_blocks - (num_path_blocks - num_held_blocks))
-        return node, cached_tokens
+        if num_path_blocks > num_blocks:
+            node = self._retained.cut(node, node.num_blocks - (num_path_blocks - num_blocks))
+        return node
 
     def commit(self, lease: Lease, upto_tokens: int) -> int:
         """Publish a lease's finished blocks; see `Lease.commit`."""
@@ -238,7 +263,7 @@ class PrefixCache:
             raise InvalidRequest(f"upto_tokens: expected 0 to {lease.num_tokens}, got {upto_tokens}")
         whole_tokens = upto_tokens // self.block_size * self.block_size
         end = upto_tokens if upto_tokens == lease.num_tokens else whole_tokens
-        if end <= lease.committed_tokens:
+        if end <= lease.committed_tokens or lease.is_revoked:
             return 0
         num_blocks = -(-end // self.block_size)
         tokens = lease.tokens[: end * TOKEN_BYTES]
@@ -250,6 +275,7 @@ class PrefixCache:
         if not packed.startswith(insertion.known_block_ids):
             self._adopt(lease, np.frombuffer(insertion.known_block_ids, dtype=np.int32))
         if insertion.split is not None:
+            self._retained.split(insertion.split)
             self._policy.split(insertion.split, lease.node_used_s, self._clock())
         if insertion.is_covered:
             lease.num_published_blocks = insertion.num_known_blocks
@@ -290,6 +316,12 @@ class PrefixCache:
         elif replaced.size:
             self.pool.release(replaced)
             usage.num_leased_blocks -= 1
+        num_old_blocks = node.num_blocks - block_ids.size + replaced.size
+        if num_old_blocks and node.priority != DEFAULT_PRIORITY:
+            self._retained.grown(node, block_ids.size - replaced.size)
+            if node.num_blocks > num_old_blocks:  # what was granted ends where the leaf did
+                self._retained.cut(node, num_old_blocks)
+                self._retained.set(node, DEFAULT_PRIORITY, None)
 
     def close(self, lease: Lease) -> None:
         """Give a lease's blocks back; see `Lease.close`."""
@@ -304,6 +336,54 @@ class PrefixCache:
             self.pool.release(own)
             lease.usage.num_leased_blocks -= own.size
         self._evictor.unpin(lease.node)
+
+    # -- keeping ---------------------------------------------------------------------------------------------------
+
+    def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, *, only_raise: bool = False) -> Grant:
+        """Keep a cached range longer than the rest of the cache, or less long.
+
+        Unused leaves of lower priority are evicted first, whatever the policy. The range is widened to whole blocks.
+        Blocks above the default priority, and all before them, count against `max_retained_blocks`; if the range does
+        not fit, as much of its beginning is granted as does. A priority lasts until it expires, is replaced, or the
+        block is evicted for want of anything less worth keeping.
+
+        Args:
+            namespace: where to look.
+            tokens: the prompt, little-endian uint32 bytes.
+            retention: range, priority and time to live.
+            only_raise: leave what is retained with a higher priority, and for longer with the same.
+
+        Raises:
+            InvalidRequest: `tokens` is not whole tokens, or a field of `retention` is out of range.
+
+        Complexity: O(depth + range), and O(log leaves) for each node of the range.
+        """
+        self._evictor.expire()
+        _require_tokens(tokens)
+        start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
+        tree = self._trees.get(namespace)
+        node, num_bytes, _ = tree.match(tokens[: end * TOKEN_BYTES]) if tree else (None, 0, b"")
+        reached = num_bytes // TOKEN_BYTES
+        if node is None or reached <= start:
+            return Grant(0, 0, end - start)
+        last = self._cut_path(node, -(-reached // self.block_size))
+        num_blocks = start // self.block_size
+        for part in _path_between(self._cut_path(last, num_blocks), last):
+            granted = self._grant(part, retention, only_raise)
+            num_blocks += granted.num_blocks if granted else 0
+            if granted is not part:
+                break
+        granted_tokens = max(0, min(reached, num_blocks * self.block_size) - start)
+        return Grant(granted_tokens, reached - start - granted_tokens, end - reached)
+
+    def _grant(self, node: Node, retention: Retention, only_raise: bool) -> Node | None:
+        expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
+        if only_raise and is_retained_longer(node, retention.priority, expires_s):
+            return node
+        granted = self._retained.grant(node, retention.priority, expires_s)
+        if granted is not None:
+            self._evictor.requeue(granted)
+        return granted
 
     # -- forgetting ------------------------------------------------------------------------------------------------
 
@@ -323,6 +403,26 @@ class PrefixCache:
         """
         return self._evictor.evict(num_blocks, tenant)
 
+    def purge(self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None) -> Purged:
+        """Forget whole namespaces at once. Nothing of them is found afterwards.
+
+        Requests that use them go on with the blocks that they have, and publish nothing more.
+
+        Args:
+            tenant, adapter, salt: which; None is any.
+
+        Complexity: O(namespaces + open leases + nodes purged * log leaves).
+        """
+        wanted = (tenant, adapter, salt)
+
+        def is_wanted(namespace: Namespace) -> bool:
+            return all(want in (None, have) for want, have in zip(wanted, namespace[1:], strict=True))
+
+        for lease in self._leases:
+            lease.is_revoked = lease.is_revoked or is_wanted(lease.namespace)
+        purged = [self._evictor.purge(tree) for tree in list(self._trees.values()) if is_wanted(tree.namespace)]
+        return Purged(sum(freed for freed, _ in purged), sum(pinned for _, pinned in purged))
+
     # -- proof -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -331,7 +431,23 @@ class PrefixCache:
         Raises:
             InvariantViolation: the message names what does not add up.
         """
-        audit(self._trees.values(), self._leases, self.pool, self._evictor, self.tenants)
+        self._evictor.expire()
+        audit(self._trees.values(), self._leases, self.pool, self.tenants, self._retained, self._evictor)
+
+
+def _require_tokens(tokens: bytes) -> None:
+    if not tokens or len(tokens) % TOKEN_BYTES:
+        raise InvalidRequest(f"tokens: expected one or more uint32 token ids, got {len(tokens)} bytes")
+
+
+def _path_between(before: Node, last: Node) -> list[Node]:
+    """The nodes after `before` down to `last`. Complexity: O(depth)."""
+    nodes = []
+    while last is not before:
+        nodes.append(last)
+        assert last.parent is not None
+        last = last.parent
+    return nodes[::-1]
 
 
 def _num_path_blocks(node: Node | None) -> int:

@@ -44,7 +44,10 @@ class Node:
             free when the pin count is 0 again.
         last_used_s: when a lease last began or ended here.
         num_uses: leases that found all of this node's tokens cached.
-        priority: 0 to 100, how much its K/V is worth keeping.
+        priority: 0 to 100; unused leaves of lower priority are evicted first.
+        expiry_entry: the node's place among those whose priority ends; None if it does not.
+        has_expired: whether its priority has ended.
+        num_retained_children: children that are retained; see `RetainedNodes`.
         policy_note: what the eviction policy wrote here; None on a new node. Both halves of a split have it.
         eviction_entry: the node's place in the eviction index, None while it is not evictable.
     """
@@ -53,8 +56,11 @@ class Node:
         "block_ids",
         "children",
         "eviction_entry",
+        "expiry_entry",
         "fingerprint",
+        "has_expired",
         "last_used_s",
+        "num_retained_children",
         "num_uses",
         "parent",
         "pin_count",
@@ -77,8 +83,11 @@ class Node:
         self.last_used_s = 0.0
         self.num_uses = 0
         self.policy_note: Any = None
+        self.eviction_entry: tuple[int, Any, int, Node] | None = None
         self.priority = DEFAULT_PRIORITY
-        self.eviction_entry: tuple[object, int, Node] | None = None
+        self.expiry_entry: tuple[float, int, Node] | None = None
+        self.has_expired = False
+        self.num_retained_children = 0
 
     @property
     def num_blocks(self) -> int:
@@ -281,7 +290,6 @@ class RadixTree:
         upper.pin_count = lower.pin_count
         upper.last_used_s = lower.last_used_s
         upper.num_uses = lower.num_uses
-        upper.priority = lower.priority
         upper.policy_note = lower.policy_note
         parent.children[upper.tokens[: self._block_bytes]] = upper
         lower.parent = upper

@@ -28,6 +28,7 @@ class TenantUsage:
     Attributes:
         num_cached_blocks, num_pinned_blocks: published, and the part of them that leases keep from eviction.
         num_leased_blocks: held by leases alone.
+        num_retained_blocks: the part of the cached ones that has a priority above the default.
         num_evicted_blocks: total.
         num_hit_tokens, num_miss_tokens: tokens of leased prompts that were reused, and that were not.
     """
@@ -39,6 +40,7 @@ class TenantUsage:
         "num_leased_blocks",
         "num_miss_tokens",
         "num_pinned_blocks",
+        "num_retained_blocks",
         "quota",
     )
 
@@ -47,6 +49,7 @@ class TenantUsage:
         self.num_cached_blocks = 0
         self.num_pinned_blocks = 0
         self.num_leased_blocks = 0
+        self.num_retained_blocks = 0
         self.num_evicted_blocks = 0
         self.num_hit_tokens = 0
         self.num_miss_tokens = 0

@@ -8,6 +8,7 @@ number.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,9 @@ from radixkv.block_pool import BlockState
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import Match, PrefixCache
+from radixkv.radix_tree import RadixTree
 from tests.fakes import spell
+from tests.retention_oracle import RetentionOracle
 
 FREE = -1
 UNWRITTEN = -2
@@ -29,8 +32,9 @@ Identities = npt.NDArray[np.int64]
 class Oracle:
     """Knows which prefixes are published, and what each slot of the pool must hold."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_retained_blocks: int = 0) -> None:
         self.block_size = block_size
+        self.retention = RetentionOracle(block_size, max_retained_blocks)
         self.content = np.full((num_blocks, block_size), FREE, dtype=np.int64)
         self._identities: dict[tuple[object, int], int] = {}
         self._handed_out: set[int] = set()
@@ -61,6 +65,10 @@ class Oracle:
         """Whether a prefix was matchable at any time."""
         return identity in self._ever_published
 
+    def runs(self) -> list[tuple[Namespace, bytes]]:
+        """All that is published, each run to its end."""
+        return list(self._longest.values())
+
     def publish(self, namespace: Namespace, tokens: bytes, identities: Identities) -> None:
         """Note that a whole run is published."""
         numbers = identities.tolist()
@@ -70,17 +78,34 @@ class Oracle:
             self._longest[numbers[-1]] = namespace, tokens
             self._published.update(numbers)
             self._ever_published.update(numbers)
+            self.retention.published(numbers)
 
     def forget_evicted(self, cache: PrefixCache) -> int:
         """After an eviction, believe the cache about what is left. Returns how many tokens are gone."""
         num_before = len(self._published)
-        runs, self._longest, self._published = list(self._longest.values()), {}, set()
+        runs, self._longest, self._published = self.runs(), {}, set()
         for namespace, tokens in runs:
             kept = cache.match(namespace, tokens + END).cached_tokens
             if kept:
                 tokens = tokens[: kept * 4]
                 self.publish(namespace, tokens, self.identities(namespace, tokens))
+        self.retention.forget_all_but(self._published)
         return num_before - len(self._published)
+
+    def forget(self, is_gone: Callable[[Namespace], bool]) -> None:
+        """Forget all that is published in some namespaces."""
+        runs, self._longest, self._published = self.runs(), {}, set()
+        for namespace, tokens in runs:
+            if not is_gone(namespace):
+                self.publish(namespace, tokens, self.identities(namespace, tokens))
+        self.retention.forget_all_but(self._published)
+
+    def verify_priorities(self, tree: RadixTree) -> None:
+        """Assert that every block of a tree has the priority that it should."""
+        for node in tree.nodes():
+            path = self.retention.path(self.identities(tree.namespace, tree.path_tokens(node)).tolist())
+            expected = {self.retention.priority(block) for block in path[len(path) - node.num_blocks :]}
+            assert expected == {node.priority}, f"expected priorities {expected}, got {node.priority}"
 
     def hand_out(self, block_ids: npt.NDArray[np.int32]) -> None:
         """Blocks have a new owner: what was in them is nobody's."""
@@ -111,6 +136,7 @@ class Holder:
     identities: Identities
     num_written: int = 0
     has_begun: bool = False
+    is_revoked: bool = False
 
     def receive(self) -> None:
         """Look at what was leased: the reused blocks are right, and nobody needs what was in the new ones."""

@@ -24,6 +24,7 @@ ORDER = [
     "block_pool",
     "tenants",
     "radix_tree",
+    "retention",
     "lease",
     "eviction",
     "adaptive_policy",

@@ -166,7 +166,7 @@ def test_a_leaf_that_grew_is_recent() -> None:
 def first_of(index: EvictionIndex) -> Node:
     entry = index.first()
     assert entry is not None
-    return entry[2]
+    return entry[-1]
 
 
 def idle_node(last_used_s: float) -> Node:
