@@ -46,12 +46,14 @@ class CacheConfig:
         capacity_tokens: tokens that the pool holds; rounded down to whole blocks.
         evicted_prefixes: how many evicted prefixes are remembered to explain later misses.
         policy: which unused blocks go first; one of `EVICTION_POLICIES`.
+        max_retained_share: what part of the pool may have a priority above the default, 0 to 1.
     """
 
     block_size: int = 64
     capacity_tokens: int = 131_072
     evicted_prefixes: int = 65_536
     policy: str = "adaptive"
+    max_retained_share: float = 0.2
 
     def __post_init__(self) -> None:
         _require_one_of("cache.block_size", self.block_size, (16, 32, 64))
@@ -59,6 +61,8 @@ class CacheConfig:
         _require_at_most("cache.capacity_tokens", self.capacity_tokens, _MAX_INT32 * self.block_size)
         _require_at_least("cache.evicted_prefixes", self.evicted_prefixes, 0)
         _require_one_of("cache.policy", self.policy, EVICTION_POLICIES)
+        _require_at_least("cache.max_retained_share", self.max_retained_share, 0)
+        _require_at_most("cache.max_retained_share", self.max_retained_share, 1)
 
     @property
     def num_blocks(self) -> int:

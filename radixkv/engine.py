@@ -30,9 +30,10 @@ from radixkv.kv_storage import KVStorage
 from radixkv.model import load_model
 from radixkv.model_check import check_model
 from radixkv.namespace import Namespace
-from radixkv.prefix_cache import PrefixCache
+from radixkv.prefix_cache import PrefixCache, Purged
 from radixkv.radix_tree import TOKEN_BYTES
-from radixkv.request import PrefillParams, PrefillResult, ProbeResult, Request
+from radixkv.request import PrefillParams, PrefillResult, ProbeResult, Request, Retained
+from radixkv.retention import Retention
 from radixkv.runner import Runner
 from radixkv.stats import EngineStats
 from radixkv.tenants import Quota
@@ -111,6 +112,8 @@ class Engine:
         """
         namespace = self._namespace(params.tenant, params.adapter, params.salt)
         self._validate_tokens(params.tokens)
+        if params.retention is not None:
+            params.retention.range_in(len(params.tokens) // TOKEN_BYTES)
         if not 0 <= params.top_logprobs <= self.limits.vocab_size:
             raise InvalidRequest(f"top_logprobs: expected 0 to {self.limits.vocab_size}, got {params.top_logprobs}")
         future: Future[PrefillResult] = Future()
@@ -145,6 +148,31 @@ class Engine:
     def release(self, lease_id: str, *, tenant: str = "") -> Future[None]:
         """Give a held lease back. The future raises UnknownLease if this tenant holds no such lease."""
         return self._call(lambda: self._core.held_leases.release(lease_id, tenant))
+
+    def retain(
+        self, tokens: bytes, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
+    ) -> Future[Retained]:
+        """Give a cached range a priority, whatever it had before; see `PrefixCache.retain`.
+
+        Raises:
+            InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
+        """
+        namespace = self._namespace(tenant, adapter, salt)
+        self._validate_tokens(tokens)
+        retention.range_in(len(tokens) // TOKEN_BYTES)
+        return self._call(lambda: self._core.retain(namespace, tokens, retention))
+
+    def purge(
+        self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
+    ) -> Future[Purged]:
+        """Forget namespaces; None is any. See `PrefixCache.purge`.
+
+        Raises:
+            UnknownAdapter: there is no adapter of this name.
+        """
+        if adapter is not None:
+            self._namespace("", adapter, "")
+        return self._call(lambda: self._core.cache.purge(tenant=tenant, adapter=adapter, salt=salt))
 
     def stats(self) -> Future[EngineStats]:
         """Take a picture of the engine."""
@@ -252,6 +280,7 @@ def build_engine(config: Config) -> Engine:
         storage.block_size,
         policy=make_policy(config.cache.policy, storage.num_blocks),
         quotas={tenant: _quota(bounds, storage.block_size) for tenant, bounds in config.tenants.items()},
+        max_retained_blocks=int(config.cache.max_retained_share * storage.num_blocks),
         evicted_prefixes=config.cache.evicted_prefixes,
     )
     return Engine(Runner(model, storage, kernels), cache, config.engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +12,12 @@ from radixkv.errors import DeadlineExceeded, OutOfBlocks, QuotaExceeded, RadixKV
 from radixkv.held_leases import HeldLeases
 from radixkv.lease import Lease
 from radixkv.miss_reason import MissReason
+from radixkv.namespace import Namespace
 from radixkv.prediction import Prediction, predict
 from radixkv.prefix_cache import PrefixCache
-from radixkv.request import HeldLease, Outcome, PrefillResult, Request, Timing, Usage
+from radixkv.radix_tree import DEFAULT_PRIORITY
+from radixkv.request import HeldLease, Outcome, PrefillResult, Request, Retained, Timing, Usage
+from radixkv.retention import Grant, Retention
 from radixkv.runner import Chunk, Runner
 from radixkv.scheduler import Scheduler, Slice
 from radixkv.stats import BlockStats, EngineStats, RequestStats, TenantStats, TokenStats
@@ -93,6 +97,8 @@ class EngineCore:
                 leased=pool.num_leased,
                 published=pool.num_published,
                 pinned=self.cache.num_pinned_blocks,
+                retained=self.cache.num_retained_blocks,
+                retainable=self.cache.max_retained_blocks,
             ),
             requests=RequestStats(
                 waiting=len(self._scheduler.waiting),
@@ -109,6 +115,13 @@ class EngineCore:
             block_bytes=self._runner.storage.block_bytes,
             tenants=tuple(_tenant_stats(tenant, usage) for tenant, usage in self.cache.tenants.items()),
         )
+
+    def retain(
+        self, namespace: Namespace, tokens: bytes, retention: Retention, *, only_raise: bool = False
+    ) -> Retained:
+        """Keep a cached range longer than others, or less long; see `PrefixCache.retain`."""
+        grant = self.cache.retain(namespace, tokens, retention, only_raise=only_raise)
+        return Retained(grant, None if retention.ttl_s is None else time.time() + retention.ttl_s)
 
     # -- before a step ---------------------------------------------------------------------------------------------
 
@@ -216,9 +229,26 @@ class EngineCore:
                 total_us=_microseconds(now - request.received_s),
             ),
             held_lease=self._hold(request, lease, now) if params.hold_lease else None,
+            retained=self._retain(request, lease),
         )
         self._end(request, Outcome.FINISHED)
         request.future.set_result(result)
+
+    def _retain(self, request: Request, lease: Lease) -> Retained | None:
+        """What others cached is never lowered: a low priority is for what this request has computed."""
+        retention = request.params.retention
+        if retention is None:
+            return None
+        start, end = retention.range_in(request.num_tokens)
+        shared_tokens = min(end, lease.cached_tokens) - start if retention.priority < DEFAULT_PRIORITY else 0
+        if shared_tokens <= 0:
+            return self.retain(request.namespace, request.params.tokens, retention, only_raise=True)
+        if start + shared_tokens == end:
+            return Retained(Grant(shared_tokens, 0, 0), None)
+        own = dataclasses.replace(retention, start=start + shared_tokens)
+        retained = self.retain(request.namespace, request.params.tokens, own, only_raise=True)
+        grant = retained.grant._replace(granted_tokens=retained.grant.granted_tokens + shared_tokens)
+        return dataclasses.replace(retained, grant=grant)
 
     def _hold(self, request: Request, lease: Lease, now: float) -> HeldLease:
         lease_id, expires_s = self.held_leases.hold(lease, request.params.tenant, now)
@@ -255,6 +285,7 @@ def _tenant_stats(tenant: str, usage: TenantUsage) -> TenantStats:
         evicted_blocks=usage.num_evicted_blocks,
         hit_tokens=usage.num_hit_tokens,
         miss_tokens=usage.num_miss_tokens,
+        retained_blocks=usage.num_retained_blocks,
         floor_blocks=usage.quota.floor_blocks,
         ceiling_blocks=usage.quota.ceiling_blocks,
     )

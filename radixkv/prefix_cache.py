@@ -115,6 +115,11 @@ class PrefixCache:
         return self._retained.num_blocks
 
     @property
+    def max_retained_blocks(self) -> int:
+        """How many blocks may be retained."""
+        return self._retained.max_blocks
+
+    @property
     def num_namespaces(self) -> int:
         """Namespaces with at least one cached token."""
         return len(self._trees)

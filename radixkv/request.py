@@ -12,6 +12,7 @@ import numpy.typing as npt
 from radixkv.lease import Lease
 from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
+from radixkv.retention import Grant, Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class PrefillParams:
         request_id: echoed in the answer.
         read_cache: reuse cached tokens.
         write_cache: publish computed tokens.
+        retention: keep the prompt longer than others, or less long; None for neither.
         top_logprobs: how many most likely next tokens to report.
         return_logits: return the whole logits row.
         hold_lease: keep the prompt's blocks alive after the answer.
@@ -37,6 +39,7 @@ class PrefillParams:
     request_id: str = ""
     read_cache: bool = True
     write_cache: bool = True
+    retention: Retention | None = None
     top_logprobs: int = 0
     return_logits: bool = False
     hold_lease: bool = False
@@ -78,6 +81,18 @@ class HeldLease:
 
 
 @dataclass(frozen=True, slots=True)
+class Retained:
+    """The answer to a retention.
+
+    Attributes:
+        expires_at_s: Unix time at which the priority ends; None if it does not.
+    """
+
+    grant: Grant
+    expires_at_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillResult:
     """The answer to one prefill.
 
@@ -86,6 +101,7 @@ class PrefillResult:
         top_logprobs: `(token_id, logprob)`, most likely first.
         logits: float32 `[vocab_size]`, or None unless asked for.
         held_lease: None unless asked for.
+        retained: None unless asked for.
     """
 
     request_id: str
@@ -96,6 +112,7 @@ class PrefillResult:
     miss_reason: MissReason
     timing: Timing
     held_lease: HeldLease | None
+    retained: Retained | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
-    """Blocks by state. `total == free + leased + published`; `pinned` is a part of `published`."""
+    """Blocks by state. `total == free + leased + published`; `pinned` and `retained` are parts of `published`.
+
+    Attributes:
+        retainable: how many may be retained.
+    """
 
     total: int
     free: int
     leased: int
     published: int
     pinned: int
+    retained: int
+    retainable: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,7 @@ class TenantStats:
     evicted_blocks: int
     hit_tokens: int
     miss_tokens: int
+    retained_blocks: int
     floor_blocks: int
     ceiling_blocks: int | None
 

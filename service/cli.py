@@ -19,9 +19,10 @@ import grpc
 from radixkv import __version__
 from radixkv.config import Config
 from radixkv.errors import ConfigError, RadixKVError
+from radixkv.retention import Retention
 from radixkv.service.client import Client
 from radixkv.service.plan_command import add_plan_command
-from radixkv.service.report import json_of, prefill_table, stats_table
+from radixkv.service.report import json_of, prefill_table, purge_table, stats_table
 from radixkv.service.token_ids import pack_token_ids
 
 _logger = logging.getLogger(__name__)
@@ -100,7 +101,17 @@ def _parser() -> argparse.ArgumentParser:
     prefill.add_argument("--no-read-cache", action="store_true", help="compute every token")
     prefill.add_argument("--no-write-cache", action="store_true", help="publish nothing for later requests")
     prefill.add_argument("--top-logprobs", metavar="N", type=_count, default=0)
+    prefill.add_argument("--priority", metavar="0..100", type=_count, help="how much it is worth to keep; others: 50")
+    prefill.add_argument("--ttl-s", metavar="S", type=float, help="for so long; without it, as long as it is cached")
     prefill.set_defaults(command=_prefill)
+
+    purge = commands.add_parser("purge", help="forget what is cached for a tenant, an adapter or a salt")
+    _add_connection(purge)
+    purge.add_argument("--tenant", type=_name)
+    purge.add_argument("--adapter", type=_name)
+    purge.add_argument("--salt", type=_name)
+    purge.add_argument("--all", action="store_true", help="of everybody")
+    purge.set_defaults(command=_purge)
 
     stats = commands.add_parser("stats", help="what the cache holds and what it did")
     _add_connection(stats)
@@ -154,6 +165,9 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 def _prefill(arguments: argparse.Namespace) -> None:
     token_ids = _encoded(arguments) if arguments.tokens is None else arguments.tokens
+    if arguments.priority is None and arguments.ttl_s is not None:
+        raise ConfigError("--ttl-s: expected a --priority with it, got none")
+    retention = None if arguments.priority is None else Retention(arguments.priority, arguments.ttl_s)
     with _client(arguments) as client:
         answer = client.prefill(
             token_ids,
@@ -162,6 +176,7 @@ def _prefill(arguments: argparse.Namespace) -> None:
             salt=arguments.salt,
             read_cache=not arguments.no_read_cache,
             write_cache=not arguments.no_write_cache,
+            retention=retention,
             top_logprobs=arguments.top_logprobs,
         )
     print(json_of(answer) if arguments.json else prefill_table(answer))
@@ -171,6 +186,15 @@ def _stats(arguments: argparse.Namespace) -> None:
     with _client(arguments) as client:
         stats = client.stats()
     print(json_of(stats) if arguments.json else stats_table(stats))
+
+
+def _purge(arguments: argparse.Namespace) -> None:
+    names = {"tenant": arguments.tenant, "adapter": arguments.adapter, "salt": arguments.salt}
+    if not arguments.all and set(names.values()) == {None}:
+        raise ConfigError("purge: expected --tenant, --adapter, --salt or --all, got none")
+    with _client(arguments) as client:
+        purged = client.purge(**names)
+    print(json_of(purged) if arguments.json else purge_table(purged))
 
 
 def _simulate(arguments: argparse.Namespace) -> None:

@@ -17,9 +17,18 @@ import grpc
 import grpc.aio
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.duration_pb2 import Duration
 
+from radixkv.retention import Retention
 from radixkv.service.token_ids import pack_token_ids, write_token_ids
-from radixkv.v1.cache_pb2 import StatsRequest, StatsResponse
+from radixkv.v1.cache_pb2 import (
+    PurgeRequest,
+    PurgeResponse,
+    RetainRequest,
+    RetainResponse,
+    StatsRequest,
+    StatsResponse,
+)
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
 from radixkv.v1.prefill_pb2 import (
     PrefillRequest,
@@ -29,6 +38,7 @@ from radixkv.v1.prefill_pb2 import (
     ReleaseRequest,
     ReleaseResponse,
 )
+from radixkv.v1.prefill_pb2 import Retention as RetentionMessage
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 
 Options = Sequence[tuple[str, Any]]
@@ -79,6 +89,7 @@ class Client:
         request_id: str = "",
         read_cache: bool = True,
         write_cache: bool = True,
+        retention: Retention | None = None,
         top_logprobs: int = 0,
         return_logits: bool = False,
         hold_lease: bool = False,
@@ -92,6 +103,7 @@ class Client:
             request_id: echoed; made by the server when empty.
             read_cache: reuse cached tokens.
             write_cache: publish the computed tokens for later requests.
+            retention: keep the prompt longer than others, or less long; the answer's `retained` says what was granted.
             top_logprobs: how many most likely next tokens to report.
             return_logits: return the whole logits row; read it with `logits_of`.
             hold_lease: keep the prompt's blocks alive until `release`.
@@ -109,6 +121,7 @@ class Client:
             request_id=request_id,
             read_cache=read_cache,
             write_cache=write_cache,
+            retention=retention,
             top_logprobs=top_logprobs,
             return_logits=return_logits,
             hold_lease=hold_lease,
@@ -126,6 +139,20 @@ class Client:
         """Give back a lease that `prefill(hold_lease=True)` handed out."""
         request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
         answer: ReleaseResponse = self._prefill.Release(request, timeout=self._timeout_s)
+        return answer
+
+    def retain(
+        self, token_ids: npt.ArrayLike, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
+    ) -> RetainResponse:
+        """Give a cached range a priority, whatever it had before. Raises like `prefill`."""
+        request = _retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
+        answer: RetainResponse = self._cache.Retain(request, timeout=self._timeout_s)
+        return answer
+
+    def purge(self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None) -> PurgeResponse:
+        """Forget all namespaces with these names; None is any name."""
+        request = PurgeRequest(tenant=tenant, adapter=adapter, salt=salt)
+        answer: PurgeResponse = self._cache.Purge(request, timeout=self._timeout_s)
         return answer
 
     def stats(self) -> StatsResponse:
@@ -168,6 +195,7 @@ class AsyncClient:
         request_id: str = "",
         read_cache: bool = True,
         write_cache: bool = True,
+        retention: Retention | None = None,
         top_logprobs: int = 0,
         return_logits: bool = False,
         hold_lease: bool = False,
@@ -182,6 +210,7 @@ class AsyncClient:
             request_id=request_id,
             read_cache=read_cache,
             write_cache=write_cache,
+            retention=retention,
             top_logprobs=top_logprobs,
             return_logits=return_logits,
             hold_lease=hold_lease,
@@ -202,6 +231,22 @@ class AsyncClient:
         """Give back a held lease; see `Client.release`."""
         request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
         answer: ReleaseResponse = await self._prefill.Release(request, timeout=self._timeout_s)
+        return answer
+
+    async def retain(
+        self, token_ids: npt.ArrayLike, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
+    ) -> RetainResponse:
+        """Give a cached range a priority; see `Client.retain`."""
+        request = _retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
+        answer: RetainResponse = await self._cache.Retain(request, timeout=self._timeout_s)
+        return answer
+
+    async def purge(
+        self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
+    ) -> PurgeResponse:
+        """Forget namespaces; see `Client.purge`."""
+        request = PurgeRequest(tenant=tenant, adapter=adapter, salt=salt)
+        answer: PurgeResponse = await self._cache.Purge(request, timeout=self._timeout_s)
         return answer
 
     async def stats(self) -> StatsResponse:
@@ -253,6 +298,7 @@ def _prefill_request(
     request_id: str,
     read_cache: bool,
     write_cache: bool,
+    retention: Retention | None,
     top_logprobs: int,
     return_logits: bool,
     hold_lease: bool,
@@ -264,6 +310,7 @@ def _prefill_request(
         request_id=request_id,
         read_cache=read_cache,
         write_cache=write_cache,
+        retention=_retention_message(retention),
         top_logprobs=top_logprobs,
         return_logits=return_logits,
         hold_lease=hold_lease,
@@ -276,3 +323,25 @@ def _probe_request(token_ids: npt.ArrayLike, *, tenant: str, adapter: str, salt:
     request = ProbeRequest(tenant=tenant, adapter=adapter, salt=salt)
     write_token_ids(request, pack_token_ids(token_ids))
     return request
+
+
+def _retain_request(
+    token_ids: npt.ArrayLike, retention: Retention, *, tenant: str, adapter: str, salt: str
+) -> RetainRequest:
+    request = RetainRequest(tenant=tenant, adapter=adapter, salt=salt, retention=_retention_message(retention))
+    write_token_ids(request, pack_token_ids(token_ids))
+    return request
+
+
+def _retention_message(retention: Retention | None) -> RetentionMessage | None:
+    if retention is None:
+        return None
+    ttl_s = retention.ttl_s
+    if ttl_s is not None and not -_MAX_TIMEOUT_S < ttl_s < _MAX_TIMEOUT_S:
+        raise ValueError(f"retention.ttl_s: expected less than {_MAX_TIMEOUT_S} seconds, got {ttl_s}")
+    return RetentionMessage(
+        priority=retention.priority,
+        ttl=None if ttl_s is None else Duration(seconds=int(ttl_s), nanos=round((ttl_s - int(ttl_s)) * 1e9)),
+        start_token=retention.start,
+        end_token=retention.end,
+    )

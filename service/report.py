@@ -9,7 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from radixkv.v1.cache_pb2 import StatsResponse
+from radixkv.v1.cache_pb2 import PurgeResponse, StatsResponse
 from radixkv.v1.prefill_pb2 import MissReason, PrefillResponse
 
 # Protobuf's JSON writes these as strings, for readers whose only number is a double.
@@ -46,8 +46,16 @@ def prefill_table(answer: PrefillResponse) -> str:
         ("  queue", f"{timing.queue_us / 1000:.2f} ms"),
         ("  prefill", f"{timing.prefill_us / 1000:.2f} ms"),
     ]
+    if answer.HasField("retained"):
+        refused = f" ({answer.retained.refused_tokens} refused)" if answer.retained.refused_tokens else ""
+        rows += [("retained", f"{answer.retained.granted_tokens} tokens{refused}")]
     rows += [(f"logprob of {top.token_id}", f"{top.logprob:.4f}") for top in answer.top_logprobs]
     return _table(rows)
+
+
+def purge_table(answer: PurgeResponse) -> str:
+    """What a purge took out."""
+    return _table([("blocks freed", str(answer.freed_blocks)), ("  still in use", str(answer.pinned_blocks))])
 
 
 def stats_table(stats: StatsResponse) -> str:
@@ -60,6 +68,7 @@ def stats_table(stats: StatsResponse) -> str:
         ("  free", str(blocks.free)),
         ("  published", f"{blocks.published} ({blocks.pinned} pinned)"),
         ("  leased", str(blocks.leased)),
+        ("  retained", f"{blocks.retained} of {blocks.retainable} that may be"),
         ("  evicted", f"{stats.evicted_blocks} so far"),
         ("requests", f"{requests.running} running, {requests.waiting} waiting"),
         ("  finished", str(requests.finished)),

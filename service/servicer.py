@@ -17,7 +17,8 @@ import grpc.aio
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from radixkv.errors import Draining, InvalidRequest
-from radixkv.request import HeldLease, PrefillParams, PrefillResult
+from radixkv.request import HeldLease, PrefillParams, PrefillResult, Retained
+from radixkv.retention import Retention
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -44,6 +45,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         response = _prefill_response(result)
         if result.held_lease is not None:
             self._add_lease(response, result.held_lease)
+        if result.retained is not None:
+            response.retained.CopyFrom(_grant(result.retained))
         return response
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
@@ -67,9 +70,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_pb2.ReleaseResponse()
 
     def _add_lease(self, response: prefill_pb2.PrefillResponse, held: HeldLease) -> None:
-        seconds, nanos = divmod(round(held.expires_at_s * 1e9), 1_000_000_000)
         response.lease_id = held.lease_id
-        response.lease_expires_at.CopyFrom(Timestamp(seconds=seconds, nanos=nanos))
+        response.lease_expires_at.CopyFrom(_timestamp(held.expires_at_s))
         response.block_table.extend(held.block_table.tolist())
         response.block_size = self._engine.limits.block_size
         response.epoch = self._engine.limits.epoch
@@ -80,6 +82,31 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
+        """Give a cached range a priority."""
+        _require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
+        retention = _retention(request)
+        if retention is None:
+            raise InvalidRequest("retention: expected one, got none")
+        retained = await _answer_of(
+            self._engine.retain(
+                read_token_ids(request), retention, tenant=request.tenant, adapter=request.adapter, salt=request.salt
+            )
+        )
+        return cache_pb2.RetainResponse(retained=_grant(retained))
+
+    async def Purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:  # noqa: N802
+        """Forget namespaces."""
+        _require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
+        purged = await _answer_of(
+            self._engine.purge(
+                tenant=request.tenant if request.HasField("tenant") else None,
+                adapter=request.adapter if request.HasField("adapter") else None,
+                salt=request.salt if request.HasField("salt") else None,
+            )
+        )
+        return cache_pb2.PurgeResponse(freed_blocks=purged.freed_blocks, pinned_blocks=purged.pinned_blocks)
 
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
         """Say what the cache holds and what it did."""
@@ -117,11 +144,39 @@ def _params(request: prefill_pb2.PrefillRequest, context: Context) -> PrefillPar
         request_id=request.request_id or uuid.uuid4().hex,
         read_cache=request.read_cache if request.HasField("read_cache") else True,
         write_cache=request.write_cache if request.HasField("write_cache") else True,
+        retention=_retention(request),
         top_logprobs=request.top_logprobs,
         return_logits=request.return_logits,
         hold_lease=request.hold_lease,
         deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
     )
+
+
+def _retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest) -> Retention | None:
+    if not request.HasField("retention"):
+        return None
+    asked = request.retention
+    if not asked.HasField("priority"):
+        raise InvalidRequest("retention.priority: expected 0 to 100, got none")
+    return Retention(
+        priority=asked.priority,
+        ttl_s=asked.ttl.seconds + asked.ttl.nanos / 1e9 if asked.HasField("ttl") else None,
+        start=asked.start_token,
+        end=asked.end_token or None,
+    )
+
+
+def _grant(retained: Retained) -> prefill_pb2.Grant:
+    expires_at_s = retained.expires_at_s
+    return prefill_pb2.Grant(
+        **retained.grant._asdict(),
+        expires_at=None if expires_at_s is None else _timestamp(expires_at_s),
+    )
+
+
+def _timestamp(unix_s: float) -> Timestamp:
+    seconds, nanos = divmod(round(unix_s * 1e9), 1_000_000_000)
+    return Timestamp(seconds=seconds, nanos=nanos)
 
 
 def _prefill_response(result: PrefillResult) -> prefill_pb2.PrefillResponse:

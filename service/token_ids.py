@@ -11,13 +11,14 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import PrefillRequest, ProbeRequest
 
 MAX_TOKEN_ID = 2**32 - 1
 _FIELD_NUMBER = 1
 _LENGTH_DELIMITED = 2
 
-Prompt = TypeVar("Prompt", PrefillRequest, ProbeRequest)
+Prompt = TypeVar("Prompt", PrefillRequest, ProbeRequest, RetainRequest)
 
 
 def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from radixkv.retention import Retention
 from radixkv.service.client import Client, logits_of
 from radixkv.trace import load_trace, prompt_tokens
 from radixkv.v1.prefill_pb2 import MissReason
@@ -69,6 +70,43 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.02)
+
+
+def test_a_retained_prompt_outlives_others_and_a_purged_one_does_not() -> None:
+    with serving("--set", "cache.capacity_tokens=4096") as (_, address), Client(address, timeout_s=60) as client:
+        prompt, tenant = random_ids(640), "acme"
+        retained = client.prefill(prompt, tenant=tenant, retention=Retention(80, ttl_s=600)).retained
+        assert (retained.granted_tokens, retained.refused_tokens, retained.uncached_tokens) == (640, 0, 0)
+        refused = client.retain(prompt, Retention(80), tenant="other")
+        assert refused.retained.uncached_tokens == 640
+        for seed in range(1, 10):
+            client.prefill(random_ids(1024, seed), tenant="other")
+        assert client.probe(prompt, tenant=tenant).cached_tokens == 639
+        over = client.prefill(random_ids(1024, 99), tenant="other", retention=Retention(90)).retained
+        assert (over.granted_tokens, over.refused_tokens) == (128, 896)  # a fifth of 64 blocks is 12
+        assert client.purge(tenant=tenant).freed_blocks == 10
+        assert client.probe(prompt, tenant=tenant).cached_tokens == 0
+        assert client.stats().blocks.retained == 2
+
+
+@pytest.mark.parametrize(
+    ("retention", "message"),
+    [
+        (Retention(101), "retention.priority: expected 0 to 100, got 101"),
+        (Retention(60, ttl_s=-1), "retention.ttl: expected more than 0"),
+        (Retention(60, start=3), "retention.start_token: expected 0 to 2, got 3"),
+        (Retention(60, start=2, end=1), "retention.end_token: expected 3 to 3, got 1"),
+    ],
+)
+def test_a_wrong_retention_is_refused_before_anything_is_computed(
+    client: Client, tenant: str, retention: Retention, message: str
+) -> None:
+    for call in (client.prefill, lambda ids, **names: client.retain(ids, names.pop("retention"), **names)):
+        with pytest.raises(grpc.RpcError) as refusal:
+            call([1, 2, 3], tenant=tenant, retention=retention)
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refusal.value.details().startswith(message)
+    assert client.probe([1, 2, 3], tenant=tenant).cached_tokens == 0
 
 
 def test_one_shared_prefix_is_computed_exactly_once(client: Client, tenant: str) -> None:

@@ -1,3 +1,4 @@
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -11,6 +12,7 @@ from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import PrefillParams, PrefillResult, Request
+from radixkv.retention import Grant, Retention
 from radixkv.runner import Chunk, StepResult
 from radixkv.tenants import Quota
 from tests.fake_runner import FakeRunner, next_token, tokens
@@ -102,6 +104,41 @@ def test_read_cache_off_computes_everything_and_reads_nothing() -> None:
     result = bench.prefill(range(12), read_cache=False)
     assert (result.usage.cached_tokens, result.usage.computed_tokens) == (0, 12)
     assert result.miss_reason is MissReason.READ_DISABLED
+
+
+def test_a_prompt_can_be_kept_longer_than_others() -> None:
+    bench = Bench(num_blocks=10)
+    kept = bench.prefill(range(8), retention=Retention(80, ttl_s=60))
+    assert kept.retained is not None
+    assert kept.retained.grant == Grant(8, 0, 0)
+    assert kept.retained.expires_at_s == pytest.approx(time.time() + 60, abs=5)
+    bench.prefill(range(100, 132))
+    bench.prefill(range(200, 232))
+    assert bench.prefill(range(8)).usage.cached_tokens == 7
+    bench.clock.now = 61
+    bench.prefill(range(300, 332))
+    bench.prefill(range(400, 440))
+    expired = bench.prefill(range(8))
+    assert (expired.usage.cached_tokens, expired.miss_reason) == (0, MissReason.EXPIRED)
+
+
+def test_a_low_priority_is_for_what_the_request_computed_alone() -> None:
+    bench = Bench(num_blocks=10)
+    bench.prefill(range(8))
+    own = bench.prefill([*range(8), 90, 91, 92, 93], retention=Retention(0))
+    assert own.retained is not None
+    assert own.retained.grant == Grant(12, 0, 0)
+    nothing = bench.prefill([*range(8), 90, 91], retention=Retention(0, start=2, end=6))
+    assert nothing.retained is not None
+    assert nothing.retained.grant == Grant(4, 0, 0)
+    bench.cache.evict(1)
+    assert bench.prefill([*range(8), 90, 91, 92, 93]).usage.cached_tokens == 8
+
+
+def test_what_was_not_published_is_not_retained() -> None:
+    result = Bench().prefill(range(8), write_cache=False, retention=Retention(80))
+    assert result.retained is not None
+    assert result.retained.grant == Grant(0, 0, 8)
 
 
 def test_write_cache_off_leaves_nothing_behind() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 
-from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
+from radixkv.errors import OutOfBlocks, QuotaExceeded
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
 from radixkv.tenants import _MAX_IDLE_TENANTS, Quota, Tenants
@@ -100,42 +97,3 @@ def test_a_crowd_of_tenants_is_forgotten_but_not_those_that_hold_something() -> 
     assert len(tenants.items()) <= _MAX_IDLE_TENANTS + 2
     assert tenants["holder"] is holder
     assert "quota" in dict(tenants.items())
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_quotas_hold_on_a_random_walk(seed: int) -> None:
-    dice = random.Random(seed)
-    quotas = {"acme": Quota(floor_blocks=6, ceiling_blocks=14), "other": Quota(ceiling_blocks=9)}
-    cache = PrefixCache(24, 2, quotas=quotas, clock=FakeClock())
-    leases = []
-    refused = dict.fromkeys((OutOfBlocks, QuotaExceeded), 0)
-    for _ in range(1200):
-        namespace = dice.choice((ACME, OTHER, THIRD))
-        floor_before = min(6, cache.tenants["acme"].num_cached_blocks)
-        before = (cache.pool.num_free, cache.num_evicted_blocks)
-        action = dice.random()
-        if action < 0.55 and len(leases) < 4:
-            prompt = np.array([dice.randrange(2) for _ in range(dice.randint(1, 26))], dtype="<u4").tobytes()
-            try:
-                leases.append(cache.lease(namespace, prompt, read=dice.random() < 0.9))
-            except CapacityError as error:
-                refused[type(error)] += 1
-                assert (cache.pool.num_free, cache.num_evicted_blocks) == before
-            if namespace is not ACME:
-                assert cache.tenants["acme"].num_cached_blocks >= floor_before
-        elif action < 0.8 and leases:
-            lease = dice.choice(leases)
-            lease.commit(dice.randint(lease.committed_tokens, lease.num_tokens))
-        elif leases:
-            leases.pop(dice.randrange(len(leases))).close()
-        cache.check()
-        for tenant, quota in quotas.items():
-            usage = cache.tenants[tenant]
-            assert usage.num_cached_blocks + usage.num_leased_blocks <= (quota.ceiling_blocks or 24)
-    assert all(refused.values()), "both refusals happened"
-    for lease in leases:
-        lease.close()
-    for tenant in ("acme", "other", "third"):
-        cache.evict(24, tenant=tenant)
-    cache.check()
-    assert cache.pool.num_free == 24

@@ -22,27 +22,36 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from radixkv.v1 import prefill_pb2 as radixkv_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16radixkv/v1/cache.proto\x12\nradixkv.v1\"\x0e\n\x0cStatsRequest\"\xf1\x02\n\rStatsResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12&\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x16.radixkv.v1.BlockStats\x12*\n\x08requests\x18\x07 \x01(\x0b\x32\x18.radixkv.v1.RequestStats\x12&\n\x06tokens\x18\x08 \x01(\x0b\x32\x16.radixkv.v1.TokenStats\x12\x12\n\nnamespaces\x18\t \x01(\x04\x12\x10\n\x08segments\x18\n \x01(\x04\x12\x13\n\x0bheld_leases\x18\x0b \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x0c \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\r \x01(\x04\x12(\n\x07tenants\x18\x0e \x03(\x0b\x32\x17.radixkv.v1.TenantStats\"\xe9\x01\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\rcached_blocks\x18\x02 \x01(\x04\x12\x15\n\rpinned_blocks\x18\x03 \x01(\x04\x12\x15\n\rleased_blocks\x18\x04 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x05 \x01(\x04\x12\x12\n\nhit_tokens\x18\x06 \x01(\x04\x12\x13\n\x0bmiss_tokens\x18\x07 \x01(\x04\x12\x14\n\x0c\x66loor_blocks\x18\x08 \x01(\x04\x12\x1b\n\x0e\x63\x65iling_blocks\x18\t \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_ceiling_blocks\"\\\n\nBlockStats\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0e\n\x06leased\x18\x03 \x01(\x04\x12\x11\n\tpublished\x18\x04 \x01(\x04\x12\x0e\n\x06pinned\x18\x05 \x01(\x04\"e\n\x0cRequestStats\x12\x0f\n\x07waiting\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\x04\x12\x10\n\x08\x66inished\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\"O\n\nTokenStats\x12\x0e\n\x06prompt\x18\x01 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\x04\x12\x10\n\x08\x63omputed\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x04\x32L\n\x0c\x43\x61\x63heService\x12<\n\x05Stats\x12\x18.radixkv.v1.StatsRequest\x1a\x19.radixkv.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16radixkv/v1/cache.proto\x12\nradixkv.v1\x1a\x18radixkv/v1/prefill.proto\"{\n\rRetainRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\t\x12(\n\tretention\x18\x05 \x01(\x0b\x32\x15.radixkv.v1.Retention\"5\n\x0eRetainResponse\x12#\n\x08retained\x18\x01 \x01(\x0b\x32\x11.radixkv.v1.Grant\"l\n\x0cPurgeRequest\x12\x13\n\x06tenant\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x14\n\x07\x61\x64\x61pter\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x11\n\x04salt\x18\x03 \x01(\tH\x02\x88\x01\x01\x42\t\n\x07_tenantB\n\n\x08_adapterB\x07\n\x05_salt\"<\n\rPurgeResponse\x12\x14\n\x0c\x66reed_blocks\x18\x01 \x01(\x04\x12\x15\n\rpinned_blocks\x18\x02 \x01(\x04\"\x0e\n\x0cStatsRequest\"\xf1\x02\n\rStatsResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12&\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x16.radixkv.v1.BlockStats\x12*\n\x08requests\x18\x07 \x01(\x0b\x32\x18.radixkv.v1.RequestStats\x12&\n\x06tokens\x18\x08 \x01(\x0b\x32\x16.radixkv.v1.TokenStats\x12\x12\n\nnamespaces\x18\t \x01(\x04\x12\x10\n\x08segments\x18\n \x01(\x04\x12\x13\n\x0bheld_leases\x18\x0b \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x0c \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\r \x01(\x04\x12(\n\x07tenants\x18\x0e \x03(\x0b\x32\x17.radixkv.v1.TenantStats\"\x82\x02\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\rcached_blocks\x18\x02 \x01(\x04\x12\x15\n\rpinned_blocks\x18\x03 \x01(\x04\x12\x15\n\rleased_blocks\x18\x04 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x05 \x01(\x04\x12\x12\n\nhit_tokens\x18\x06 \x01(\x04\x12\x13\n\x0bmiss_tokens\x18\x07 \x01(\x04\x12\x14\n\x0c\x66loor_blocks\x18\x08 \x01(\x04\x12\x1b\n\x0e\x63\x65iling_blocks\x18\t \x01(\x04H\x00\x88\x01\x01\x12\x17\n\x0fretained_blocks\x18\n \x01(\x04\x42\x11\n\x0f_ceiling_blocks\"\x82\x01\n\nBlockStats\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0e\n\x06leased\x18\x03 \x01(\x04\x12\x11\n\tpublished\x18\x04 \x01(\x04\x12\x0e\n\x06pinned\x18\x05 \x01(\x04\x12\x10\n\x08retained\x18\x06 \x01(\x04\x12\x12\n\nretainable\x18\x07 \x01(\x04\"e\n\x0cRequestStats\x12\x0f\n\x07waiting\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\x04\x12\x10\n\x08\x66inished\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\"O\n\nTokenStats\x12\x0e\n\x06prompt\x18\x01 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\x04\x12\x10\n\x08\x63omputed\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x04\x32\xcb\x01\n\x0c\x43\x61\x63heService\x12<\n\x05Stats\x12\x18.radixkv.v1.StatsRequest\x1a\x19.radixkv.v1.StatsResponse\x12?\n\x06Retain\x12\x19.radixkv.v1.RetainRequest\x1a\x1a.radixkv.v1.RetainResponse\x12<\n\x05Purge\x12\x18.radixkv.v1.PurgeRequest\x1a\x19.radixkv.v1.PurgeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixkv.v1.cache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATSREQUEST']._serialized_start=38
-  _globals['_STATSREQUEST']._serialized_end=52
-  _globals['_STATSRESPONSE']._serialized_start=55
-  _globals['_STATSRESPONSE']._serialized_end=424
-  _globals['_TENANTSTATS']._serialized_start=427
-  _globals['_TENANTSTATS']._serialized_end=660
-  _globals['_BLOCKSTATS']._serialized_start=662
-  _globals['_BLOCKSTATS']._serialized_end=754
-  _globals['_REQUESTSTATS']._serialized_start=756
-  _globals['_REQUESTSTATS']._serialized_end=857
-  _globals['_TOKENSTATS']._serialized_start=859
-  _globals['_TOKENSTATS']._serialized_end=938
-  _globals['_CACHESERVICE']._serialized_start=940
-  _globals['_CACHESERVICE']._serialized_end=1016
+  _globals['_RETAINREQUEST']._serialized_start=64
+  _globals['_RETAINREQUEST']._serialized_end=187
+  _globals['_RETAINRESPONSE']._serialized_start=189
+  _globals['_RETAINRESPONSE']._serialized_end=242
+  _globals['_PURGEREQUEST']._serialized_start=244
+  _globals['_PURGEREQUEST']._serialized_end=352
+  _globals['_PURGERESPONSE']._serialized_start=354
+  _globals['_PURGERESPONSE']._serialized_end=414
+  _globals['_STATSREQUEST']._serialized_start=416
+  _globals['_STATSREQUEST']._serialized_end=430
+  _globals['_STATSRESPONSE']._serialized_start=433
+  _globals['_STATSRESPONSE']._serialized_end=802
+  _globals['_TENANTSTATS']._serialized_start=805
+  _globals['_TENANTSTATS']._serialized_end=1063
+  _globals['_BLOCKSTATS']._serialized_start=1066
+  _globals['_BLOCKSTATS']._serialized_end=1196
+  _globals['_REQUESTSTATS']._serialized_start=1198
+  _globals['_REQUESTSTATS']._serialized_end=1299
+  _globals['_TOKENSTATS']._serialized_start=1301
+  _globals['_TOKENSTATS']._serialized_end=1380
+  _globals['_CACHESERVICE']._serialized_start=1383
+  _globals['_CACHESERVICE']._serialized_end=1586
 # @@protoc_insertion_point(module_scope)

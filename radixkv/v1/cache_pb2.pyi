@@ -1,3 +1,4 @@
+from radixkv.v1 import prefill_pb2 as _prefill_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -5,6 +6,44 @@ from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class RetainRequest(_message.Message):
+    __slots__ = ("token_ids", "tenant", "adapter", "salt", "retention")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    tenant: str
+    adapter: str
+    salt: str
+    retention: _prefill_pb2.Retention
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., retention: _Optional[_Union[_prefill_pb2.Retention, _Mapping]] = ...) -> None: ...
+
+class RetainResponse(_message.Message):
+    __slots__ = ("retained",)
+    RETAINED_FIELD_NUMBER: _ClassVar[int]
+    retained: _prefill_pb2.Grant
+    def __init__(self, retained: _Optional[_Union[_prefill_pb2.Grant, _Mapping]] = ...) -> None: ...
+
+class PurgeRequest(_message.Message):
+    __slots__ = ("tenant", "adapter", "salt")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    adapter: str
+    salt: str
+    def __init__(self, tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
+
+class PurgeResponse(_message.Message):
+    __slots__ = ("freed_blocks", "pinned_blocks")
+    FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    freed_blocks: int
+    pinned_blocks: int
+    def __init__(self, freed_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
@@ -43,7 +82,7 @@ class StatsResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., namespaces: _Optional[int] = ..., segments: _Optional[int] = ..., held_leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ...) -> None: ...
 
 class TenantStats(_message.Message):
-    __slots__ = ("tenant", "cached_blocks", "pinned_blocks", "leased_blocks", "evicted_blocks", "hit_tokens", "miss_tokens", "floor_blocks", "ceiling_blocks")
+    __slots__ = ("tenant", "cached_blocks", "pinned_blocks", "leased_blocks", "evicted_blocks", "hit_tokens", "miss_tokens", "floor_blocks", "ceiling_blocks", "retained_blocks")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +92,7 @@ class TenantStats(_message.Message):
     MISS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FLOOR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CEILING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     cached_blocks: int
     pinned_blocks: int
@@ -62,21 +102,26 @@ class TenantStats(_message.Message):
     miss_tokens: int
     floor_blocks: int
     ceiling_blocks: int
-    def __init__(self, tenant: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., miss_tokens: _Optional[int] = ..., floor_blocks: _Optional[int] = ..., ceiling_blocks: _Optional[int] = ...) -> None: ...
+    retained_blocks: int
+    def __init__(self, tenant: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., miss_tokens: _Optional[int] = ..., floor_blocks: _Optional[int] = ..., ceiling_blocks: _Optional[int] = ..., retained_blocks: _Optional[int] = ...) -> None: ...
 
 class BlockStats(_message.Message):
-    __slots__ = ("total", "free", "leased", "published", "pinned")
+    __slots__ = ("total", "free", "leased", "published", "pinned", "retained", "retainable")
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_FIELD_NUMBER: _ClassVar[int]
+    RETAINABLE_FIELD_NUMBER: _ClassVar[int]
     total: int
     free: int
     leased: int
     published: int
     pinned: int
-    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., published: _Optional[int] = ..., pinned: _Optional[int] = ...) -> None: ...
+    retained: int
+    retainable: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., published: _Optional[int] = ..., pinned: _Optional[int] = ..., retained: _Optional[int] = ..., retainable: _Optional[int] = ...) -> None: ...
 
 class RequestStats(_message.Message):
     __slots__ = ("waiting", "running", "finished", "failed", "cancelled")

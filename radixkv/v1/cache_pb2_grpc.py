@@ -39,6 +39,16 @@ class CacheServiceStub(object):
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.StatsRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_cache__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.Retain = channel.unary_unary(
+                '/radixkv.v1.CacheService/Retain',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.RetainRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.RetainResponse.FromString,
+                _registered_method=True)
+        self.Purge = channel.unary_unary(
+                '/radixkv.v1.CacheService/Purge',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.PurgeRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.PurgeResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -50,6 +60,20 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Retain(self, request, context):
+        """Give a cached range a priority, whatever it had before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Purge(self, request, context):
+        """Forget namespaces. Requests in flight go on with what they have, and publish nothing more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +81,16 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.StatsRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_cache__pb2.StatsResponse.SerializeToString,
+            ),
+            'Retain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Retain,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.RetainRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.RetainResponse.SerializeToString,
+            ),
+            'Purge': grpc.unary_unary_rpc_method_handler(
+                    servicer.Purge,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.PurgeRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.PurgeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +120,60 @@ class CacheService(object):
             '/radixkv.v1.CacheService/Stats',
             radixkv_dot_v1_dot_cache__pb2.StatsRequest.SerializeToString,
             radixkv_dot_v1_dot_cache__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/Retain',
+            radixkv_dot_v1_dot_cache__pb2.RetainRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.RetainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Purge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/Purge',
+            radixkv_dot_v1_dot_cache__pb2.PurgeRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.PurgeResponse.FromString,
             options,
             channel_credentials,
             insecure,

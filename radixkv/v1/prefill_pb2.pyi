@@ -1,5 +1,6 @@
 import datetime
 
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -28,7 +29,7 @@ READ_DISABLED: MissReason
 ADAPTER_CHANGED: MissReason
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "top_logprobs", "return_logits", "hold_lease")
+    __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "retention", "top_logprobs", "return_logits", "hold_lease")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +37,7 @@ class PrefillRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     READ_CACHE_FIELD_NUMBER: _ClassVar[int]
     WRITE_CACHE_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     RETURN_LOGITS_FIELD_NUMBER: _ClassVar[int]
     HOLD_LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -46,13 +48,14 @@ class PrefillRequest(_message.Message):
     request_id: str
     read_cache: bool
     write_cache: bool
+    retention: Retention
     top_logprobs: int
     return_logits: bool
     hold_lease: bool
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., request_id: _Optional[str] = ..., read_cache: bool = ..., write_cache: bool = ..., top_logprobs: _Optional[int] = ..., return_logits: bool = ..., hold_lease: bool = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., request_id: _Optional[str] = ..., read_cache: bool = ..., write_cache: bool = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., return_logits: bool = ..., hold_lease: bool = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("request_id", "usage", "next_token_id", "top_logprobs", "logits", "miss_reason", "timing", "lease_id", "lease_expires_at", "block_table", "block_size", "epoch")
+    __slots__ = ("request_id", "usage", "next_token_id", "top_logprobs", "logits", "miss_reason", "timing", "lease_id", "lease_expires_at", "block_table", "block_size", "epoch", "retained")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +68,7 @@ class PrefillResponse(_message.Message):
     BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     usage: Usage
     next_token_id: int
@@ -77,7 +81,32 @@ class PrefillResponse(_message.Message):
     block_table: _containers.RepeatedScalarFieldContainer[int]
     block_size: int
     epoch: int
-    def __init__(self, request_id: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., next_token_id: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., lease_id: _Optional[str] = ..., lease_expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., block_table: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    retained: Grant
+    def __init__(self, request_id: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., next_token_id: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., lease_id: _Optional[str] = ..., lease_expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., block_table: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., epoch: _Optional[int] = ..., retained: _Optional[_Union[Grant, _Mapping]] = ...) -> None: ...
+
+class Retention(_message.Message):
+    __slots__ = ("priority", "ttl", "start_token", "end_token")
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    priority: int
+    ttl: _duration_pb2.Duration
+    start_token: int
+    end_token: int
+    def __init__(self, priority: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("granted_tokens", "refused_tokens", "uncached_tokens", "expires_at")
+    GRANTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    granted_tokens: int
+    refused_tokens: int
+    uncached_tokens: int
+    expires_at: _timestamp_pb2.Timestamp
+    def __init__(self, granted_tokens: _Optional[int] = ..., refused_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "cached_tokens", "computed_tokens", "written_tokens")

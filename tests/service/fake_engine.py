@@ -11,7 +11,9 @@ import numpy as np
 
 from radixkv.errors import Draining, InvalidRequest, UnknownLease
 from radixkv.miss_reason import MissReason
-from radixkv.request import HeldLease, PrefillResult, ProbeResult, Timing, Usage
+from radixkv.prefix_cache import Purged
+from radixkv.request import HeldLease, PrefillResult, ProbeResult, Retained, Timing, Usage
+from radixkv.retention import Grant
 from radixkv.stats import BlockStats, EngineStats, RequestStats, TenantStats, TokenStats
 
 VOCAB_SIZE = 256
@@ -26,6 +28,7 @@ class FakeEngine:
     Attributes:
         params: every PrefillParams that came, in order.
         futures: every future handed out by `prefill`, in order.
+        retentions, purges: the arguments of every call of `retain` and `purge`, in order.
         refusal: raised by the next calls at once.
         failure: set on the future of the next calls.
     """
@@ -39,6 +42,8 @@ class FakeEngine:
         self.is_started = self.is_stopped = self.is_draining = False
         self.params = []
         self.futures = []
+        self.retentions = []
+        self.purges = []
         self.refusal: Exception | None = None
         self.failure: BaseException | None = None
         self._running: list[tuple[Future, object]] = []
@@ -82,11 +87,23 @@ class FakeEngine:
             future.set_exception(UnknownLease(f"lease_id: expected a held lease of this tenant, got {lease_id!r}"))
         return future
 
+    def retain(self, tokens, retention, *, tenant, adapter, salt) -> Future:
+        future = Future()
+        self.retentions.append((tokens, retention, tenant, adapter, salt))
+        future.set_result(_retained(retention))
+        return future
+
+    def purge(self, *, tenant, adapter, salt) -> Future:
+        future = Future()
+        self.purges.append((tenant, adapter, salt))
+        future.set_result(Purged(7, 2))
+        return future
+
     def stats(self) -> Future:
         future = Future()
         stats = EngineStats(
             uptime_s=1.5,
-            blocks=BlockStats(total=10, free=5, leased=2, published=3, pinned=1),
+            blocks=BlockStats(total=10, free=5, leased=2, published=3, pinned=1, retained=2, retainable=4),
             requests=RequestStats(waiting=0, running=len(self._running), finished=7, failed=8, cancelled=9),
             tokens=TokenStats(prompt=100, cached=60, computed=40, written=30),
             namespaces=len(self._prompts),
@@ -95,8 +112,8 @@ class FakeEngine:
             evicted_blocks=2**53 + 1,
             block_bytes=4096,
             tenants=(
-                TenantStats("a", 3, 2, 1, 4, 60, 40, 0, None),
-                TenantStats("b", 0, 0, 0, 0, 0, 0, 5, 9),
+                TenantStats("a", 3, 2, 1, 4, 60, 40, 2, 0, None),
+                TenantStats("b", 0, 0, 0, 0, 0, 0, 0, 5, 9),
             ),
         )
         future.set_result(stats)
@@ -165,6 +182,7 @@ class FakeEngine:
                 miss_reason=_miss_reason(cached, ids.size) if params.read_cache else MissReason.READ_DISABLED,
                 timing=Timing(1, 2, 3),
                 held_lease=held,
+                retained=None if params.retention is None else _retained(params.retention),
             )
         )
 
@@ -182,6 +200,10 @@ class FakeEngine:
 def next_token_of(ids) -> int:
     """The answer to a prompt."""
     return int(np.sum(ids, dtype=np.int64)) % VOCAB_SIZE
+
+
+def _retained(retention) -> Retained:
+    return Retained(Grant(3, 2, 1), None if retention.ttl_s is None else time.time() + retention.ttl_s)
 
 
 def _miss_reason(cached: int, num_tokens: int) -> MissReason:

@@ -15,6 +15,7 @@ import pytest
 
 from radixkv import __version__
 from radixkv.errors import ConfigError, UnsupportedModel
+from radixkv.retention import Retention
 from radixkv.service.cli import main
 from radixkv.service.client import Client
 
@@ -155,8 +156,38 @@ def test_stats_print_a_table_or_json(capsys):
     assert code == 0
     assert re.search(r"^model +fake on cpu$", out, re.MULTILINE)
     stats = json.loads(run_cli(capsys, FakeEngine(), "stats", "--json")[1])
-    assert stats["blocks"] == {"total": 10, "free": 5, "leased": 2, "published": 3, "pinned": 1}
+    assert stats["blocks"] == {
+        "total": 10,
+        "free": 5,
+        "leased": 2,
+        "published": 3,
+        "pinned": 1,
+        "retained": 2,
+        "retainable": 4,
+    }
     assert stats["evicted_blocks"] == 2**53 + 1
+
+
+def test_prefill_asks_for_a_retention_and_shows_the_grant(capsys):
+    engine = FakeEngine()
+    code, out, _ = run_cli(capsys, engine, "prefill", "--tokens", "1", "--priority", "80", "--ttl-s", "2.5")
+    assert code == 0
+    assert engine.params[0].retention == Retention(80, 2.5)
+    assert re.search(r"^retained +3 tokens \(2 refused\)$", out, re.MULTILINE)
+    code, _, err = run_cli(capsys, engine, "prefill", "--tokens", "1", "--ttl-s", "2.5")
+    assert (code, err) == (2, "radixkv: --ttl-s: expected a --priority with it, got none\n")
+
+
+def test_purge_names_what_it_forgets(capsys):
+    engine = FakeEngine()
+    code, out, _ = run_cli(capsys, engine, "purge", "--tenant", "acme", "--salt", "")
+    assert (code, engine.purges) == (0, [("acme", None, "")])
+    assert re.search(r"^blocks freed +7$", out, re.MULTILINE)
+    assert re.search(r"^  still in use +2$", out, re.MULTILINE)
+    code, _, err = run_cli(capsys, engine, "purge")
+    assert (code, err) == (2, "radixkv: purge: expected --tenant, --adapter, --salt or --all, got none\n")
+    assert run_cli(capsys, engine, "purge", "--all", "--json")[0] == 0
+    assert engine.purges[1:] == [(None, None, None)]
 
 
 def test_a_refusal_is_one_line_and_exit_code_1(capsys):

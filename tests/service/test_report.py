@@ -29,7 +29,7 @@ def test_64_bit_numbers_are_numbers_and_exact():
 
 def test_names_are_those_of_the_proto_and_all_plain_fields_are_there():
     tree = json.loads(json_of(ANSWER))
-    assert set(tree) == all_names(ANSWER.DESCRIPTOR) - {"lease_expires_at"}
+    assert set(tree) == all_names(ANSWER.DESCRIPTOR) - {"lease_expires_at", "retained"}
     assert set(tree["usage"]) == all_names(ANSWER.usage.DESCRIPTOR)
     assert tree["miss_reason"] == "DIVERGED"
     assert tree["block_table"] == []
@@ -58,7 +58,7 @@ def test_a_stats_table_shows_every_number():
         device="d",
         uptime_s=101.0,
         block_size=102,
-        blocks=BlockStats(total=103, free=104, leased=105, published=106, pinned=107),
+        blocks=BlockStats(total=103, free=104, leased=105, published=106, pinned=107, retained=117, retainable=118),
         requests=RequestStats(waiting=108, running=109, finished=110, failed=111, cancelled=112),
         tokens=TokenStats(prompt=400, cached=114, computed=115, written=116),
         namespaces=117,

@@ -9,9 +9,12 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from radixkv.retention import Retention
 from radixkv.service.client import AsyncClient, logits_of
 from radixkv.service.servicer import PrefillServicer
+from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import COLD, DIVERGED, NONE, READ_DISABLED, PrefillRequest, PrefillResponse
+from radixkv.v1.prefill_pb2 import Retention as RetentionMessage
 
 from .fake_engine import LIMITS, VOCAB_SIZE, FakeEngine
 from .serving import becomes_true, refusal_of, serving
@@ -41,6 +44,7 @@ def test_every_field_of_a_request_reaches_the_engine():
             top_logprobs=4,
             return_logits=True,
             hold_lease=True,
+            retention=Retention(80, 1.5, 1, 2),
         )
         return engine.params[0]
 
@@ -49,6 +53,7 @@ def test_every_field_of_a_request_reaches_the_engine():
     assert (params.tenant, params.adapter, params.salt, params.request_id) == ("ten", "ada", "sal", "req")
     assert (params.read_cache, params.write_cache) == (False, False)
     assert (params.top_logprobs, params.return_logits, params.hold_lease) == (4, True, True)
+    assert params.retention == Retention(80, 1.5, 1, 2)
 
 
 def test_the_cache_is_read_and_written_unless_the_request_says_no():
@@ -65,6 +70,7 @@ def test_the_cache_is_read_and_written_unless_the_request_says_no():
     assert (params.read_cache, params.write_cache) == (True, True)
     assert (params.tenant, params.adapter, params.salt) == ("", "", "")
     assert (params.top_logprobs, params.return_logits, params.hold_lease) == (0, False, False)
+    assert params.retention is None
 
 
 def test_a_request_id_is_made_when_there_is_none_and_echoed_when_there_is():
@@ -145,11 +151,61 @@ def test_stats_carry_all_the_engine_said():
     assert (stats.model, stats.device, stats.epoch, stats.uptime_s) == ("fake", "cpu", 2**53 + 1, 1.5)
     blocks, requests, tokens = stats.blocks, stats.requests, stats.tokens
     assert (blocks.total, blocks.free, blocks.leased, blocks.published, blocks.pinned) == (10, 5, 2, 3, 1)
+    assert (blocks.retained, blocks.retainable) == (2, 4)
+    assert [tenant.retained_blocks for tenant in stats.tenants] == [2, 0]
     assert (requests.waiting, requests.running) == (0, 0)
     assert (requests.finished, requests.failed, requests.cancelled) == (7, 8, 9)
     assert (tokens.prompt, tokens.cached, tokens.computed, tokens.written) == (100, 60, 40, 30)
     assert (stats.namespaces, stats.segments, stats.held_leases) == (1, 11, 1)
     assert (stats.evicted_blocks, stats.block_bytes, stats.block_size) == (2**53 + 1, 4096, 16)
+
+
+def test_what_was_granted_is_told_with_the_answer():
+    async def talk(client, engine):
+        return (
+            await client.prefill([1]),
+            await client.prefill([1], retention=Retention(80)),
+            await client.prefill([1], retention=Retention(80, ttl_s=60)),
+        )
+
+    without, lasting, ending = calling(talk)
+    assert not without.HasField("retained")
+    granted = lasting.retained
+    assert (granted.granted_tokens, granted.refused_tokens, granted.uncached_tokens) == (3, 2, 1)
+    assert not granted.HasField("expires_at")
+    assert 58 < ending.retained.expires_at.ToNanoseconds() / 1e9 - time.time() < 61
+
+
+def test_retain_reaches_the_engine():
+    async def talk(client, engine):
+        answer = await client.retain([1, 2, 3], Retention(0, 0.25, 1), tenant="t", salt="s")
+        return answer.retained, engine.retentions
+
+    retained, calls = calling(talk)
+    assert (retained.granted_tokens, retained.refused_tokens, retained.uncached_tokens) == (3, 2, 1)
+    assert calls == [(struct.pack("<3I", 1, 2, 3), Retention(0, 0.25, 1), "t", "", "s")]
+
+
+def test_a_retention_without_a_priority_is_refused():
+    async def talk(client, engine):
+        call = client._cache.Retain
+        return [
+            (await refusal_of(call(RetainRequest(token_ids=[1])))).details(),
+            (await refusal_of(call(RetainRequest(token_ids=[1], retention=RetentionMessage())))).details(),
+        ]
+
+    assert calling(talk) == ["retention: expected one, got none", "retention.priority: expected 0 to 100, got none"]
+
+
+def test_purge_tells_any_name_from_the_empty_one():
+    async def talk(client, engine):
+        answer = await client.purge()
+        await client.purge(tenant="t", adapter="", salt="s")
+        return answer, engine.purges
+
+    answer, calls = calling(talk)
+    assert (answer.freed_blocks, answer.pinned_blocks) == (7, 2)
+    assert calls == [(None, None, None), ("t", "", "s")]
 
 
 @pytest.mark.parametrize("field", ["tenant", "adapter", "salt", "request_id"])
