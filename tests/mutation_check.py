@@ -79,7 +79,7 @@ MUTANTS = (
     Mutant("prefix_cache.py", "        if own.size:\n            self.pool.release(own)\n", ""),
     Mutant("prefix_cache.py", "        self._evictor.unpin(lease.node)\n", ""),
     Mutant("evictor.py", "            del self._trees[tree.namespace]\n", "            pass\n"),
-    Mutant("evictor.py", "        self._lost.remember(fingerprint, MissReason.EVICTED)\n", ""),
+    Mutant("evictor.py", "        self._lost.remember(fingerprint, reason)\n", ""),
     Mutant("evictor.py", "MissReason.EXPIRED if leaf.has_expired else MissReason.EVICTED", "MissReason.EVICTED"),
     Mutant("evictor.py", "        self._retained.cut_off(leaf, num_blocks)\n", ""),
     Mutant("evictor.py", "                node.retired_block_ids += node.block_ids\n", ""),
