@@ -15,8 +15,9 @@ from radixkv.eviction import EvictionLines, EvictionPolicy
 from radixkv.lease import BlockCopy, Lease
 from radixkv.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
 from radixkv.namespace import Namespace
-from radixkv.radix_tree import BLOCK_ID_BYTES, TOKEN_BYTES, Insertion, Node, RadixTree
+from radixkv.radix_tree import BLOCK_ID_BYTES, Insertion, Node, RadixTree
 from radixkv.tenants import Quota, Tenants, TenantUsage
+from radixkv.token_bytes import TOKEN_BYTES
 
 
 class Match(NamedTuple):
