@@ -81,11 +81,15 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float]:
-    """Medians over all prompts, in microseconds: insert each, then match each whole prompt."""
+    """Medians over all prompts, in microseconds: insert each, then match each whole prompt.
+
+    Each insert gets a prompt of its own, as a request brings it and as SGLang's keys are made. Without that, nothing is
+    freed between two inserts, and their copies wait for the operating system's pages: 25 us instead of 16.
+    """
     num_blocks = sum(-(-len(prompt) // (4 * block_size)) for prompt in prompts)
     cache = PrefixCache(num_blocks, block_size)
     insert: list[float] = []
-    for prompt in prompts:
+    for prompt in map(_copy, prompts):
         with cache.lease(_NAMESPACE, prompt) as lease:
             start = time.perf_counter()
             lease.commit(lease.num_tokens)
@@ -93,7 +97,7 @@ def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float
     found = cache.match(_NAMESPACE, prompts[-1])
     assert found.cached_tokens == len(prompts[-1]) // 4 - 1
     assert found.block_ids.size == -(-found.cached_tokens // block_size)
-    stored = iter([bytes(bytearray(prompt)) for prompt in prompts])
+    stored = iter([_copy(prompt) for prompt in prompts])
     return {
         "insert": _median_us(insert),
         "memcmp": _median_us(_times(lambda prompt: prompt == next(stored), prompts)),
@@ -182,6 +186,10 @@ def measure_sglang_evict(num_leaves: int, wheel: Path) -> dict[str, float]:
     evictions = _times(lambda _: evicted.append(tree.evict(1)), range(min(_SAMPLES, num_leaves // 2)))
     assert set(evicted) == {1}
     return {"evict": _median_us(evictions)}
+
+
+def _copy(prompt: bytes) -> bytes:
+    return bytes(bytearray(prompt))
 
 
 def _times(operation: Callable[[Any], object], arguments: Iterable[Any]) -> list[float]:
