@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 TOKEN_BYTES = 4
-_FIRST_WINDOW_TOKENS = 4096  # 2 us if they differ there; most that are equal for longer need one window more
+_FIRST_WINDOW_TOKENS = 4096  # 2.6 us if they differ there; the whole of 100,000 tokens at once takes 13
 
 
 def shared_bytes(segment: bytes, tokens: bytes, position: int) -> int:
