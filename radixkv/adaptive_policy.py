@@ -12,7 +12,8 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from radixkv.eviction import EvictionPolicy, used_nodes
-from radixkv.radix_tree import TOKEN_BYTES, Node
+from radixkv.radix_tree import Node
+from radixkv.token_bytes import TOKEN_BYTES
 
 Weights = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]

@@ -31,12 +31,12 @@ from radixkv.model import load_model
 from radixkv.model_check import check_model
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache, Purged
-from radixkv.radix_tree import TOKEN_BYTES
 from radixkv.request import PrefillParams, PrefillResult, ProbeResult, Request, Retained
 from radixkv.retention import Retention
 from radixkv.runner import Runner
 from radixkv.stats import EngineStats
 from radixkv.tenants import Quota
+from radixkv.token_bytes import TOKEN_BYTES
 
 _T = TypeVar("_T")
 

@@ -16,9 +16,10 @@ from radixkv.evictor import Evictor
 from radixkv.lease import BlockCopy, Lease
 from radixkv.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
 from radixkv.namespace import Namespace
-from radixkv.radix_tree import DEFAULT_PRIORITY, TOKEN_BYTES, Insertion, Node, RadixTree
+from radixkv.radix_tree import DEFAULT_PRIORITY, Insertion, Node, RadixTree
 from radixkv.retention import Grant, RetainedNodes, Retention, is_retained_longer
 from radixkv.tenants import Quota, Tenants, TenantUsage
+from radixkv.token_bytes import TOKEN_BYTES
 
 
 class Match(NamedTuple):

@@ -19,6 +19,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 TESTS = (
     "tests/test_block_pool.py",
+    "tests/test_token_bytes.py",
+    "tests/test_child_table.py",
     "tests/test_radix_tree.py",
     "tests/test_lease.py",
     "tests/test_eviction.py",
@@ -46,16 +48,13 @@ MUTANTS = (
     Mutant("radix_tree.py", "if shared == len(child.tokens):  # a leaf", "if False:  # a leaf"),
     Mutant("radix_tree.py", "if shared == len(first_block):  # the run", "if False:  # the run"),
     Mutant("radix_tree.py", "upper.pin_count = lower.pin_count", "upper.pin_count = 0"),
-    Mutant("radix_tree.py", "if shared > shared_before:", "if shared >= 0:"),
-    Mutant(
-        "radix_tree.py", "        shared_before = _shared_bytes(key, first_block, 0)\n", "        shared_before = 0\n"
-    ),
-    Mutant(
-        "radix_tree.py",
-        "return shared + lowest_bit // (8 * TOKEN_BYTES) * TOKEN_BYTES",
-        "return shared + lowest_bit // 8",
-    ),
-    Mutant("radix_tree.py", "    while step > _WORD_BYTES:\n", "    while False:\n"),
+    Mutant("child_table.py", "if shared > most:", "if shared >= 0:"),
+    Mutant("child_table.py", "order[max(after - 1, 0)]", "order[min(after, len(order) - 1)]"),
+    Mutant("child_table.py", "            self._order.add(first_block)\n", "            pass\n"),
+    Mutant("child_table.py", "            self._order.remove(first_block)\n", "            pass\n"),
+    Mutant("token_bytes.py", "    return num_tokens * TOKEN_BYTES", "    return 0"),
+    Mutant("token_bytes.py", "return (start + first) * TOKEN_BYTES", "return first * TOKEN_BYTES"),
+    Mutant("token_bytes.py", "        start += size\n", "        start += 2 * size\n"),
     Mutant("radix_tree.py", "        leaf.fingerprint = self._fingerprint(tokens, start)\n", ""),
     Mutant(
         "radix_tree.py",

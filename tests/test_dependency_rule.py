@@ -23,6 +23,8 @@ ORDER = [
     "miss_reason",
     "block_pool",
     "tenants",
+    "token_bytes",
+    "child_table",
     "radix_tree",
     "retention",
     "lease",

@@ -1,20 +1,33 @@
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
+
+import bench.tree
+from bench.sglang_tree import SglangPythonTree, SglangRustTree
 from bench.tree import main
+
+REQUESTS: list[dict[str, Any]] = [
+    {"timestamp": n, "input_length": 512 * 3 - n, "output_length": 1, "hash_ids": [0, n % 4, 100 + n]}
+    for n in range(20)
+]
+
+
+def measure(tmp_path: Path, *options: str) -> dict[str, Any]:
+    trace, report_file = tmp_path / "trace.jsonl", tmp_path / "tree.json"
+    trace.write_text("".join(json.dumps(request) + "\n" for request in REQUESTS))
+    assert main(["--trace", str(trace), "--json", str(report_file), *options]) == 0
+    report: dict[str, Any] = json.loads(report_file.read_text())
+    return report
 
 
 def test_it_measures_every_operation_and_states_the_ratios(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    requests = [
-        {"timestamp": n, "input_length": 512 * 3 - n, "output_length": 1, "hash_ids": [0, n % 4, 100 + n]}
-        for n in range(20)
-    ]
-    trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
-    report_file = tmp_path / "tree.json"
-    assert main(["--trace", str(trace), "--leaves", "1000", "2000", "--json", str(report_file)]) == 0
-    report = json.loads(report_file.read_text())
-    assert report["prompt_tokens"] == sum(request["input_length"] for request in requests)
+    report = measure(tmp_path, "--leaves", "1000", "2000")
+    assert report["prompt_tokens"] == sum(request["input_length"] for request in REQUESTS)
     assert set(report["replay_us"]) == {"insert", "memcmp", "match"}
     assert set(report["hit_us"]) == {"lease_and_release", "match_lease_commit_release"}
     assert set(report["evict_us"]) == {"1000", "2000"}
@@ -28,3 +41,115 @@ def test_a_request_over_8k_cached_tokens_costs_less_than_200_us() -> None:
 
     best = min(measure_hit(block_size=64)["match_lease_commit_release"] for _ in range(3))
     assert best < 200
+
+
+# -- SGLang's trees, which are not here --------------------------------------------------------------------------------
+
+
+class ListOfPrompts:
+    """What a peer's tree does, in the fewest words."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.values: list[tuple[tuple[int, ...], torch.Tensor]] = []
+
+    def key(self, tokens: bytes) -> tuple[int, ...]:
+        return tuple(np.frombuffer(tokens, dtype="<u4").tolist())
+
+    def insert(self, key: tuple[int, ...], indices: torch.Tensor) -> None:
+        assert len(key) == indices.numel()
+        self.values.append((key, indices))
+
+    def match(self, key: tuple[int, ...]) -> torch.Tensor:
+        known = next(indices for other, indices in self.values if other == key)
+        return known[: len(key) // self.block_size * self.block_size]
+
+    match_with_indices = match
+
+    def evict(self, num_tokens: int) -> int:
+        self.values.pop()
+        return num_tokens
+
+
+def test_peers_are_measured_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        bench.tree, "_sglang_trees", lambda _: dict.fromkeys(("sglang", "sglang_python"), ListOfPrompts)
+    )
+    report = measure(tmp_path, "--leaves", "1000", "--sglang", str(tmp_path))
+    replay = report["replay_us"]
+    for peer in ("sglang", "sglang_python"):
+        assert {f"{peer}_{name}" for name in ("insert", "match", "match_with_indices")} < set(replay)
+        assert set(report[f"{peer}_evict_us"]) == {"1000"}
+        ratio = report["ratios"][f"{peer.replace('_', ' ')} insert / insert"]
+        assert ratio == round(replay[f"{peer}_insert"] / replay["insert"], 2)
+
+
+FAKE_RADIX_CACHE = """
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang.srt.mem_cache.allocator import Allocator  # the engine, which must not be imported
+from sglang.srt.mem_cache.neighbour import NEIGHBOUR  # a file that needs nothing
+
+RadixKey = list
+
+@dataclass
+class InsertParams:
+    key: Any
+    value: Any
+
+@dataclass
+class MatchPrefixParams:
+    key: Any
+    last_device_node: Any = None
+
+@dataclass
+class EvictParams:
+    num_tokens: int
+    num_tokens_evicted: int = 0
+
+class RadixCache:
+    @classmethod
+    def create_simulated(cls, page_size, mock_allocator):
+        cache = cls()
+        cache.allocator, cache.known = mock_allocator, []
+        assert (page_size, NEIGHBOUR) == (4, 7)
+        return cache
+
+    def insert(self, params):
+        self.known.append((params.key, params.value))
+
+    def match_prefix(self, params):
+        return MatchPrefixParams(params.key, dict((tuple(key), value) for key, value in self.known)[tuple(params.key)])
+
+    def path_device_indices(self, node):
+        return node
+
+    def evict(self, params):
+        key, value = self.known.pop()
+        self.allocator.free_segment(value, start_pos=0)
+        return EvictParams(params.num_tokens, len(key))
+"""
+
+
+def test_the_python_tree_is_loaded_from_the_wheel_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "sglang/srt/mem_cache"
+    (folder / "allocator").mkdir(parents=True)
+    for package in ("sglang", "sglang/srt", "sglang/srt/mem_cache", "sglang/srt/mem_cache/allocator"):
+        (tmp_path / package / "__init__.py").write_text("raise ImportError('this is the engine')")
+    (folder / "neighbour.py").write_text("NEIGHBOUR = 7")
+    (folder / "radix_cache.py").write_text(FAKE_RADIX_CACHE)
+    tree = SglangPythonTree(tmp_path, 4)
+    assert not [name for name in sys.modules if name.partition(".")[0] == "sglang"]
+    key = tree.key(np.arange(8, dtype="<u4").tobytes())
+    tree.insert(key, torch.arange(8))
+    assert tree.match_with_indices(key).tolist() == list(range(8))
+    assert tree.evict(5) == 8
+
+
+@pytest.mark.parametrize("tree", [SglangRustTree, SglangPythonTree])
+def test_a_folder_that_is_no_wheel_is_refused(tree: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--sglang: expected an unpacked wheel"):
+        tree(tmp_path, 4)

@@ -1,0 +1,36 @@
+"""Tokens as little-endian uint32 bytes, and how far two runs of them are equal."""
+
+from __future__ import annotations
+
+import numpy as np
+
+TOKEN_BYTES = 4
+_FIRST_WINDOW_TOKENS = 4096  # 2.6 us if they differ there; the whole of 100,000 tokens at once takes 13
+
+
+def shared_bytes(segment: bytes, tokens: bytes, position: int) -> int:
+    """Length of the common prefix of `segment` and `tokens[position:]`, in whole tokens.
+
+    Complexity: a memory comparison of the common part, or a few times the work if it ends inside the segment.
+
+    Example:
+        >>> shared_bytes(b"aaaabbbbcccc", b"....aaaabbbbxxxx", 4)
+        8
+    """
+    if tokens.startswith(segment, position):
+        return len(segment)
+    if segment[:TOKEN_BYTES] != tokens[position : position + TOKEN_BYTES]:  # most runs differ at once: 0.1 us, not 2
+        return 0
+    num_tokens = min(len(segment), len(tokens) - position) // TOKEN_BYTES
+    start, window = 0, _FIRST_WINDOW_TOKENS
+    while start < num_tokens:
+        size = min(window, num_tokens - start)
+        ours = np.frombuffer(segment, np.uint32, size, start * TOKEN_BYTES)
+        theirs = np.frombuffer(tokens, np.uint32, size, position + start * TOKEN_BYTES)
+        differs = ours != theirs
+        first = int(differs.argmax())
+        if differs[first]:
+            return (start + first) * TOKEN_BYTES
+        start += size
+        window *= 8
+    return num_tokens * TOKEN_BYTES
