@@ -12,7 +12,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from radixkv.eviction import EvictionPolicy, used_nodes
-from radixkv.radix_tree import Node
+from radixkv.node import Node
 from radixkv.token_bytes import TOKEN_BYTES
 
 Weights = npt.NDArray[np.float64]

@@ -11,7 +11,8 @@ from radixkv.block_pool import BlockPool
 from radixkv.errors import InvariantViolation
 from radixkv.evictor import Evictor, is_evictable
 from radixkv.lease import Lease
-from radixkv.radix_tree import BLOCK_ID_BYTES, Node, RadixTree
+from radixkv.node import BLOCK_ID_BYTES, Node, path_to
+from radixkv.radix_tree import RadixTree
 from radixkv.retention import RetainedNodes, is_retained
 from radixkv.tenants import Tenants
 
@@ -35,7 +36,7 @@ def audit(
     for lease in leases:
         leased.append(lease.block_ids[lease.num_published_blocks :].tobytes())
         held[lease.namespace.tenant]["leased"] += lease.block_ids.size - lease.num_published_blocks
-        pins.update(_path(lease.node))
+        pins.update(path_to(lease.node))
     num_evictable = num_expiring = 0
     for tree in trees:
         tree.check()
@@ -75,12 +76,6 @@ def audit(
 
 def _num_retained_children(node: Node) -> int:
     return sum(map(is_retained, node.children.values())) if node.children else 0
-
-
-def _path(node: Node | None) -> Iterable[Node]:
-    while node is not None and node.parent is not None:
-        yield node
-        node = node.parent
 
 
 def _require(condition: bool, message: str) -> None:

@@ -9,7 +9,7 @@ from sortedcontainers import SortedList
 from radixkv.token_bytes import shared_bytes
 
 if TYPE_CHECKING:
-    from radixkv.radix_tree import Node
+    from radixkv.node import Node
 
 _MAX_SCANNED = 4  # most nodes fork in two; a sorted list costs 2 us and 800 bytes before it holds anything
 

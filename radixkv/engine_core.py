@@ -13,9 +13,9 @@ from radixkv.held_leases import HeldLeases
 from radixkv.lease import Lease
 from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
+from radixkv.node import DEFAULT_PRIORITY
 from radixkv.prediction import Prediction, predict
 from radixkv.prefix_cache import PrefixCache
-from radixkv.radix_tree import DEFAULT_PRIORITY
 from radixkv.request import HeldLease, Outcome, PrefillResult, Request, Retained, Timing, Usage
 from radixkv.retention import Grant, Retention
 from radixkv.runner import Chunk, Runner

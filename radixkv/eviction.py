@@ -11,7 +11,7 @@ from typing import Any
 
 from sortedcontainers import SortedList
 
-from radixkv.radix_tree import Node
+from radixkv.node import Node
 
 
 class EvictionPolicy:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from radixkv.adaptive_policy import LearnedLifetimes
 from radixkv.eviction import EvictionPolicy
-from radixkv.radix_tree import Node
+from radixkv.node import Node
 
 
 class LeastRecentlyUsed(EvictionPolicy):

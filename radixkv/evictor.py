@@ -10,7 +10,8 @@ from radixkv.block_pool import BlockPool
 from radixkv.eviction import EvictionLines, EvictionPolicy
 from radixkv.miss_reason import LostPrefixes, MissReason
 from radixkv.namespace import Namespace
-from radixkv.radix_tree import BLOCK_ID_BYTES, Node, RadixTree
+from radixkv.node import BLOCK_ID_BYTES, Node
+from radixkv.radix_tree import RadixTree
 from radixkv.retention import RetainedNodes
 from radixkv.tenants import Tenants, TenantUsage
 

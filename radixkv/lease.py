@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
     from radixkv.block_pool import BlockIds
     from radixkv.namespace import Namespace
+    from radixkv.node import Node
     from radixkv.prefix_cache import PrefixCache
-    from radixkv.radix_tree import Node
     from radixkv.tenants import TenantUsage
 
 

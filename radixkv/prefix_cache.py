@@ -16,8 +16,9 @@ from radixkv.evictor import Evictor
 from radixkv.lease import BlockCopy, Lease
 from radixkv.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
 from radixkv.namespace import Namespace
-from radixkv.radix_tree import DEFAULT_PRIORITY, Insertion, Node, RadixTree
-from radixkv.retention import Grant, RetainedNodes, Retention, is_retained_longer
+from radixkv.node import DEFAULT_PRIORITY, Node, path_to
+from radixkv.radix_tree import Insertion, RadixTree
+from radixkv.retention import Grant, RetainedNodes, Retention
 from radixkv.tenants import Quota, Tenants, TenantUsage
 from radixkv.token_bytes import TOKEN_BYTES
 
@@ -229,8 +230,7 @@ class PrefixCache:
         Raises:
             OutOfBlocks, QuotaExceeded: the whole blocks can't be held beside the suffix either. Nothing has changed.
         """
-        num_path_blocks = _num_path_blocks(node)
-        num_pinned_blocks = num_path_blocks - _num_unpinned_blocks(node)
+        num_pinned_blocks = sum(above.num_blocks for above in path_to(node) if above.pin_count)
         num_held_blocks = -(-cached_tokens // self.block_size)
         if num_spare_blocks < num_held_blocks - num_pinned_blocks:
             num_held_blocks = cached_tokens // self.block_size
@@ -249,17 +249,7 @@ class PrefixCache:
             )
         if node is None or not cached_tokens:
             return None, 0
-        return self._cut_path(node, num_held_blocks), cached_tokens
-
-    def _cut_path(self, node: Node, num_blocks: int) -> Node:
-        """The node of a path that ends after `num_blocks`, made by a cut if there is none. At most all, at least 0."""
-        num_path_blocks = _num_path_blocks(node)
-        while node.parent is not None and num_path_blocks - node.num_blocks >= num_blocks:
-            num_path_blocks -= node.num_blocks
-            node = node.parent
-        if num_path_blocks > num_blocks:
-            node = self._retained.cut(node, node.num_blocks - (num_path_blocks - num_blocks))
-        return node
+        return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens
 
     def commit(self, lease: Lease, upto_tokens: int) -> int:
         """Publish a lease's finished blocks; see `Lease.commit`."""
@@ -372,24 +362,17 @@ class PrefixCache:
         reached = num_bytes // TOKEN_BYTES
         if node is None or reached <= start:
             return Grant(0, 0, end - start)
-        last = self._cut_path(node, -(-reached // self.block_size))
+        expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
         num_blocks = start // self.block_size
-        for part in _path_between(self._cut_path(last, num_blocks), last):
-            granted = self._grant(part, retention, only_raise)
-            num_blocks += granted.num_blocks if granted else 0
+        for part in self._retained.cut_range(node, num_blocks, -(-reached // self.block_size)):
+            granted = self._retained.grant(part, retention.priority, expires_s, only_raise=only_raise)
+            if granted is not None:
+                self._evictor.requeue(granted)
+                num_blocks += granted.num_blocks
             if granted is not part:
                 break
         granted_tokens = max(0, min(reached, num_blocks * self.block_size) - start)
         return Grant(granted_tokens, reached - start - granted_tokens, end - reached)
-
-    def _grant(self, node: Node, retention: Retention, only_raise: bool) -> Node | None:
-        expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
-        if only_raise and is_retained_longer(node, retention.priority, expires_s):
-            return node
-        granted = self._retained.grant(node, retention.priority, expires_s)
-        if granted is not None:
-            self._evictor.requeue(granted)
-        return granted
 
     # -- forgetting ------------------------------------------------------------------------------------------------
 
@@ -444,25 +427,6 @@ class PrefixCache:
 def _require_tokens(tokens: bytes) -> None:
     if not tokens or len(tokens) % TOKEN_BYTES:
         raise InvalidRequest(f"tokens: expected one or more uint32 token ids, got {len(tokens)} bytes")
-
-
-def _path_between(before: Node, last: Node) -> list[Node]:
-    """The nodes after `before` down to `last`. Complexity: O(depth)."""
-    nodes = []
-    while last is not before:
-        nodes.append(last)
-        assert last.parent is not None
-        last = last.parent
-    return nodes[::-1]
-
-
-def _num_path_blocks(node: Node | None) -> int:
-    """Blocks from the root to the end of a node. Complexity: O(depth)."""
-    num_blocks = 0
-    while node is not None:
-        num_blocks += node.num_blocks
-        node = node.parent
-    return num_blocks
 
 
 def _num_unpinned_blocks(node: Node | None) -> int:

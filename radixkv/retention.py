@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sortedcontainers import SortedList
 
 from radixkv.errors import InvalidRequest
-from radixkv.radix_tree import DEFAULT_PRIORITY, Node
+from radixkv.node import DEFAULT_PRIORITY, Node, path_to
 
 MAX_PRIORITY = 100
 MAX_TTL_S = 366 * 24 * 3600.0
@@ -89,14 +89,22 @@ class RetainedNodes:
         """Nodes whose priority will end."""
         return len(self._expiries)
 
-    def grant(self, node: Node, priority: int, expires_s: float | None) -> Node | None:
+    def grant(self, node: Node, priority: int, expires_s: float | None, *, only_raise: bool = False) -> Node | None:
         """Give a node a priority; if not all of it may be retained, cut it and give it to its beginning.
+
+        Args:
+            node: which.
+            priority: 0 to 100.
+            expires_s: when it ends; None for never.
+            only_raise: leave a node that is retained with a higher priority, or as long with the same.
 
         Returns:
             The node that has it, None if there is no room for any.
 
         Complexity: O(depth + log expiring nodes), and a cut.
         """
+        if only_raise and _is_retained_longer(node, priority, expires_s):
+            return node
         if priority > DEFAULT_PRIORITY and not is_retained(node):
             num_blocks = self.max_blocks - self.num_blocks - _num_unretained_blocks(node.parent)
             if num_blocks <= 0:
@@ -105,6 +113,23 @@ class RetainedNodes:
                 node = self.cut(node, num_blocks)
         self.set(node, priority, expires_s)
         return node
+
+    def cut_range(self, node: Node, start: int, end: int) -> list[Node]:
+        """The nodes that hold the blocks `[start, end)` of a node's path, and no others; cut where that takes it.
+
+        Complexity: O(depth), and two cuts.
+        """
+        nodes = []
+        position = 0
+        for part in path_to(node):
+            first, position = position, position + part.num_blocks
+            if first < end < position:
+                part = self.cut(part, end - first)
+            if first < start < position:
+                self.cut(part, start - first)  # `part` is the lower half now
+            if start < position and first < end:
+                nodes.append(part)
+        return nodes
 
     def cut(self, node: Node, num_blocks: int) -> Node:
         """Cut a node in two; see `RadixTree.cut`. Returns the upper one."""
@@ -191,7 +216,7 @@ def is_retained(node: Node) -> bool:
     return node.priority > DEFAULT_PRIORITY or node.num_retained_children > 0
 
 
-def is_retained_longer(node: Node, priority: int, expires_s: float | None) -> bool:
+def _is_retained_longer(node: Node, priority: int, expires_s: float | None) -> bool:
     """Whether a node has a higher priority, above the default, or the same at least until then."""
     if node.priority <= DEFAULT_PRIORITY or node.priority != priority:
         return node.priority > max(priority, DEFAULT_PRIORITY)

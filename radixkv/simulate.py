@@ -16,8 +16,8 @@ from radixkv.eviction import EvictionPolicy
 from radixkv.eviction_policies import make_policy
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
+from radixkv.node import Node
 from radixkv.prefix_cache import PrefixCache
-from radixkv.radix_tree import Node
 from radixkv.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens
 
 OPTIMAL = "optimal"

@@ -24,8 +24,8 @@ from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, RadixKVEr
 from radixkv.eviction_policies import make_policy
 from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
+from radixkv.node import Node
 from radixkv.prefix_cache import PrefixCache
-from radixkv.radix_tree import Node
 from radixkv.retention import Retention
 from radixkv.tenants import Quota
 from tests.fakes import FakeClock

@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from radixkv.radix_tree import DEFAULT_PRIORITY
+from radixkv.node import DEFAULT_PRIORITY
 from radixkv.retention import Grant
 
 

@@ -25,6 +25,7 @@ ORDER = [
     "tenants",
     "token_bytes",
     "child_table",
+    "node",
     "radix_tree",
     "retention",
     "lease",

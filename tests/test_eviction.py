@@ -8,8 +8,8 @@ import pytest
 
 from radixkv.eviction import EvictionIndex, EvictionPolicy
 from radixkv.eviction_policies import LeastRecentlyUsed
+from radixkv.node import Node
 from radixkv.prefix_cache import PrefixCache
-from radixkv.radix_tree import Node
 from tests.fakes import FakeClock, cached, lease_text, make_tree, publish
 
 

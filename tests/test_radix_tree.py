@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from radixkv.errors import InvariantViolation
-from radixkv.radix_tree import Insertion, Node
+from radixkv.node import Node
+from radixkv.radix_tree import Insertion
 from tests.fakes import make_tree, packed, spell
 
 
