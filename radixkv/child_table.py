@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from sortedcontainers import SortedList
@@ -23,7 +24,7 @@ class ChildTable(dict[bytes, "Node"]):
     __slots__ = ("_order",)
 
     def __init__(self) -> None:
-        self._order: SortedList | None = None
+        self._order: _SortedKeys | None = None
 
     def __setitem__(self, first_block: bytes, node: Node) -> None:
         """File a node, perhaps in the place of another. Complexity: O(log n)."""
@@ -31,7 +32,7 @@ class ChildTable(dict[bytes, "Node"]):
             self._order.add(first_block)
         dict.__setitem__(self, first_block, node)
         if self._order is None and len(self) > _MAX_SCANNED:
-            self._order = SortedList(self)
+            self._order = _SortedKeys(self)
 
     def __delitem__(self, first_block: bytes) -> None:
         """Forget a node. Complexity: O(log n)."""
@@ -46,7 +47,7 @@ class ChildTable(dict[bytes, "Node"]):
 
         Complexity: O(log n)
         """
-        keys = self if self._order is None else _neighbours(self._order, first_block)
+        keys = self if self._order is None else self._order.neighbours(first_block)
         nearest, most = b"", -1
         for key in keys:
             shared = shared_bytes(key, first_block, 0)
@@ -59,7 +60,21 @@ class ChildTable(dict[bytes, "Node"]):
         return self._order is None or list(self._order) == sorted(self)
 
 
-def _neighbours(order: SortedList, first_block: bytes) -> tuple[bytes, bytes]:
-    """The keys before and after a place; twice the same at either end."""
-    after = order.bisect_left(first_block)
-    return order[max(after - 1, 0)], order[min(after, len(order) - 1)]
+class _SortedKeys(SortedList):  # type: ignore[misc]  # has no annotations
+    """Sorted keys that know who stands beside whom.
+
+    By the public methods this takes two positions, and those an index that each insertion throws away: 3.3 us among
+    100,000 keys and 5.2 between insertions, instead of 0.8 and 1.9 by the lists that a `SortedList` is made of.
+    """
+
+    def neighbours(self, key: bytes) -> tuple[bytes, bytes]:
+        """The greatest key below `key` and the least one that is not; twice the same at either end."""
+        lists: list[list[bytes]] = self._lists
+        place = bisect_left(self._maxes, key)
+        if place == len(lists):
+            return lists[-1][-1], lists[-1][-1]
+        keys = lists[place]
+        index = bisect_left(keys, key)
+        if index:
+            return keys[index - 1], keys[index]
+        return lists[place - 1][-1] if place else keys[0], keys[0]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from typing import Any
 
 import pytest
 
-from radixkv.child_table import ChildTable
+from radixkv.child_table import ChildTable, _SortedKeys
 from tests.fakes import spell
 
 
@@ -79,3 +80,15 @@ def test_a_key_filed_behind_its_back_is_noticed() -> None:
     table, nodes = table_of(*MANY)
     dict.__setitem__(table, spell("zzzz"), nodes["abcd"])
     assert not table.is_in_order()
+
+
+def test_neighbours_are_found_across_the_lists_that_sorted_keys_are_kept_in() -> None:
+    dice = random.Random(2)
+    words = sorted({"".join(dice.choices("abcdef", k=3)) for _ in range(60)})
+    keys = _SortedKeys(words)
+    keys._reset(4)
+    assert len(keys._lists) > 5
+    for word in [*words, "", "b", "ccc0", "zzz"]:
+        after = bisect_left(words, word)
+        expected = words[max(after - 1, 0)] if after < len(words) else words[-1], words[min(after, len(words) - 1)]
+        assert keys.neighbours(word) == expected
