@@ -16,7 +16,12 @@ class EvictionPolicy:
 
     A policy is one subclass with a `key`. The other methods tell it what happens in the cache, and do what most
     policies need. Times are seconds of the cache's clock.
+
+    Attributes:
+        generation: a policy that changes its order raises it, and all leaves get new keys before the next is chosen.
     """
+
+    generation = 0
 
     def key(self, node: Node) -> Any:
         """The node's place in line, taken when it becomes evictable; by default the time of its last use.
@@ -72,13 +77,14 @@ def used_nodes(node: Node, num_bytes: int) -> list[Node]:
 class EvictionIndex:
     """Leaves that may go, in the policy's order.
 
-    Complexity: O(log n) for each operation.
+    Complexity: O(log n) for each operation; O(n log n) for the first one after the policy changed its order.
     """
 
     def __init__(self, policy: EvictionPolicy, arrivals: Iterator[int]) -> None:
         self._policy = policy
         self._entries = SortedList()  # of (key, arrival, node); arrivals are distinct, so nodes are never compared
         self._arrivals = arrivals
+        self._generation = policy.generation
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -100,7 +106,15 @@ class EvictionIndex:
 
     def first(self) -> tuple[Any, int, Node] | None:
         """Sort key, arrival and node of the leaf to evict next; None if there is no leaf."""
+        if self._generation != self._policy.generation:
+            self._rekey()
         return self._entries[0] if self._entries else None
+
+    def _rekey(self) -> None:
+        self._generation = self._policy.generation
+        for _, arrival, node in self._entries:
+            node.eviction_entry = (self._policy.key(node), arrival, node)
+        self._entries = SortedList(node.eviction_entry for _, _, node in self._entries)
 
 
 class EvictionLines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from radixkv.adaptive_policy import LearnedLifetimes
+from radixkv.adaptive_policy import BestOfThreeOrders
 from radixkv.eviction import EvictionPolicy
 from radixkv.radix_tree import Node
 
@@ -46,7 +46,7 @@ class LowestPriority(EvictionPolicy):
 
 
 _POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
-    "adaptive": LearnedLifetimes,
+    "adaptive": BestOfThreeOrders,
     "lru": lambda _: LeastRecentlyUsed(),
     "slru": lambda _: SegmentedLeastRecentlyUsed(),
     "lfu": lambda _: LeastFrequentlyUsed(),

@@ -26,6 +26,8 @@ ORDER = [
     "radix_tree",
     "lease",
     "eviction",
+    "lifetimes",
+    "shadow_cache",
     "adaptive_policy",
     "eviction_policies",
     "prefix_cache",
