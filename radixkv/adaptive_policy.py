@@ -122,7 +122,8 @@ class BestOfThreeOrders(EvictionPolicy):
 
     def _lifetime_s(self, order: _Order, node: Node, was_reused: bool) -> float:
         if order == _Order.LIFETIMES:
-            short_s, long_s = self._lifetimes_s[node.policy_note.kind]
+            stay: _Stay = node.policy_note
+            short_s, long_s = self._lifetimes_s[stay.kind]
             return long_s if node.fingerprint < self._long_share * 2.0**64 else short_s
         return _FOREVER_S if order == _Order.REUSED_LAST and was_reused else 0.0
 
@@ -167,7 +168,9 @@ class BestOfThreeOrders(EvictionPolicy):
             if 2 * num_blocks >= leaf.num_blocks:  # mostly the same tokens as before
                 num_uses = ghost.stay.num_uses + 1
         self._wait(leaf, num_uses, self._sampler.sample(leaf, 0))
-        self._try(leaf, leaf.policy_note.samples, now_s, is_found=False)
+        stay: _Stay | None = leaf.policy_note
+        assert stay is not None
+        self._try(leaf, stay.samples, now_s, is_found=False)
         self._tick(now_s)
         self._filled(leaf.num_blocks)
 
