@@ -142,7 +142,7 @@ class BestOfThreeOrders(EvictionPolicy):
         cut = upper.num_blocks
         stay: _Stay = lower.policy_note
         upper.policy_note = _Stay(
-            stay.kind, cut, stay.num_uses, tuple(each for each in stay.samples if each.index < cut)
+            stay.kind, cut, stay.num_uses, tuple(each for each in stay.samples if each.place < cut)
         )
         self._use(upper, last_used_s, now_s)
         lower.policy_note = _Stay(
@@ -186,7 +186,7 @@ class BestOfThreeOrders(EvictionPolicy):
 
     def _grown(self, leaf: Node, stay: _Stay, now_s: float) -> None:
         num_new_blocks = max(0, leaf.num_blocks - stay.num_blocks)
-        samples = self._sampler.sample(leaf, stay.samples[-1].index + 1 if stay.samples else 0)
+        samples = self._sampler.sample(leaf, stay.samples[-1].place + 1 if stay.samples else 0)
         leaf.policy_note = stay._replace(num_blocks=stay.num_blocks + num_new_blocks, samples=stay.samples + samples)
         self._counts.stays[stay.kind] += num_new_blocks
         self._try(leaf, samples, now_s, is_found=False)

@@ -18,11 +18,11 @@ class Sample(NamedTuple):
     """One of a node's blocks that shadow caches follow.
 
     Attributes:
-        index: of the block in the node.
+        place: of the block in the node.
         digest: hash of the namespace and all tokens up to the block's end.
     """
 
-    index: int
+    place: int
     digest: int
 
 
