@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import OrderedDict
 from enum import IntEnum
@@ -27,11 +28,12 @@ _KEPT_AN_EVENT = 0.99 ** (1 / 256)  # what was learned halves within 18,000 even
 _LEAST_GHOSTS = 4096  # for a cache of a few blocks
 
 # One turn is as many inserted blocks as the cache has. A change of order keys all leaves anew, so it waits for a
-# tenth of one. Another order must lead by more than its shadow flatters it, 2 % on the trace, and more than noise:
-# the root of all hits counted. What other values do is in docs/LOG.md.
+# tenth of one; lifetimes are given four to be learned. Another order must lead by twice the noise. What other values do
+# is in docs/LOG.md.
 _TURNS_A_VERDICT = 0.1
+_TURNS_TO_LEARN = 4.0
 _TURNS_TO_HALVE = 2.0
-_LEAST_LEAD = 1.02
+_LEAST_DEVIATIONS = 2.0
 _FOREVER_S = 2.0**30
 
 
@@ -70,9 +72,9 @@ class BestOfThreeOrders(EvictionPolicy):
     """The leaf goes first that does so in the order which has had the most hits lately.
 
     The orders are: least recently used; never reused, then least recently used; and learned lifetimes. A shadow cache
-    for each follows a sample of the blocks. The order in force is judged by the hits that the cache itself had on the
-    sample, and gives way to another whose shadow had clearly more: then all leaves are keyed anew. So it is never much
-    worse than the first two, and what it learns decides only while that wins.
+    for each follows a sample of the blocks. Two orders are compared on the blocks that one of them had and the other
+    had not; the order in force gives way to one that leads by more than chance would have it, and all leaves are keyed
+    anew. So it is never much worse than the first two, and what it learns decides only while that wins.
 
     Learned lifetimes: leaves are of a few kinds, by how often they were used, where they hang and how long they are.
     For each kind the policy counts after how many seconds blocks are used again, also those that it evicted too early:
@@ -93,7 +95,7 @@ class BestOfThreeOrders(EvictionPolicy):
     are blocks, and a thousand sampled ones for each order.
 
     Source: the choice between orders is that of Qureshi et al.: "Adaptive insertion policies for high performance
-    caching" (set duelling), ISCA 2007, on samples as in SHARDS; the lifetimes are those of Beckmann, Chen, Cidon: "LHD:
+    caching" (set duelling), ISCA 2007, on samples as in SHARDS, by McNemar's test; the lifetimes are those of Beckmann, Chen, Cidon: "LHD:
     Improving cache hit rate by maximizing hit density", NSDI 2018, chosen ahead, so that they are a sort key; uses as
     kinds are those of Wang et al.: "KVCache cache in the wild", ATC 2025.
 
@@ -111,10 +113,11 @@ class BestOfThreeOrders(EvictionPolicy):
         self._last_event_s: float | None = None
         self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
         self._sampler = BlockSampler(num_blocks)
-        self._shadows = {order: ShadowCache() for order in _Order}
-        self._order = _Order.REUSED_LAST  # until lifetimes are learned
-        self._hits = dict.fromkeys(_Order, 0.0)  # sampled blocks found lately
+        self._shadows = [ShadowCache() for _ in _Order]
+        self._order = _Order.LIFETIMES  # the same as last use until they are learned
+        self._wins = [[0.0] * len(_Order) for _ in _Order]  # sampled blocks that one had lately and the other had not
         self._num_new_blocks = 0  # since the last verdict
+        self._num_turns = 0.0
 
     def key(self, node: Node) -> float:
         """When its lifetime ends, in seconds, in the order in force."""
@@ -170,7 +173,7 @@ class BestOfThreeOrders(EvictionPolicy):
         self._wait(leaf, num_uses, self._sampler.sample(leaf, 0))
         stay: _Stay | None = leaf.policy_note
         assert stay is not None
-        self._try(leaf, stay.samples, now_s, is_found=False)
+        self._try(leaf, stay.samples, now_s)
         self._tick(now_s)
         self._filled(leaf.num_blocks)
 
@@ -189,7 +192,7 @@ class BestOfThreeOrders(EvictionPolicy):
         samples = self._sampler.sample(leaf, stay.samples[-1].place + 1 if stay.samples else 0)
         leaf.policy_note = stay._replace(num_blocks=stay.num_blocks + num_new_blocks, samples=stay.samples + samples)
         self._counts.stays[stay.kind] += num_new_blocks
-        self._try(leaf, samples, now_s, is_found=False)
+        self._try(leaf, samples, now_s)
         self._filled(num_new_blocks)
 
     def _use(self, node: Node, last_used_s: float, now_s: float) -> None:
@@ -197,7 +200,7 @@ class BestOfThreeOrders(EvictionPolicy):
         self._counts.hit(stay.kind, stay.num_blocks, now_s - last_used_s)
         node.num_uses += 1
         self._wait(node, stay.num_uses + 1, stay.samples)
-        self._try(node, stay.samples, now_s, is_found=True)
+        self._try(node, stay.samples, now_s)
 
     def _wait(self, node: Node, num_uses: int, samples: tuple[Sample, ...]) -> None:
         stay = node.policy_note = _Stay(_kind(node, num_uses), node.num_blocks, num_uses, samples)
@@ -216,14 +219,17 @@ class BestOfThreeOrders(EvictionPolicy):
 
     # -- the trial -------------------------------------------------------------------------------------------------
 
-    def _try(self, node: Node, samples: tuple[Sample, ...], now_s: float, *, is_found: bool) -> None:
+    def _try(self, node: Node, samples: tuple[Sample, ...], now_s: float) -> None:
         """Show sampled blocks of a node to each shadow cache, the deepest first, as it has to go before the others."""
+        capacity = self._sampler.capacity(node.tree.block_size)
         for _, digest in reversed(samples):
-            for order, shadow in self._shadows.items():
-                is_held = digest in shadow
-                self._hits[order] += is_found if order == self._order else is_held
-                key = now_s + self._lifetime_s(order, node, is_held)
-                shadow.use(digest, key, self._sampler.capacity(node.tree.block_size))
+            held = [digest in shadow for shadow in self._shadows]
+            if any(held) and not all(held):
+                for winner, loser in itertools.product(_Order, _Order):
+                    self._wins[winner][loser] += held[winner] and not held[loser]
+            for order in _Order:
+                key = now_s + self._lifetime_s(order, node, held[order])
+                self._shadows[order].use(digest, key, capacity)
 
     def _filled(self, num_blocks: int) -> None:
         """Follow the best order from now on, if enough blocks are new since it was last asked which one that is."""
@@ -232,12 +238,18 @@ class BestOfThreeOrders(EvictionPolicy):
         if turns < _TURNS_A_VERDICT:
             return
         self._num_new_blocks = 0
-        self._hits = {order: hits * 0.5 ** (turns / _TURNS_TO_HALVE) for order, hits in self._hits.items()}
-        best = max(_Order, key=self._hits.__getitem__)
-        most, ours = self._hits[best], self._hits[self._order]
-        if most > _LEAST_LEAD * ours + math.sqrt(most + ours):
+        self._num_turns += turns
+        kept = 0.5 ** (turns / _TURNS_TO_HALVE)
+        self._wins = [[wins * kept for wins in row] for row in self._wins]
+        best = max(_Order, key=self._lead)
+        noise = math.sqrt(self._wins[best][self._order] + self._wins[self._order][best])
+        if self._num_turns > _TURNS_TO_LEARN and self._lead(best) > _LEAST_DEVIATIONS * noise:
             self._order = best
             self.generation += 1
+
+    def _lead(self, order: _Order) -> float:
+        """How many more sampled blocks an order had lately than the one in force."""
+        return self._wins[order][self._order] - self._wins[self._order][order]
 
 
 def _kind(node: Node, num_uses: int) -> int:
