@@ -1,38 +1,47 @@
-"""The default eviction policy: it learns how long each kind of leaf is worth keeping, and keeps it that long."""
+"""The default eviction policy: it tries three orders on samples of the traffic, and follows the best."""
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import OrderedDict
+from enum import IntEnum
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from radixkv.eviction import EvictionPolicy, used_nodes
+from radixkv.lifetimes import ReuseCounts
 from radixkv.node import Node
+from radixkv.shadow_cache import BlockSampler, Sample, ShadowCache
 from radixkv.token_bytes import TOKEN_BYTES
-
-Weights = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
 
 # Nine kinds of nodes that were never used: below a parent with no, one, more uses, each by length. Four kinds of
 # others, by uses: 1, 2 to 3, 4 to 7, more. What other kinds win or lose is in docs/LOG.md.
 _LENGTHS_TOKENS = (1024, 8192)
 _NUM_KINDS = 13
-# Ages fall into half octaves from 2**-20 s to 2**22 s, seven weeks. Whole octaves cost 3 % of the hits.
-_AGES_PER_OCTAVE = 2
-_SHORTEST_LOG_AGE = -20
-_NUM_AGES = 42 * _AGES_PER_OCTAVE
-_AGES_S = np.exp2(_SHORTEST_LOG_AGE + np.arange(_NUM_AGES) / _AGES_PER_OCTAVE)  # [num_ages], upper edges
-_LIFETIMES_S = np.concatenate(([0.0], _AGES_S))  # [num_lifetimes = 1 + num_ages]
-# Uses and insertions between two plans; a plan takes 0.5 ms. A quarter or four times of it makes no difference.
+# Uses and insertions between two plans; a plan takes 0.5 ms. A quarter or four times of it makes no difference on the
+# trace. In a cache of a few blocks uses return sooner: half as many events as blocks do then.
 _EVENTS_A_PLAN = 256
-_KEPT_A_PLAN = 0.99  # what was learned halves within 18,000 events
-_LEAST_GAIN = 1.02  # below it, a plan is noise
+_LEAST_EVENTS_A_PLAN = 16
+_KEPT_AN_EVENT = 0.99 ** (1 / 256)  # what was learned halves within 18,000 events
 _LEAST_GHOSTS = 4096  # for a cache of a few blocks
+
+# One turn is as many inserted blocks as the cache has. A change of order keys all leaves anew, so it waits for a
+# tenth of one; lifetimes are given four to be learned. Another order must lead by twice the noise. What other values do
+# is in docs/LOG.md.
+_TURNS_A_VERDICT = 0.1
+_TURNS_TO_LEARN = 4.0
+_TURNS_TO_HALVE = 2.0
+_LEAST_DEVIATIONS = 2.0
+_FOREVER_S = 2.0**30
+
+
+class _Order(IntEnum):
+    LAST_USE = 0
+    REUSED_LAST = 1
+    LIFETIMES = 2
 
 
 class _Stay(NamedTuple):
@@ -41,28 +50,41 @@ class _Stay(NamedTuple):
     Attributes:
         kind: what kind of node it was.
         num_blocks: its blocks then; some may have been evicted since.
+        num_uses: how often it was used, also before it was evicted.
+        samples: its blocks that the shadow caches follow.
         marks: index and hash of a few of its whole blocks, the last one first; taken once some are evicted.
+        ghost: what it was before, if it was evicted and came back; it may come back in several chunks.
+        num_returned_blocks: how many blocks came back so far.
     """
 
     kind: int
     num_blocks: int
+    num_uses: int = 0
+    samples: tuple[Sample, ...] = ()
     marks: tuple[tuple[int, int], ...] = ()
+    ghost: _Ghost | None = None
+    num_returned_blocks: int = 0
 
 
 class _Ghost(NamedTuple):
     """What is remembered of an evicted leaf."""
 
-    num_uses: int
     last_used_s: float
     stay: _Stay
 
 
-class LearnedLifetimes(EvictionPolicy):
-    """The leaf whose lifetime ended first goes first; lifetimes are learned from the traffic.
+class BestOfThreeOrders(EvictionPolicy):
+    """The leaf goes first that does so in the order which has had the most hits lately.
 
-    Leaves are of a few kinds, by how often they were used, where they hang and how long they are. For each kind the
-    policy counts after how many seconds blocks are used again, also those that it evicted too early: it remembers
-    them. From the counts it plans a lifetime for each kind, so that all blocks together just fit and hits are the most:
+    The orders are: least recently used; never reused, then least recently used; and learned lifetimes. A shadow cache
+    for each follows a sample of the blocks. Two orders are compared on the blocks that one of them had and the other
+    had not; the order in force gives way to one that leads by more than chance would have it, and all leaves are keyed
+    anew. So it is never much worse than the first two, and what it learns decides only while that wins.
+
+    Learned lifetimes: leaves are of a few kinds, by how often they were used, where they hang and how long they are.
+    For each kind the policy counts after how many seconds blocks are used again, also those that it evicted too early:
+    it remembers them. From the counts it plans a lifetime for each kind, so that all blocks together just fit and hits
+    are the most:
 
         hits(kind, lifetime)   blocks used again within the lifetime
         room(kind, lifetime)   block seconds that it takes: until the use, or until the lifetime ends
@@ -70,15 +92,18 @@ class LearnedLifetimes(EvictionPolicy):
                                at the price for which all room together is num_blocks * seconds
 
     Between two plans on both sides of that price, a fixed share of the nodes has the longer lifetimes. So of a loop
-    larger than the cache a part stays, rather than nothing. If all lifetimes are equal the order is that of last use,
-    and that is the order as long as the plan promises no more hits than it does.
+    larger than the cache a part stays, rather than nothing. If all lifetimes are equal the order is that of last use.
 
-    Costs O(1) for a key, O(depth) for a lease, and half a millisecond for a plan once in 256 events. Remembers as many
-    evicted leaves as there are blocks.
+    Complexity: O(1) for a key; O(depth) for a use and O(tokens of the path) for an insertion, and O(log n) for each
+    sampled block of it, at most one in 512 tokens; half a millisecond for a plan once in 256 events. Leaves are keyed
+    anew in O(n log n), at most once while a tenth of the cache is filled. Remembers as many evicted leaves as there
+    are blocks, and a thousand sampled ones for each order.
 
-    Source: the lifetimes are those of Beckmann, Chen, Cidon: "LHD: Improving cache hit rate by maximizing hit
-    density", NSDI 2018, chosen ahead, so that they are a sort key; uses as kinds are those of Wang et al.: "KVCache
-    cache in the wild", ATC 2025.
+    Source: the choice between orders is that of Qureshi et al.: "Adaptive insertion policies for high performance
+    caching" (set duelling), ISCA 2007, on samples as in SHARDS, by
+    McNemar's test; the lifetimes are those of Beckmann, Chen, Cidon: "LHD:
+    Improving cache hit rate by maximizing hit density", NSDI 2018, chosen ahead, so that they are a sort key; uses as
+    kinds are those of Wang et al.: "KVCache cache in the wild", ATC 2025.
 
     Args:
         num_blocks: blocks of the cache's pool.
@@ -86,22 +111,30 @@ class LearnedLifetimes(EvictionPolicy):
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._hits = np.zeros((_NUM_KINDS, _NUM_AGES))  # blocks used again, by age
-        self._waits = np.zeros((_NUM_KINDS, _NUM_AGES))  # block seconds until then
-        self._stays = np.zeros(_NUM_KINDS)  # blocks that began to wait for their next use
-        self._seconds = 0.0
-        self._last_event_s: float | None = None
-        self._num_events = 0
-        self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
-        self._lifetimes_s = [(0.0, 0.0)] * _NUM_KINDS
+        self._counts = ReuseCounts(_NUM_KINDS)
+        self._lifetimes_s = [(0.0, 0.0)] * _NUM_KINDS  # short and long
         self._long_share = 0.0
+        self._events_a_plan = min(_EVENTS_A_PLAN, max(_LEAST_EVENTS_A_PLAN, num_blocks // 2))
+        self._num_events = 0
+        self._last_event_s: float | None = None
+        self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
+        self._sampler = BlockSampler(num_blocks)
+        self._shadows = [ShadowCache() for _ in _Order]
+        self._order = _Order.LIFETIMES  # the same as last use until they are learned
+        self._wins = [[0.0] * len(_Order) for _ in _Order]  # sampled blocks that one had lately and the other had not
+        self._num_new_blocks = 0  # since the last verdict
+        self._num_turns = 0.0
 
     def key(self, node: Node) -> float:
-        """When its lifetime ends, in seconds."""
-        stay: _Stay = node.policy_note
-        short_s, long_s = self._lifetimes_s[stay.kind]
-        is_long = node.fingerprint < self._long_share * 2.0**64
-        return node.last_used_s + (long_s if is_long else short_s)
+        """When its lifetime ends, in seconds, in the order in force."""
+        return node.last_used_s + self._lifetime_s(self._order, node, node.num_uses > 0)
+
+    def _lifetime_s(self, order: _Order, node: Node, was_reused: bool) -> float:
+        if order == _Order.LIFETIMES:
+            stay: _Stay = node.policy_note
+            short_s, long_s = self._lifetimes_s[stay.kind]
+            return long_s if node.fingerprint < self._long_share * 2.0**64 else short_s
+        return _FOREVER_S if order == _Order.REUSED_LAST and was_reused else 0.0
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -113,150 +146,139 @@ class LearnedLifetimes(EvictionPolicy):
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
         """Learn from the upper half; the lower one goes on waiting."""
+        self.cut(lower)
+        upper, stay = lower.parent, lower.policy_note
+        assert upper is not None
+        self._use(upper, last_used_s, now_s)
+        lower.policy_note = stay._replace(kind=_kind(lower, stay.num_uses))
+        self._counts.stays[stay.kind] -= stay.num_blocks
+        self._counts.stays[lower.policy_note.kind] += stay.num_blocks
+
+    def cut(self, lower: Node) -> None:
+        """Divide what was noted between both halves."""
         upper = lower.parent
         assert upper is not None
+        cut = upper.num_blocks
         stay: _Stay = lower.policy_note
-        marks = tuple((index - upper.num_blocks, digest) for index, digest in stay.marks if index >= upper.num_blocks)
-        num_blocks = max(stay.num_blocks - upper.num_blocks, lower.num_blocks)
-        upper.policy_note = _Stay(stay.kind, upper.num_blocks)
-        self._use(upper, last_used_s, now_s)
-        lower.policy_note = _Stay(_kind(lower), num_blocks, marks)
-        self._stays[stay.kind] -= num_blocks
-        self._stays[lower.policy_note.kind] += num_blocks
+        upper.policy_note = _Stay(
+            stay.kind, cut, stay.num_uses, tuple(each for each in stay.samples if each.place < cut)
+        )
+        lower.policy_note = _Stay(
+            stay.kind,
+            max(stay.num_blocks - cut, lower.num_blocks),
+            stay.num_uses,
+            tuple(Sample(index - cut, digest) for index, digest in stay.samples if index >= cut),
+            tuple((index - cut, digest) for index, digest in stay.marks if index >= cut),
+        )
 
     def inserted(self, leaf: Node, now_s: float) -> None:
         """Start waiting for its next use. If it was evicted before, learn what its lifetime should have been."""
-        stay: _Stay | None = leaf.policy_note
-        if stay is not None:  # it has grown
-            self._stays[stay.kind] += max(0, leaf.num_blocks - stay.num_blocks)
-            leaf.policy_note = _Stay(stay.kind, max(leaf.num_blocks, stay.num_blocks), stay.marks)
+        before: _Stay | None = leaf.policy_note
+        if before is not None:
+            self._grown(leaf, before, now_s)
             return
+        num_uses = num_blocks = 0
         ghost = self._ghosts.pop(leaf.fingerprint, None)
         if ghost is not None:
             num_blocks = _num_equal_blocks(leaf, ghost.stay)
-            self._hit(ghost.stay.kind, num_blocks, now_s - ghost.last_used_s)
+            self._counts.hit(ghost.stay.kind, num_blocks, now_s - ghost.last_used_s)
             if 2 * num_blocks >= leaf.num_blocks:  # mostly the same tokens as before
-                leaf.num_uses = ghost.num_uses + 1
-        self._stay(leaf)
+                num_uses = ghost.stay.num_uses + 1
+        self._wait(leaf, num_uses, self._sampler.sample(leaf, 0))
+        stay: _Stay = leaf.policy_note
+        leaf.policy_note = stay._replace(ghost=ghost, num_returned_blocks=num_blocks)
+        self._try(leaf, stay.samples, now_s)
         self._tick(now_s)
+        self._filled(leaf.num_blocks)
 
     def evicted(self, leaf: Node, num_blocks: int, now_s: float) -> None:
         """Mark what it was, and remember it once all of it is gone."""
-        stay: _Stay = leaf.policy_note
+        stay: _Stay = leaf.policy_note._replace(ghost=None)
         if not stay.marks:
-            leaf.policy_note = stay = _Stay(stay.kind, stay.num_blocks, _marks(leaf))
+            leaf.policy_note = stay = stay._replace(marks=_marks(leaf))
         if num_blocks == leaf.num_blocks:
-            self._ghosts[leaf.fingerprint] = _Ghost(leaf.num_uses, leaf.last_used_s, stay)
+            self._ghosts[leaf.fingerprint] = _Ghost(leaf.last_used_s, stay)
             if len(self._ghosts) > max(_LEAST_GHOSTS, self._num_blocks):
                 self._ghosts.popitem(last=False)
 
+    def _grown(self, leaf: Node, stay: _Stay, now_s: float) -> None:
+        num_new_blocks = max(0, leaf.num_blocks - stay.num_blocks)
+        samples = self._sampler.sample(leaf, stay.samples[-1].place + 1 if stay.samples else 0)
+        stay = stay._replace(num_blocks=stay.num_blocks + num_new_blocks, samples=stay.samples + samples)
+        if stay.ghost is not None:
+            num_blocks = max(stay.num_returned_blocks, _num_equal_blocks(leaf, stay.ghost.stay))
+            num_more_blocks = num_blocks - stay.num_returned_blocks
+            self._counts.hit(stay.ghost.stay.kind, num_more_blocks, now_s - stay.ghost.last_used_s)
+            stay = stay._replace(num_returned_blocks=num_blocks)
+        leaf.policy_note = stay
+        self._counts.stays[stay.kind] += num_new_blocks
+        self._try(leaf, samples, now_s)
+        self._filled(num_new_blocks)
+
     def _use(self, node: Node, last_used_s: float, now_s: float) -> None:
         stay: _Stay = node.policy_note
-        self._hit(stay.kind, stay.num_blocks, now_s - last_used_s)
+        self._counts.hit(stay.kind, stay.num_blocks, now_s - last_used_s)
         node.num_uses += 1
-        self._stay(node)
+        self._wait(node, stay.num_uses + 1, stay.samples)
+        self._try(node, stay.samples, now_s)
 
-    def _hit(self, kind: int, num_blocks: int, age_s: float) -> None:
-        index = _age_index(age_s)
-        self._hits[kind, index] += num_blocks
-        self._waits[kind, index] += num_blocks * age_s
-
-    def _stay(self, node: Node) -> None:
-        node.policy_note = _Stay(_kind(node), node.num_blocks)
-        self._stays[node.policy_note.kind] += node.num_blocks
+    def _wait(self, node: Node, num_uses: int, samples: tuple[Sample, ...]) -> None:
+        stay = node.policy_note = _Stay(_kind(node, num_uses), node.num_blocks, num_uses, samples)
+        self._counts.stays[stay.kind] += stay.num_blocks
 
     def _tick(self, now_s: float) -> None:
         if self._last_event_s is not None:
-            self._seconds += now_s - self._last_event_s
+            self._counts.seconds += now_s - self._last_event_s
         self._last_event_s = now_s
         self._num_events += 1
-        if self._num_events < _EVENTS_A_PLAN:
-            if self._num_events.bit_count() == 1:  # the first plans need not wait
-                self._plan()
-        elif self._num_events % _EVENTS_A_PLAN == 0:
-            self._plan()
-            self._hits *= _KEPT_A_PLAN
-            self._waits *= _KEPT_A_PLAN
-            self._stays *= _KEPT_A_PLAN
-            self._seconds *= _KEPT_A_PLAN
+        is_due = self._num_events % self._events_a_plan == 0
+        if is_due or (self._num_events < self._events_a_plan and self._num_events.bit_count() == 1):  # no wait at first
+            self._lifetimes_s, self._long_share = self._counts.plan(self._num_blocks)
+        if is_due:
+            self._counts.forget(_KEPT_AN_EVENT**self._events_a_plan)
 
-    # -- the plan --------------------------------------------------------------------------------------------------
+    # -- the trial -------------------------------------------------------------------------------------------------
 
-    def _plan(self) -> None:
-        """Choose each kind's lifetimes, short and long, and the share of nodes that get the long one."""
-        budget = self._num_blocks * self._seconds  # block seconds
-        num_stays = np.maximum(self._stays, self._hits.sum(axis=1))  # [num_kinds]
-        mean_ages_s = self._waits.sum(axis=0) / np.maximum(1e-9, self._hits.sum(axis=0))  # [num_ages]
-        classes = _Lifetimes(_smoothed(self._hits, self._num_blocks), num_stays, mean_ages_s)
-        alike = _Lifetimes(self._hits.sum(axis=0, keepdims=True), num_stays.sum(keepdims=True), mean_ages_s)
-        short, long, share, hits = classes.plan(budget)
-        if hits < _LEAST_GAIN * alike.hits_of_last_use(budget):
-            self._lifetimes_s, self._long_share = [(0.0, 0.0)] * _NUM_KINDS, 0.0
+    def _try(self, node: Node, samples: tuple[Sample, ...], now_s: float) -> None:
+        """Show sampled blocks of a node to each shadow cache, the deepest first, as it has to go before the others."""
+        capacity = self._sampler.capacity(node.tree.block_size)
+        for _, digest in reversed(samples):
+            held = [digest in shadow for shadow in self._shadows]
+            if any(held) and not all(held):
+                for winner, loser in itertools.product(_Order, _Order):
+                    self._wins[winner][loser] += held[winner] and not held[loser]
+            for order in _Order:
+                key = now_s + self._lifetime_s(order, node, held[order])
+                self._shadows[order].use(digest, key, capacity)
+
+    def _filled(self, num_blocks: int) -> None:
+        """Follow the best order from now on, if enough blocks are new since it was last asked which one that is."""
+        self._num_new_blocks += num_blocks
+        turns = self._num_new_blocks / self._num_blocks
+        if turns < _TURNS_A_VERDICT:
             return
-        self._lifetimes_s = [tuple(pair) for pair in _LIFETIMES_S[np.stack((short, long), axis=1)].tolist()]
-        self._long_share = share
+        self._num_new_blocks = 0
+        self._num_turns += turns
+        kept = 0.5 ** (turns / _TURNS_TO_HALVE)
+        self._wins = [[wins * kept for wins in row] for row in self._wins]
+        best = max(_Order, key=self._lead)
+        noise = math.sqrt(self._wins[best][self._order] + self._wins[self._order][best])
+        if self._num_turns > _TURNS_TO_LEARN and self._lead(best) > _LEAST_DEVIATIONS * noise:
+            self._order = best
+            self.generation += 1
+
+    def _lead(self, order: _Order) -> float:
+        """How many more sampled blocks an order had lately than the one in force."""
+        return self._wins[order][self._order] - self._wins[self._order][order]
 
 
-class _Lifetimes:
-    """Hits and room of each kind at each lifetime.
-
-    Args:
-        hits: `[num_kinds, num_ages]`, blocks used again, by age.
-        num_stays: `[num_kinds]`, blocks that waited, used again or not.
-        mean_ages_s: `[num_ages]`, how long those used again had waited.
-    """
-
-    def __init__(self, hits: Weights, num_stays: Weights, mean_ages_s: Weights) -> None:
-        zeros = np.zeros((len(hits), 1))
-        self.hits = np.hstack((zeros, hits.cumsum(axis=1)))  # [num_kinds, num_lifetimes]
-        waited = np.hstack((zeros, (hits * mean_ages_s).cumsum(axis=1)))
-        self.room = waited + (num_stays[:, None] - self.hits) * _LIFETIMES_S  # [num_kinds, num_lifetimes]
-
-    def plan(self, budget: float) -> tuple[Indices, Indices, float, float]:
-        """Lifetimes that fit the budget, ones that do not, the share of the latter that fills it, and the hits."""
-        low, high = -60.0, 60.0  # log2 of the price of a block second
-        for _ in range(40):
-            price = (low + high) / 2
-            if self._at(price)[1] > budget:
-                low = price
-            else:
-                high = price
-        short, short_room, short_hits = self._at(high)
-        long, long_room, long_hits = self._at(low)
-        excess = long_room - short_room
-        share = min(1.0, max(0.0, (budget - short_room) / excess)) if excess > 0 else 0.0
-        return short, long, share, short_hits + share * (long_hits - short_hits)
-
-    def hits_of_last_use(self, budget: float) -> float:
-        """Hits if all blocks have one lifetime, the longest that fits."""
-        room, hits = self.room.sum(axis=0), self.hits.sum(axis=0)  # [num_lifetimes], both growing
-        return float(hits[max(0, int(np.searchsorted(room, budget, side="right")) - 1)])
-
-    def _at(self, log_price: float) -> tuple[Indices, float, float]:
-        best = np.argmax(self.hits - 2.0**log_price * self.room, axis=1)  # [num_kinds]; the shortest of equals
-        kinds = np.arange(len(best))
-        return best, float(self.room[kinds, best].sum()), float(self.hits[kinds, best].sum())
-
-
-def _smoothed(hits: Weights, weight: float) -> Weights:
-    """Draw each kind's ages towards those of all, as if `weight` more blocks had been seen; its sum stays."""
-    sums = hits.sum(axis=1, keepdims=True)  # [num_kinds, 1]
-    ages = hits.sum(axis=0) / max(1.0, hits.sum())  # [num_ages]
-    smoothed: Weights = sums * (hits + weight * ages) / (sums + weight)
-    return smoothed
-
-
-def _kind(node: Node) -> int:
-    if node.num_uses:
-        return min(8 + node.num_uses.bit_length(), _NUM_KINDS - 1)
+def _kind(node: Node, num_uses: int) -> int:
+    if num_uses:
+        return min(8 + num_uses.bit_length(), _NUM_KINDS - 1)
     assert node.parent is not None
-    return 3 * min(node.parent.num_uses, 2) + bisect.bisect_right(_LENGTHS_TOKENS, len(node.tokens) // TOKEN_BYTES)
-
-
-def _age_index(age_s: float) -> int:
-    if age_s <= _AGES_S[0]:
-        return 0
-    return min(_NUM_AGES - 1, math.ceil((math.log2(age_s) - _SHORTEST_LOG_AGE) * _AGES_PER_OCTAVE))
+    above: _Stay | None = node.parent.policy_note  # a root has none
+    num_uses_above = 0 if above is None else min(above.num_uses, 2)
+    return 3 * num_uses_above + bisect.bisect_right(_LENGTHS_TOKENS, len(node.tokens) // TOKEN_BYTES)
 
 
 def _marks(leaf: Node) -> tuple[tuple[int, int], ...]:

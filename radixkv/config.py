@@ -126,15 +126,20 @@ class TenantConfig:
     Attributes:
         floor_tokens: cached tokens that no other tenant can evict; rounded up to whole blocks.
         ceiling_tokens: cached and leased tokens at most; rounded down to whole blocks. Without it, the whole pool.
+        max_retained_tokens: tokens with a priority above the default at most; rounded down to whole blocks. Without it,
+            what `cache.max_retained_share` leaves.
     """
 
     floor_tokens: int = 0
     ceiling_tokens: int | None = None
+    max_retained_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _require_at_least("tenants.*.floor_tokens", self.floor_tokens, 0)
         if self.ceiling_tokens is not None:
             _require_at_least("tenants.*.ceiling_tokens", self.ceiling_tokens, max(1, self.floor_tokens))
+        if self.max_retained_tokens is not None:
+            _require_at_least("tenants.*.max_retained_tokens", self.max_retained_tokens, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class Engine:
         """
         if adapter is not None:
             self._namespace("", adapter, "")
-        return self._call(lambda: self._core.cache.purge(tenant=tenant, adapter=adapter, salt=salt))
+        return self._call(lambda: self._core.purge(tenant=tenant, adapter=adapter, salt=salt))
 
     def stats(self) -> Future[EngineStats]:
         """Take a picture of the engine."""
@@ -287,8 +287,12 @@ def build_engine(config: Config) -> Engine:
 
 
 def _quota(bounds: TenantConfig, block_size: int) -> Quota:
-    ceiling = bounds.ceiling_tokens
-    return Quota(-(-bounds.floor_tokens // block_size), None if ceiling is None else ceiling // block_size)
+    ceiling, retained = bounds.ceiling_tokens, bounds.max_retained_tokens
+    return Quota(
+        floor_blocks=-(-bounds.floor_tokens // block_size),
+        ceiling_blocks=None if ceiling is None else ceiling // block_size,
+        max_retained_blocks=None if retained is None else retained // block_size,
+    )
 
 
 def _kernels(device: torch.device) -> AttentionKernels:

@@ -15,7 +15,7 @@ from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
 from radixkv.node import DEFAULT_PRIORITY
 from radixkv.prediction import Prediction, predict
-from radixkv.prefix_cache import PrefixCache
+from radixkv.prefix_cache import PrefixCache, Purged
 from radixkv.request import HeldLease, Outcome, PrefillResult, Request, Retained, Timing, Usage
 from radixkv.retention import Grant, Retention
 from radixkv.runner import Chunk, Runner
@@ -116,12 +116,15 @@ class EngineCore:
             tenants=tuple(_tenant_stats(tenant, usage) for tenant, usage in self.cache.tenants.items()),
         )
 
-    def retain(
-        self, namespace: Namespace, tokens: bytes, retention: Retention, *, only_raise: bool = False
-    ) -> Retained:
-        """Keep a cached range longer than others, or less long; see `PrefixCache.retain`."""
-        grant = self.cache.retain(namespace, tokens, retention, only_raise=only_raise)
-        return Retained(grant, None if retention.ttl_s is None else time.time() + retention.ttl_s)
+    def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
+        """Give a cached range a priority, whatever it had before; see `PrefixCache.retain`."""
+        return self._retained(self.cache.retain(namespace, tokens, retention))
+
+    def purge(self, *, tenant: str | None, adapter: str | None, salt: str | None) -> Purged:
+        """Forget namespaces; see `PrefixCache.purge`. Requests that wait publish nothing either."""
+        for request in self._scheduler.waiting:
+            request.is_revoked = request.is_revoked or request.namespace.is_among(tenant, adapter, salt)
+        return self.cache.purge(tenant=tenant, adapter=adapter, salt=salt)
 
     # -- before a step ---------------------------------------------------------------------------------------------
 
@@ -192,7 +195,7 @@ class EngineCore:
         """
         params, lease = request.params, _open_lease(request)
         is_finished = request.computed_upto == request.num_tokens
-        if params.write_cache and (params.read_cache or is_finished):
+        if params.write_cache and not request.is_revoked and (params.read_cache or is_finished):
             request.written_tokens += lease.commit(request.computed_upto)
 
     def _answer(self, request: Request, prediction: Prediction) -> None:
@@ -235,20 +238,31 @@ class EngineCore:
         request.future.set_result(result)
 
     def _retain(self, request: Request, lease: Lease) -> Retained | None:
-        """What others cached is never lowered: a low priority is for what this request has computed."""
+        """What others cached is never lowered: a low priority is for what this request has published."""
         retention = request.params.retention
         if retention is None:
             return None
         start, end = retention.range_in(request.num_tokens)
-        shared_tokens = min(end, lease.cached_tokens) - start if retention.priority < DEFAULT_PRIORITY else 0
-        if shared_tokens <= 0:
-            return self.retain(request.namespace, request.params.tokens, retention, only_raise=True)
-        if start + shared_tokens == end:
-            return Retained(Grant(shared_tokens, 0, 0), None)
-        own = dataclasses.replace(retention, start=start + shared_tokens)
-        retained = self.retain(request.namespace, request.params.tokens, own, only_raise=True)
-        grant = retained.grant._replace(granted_tokens=retained.grant.granted_tokens + shared_tokens)
-        return dataclasses.replace(retained, grant=grant)
+        shared_upto = start
+        if retention.priority < DEFAULT_PRIORITY:
+            written_from = end if lease.written_from_tokens is None else lease.written_from_tokens
+            block_size = self.cache.block_size
+            shared_upto = max(start, min(end, -(-written_from // block_size) * block_size))
+        grant = Grant(0, 0, 0)
+        for part_start, part_end, only_raise in (
+            (start, shared_upto, True),
+            (shared_upto, end, retention.priority >= DEFAULT_PRIORITY),
+        ):
+            if part_start < part_end:
+                part = dataclasses.replace(retention, start=part_start, end=part_end)
+                grant = grant.joined(
+                    self.cache.retain(request.namespace, request.params.tokens, part, only_raise=only_raise)
+                )
+        return self._retained(grant)
+
+    def _retained(self, grant: Grant) -> Retained:
+        ends_s = grant.expires_s
+        return Retained(grant, None if ends_s is None else time.time() + ends_s - self._clock())
 
     def _hold(self, request: Request, lease: Lease, now: float) -> HeldLease:
         lease_id, expires_s = self.held_leases.hold(lease, request.params.tenant, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from radixkv.adaptive_policy import LearnedLifetimes
+from radixkv.adaptive_policy import BestOfThreeOrders
 from radixkv.eviction import EvictionPolicy
 from radixkv.node import Node
 
@@ -38,7 +38,7 @@ class LeastFrequentlyUsed(EvictionPolicy):
 
 
 _POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
-    "adaptive": LearnedLifetimes,
+    "adaptive": BestOfThreeOrders,
     "lru": lambda _: LeastRecentlyUsed(),
     "slru": lambda _: SegmentedLeastRecentlyUsed(),
     "lfu": lambda _: LeastFrequentlyUsed(),

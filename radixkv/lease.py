@@ -40,6 +40,7 @@ class Lease:
         num_published_blocks: the first so many of `block_ids` belong to the tree; the others are the lease's own.
         copy: the block copy that must be made first, until the first commit; None if the prefix ends with a block.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
+        written_from_tokens: the first token that it published itself; None until it publishes any.
         node: where the path that this lease pins ends; None while it pins nothing.
         node_used_s: when the node that was matched had been used before.
         is_closed: whether everything was given back.
@@ -60,6 +61,7 @@ class Lease:
         "num_published_blocks",
         "tokens",
         "usage",
+        "written_from_tokens",
     )
 
     def __init__(
@@ -86,6 +88,7 @@ class Lease:
         self.node = node
         self.node_used_s = node_used_s
         self.committed_tokens = cached_tokens
+        self.written_from_tokens: int | None = None
         self.is_closed = False
         self.is_revoked = False
 

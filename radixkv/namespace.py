@@ -24,6 +24,11 @@ class Namespace(NamedTuple):
     adapter: str = ""
     salt: str = ""
 
+    def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
+        """Whether it has these names; None is any."""
+        wanted = (tenant, adapter, salt)
+        return all(name is None or name == own for name, own in zip(wanted, self[1:], strict=True))
+
     @property
     def seed(self) -> int:
         """A 64-bit number for diagnostics that must differ between namespaces. Never an identity."""

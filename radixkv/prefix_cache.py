@@ -92,7 +92,9 @@ class PrefixCache:
         self._policy = policy or EvictionPolicy()
         self._lost = LostPrefixes(evicted_prefixes)
         self._clock = clock
-        self._retained = RetainedNodes(num_blocks // 5 if max_retained_blocks is None else max_retained_blocks)
+        self._retained = RetainedNodes(
+            num_blocks // 5 if max_retained_blocks is None else max_retained_blocks, on_cut=self._policy.cut
+        )
         self._evictor = Evictor(self._trees, self.pool, self.tenants, self._policy, self._retained, self._lost, clock)
 
     @property
@@ -277,6 +279,8 @@ class PrefixCache:
             lease.num_published_blocks = insertion.num_known_blocks
         else:
             self._policy.inserted(insertion.node, self._clock())
+            if lease.written_from_tokens is None:
+                lease.written_from_tokens = insertion.known_bytes // TOKEN_BYTES
             self._publish(lease.block_ids[insertion.num_known_blocks : num_blocks], insertion)
             lease.num_published_blocks = num_blocks
         before, lease.node, lease.copy = lease.node, insertion.node, None
@@ -313,7 +317,7 @@ class PrefixCache:
             self.pool.release(replaced)
             usage.num_leased_blocks -= 1
         num_old_blocks = node.num_blocks - block_ids.size + replaced.size
-        if num_old_blocks and node.priority != DEFAULT_PRIORITY:
+        if num_old_blocks and (node.priority != DEFAULT_PRIORITY or node.has_expired):
             self._retained.grown(node, block_ids.size - replaced.size)
             if node.num_blocks > num_old_blocks:  # what was granted ends where the leaf did
                 self._retained.cut(node, num_old_blocks)
@@ -347,12 +351,16 @@ class PrefixCache:
             namespace: where to look.
             tokens: the prompt, little-endian uint32 bytes.
             retention: range, priority and time to live.
-            only_raise: leave what is retained with a higher priority, and for longer with the same.
+            only_raise: leave what has a higher priority, the default included, and what has the same for longer.
 
         Raises:
             InvalidRequest: `tokens` is not whole tokens, or a field of `retention` is out of range.
 
-        Complexity: O(depth + range), and O(log leaves) for each node of the range.
+        A range that ends inside a block is widened by one of the blocks that begin like that. A shorter high priority
+        replaces a longer low one; when it ends, both have.
+
+        Complexity: O(depth + log leaves) for each node of the range, and up to three cuts, each a pass over the path's
+        tokens. Nodes that were cut are not joined again.
         """
         self._evictor.expire()
         _require_tokens(tokens)
@@ -364,15 +372,19 @@ class PrefixCache:
             return Grant(0, 0, end - start)
         expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
         num_blocks = start // self.block_size
+        ends_s: list[float] = []
         for part in self._retained.cut_range(node, num_blocks, -(-reached // self.block_size)):
             granted = self._retained.grant(part, retention.priority, expires_s, only_raise=only_raise)
             if granted is not None:
                 self._evictor.requeue(granted)
                 num_blocks += granted.num_blocks
+                if granted.expiry_entry is not None:
+                    ends_s.append(granted.expiry_entry[0])
             if granted is not part:
                 break
         granted_tokens = max(0, min(reached, num_blocks * self.block_size) - start)
-        return Grant(granted_tokens, reached - start - granted_tokens, end - reached)
+        refused_tokens = reached - start - granted_tokens
+        return Grant(granted_tokens, refused_tokens, end - reached, min(ends_s, default=None))
 
     # -- forgetting ------------------------------------------------------------------------------------------------
 
@@ -402,14 +414,10 @@ class PrefixCache:
 
         Complexity: O(namespaces + open leases + nodes purged * log leaves).
         """
-        wanted = (tenant, adapter, salt)
-
-        def is_wanted(namespace: Namespace) -> bool:
-            return all(want in (None, have) for want, have in zip(wanted, namespace[1:], strict=True))
-
         for lease in self._leases:
-            lease.is_revoked = lease.is_revoked or is_wanted(lease.namespace)
-        purged = [self._evictor.purge(tree) for tree in list(self._trees.values()) if is_wanted(tree.namespace)]
+            lease.is_revoked = lease.is_revoked or lease.namespace.is_among(tenant, adapter, salt)
+        trees = [tree for tree in self._trees.values() if tree.namespace.is_among(tenant, adapter, salt)]
+        purged = [self._evictor.purge(tree) for tree in trees]
         return Purged(sum(freed for freed, _ in purged), sum(pinned for _, pinned in purged))
 
     # -- proof -----------------------------------------------------------------------------------------------------

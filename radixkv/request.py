@@ -85,7 +85,7 @@ class Retained:
     """The answer to a retention.
 
     Attributes:
-        expires_at_s: Unix time at which the priority ends; None if it does not.
+        expires_at_s: Unix time at which the first of it ends; None if none does.
     """
 
     grant: Grant
@@ -139,6 +139,7 @@ class Request:
     Attributes:
         computed_upto: prompt tokens whose K/V exist, reused ones included.
         written_tokens: tokens that this request made matchable.
+        is_revoked: its namespace was purged while it waited; it publishes nothing.
         received_s, scheduled_s: `time.monotonic()` of arrival and of admission.
     """
 
@@ -150,6 +151,7 @@ class Request:
     miss_reason: MissReason = MissReason.COLD
     computed_upto: int = 0
     written_tokens: int = 0
+    is_revoked: bool = False
     scheduled_s: float = 0.0
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from sortedcontainers import SortedList
 
 from radixkv.errors import InvalidRequest
 from radixkv.node import DEFAULT_PRIORITY, Node, path_to
+from radixkv.tenants import TenantUsage
 
 MAX_PRIORITY = 100
 MAX_TTL_S = 366 * 24 * 3600.0
@@ -50,17 +51,29 @@ class Retention:
 
 
 class Grant(NamedTuple):
-    """What became of a retention, in tokens of its range; the three add up to it.
+    """What became of a retention, in tokens of its range; the first three add up to it.
 
     Attributes:
         granted_tokens: have the priority now, or had a higher one that stays.
         refused_tokens: are cached, but beyond what may be retained.
         uncached_tokens: are not there.
+        expires_s: when the first of what was granted has its priority no more, by the cache's clock; None for never.
     """
 
     granted_tokens: int
     refused_tokens: int
     uncached_tokens: int
+    expires_s: float | None = None
+
+    def joined(self, other: Grant) -> Grant:
+        """What became of two ranges together."""
+        ends_s = [end for end in (self.expires_s, other.expires_s) if end is not None]
+        return Grant(
+            self.granted_tokens + other.granted_tokens,
+            self.refused_tokens + other.refused_tokens,
+            self.uncached_tokens + other.uncached_tokens,
+            min(ends_s, default=None),
+        )
 
 
 class RetainedNodes:
@@ -73,12 +86,14 @@ class RetainedNodes:
 
     Args:
         max_blocks: how many blocks may be retained.
+        on_cut: told of the lower half of each node that is cut here.
 
     Attributes:
         num_blocks: how many are.
     """
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int, on_cut: Callable[[Node], None]) -> None:
+        self._on_cut = on_cut
         self.max_blocks = max_blocks
         self.num_blocks = 0
         self._expiries = SortedList()  # of (expires_s, serial, node); serials are distinct, so nodes are never compared
@@ -96,7 +111,7 @@ class RetainedNodes:
             node: which.
             priority: 0 to 100.
             expires_s: when it ends; None for never.
-            only_raise: leave a node that is retained with a higher priority, or as long with the same.
+            only_raise: leave a node that has a higher priority, or as long the same.
 
         Returns:
             The node that has it, None if there is no room for any.
@@ -106,13 +121,18 @@ class RetainedNodes:
         if only_raise and _is_retained_longer(node, priority, expires_s):
             return node
         if priority > DEFAULT_PRIORITY and not is_retained(node):
-            num_blocks = self.max_blocks - self.num_blocks - _num_unretained_blocks(node.parent)
+            num_blocks = self._num_grantable(node.tree.usage) - _num_unretained_blocks(node.parent)
             if num_blocks <= 0:
                 return None
             if num_blocks < node.num_blocks:
                 node = self.cut(node, num_blocks)
         self.set(node, priority, expires_s)
         return node
+
+    def _num_grantable(self, usage: TenantUsage) -> int:
+        own = usage.quota.max_retained_blocks
+        left = self.max_blocks - self.num_blocks
+        return left if own is None else min(left, own - usage.num_retained_blocks)
 
     def cut_range(self, node: Node, start: int, end: int) -> list[Node]:
         """The nodes that hold the blocks `[start, end)` of a node's path, and no others; cut where that takes it.
@@ -135,6 +155,7 @@ class RetainedNodes:
         """Cut a node in two; see `RadixTree.cut`. Returns the upper one."""
         upper = node.tree.cut(node, num_blocks)
         self.split(node)
+        self._on_cut(node)
         return upper
 
     def set(self, node: Node, priority: int, expires_s: float | None) -> None:
@@ -149,8 +170,9 @@ class RetainedNodes:
         """Take the priorities back whose time has come; yields each node. Complexity: O(depth + log n) a node."""
         while self._expiries and self._expiries[0][0] <= now_s:
             node = self._expiries[0][2]
+            was_kept = node.priority > DEFAULT_PRIORITY
             self.set(node, DEFAULT_PRIORITY, None)
-            node.has_expired = True
+            node.has_expired = was_kept
             yield node
 
     def split(self, lower: Node) -> None:
@@ -217,7 +239,7 @@ def is_retained(node: Node) -> bool:
 
 
 def _is_retained_longer(node: Node, priority: int, expires_s: float | None) -> bool:
-    """Whether a node has a higher priority, above the default, or the same at least until then."""
-    if node.priority <= DEFAULT_PRIORITY or node.priority != priority:
-        return node.priority > max(priority, DEFAULT_PRIORITY)
+    """Whether a node has a higher priority, or the same at least until then."""
+    if node.priority != priority:
+        return node.priority > priority
     return node.expiry_entry is None or (expires_s is not None and node.expiry_entry[0] >= expires_s)

@@ -16,10 +16,12 @@ class Quota:
     Attributes:
         floor_blocks: cached blocks that no other tenant can evict.
         ceiling_blocks: cached and leased blocks at most; None for no bound but the pool.
+        max_retained_blocks: blocks with a priority above the default at most; None for no bound but that of all.
     """
 
     floor_blocks: int = 0
     ceiling_blocks: int | None = None
+    max_retained_blocks: int | None = None
 
 
 class TenantUsage:

@@ -18,7 +18,7 @@ import grpc
 
 from radixkv import __version__
 from radixkv.config import Config
-from radixkv.errors import ConfigError, RadixKVError
+from radixkv.errors import ConfigError, InvalidRequest, RadixKVError
 from radixkv.retention import Retention
 from radixkv.service.client import Client
 from radixkv.service.plan_command import add_plan_command
@@ -168,6 +168,11 @@ def _prefill(arguments: argparse.Namespace) -> None:
     if arguments.priority is None and arguments.ttl_s is not None:
         raise ConfigError("--ttl-s: expected a --priority with it, got none")
     retention = None if arguments.priority is None else Retention(arguments.priority, arguments.ttl_s)
+    if retention is not None:
+        try:
+            retention.range_in(max(1, len(token_ids)))
+        except InvalidRequest as error:
+            raise ConfigError(str(error)) from error
     with _client(arguments) as client:
         answer = client.prefill(
             token_ids,
@@ -190,10 +195,10 @@ def _stats(arguments: argparse.Namespace) -> None:
 
 def _purge(arguments: argparse.Namespace) -> None:
     names = {"tenant": arguments.tenant, "adapter": arguments.adapter, "salt": arguments.salt}
-    if not arguments.all and set(names.values()) == {None}:
-        raise ConfigError("purge: expected --tenant, --adapter, --salt or --all, got none")
+    if arguments.all is not (set(names.values()) == {None}):
+        raise ConfigError("purge: expected either --all, or one or more of --tenant, --adapter, --salt")
     with _client(arguments) as client:
-        purged = client.purge(**names)
+        purged = client.purge(**names, everything=arguments.all)
     print(json_of(purged) if arguments.json else purge_table(purged))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.duration_pb2 import Duration
 
-from radixkv.retention import Retention
+from radixkv.retention import MAX_TTL_S, Retention
 from radixkv.service.token_ids import pack_token_ids, write_token_ids
 from radixkv.v1.cache_pb2 import (
     PurgeRequest,
@@ -149,9 +149,21 @@ class Client:
         answer: RetainResponse = self._cache.Retain(request, timeout=self._timeout_s)
         return answer
 
-    def purge(self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None) -> PurgeResponse:
-        """Forget all namespaces with these names; None is any name."""
-        request = PurgeRequest(tenant=tenant, adapter=adapter, salt=salt)
+    def purge(
+        self,
+        *,
+        tenant: str | None = None,
+        adapter: str | None = None,
+        salt: str | None = None,
+        everything: bool = False,
+    ) -> PurgeResponse:
+        """Forget all namespaces with these names; None is any name.
+
+        Raises:
+            ValueError: no name at all, and not `everything`.
+            grpc.RpcError: the service refused, or can't be reached.
+        """
+        request = _purge_request(tenant, adapter, salt, everything=everything)
         answer: PurgeResponse = self._cache.Purge(request, timeout=self._timeout_s)
         return answer
 
@@ -242,10 +254,15 @@ class AsyncClient:
         return answer
 
     async def purge(
-        self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
+        self,
+        *,
+        tenant: str | None = None,
+        adapter: str | None = None,
+        salt: str | None = None,
+        everything: bool = False,
     ) -> PurgeResponse:
         """Forget namespaces; see `Client.purge`."""
-        request = PurgeRequest(tenant=tenant, adapter=adapter, salt=salt)
+        request = _purge_request(tenant, adapter, salt, everything=everything)
         answer: PurgeResponse = await self._cache.Purge(request, timeout=self._timeout_s)
         return answer
 
@@ -333,15 +350,26 @@ def _retain_request(
     return request
 
 
+def _purge_request(tenant: str | None, adapter: str | None, salt: str | None, *, everything: bool) -> PurgeRequest:
+    if (tenant, adapter, salt) == (None, None, None) and not everything:
+        raise ValueError("purge: expected a tenant, an adapter, a salt or `everything`, got none")
+    return PurgeRequest(tenant=tenant, adapter=adapter, salt=salt)
+
+
 def _retention_message(retention: Retention | None) -> RetentionMessage | None:
     if retention is None:
         return None
+    for name in ("priority", "start", "end"):
+        value = getattr(retention, name)
+        if value is not None and not (isinstance(value, int) and 0 <= value < 2**32):
+            raise ValueError(f"retention.{name}: expected a whole number from 0, got {value}")
     ttl_s = retention.ttl_s
-    if ttl_s is not None and not -_MAX_TIMEOUT_S < ttl_s < _MAX_TIMEOUT_S:
-        raise ValueError(f"retention.ttl_s: expected less than {_MAX_TIMEOUT_S} seconds, got {ttl_s}")
+    if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
+        raise ValueError(f"retention.ttl_s: expected more than 0 and at most {MAX_TTL_S:.0f} seconds, got {ttl_s}")
+    seconds, nanos = divmod(round((ttl_s or 0) * 1e9), 1_000_000_000)
     return RetentionMessage(
         priority=retention.priority,
-        ttl=None if ttl_s is None else Duration(seconds=int(ttl_s), nanos=round((ttl_s - int(ttl_s)) * 1e9)),
+        ttl=None if ttl_s is None else Duration(seconds=seconds, nanos=nanos),
         start_token=retention.start,
         end_token=retention.end,
     )

@@ -158,18 +158,22 @@ def _retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest) ->
     asked = request.retention
     if not asked.HasField("priority"):
         raise InvalidRequest("retention.priority: expected 0 to 100, got none")
+    if not 0 <= asked.ttl.nanos < 1_000_000_000:
+        raise InvalidRequest(f"retention.ttl.nanos: expected 0 to 999999999, got {asked.ttl.nanos}")
     return Retention(
         priority=asked.priority,
         ttl_s=asked.ttl.seconds + asked.ttl.nanos / 1e9 if asked.HasField("ttl") else None,
         start=asked.start_token,
-        end=asked.end_token or None,
+        end=asked.end_token if asked.HasField("end_token") else None,
     )
 
 
 def _grant(retained: Retained) -> prefill_pb2.Grant:
     expires_at_s = retained.expires_at_s
     return prefill_pb2.Grant(
-        **retained.grant._asdict(),
+        granted_tokens=retained.grant.granted_tokens,
+        refused_tokens=retained.grant.refused_tokens,
+        uncached_tokens=retained.grant.uncached_tokens,
         expires_at=None if expires_at_s is None else _timestamp(expires_at_s),
     )
 

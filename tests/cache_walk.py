@@ -276,7 +276,7 @@ class Walk:
         expected = self.oracle.retention.retain(identities, ask)
         before = self._counts()
         grant = self.cache.retain(namespace, tokens, Retention(priority, ttl_s, start, end), only_raise=only_raise)
-        assert grant == expected, f"{ask}: expected {expected}, got {grant}"
+        assert grant[:3] == expected[:3], f"{ask}: expected {expected}, got {grant}"
         assert self._counts() == before
         self.events["retained tokens"] += grant.granted_tokens
         self.events["refused tokens"] += grant.refused_tokens

@@ -28,6 +28,8 @@ TESTS = (
     "tests/test_prefix_cache.py",
     "tests/test_retention.py",
     "tests/test_purge.py",
+    "tests/test_child_table.py",
+    "tests/test_eviction_policies.py",
     "tests/test_cache_stress.py",
 )
 
@@ -49,7 +51,7 @@ MUTANTS = (
     Mutant("radix_tree.py", "if shared == len(first_block):  # the run", "if False:  # the run"),
     Mutant("radix_tree.py", "upper.pin_count = lower.pin_count", "upper.pin_count = 0"),
     Mutant("child_table.py", "if shared > most:", "if shared >= 0:"),
-    Mutant("child_table.py", "order[max(after - 1, 0)]", "order[min(after, len(order) - 1)]"),
+    Mutant("child_table.py", "return keys[index - 1], keys[index]", "return keys[index], keys[index]"),
     Mutant("child_table.py", "            self._order.add(first_block)\n", "            pass\n"),
     Mutant("child_table.py", "            self._order.remove(first_block)\n", "            pass\n"),
     Mutant("token_bytes.py", "    return num_tokens * TOKEN_BYTES", "    return 0"),
@@ -86,6 +88,12 @@ MUTANTS = (
     Mutant("evictor.py", '            node.block_ids = b""\n', ""),
     Mutant("retention.py", "            node.num_retained_children += sign\n", ""),
     Mutant("retention.py", "- _num_unretained_blocks(node.parent)", ""),
+    Mutant("retention.py", "            node.has_expired = was_kept\n", "            node.has_expired = True\n"),
+    Mutant("retention.py", "        upper.has_expired = lower.has_expired\n", ""),
+    Mutant("retention.py", "        node.has_expired = False\n", ""),
+    Mutant("retention.py", "        self._on_cut(node)\n", ""),
+    Mutant("retention.py", "min(left, own - usage.num_retained_blocks)", "left"),
+    Mutant("prefix_cache.py", " or node.has_expired):", "):"),
     Mutant("retention.py", "self._expiries[0][0] <= now_s", "self._expiries[0][0] < now_s"),
     Mutant("retention.py", "        upper.num_retained_children = int(is_retained(lower))\n", ""),
     Mutant("retention.py", "            self._set_expiry(upper, lower.expiry_entry[0])\n", "            pass\n"),
@@ -95,7 +103,11 @@ MUTANTS = (
     Mutant("prefix_cache.py", "            self._evictor.requeue(granted)\n", "            pass\n"),
     Mutant("eviction.py", "(node.priority, self._policy.key(node), ", "(50, self._policy.key(node), "),
     Mutant("miss_reason.py", "            self._reasons.popitem(last=False)\n", "            pass\n"),
-    Mutant("eviction.py", "            self._entries.remove(node.eviction_entry)\n", ""),
+    Mutant(
+        "eviction.py",
+        "            (self._outdated if is_outdated else self._entries).remove(node.eviction_entry)\n",
+        "",
+    ),
 )
 
 

@@ -73,8 +73,8 @@ class RetentionOracle:
 
     def _lasts_longer(self, block: int, ask: Ask) -> bool:
         kept = self._kept.get(block)
-        if kept is None or kept.priority <= DEFAULT_PRIORITY:
-            return False
+        if kept is None:
+            return ask.priority <= DEFAULT_PRIORITY
         return kept.priority > ask.priority or (kept.priority == ask.priority and kept.expires_s >= ask.expires_s)
 
     def published(self, identities: list[int]) -> None:

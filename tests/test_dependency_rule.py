@@ -30,6 +30,8 @@ ORDER = [
     "retention",
     "lease",
     "eviction",
+    "lifetimes",
+    "shadow_cache",
     "adaptive_policy",
     "eviction_policies",
     "evictor",

@@ -93,7 +93,6 @@ def test_a_retained_prompt_outlives_others_and_a_purged_one_does_not() -> None:
     ("retention", "message"),
     [
         (Retention(101), "retention.priority: expected 0 to 100, got 101"),
-        (Retention(60, ttl_s=-1), "retention.ttl: expected more than 0"),
         (Retention(60, start=3), "retention.start_token: expected 0 to 2, got 3"),
         (Retention(60, start=2, end=1), "retention.end_token: expected 3 to 3, got 1"),
     ],

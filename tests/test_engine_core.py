@@ -110,7 +110,7 @@ def test_a_prompt_can_be_kept_longer_than_others() -> None:
     bench = Bench(num_blocks=10)
     kept = bench.prefill(range(8), retention=Retention(80, ttl_s=60))
     assert kept.retained is not None
-    assert kept.retained.grant == Grant(8, 0, 0)
+    assert kept.retained.grant == Grant(8, 0, 0, expires_s=60.0)
     assert kept.retained.expires_at_s == pytest.approx(time.time() + 60, abs=5)
     bench.prefill(range(100, 132))
     bench.prefill(range(200, 232))
@@ -120,6 +120,30 @@ def test_a_prompt_can_be_kept_longer_than_others() -> None:
     bench.prefill(range(400, 440))
     expired = bench.prefill(range(8))
     assert (expired.usage.cached_tokens, expired.miss_reason) == (0, MissReason.EXPIRED)
+
+
+@pytest.mark.parametrize("options", [{}, {"read_cache": False}, {"read_cache": False, "write_cache": False}])
+@pytest.mark.parametrize("length", [8, 7])
+def test_a_low_priority_lowers_nothing_that_others_published(length: int, options: dict[str, bool]) -> None:
+    bench = Bench(num_blocks=10)
+    bench.prefill(range(8))
+    again = bench.prefill(range(length), retention=Retention(0), **options)
+    assert again.retained is not None
+    assert again.retained.grant == Grant(length, 0, 0)
+    bench.prefill(range(90, 94))
+    bench.cache.evict(2)
+    assert bench.prefill(range(90, 94)).usage.cached_tokens == 3  # the older ones went first
+
+
+def test_a_waiting_request_publishes_nothing_after_a_purge() -> None:
+    bench = Bench(max_running_requests=1, max_step_tokens=4)
+    futures = [bench.submit(range(start, start + 8)) for start in (0, 20)]
+    bench.core.step()
+    bench.core.purge(tenant="", adapter=None, salt=None)
+    later = bench.submit(range(40, 48))
+    bench.run()
+    assert [future.result(0).usage.written_tokens for future in (*futures, later)] == [4, 0, 8]
+    assert [bench.prefill(range(s, s + 8)).usage.cached_tokens for s in (0, 20, 40)] == [0, 0, 7]
 
 
 def test_a_low_priority_is_for_what_the_request_computed_alone() -> None:

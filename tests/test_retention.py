@@ -11,6 +11,7 @@ from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
 from radixkv.retention import Grant, Retention
+from radixkv.tenants import Quota
 from tests.fakes import MODEL, FakeClock, cached, lease_text, publish, spell
 
 
@@ -36,7 +37,7 @@ class Shelf:
     def retain(self, text: str, retention: Retention, *, only_raise: bool = False) -> tuple[int, int, int]:
         grant = self.cache.retain(MODEL, spell(text), retention, only_raise=only_raise)
         self.cache.check()
-        return tuple(grant)
+        return grant[:3]
 
     def left_after(self, num_evicted_blocks: int, *texts: str) -> list[int]:
         self.cache.evict(num_evicted_blocks)
@@ -192,6 +193,16 @@ def test_low_priorities_need_no_budget() -> None:
     assert shelf.priorities() == {"aaaabbbb": 0}
 
 
+def test_a_tenant_may_be_bounded() -> None:
+    cache = PrefixCache(100, 4, quotas={"acme": Quota(max_retained_blocks=2)}, clock=FakeClock())
+    tenant = Namespace("model", "acme")
+    publish(cache, "aaaabbbbcccc", tenant)
+    publish(cache, "aaaabbbbcccc")
+    assert cache.retain(tenant, spell("aaaabbbbcccc"), Retention(80)) == Grant(8, 4, 0)
+    assert cache.retain(MODEL, spell("aaaabbbbcccc"), Retention(80)) == Grant(12, 0, 0)
+    cache.check()
+
+
 def test_a_tenants_retained_blocks_are_counted() -> None:
     shelf = Shelf()
     tenant = Namespace("model", "acme")
@@ -225,6 +236,44 @@ def test_a_miss_after_the_time_is_up_is_explained() -> None:
     assert shelf.reason("bbbbX") is MissReason.EVICTED
 
 
+def test_only_what_was_kept_longer_expires() -> None:
+    shelf = Shelf()
+    shelf.publish("aaaa", "bbbb")
+    shelf.retain("aaaa", Retention(80, ttl_s=10))
+    shelf.retain("bbbb", Retention(20, ttl_s=10))
+    shelf.clock.now_s += 10
+    shelf.cache.check()
+    shelf.publish("aaaacccc")  # grows in place, and was never kept
+    assert shelf.priorities() == {"aaaa": 50, "cccc": 50, "bbbb": 50}
+    shelf.cache.evict(3)
+    assert [shelf.reason(text) for text in ("aaaaX", "bbbbX")] == [MissReason.EXPIRED, MissReason.EVICTED]
+    shelf.publish("aaaa")
+    shelf.cache.evict(1)
+    assert shelf.reason("aaaaX") is MissReason.EVICTED
+
+
+def test_both_halves_of_a_split_have_expired() -> None:
+    shelf = Shelf()
+    shelf.publish("aaaabbbb")
+    shelf.retain("aaaabbbb", Retention(80, ttl_s=10))
+    shelf.clock.now_s += 10
+    shelf.cache.check()
+    shelf.publish("aaaaXXXX")
+    shelf.cache.evict(3)
+    assert [shelf.reason(text) for text in ("aaaaX", "YYYYY")] == [MissReason.EXPIRED, MissReason.COLD]
+
+
+def test_a_new_priority_makes_an_expired_one_forgotten() -> None:
+    shelf = Shelf()
+    shelf.publish("aaaa")
+    shelf.retain("aaaa", Retention(80, ttl_s=10))
+    shelf.clock.now_s += 10
+    shelf.cache.check()
+    shelf.retain("aaaa", Retention(60))
+    shelf.cache.evict(1)
+    assert shelf.reason("aaaaX") is MissReason.EVICTED
+
+
 def test_low_priority_ends_too() -> None:
     shelf = Shelf()
     shelf.publish("aaaa", "bbbb", "aaaa")
@@ -254,6 +303,7 @@ def test_a_second_retention_replaces_the_first() -> None:
         (Retention(80, ttl_s=10), Retention(80), 80, None),
         (Retention(20, ttl_s=10), Retention(60, ttl_s=5), 60, 5),
         (Retention(80, ttl_s=10), Retention(20), 80, 10),
+        (Retention(0, ttl_s=10), Retention(20, ttl_s=5), 20, 5),
     ],
 )
 def test_a_retention_that_only_raises_leaves_what_lasts_longer(
@@ -262,7 +312,8 @@ def test_a_retention_that_only_raises_leaves_what_lasts_longer(
     shelf = Shelf()
     shelf.publish("aaaa")
     shelf.retain("aaaa", first)
-    assert shelf.retain("aaaa", second, only_raise=True) == (4, 0, 0)
+    grant = shelf.cache.retain(MODEL, spell("aaaa"), second, only_raise=True)
+    assert grant == Grant(4, 0, 0, None if lasts_s is None else shelf.clock.now_s + lasts_s)
     assert shelf.priorities() == {"aaaa": priority}
     shelf.clock.now_s += 1000 if lasts_s is None else lasts_s - 0.5
     shelf.cache.check()

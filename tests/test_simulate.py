@@ -148,7 +148,42 @@ def change_of_phase(dice: random.Random) -> list[tuple[int, ...]]:
     return [*popular_documents(dice), *shifted, *looped]
 
 
-TRAFFIC = [shared_prompt, one_shots, loop, popular_documents, chats, change_of_phase]
+def scans_over_a_hot_set(dice: random.Random) -> list[tuple[int, ...]]:
+    """Twelve prompts that are asked again and again, and every so often a hundred that are asked once."""
+    paths: list[tuple[int, ...]] = []
+    for scan in range(12):
+        paths += [(10 * hot, 10 * hot + 1, 10 * hot + 2) for hot in dice.choices(range(12), k=100)]
+        paths += [tuple(1000 * scan + 10 * index + offset + 1000 for offset in range(3)) for index in range(100)]
+    return paths
+
+
+def chats_and_batches(dice: random.Random) -> list[tuple[int, ...]]:
+    """Conversations, and after every 400 of their prompts a batch of 80 with one instruction."""
+    batches = [
+        [(10**8 + batch, *(10**6 + 10 * (80 * batch + index) + offset for offset in range(4))) for index in range(80)]
+        for batch in range(10)
+    ]
+    talk = chats(dice)
+    return [path for batch in range(10) for path in (*talk[400 * batch : 400 * batch + 400], *batches[batch])]
+
+
+def two_rhythms(dice: random.Random) -> list[tuple[int, ...]]:
+    """One tenant goes round twelve documents, another asks popular ones; in turn."""
+    rounds = [(10**6 + 10 * (index % 12), 10**6 + 10 * (index % 12) + 1) for index in range(2000)]
+    return [path for pair in zip(rounds, popular_documents(dice), strict=False) for path in pair]
+
+
+TRAFFIC = [
+    shared_prompt,
+    one_shots,
+    loop,
+    popular_documents,
+    chats,
+    change_of_phase,
+    scans_over_a_hot_set,
+    chats_and_batches,
+    two_rhythms,
+]
 
 
 @cache
@@ -160,9 +195,7 @@ def rate(make: object, policy: str, every_ms: float = 1000) -> float:
 @pytest.mark.parametrize("every_ms", [1000, 0], ids=["a request a second", "no times"])
 @pytest.mark.parametrize("make", TRAFFIC, ids=lambda make: make.__name__)
 def test_the_default_is_no_regret(make: object, every_ms: float) -> None:
-    # The known exception: slru keeps popular documents better, by 0.04 (docs/LOG.md); no better than that is promised.
-    margin = 0.045 if make is popular_documents else 0.01
-    assert rate(make, "adaptive", every_ms) >= max(rate(make, "lru") - 0.01, rate(make, "slru") - margin)
+    assert rate(make, "adaptive", every_ms) >= max(rate(make, "lru"), rate(make, "slru")) - 0.01
 
 
 @pytest.mark.parametrize("make", TRAFFIC, ids=lambda make: make.__name__)
@@ -172,7 +205,7 @@ def test_no_policy_beats_the_optimum(make: object) -> None:
 
 def test_the_default_keeps_a_part_of_a_loop() -> None:
     assert rate(loop, "lru") == 0
-    assert rate(loop, "adaptive") > 0.3
+    assert rate(loop, "adaptive") > 0.5
 
 
 def test_the_default_keeps_what_goes_on() -> None:

@@ -68,7 +68,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Purge(self, request, context):
-        """Forget namespaces. Requests in flight go on with what they have, and publish nothing more.
+        """Forget namespaces. Requests that came before go on with what they have, and publish nothing more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

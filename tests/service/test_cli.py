@@ -176,6 +176,10 @@ def test_prefill_asks_for_a_retention_and_shows_the_grant(capsys):
     assert re.search(r"^retained +3 tokens \(2 refused\)$", out, re.MULTILINE)
     code, _, err = run_cli(capsys, engine, "prefill", "--tokens", "1", "--ttl-s", "2.5")
     assert (code, err) == (2, "radixkv: --ttl-s: expected a --priority with it, got none\n")
+    for ttl in ("inf", "nan", "0"):
+        code, _, err = run_cli(capsys, engine, "prefill", "--tokens", "1", "--priority", "80", "--ttl-s", ttl)
+        assert code == 2
+        assert err.startswith("radixkv: retention.ttl: expected more than 0")
 
 
 def test_purge_names_what_it_forgets(capsys):
@@ -185,7 +189,11 @@ def test_purge_names_what_it_forgets(capsys):
     assert re.search(r"^blocks freed +7$", out, re.MULTILINE)
     assert re.search(r"^  still in use +2$", out, re.MULTILINE)
     code, _, err = run_cli(capsys, engine, "purge")
-    assert (code, err) == (2, "radixkv: purge: expected --tenant, --adapter, --salt or --all, got none\n")
+    assert (code, err) == (
+        2,
+        "radixkv: purge: expected either --all, or one or more of --tenant, --adapter, --salt\n",
+    )
+    assert run_cli(capsys, engine, "purge", "--all", "--tenant", "acme")[0] == 2
     assert run_cli(capsys, engine, "purge", "--all", "--json")[0] == 0
     assert engine.purges[1:] == [(None, None, None)]
 

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from radixkv.retention import Retention
 from radixkv.service.client import AsyncClient, logits_of
@@ -197,9 +198,49 @@ def test_a_retention_without_a_priority_is_refused():
     assert calling(talk) == ["retention: expected one, got none", "retention.priority: expected 0 to 100, got none"]
 
 
+@pytest.mark.parametrize("nanos", [-1, 10**9])
+def test_a_duration_that_is_none_is_refused(nanos):
+    async def talk(client, engine):
+        retention = RetentionMessage(priority=80, ttl=Duration(seconds=1, nanos=nanos))
+        return await refusal_of(client._cache.Retain(RetainRequest(token_ids=[1], retention=retention)))
+
+    refusal = calling(talk)
+    assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refusal.details() == f"retention.ttl.nanos: expected 0 to 999999999, got {nanos}"
+
+
+@pytest.mark.parametrize(
+    ("retention", "message"),
+    [
+        (Retention(-1), "retention.priority: expected a whole number from 0, got -1"),
+        (Retention(60.5), "retention.priority: expected a whole number from 0, got 60.5"),
+        (Retention(60, start=2**32), "retention.start: expected a whole number from 0, got 4294967296"),
+        (Retention(60, end=-1), "retention.end: expected a whole number from 0, got -1"),
+        (Retention(60, ttl_s=float("nan")), "retention.ttl_s: expected more than 0"),
+    ],
+)
+def test_a_retention_that_cannot_be_sent_names_its_field(retention, message):
+    async def talk(client, engine):
+        with pytest.raises(ValueError, match=message):
+            await client.prefill([1], retention=retention)
+        with pytest.raises(ValueError, match="purge: expected a tenant"):
+            await client.purge()
+        return engine.params
+
+    assert calling(talk) == []
+
+
+def test_an_end_of_nothing_is_not_the_end_of_the_prompt():
+    async def talk(client, engine):
+        await client.prefill([1], retention=Retention(80, ttl_s=1.9999999999, end=0))
+        return engine.params[0].retention
+
+    assert calling(talk) == Retention(80, ttl_s=2.0, end=0)
+
+
 def test_purge_tells_any_name_from_the_empty_one():
     async def talk(client, engine):
-        answer = await client.purge()
+        answer = await client.purge(everything=True)
         await client.purge(tenant="t", adapter="", salt="s")
         return answer, engine.purges
 

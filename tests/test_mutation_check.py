@@ -1,0 +1,14 @@
+"""Mutants rot when the code that they break changes; this says so at once, and `make mutants` only on the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutation_check import MUTANTS, ROOT, Mutant
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.text.strip()}")
+def test_every_mutant_applies(mutant: Mutant) -> None:
+    source = (ROOT / "radixkv" / mutant.file).read_text(encoding="utf-8")
+    assert source.count(mutant.text) == 1
+    assert mutant.replacement != mutant.text
