@@ -32,7 +32,7 @@ def test_a_cache_without_room_reuses_everything_not_evicted(world: World) -> Non
     events = walk(world, "lru", dice_of(world.block_size, steps=20_000))
     rare = {"copies", "tail blocks replaced", "shared blocks given up"} if world.block_size > 1 else set()
     rare |= {"refused tokens"} if world.max_retained_blocks < world.num_blocks else set()
-    rare |= {"blocks expired"} if world.max_retained_blocks else set()
+    rare |= {"explained as EXPIRED"} if world.max_retained_blocks else set()
     common = {
         "splits",
         "leaves attached",
@@ -41,8 +41,8 @@ def test_a_cache_without_room_reuses_everything_not_evicted(world: World) -> Non
         "blocks adopted",
         "closed uncommitted",
         "evicted blocks",
+        "blocks expired",
         "explained as EVICTED",
-        "explained as EXPIRED",
         "OutOfBlocks",
         "retained tokens",
         "blocks purged",
