@@ -4,12 +4,13 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test stress mutants check bench proto clean
+.PHONY: help demo test stress exact mutants check bench proto clean
 
 help:
 	@echo "make demo    start the service on the embedded model, replay 1,000 requests with and without the cache"
 	@echo "make test    run the tests"
 	@echo "make stress  walk the cache at random against its oracle, STEPS=1000000 steps from SEED=0"
+	@echo "make exact   ask CASES=1000 times for each dtype whether a hit changes a bit of the answer"
 	@echo "make mutants break the cache core in small ways and see its tests fail"
 	@echo "make check   lint, format check, types"
 	@echo "make bench   all benchmarks that need no GPU, into build/bench/; with TRACE=FILE also those that replay a trace"
@@ -32,6 +33,11 @@ STEPS ?= 1000000
 SEED  ?= 0
 stress: $(STAMP)
 	$(PY) -m tests.cache_walk --steps $(STEPS) --seed $(SEED)
+
+CASES ?= 1000
+exact: $(STAMP)
+	$(PY) -m tests.exact_cases --cases $(CASES) --dtype float32
+	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16
 
 mutants: $(STAMP)
 	$(PY) -m tests.mutation_check

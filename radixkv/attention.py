@@ -117,6 +117,39 @@ class PagedStep:
         )
 
 
+class PaddedStep:
+    """Hands on the first tokens of a batch that was filled up with others, whose attention is 0.
+
+    Args:
+        step: what they are handed to.
+        num_tokens: how many are real.
+    """
+
+    def __init__(self, step: AttentionStep, num_tokens: int) -> None:
+        self._step = step
+        self._num_tokens = num_tokens
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `AttentionStep.attend`."""
+        real = slice(self._num_tokens)
+        with torch._C.DisableTorchFunction():  # the kernels are exact by themselves
+            attended = self._step.attend(
+                layer, query[real], key[real], value[real], scale=scale, window=window, softcap=softcap
+            )
+        padding = attended.new_zeros(query.shape[0] - self._num_tokens, *attended.shape[1:])
+        return torch.cat((attended, padding))
+
+
 def _attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_query_heads, num_tokens, head_dim]

@@ -26,15 +26,18 @@ class ModelConfig:
         path: `tiny` for the embedded model, or a directory with config.json and safetensors.
         device: `auto`, `cpu` or `cuda`. `auto` takes a CUDA device if there is one.
         dtype: `auto` (what the checkpoint says), `float32`, `bfloat16` or `float16`.
+        exactness: `exact`, so that a hit never changes a bit of an answer, or `fast`.
     """
 
     path: str = "tiny"
     device: str = "auto"
     dtype: str = "auto"
+    exactness: str = "exact"
 
     def __post_init__(self) -> None:
         _require_one_of("model.device", self.device, ("auto", "cpu", "cuda"))
         _require_one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _require_one_of("model.exactness", self.exactness, ("exact", "fast"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 from xxhash import xxh3_128
 
-from radixkv.attention import ATTENTION_NAME, AttentionStep
+from radixkv.attention import ATTENTION_NAME, AttentionStep, PaddedStep
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
+from radixkv.exactness import TOKENS_MULTIPLE, make_exact
 from radixkv.kv_storage import KVShape
 from radixkv.tiny_model import build_tiny_model
 
@@ -28,14 +32,17 @@ class Model:
         module: the transformers model, in evaluation mode on `device`.
         kv_shape: K and V of one token.
         vocab_size: token ids are below this.
+        is_exact: whether a token's K, V and logits depend on its prefix alone, bit for bit.
         max_tokens: longest sequence that the model is made for; None if it says nothing.
         fingerprint: equal for equal configuration and weights.
     """
 
-    def __init__(self, name: str, module: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, name: str, module: PreTrainedModel, device: torch.device, *, is_exact: bool = True) -> None:
         self.name = name
         self.device = device
-        self.module = module.to(device).eval()
+        self.is_exact = is_exact
+        self.module = module.to(device).eval().requires_grad_(False)
+        self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
         self._hidden_states = torch.empty(0)  # [1, num_tokens, hidden_size] of the forward pass at hand
         module.base_model.register_forward_hook(self._keep_hidden_states)
         config = module.config.get_text_config()
@@ -60,14 +67,20 @@ class Model:
             Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite, bool
             `[num_tokens]`.
         """
-        output = self.module(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            logits_to_keep=logit_rows,
-            radix_step=step,
-        )
-        is_finite = self._hidden_states[0].isfinite().all(dim=-1)
+        num_tokens = input_ids.numel()
+        if self.is_exact:
+            padding = (0, -num_tokens % TOKENS_MULTIPLE)
+            input_ids, position_ids = pad(input_ids, padding), pad(position_ids, padding)
+            step = PaddedStep(step, num_tokens)
+        with self._mode:
+            output = self.module(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                use_cache=False,
+                logits_to_keep=logit_rows,
+                radix_step=step,
+            )
+        is_finite = self._hidden_states[0, :num_tokens].isfinite().all(dim=-1)
         self._hidden_states = torch.empty(0)
         return output.logits[0].float(), is_finite
 
@@ -83,16 +96,22 @@ def load_model(config: ModelConfig) -> Model:
         UnsupportedModel: the model would ignore the cache, or needs something that the kernels do not do.
     """
     device = _resolve_device(config.device)
+    is_exact = config.exactness == "exact"
+    if is_exact and device.type != "cpu":
+        raise ConfigError(
+            f'model.exactness: expected "fast" on {device}, got "exact", which the GPU kernels do not do yet'
+        )
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.path == "tiny":
-        return Model("tiny", build_tiny_model(ATTENTION_NAME).to(dtype or torch.float32), device)
+        tiny = build_tiny_model(ATTENTION_NAME).to(dtype or torch.float32)
+        return Model("tiny", tiny, device, is_exact=is_exact)
     directory = Path(config.path)
     if not (directory / "config.json").is_file():
         raise ConfigError(f"model.path: expected `tiny` or a directory with a config.json, got {config.path}")
     try:
         module = _load_directory(directory, dtype)
         _refuse_masks_we_do_not_make(module)
-        return Model(directory.resolve().name, module, device)
+        return Model(directory.resolve().name, module, device, is_exact=is_exact)
     except RadixKVError:
         raise
     except Exception as error:  # whatever transformers raises over a bad directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.kv_storage import KVStorage
 from radixkv.model import Model
 from radixkv.runner import Chunk, Runner
+from radixkv.token_bytes import TOKEN_BYTES
 
 # Relative distance of the logits. Summation order costs about 1e-6 in float32 and 1e-2 in bfloat16; a window, mask or
 # state that got lost costs 1e-1 and more (see tests/test_model_check.py).
@@ -20,6 +22,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 def check_model(model: Model, kernels: AttentionKernels, block_size: int) -> None:
     """Compare a short prompt computed at once, computed in parts, and computed by transformers' eager attention.
+
+    In exact mode the first two must have the same bits.
 
     The second part is a single token: it depends on what came before it the most.
 
@@ -37,11 +41,49 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int) -> Non
     num_blocks = -(-num_tokens // block_size)
     runner = Runner(model, KVStorage(2 * num_blocks, block_size, model.kv_shape, model.device), kernels)
     expected = _eager_logits(model, tokens)  # [num_tokens, vocab_size]
+    answers = []
     for first_block, ends in ((0, [num_tokens]), (num_blocks, [block_size + 3, block_size + 4, num_tokens])):
         block_ids = np.arange(first_block, first_block + num_blocks, dtype=np.int32)
         for start, end in itertools.pairwise([0, *ends]):
             step = runner.run([Chunk(tokens, start, end, block_ids, None, wants_logits=True)])
             _require_close(model, start, step.logits[0], expected[end - 1])
+        answers.append(step.logits[0])
+    if model.is_exact and not (torch.equal(*answers) and torch.equal(*runner.storage.pool.chunk(2))):
+        raise UnsupportedModel(
+            f"{_first_inexact_module(runner, tokens)}: expected the same bits computed at once and in parts, got "
+            'others; model.exactness = "fast" serves the model with answers that depend on what is cached'
+        )
+
+
+def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
+    """The first module whose output for the last token depends on how many tokens are computed with it."""
+    module = runner.model.module
+    seen: dict[str, torch.Tensor] = {}  # the last token's output, in the order in which modules end
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: torch.nn.Module, inputs: object, output: object) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
+                seen[name] = tensor.reshape(-1, tensor.shape[-1])[:num_new][-1].clone()
+
+        return hook
+
+    num_tokens = len(tokens) // TOKEN_BYTES
+    block_ids = np.arange(-(-num_tokens // runner.storage.block_size), dtype=np.int32)
+    hooks = [part.register_forward_hook(keep(name)) for name, part in module.named_modules() if name]
+    outputs = []
+    try:
+        for start in (0, num_tokens - 1):
+            num_new = num_tokens - start
+            runner.run([Chunk(tokens, start, num_tokens, block_ids, None, wants_logits=True)])
+            outputs.append(dict(seen))
+            seen.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    whole, part = outputs
+    names = [name for name in whole if name in part and not torch.equal(whole[name], part[name])]
+    return names[0] if names else type(module).__name__
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from transformers import (
 
 VOCAB_SIZE = 300
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -31,12 +31,12 @@ _SHAPE = {
 }
 
 CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**_SHAPE),
-    "mistral": MistralConfig(**_SHAPE, sliding_window=24),
-    "qwen2": Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1),
-    "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
-    "gemma2": Gemma2Config(**_SHAPE, head_dim=32, sliding_window=24, query_pre_attn_scalar=32),
-    "phi3": Phi3Config(**_SHAPE, pad_token_id=0),
+    "llama": LlamaConfig(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=24),
+    "qwen2": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=32),
+    "gemma2": Gemma2Config(**SHAPE, head_dim=32, sliding_window=24, query_pre_attn_scalar=32),
+    "phi3": Phi3Config(**SHAPE, pad_token_id=0),
 }
 
 

@@ -50,6 +50,7 @@ ORDER = [
     "attention",
     "triton_kernels",
     "tiny_model",
+    "exactness",
     "model",
     "prediction",
     "runner",

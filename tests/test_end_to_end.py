@@ -72,6 +72,18 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def test_the_bytes_of_the_logits_do_not_depend_on_the_cache(client: Client, tenant: str) -> None:
+    system = random_ids(700)
+    prompts = [[*system[: 50 * i + 13], *random_ids(5 + 9 * i, seed=i)] for i in range(1, 13)]
+    alone = [client.prefill(ids, tenant=tenant, read_cache=False, return_logits=True) for ids in prompts]
+    with ThreadPoolExecutor(8) as threads:
+        twice = list(
+            threads.map(lambda ids: client.prefill(ids, tenant=tenant, return_logits=True), [*prompts, *prompts[::-1]])
+        )
+    assert sum(answer.usage.cached_tokens > 0 for answer in twice) >= 12
+    assert [answer.logits for answer in twice] == [answer.logits for answer in [*alone, *alone[::-1]]]
+
+
 def test_a_retained_prompt_outlives_others_and_a_purged_one_does_not() -> None:
     with serving("--set", "cache.capacity_tokens=4096") as (_, address), Client(address, timeout_s=60) as client:
         prompt, tenant = random_ids(640), "acme"

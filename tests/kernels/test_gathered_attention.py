@@ -1,7 +1,10 @@
+import itertools
+
 import pytest
 import torch
 
 from radixkv.kernels import gathered_attention, reference
+from radixkv.kernels.batch import PagedBatch
 
 from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, make_step
 
@@ -48,20 +51,51 @@ def test_softcap_bends_the_scores(window: int | None) -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 50])
 def test_tiles_join_without_a_seam(window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered_attention, "_TILE_TOKENS", 24)
+    monkeypatch.setattr(gathered_attention, "_TILE_TOKENS", 32)
     step = make_step([13, 100], [101, 25], GQA)
     assert error_against_reference(step, window=window, softcap=softcap) < TOLERANCE[torch.float32]
 
 
 def test_softcap_tiles_stay_within_their_budget() -> None:
     for scores_per_token in (100, 14 * 4096, 128 * 131072, 1 << 30):
-        tile_tokens = gathered_attention._softcap_tile_tokens(scores_per_token)
+        tile_tokens = gathered_attention._softcap_tokens(scores_per_token)
         assert tile_tokens == 1 or tile_tokens * scores_per_token <= gathered_attention._SOFTCAP_SCORES
 
 
-def test_window_gathers_only_the_blocks_in_reach() -> None:
-    step = make_step([160], [4], MHA)
-    out_of_reach = step.batch.block_tables[0, :9].long()  # positions 0..143; the first query sees from 152 on
+def test_window_gathers_only_the_blocks_in_reach_of_the_tile() -> None:
+    step = make_step([400], [4], MHA)
+    out_of_reach = step.batch.block_tables[0, :15].long()  # 0..239; the tile at 256 sees from 248 on
     step.pool[out_of_reach] = float("nan")
     got = gathered_attention.paged_attention(step.query, step.pool, LAYER, step.batch, scale=1.0, window=9)
     assert torch.isfinite(got).all()
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+def in_parts(step: Step, cuts: list[int], **options: float) -> torch.Tensor:
+    """The rows of a batch's only request, some at a time."""
+    (kv_len,), table = step.batch.kv_lens, step.batch.block_tables[0].numpy()
+    parts = [
+        gathered_attention.paged_attention(
+            step.query[start:end],
+            step.pool,
+            LAYER,
+            PagedBatch.build([end - start], [end], [table], step.batch.block_size),
+            **options,
+        )
+        for start, end in itertools.pairwise([0, *cuts, kv_len])
+    ]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [MHA, GQA, MQA], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 300}, {"softcap": 3.0}], ids=str)
+def test_a_row_has_the_same_bits_however_the_sequence_is_cut(
+    options: dict[str, float], heads: Heads, dtype: torch.dtype
+) -> None:
+    step = make_step([0], [600], heads, dtype=dtype)
+    whole = in_parts(step, [], scale=0.2, **options)
+    for cuts in ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513]):
+        assert torch.equal(in_parts(step, cuts, scale=0.2, **options), whole)

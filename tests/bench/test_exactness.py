@@ -1,0 +1,20 @@
+import json
+import sys
+
+import pytest
+
+from bench import exactness
+
+
+def test_it_measures_both_modes_in_turn(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "exactness.json"
+    arguments = ["--layers", "1", "--rounds", "1", "--prompts", "70", "--suffixes", "3", "--dtypes", "float32"]
+    monkeypatch.setattr(sys, "argv", ["exactness", *arguments, "--json", str(file)])
+    exactness.main()
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert [(row["computed_tokens"], row["cached_tokens"]) for row in result["rows"]] == [(70, 0), (3, 2048)]
+    for row in result["rows"]:
+        assert row["ratio"] == pytest.approx(row["exact_s"] / row["fast_s"])
+        assert row["ratio"] < 20
+    assert "70 tokens after    0 cached" in capsys.readouterr().out
+    assert result["command"].startswith("python -m bench.exactness --layers 1")

@@ -1,0 +1,184 @@
+"""Random cases of one question: does a hit change a single bit of the answer?
+
+    python -m tests.exact_cases --cases 10000 --dtype float32
+
+Each case computes a prompt alone and without the cache, then through the cache: a part of it cached, in chunks of
+another size, beside other requests, after evictions. Logits and the K/V of all tokens are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import GPT2Config, MixtralConfig, PretrainedConfig
+
+from radixkv.attention import TorchKernels
+from radixkv.config import EngineConfig, ModelConfig
+from radixkv.engine_core import EngineCore
+from radixkv.errors import OutOfBlocks
+from radixkv.kv_storage import KVStorage
+from radixkv.model import load_model
+from radixkv.namespace import Namespace
+from radixkv.prefix_cache import PrefixCache
+from radixkv.request import PrefillParams, PrefillResult, Request
+from radixkv.runner import Runner
+from tests.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
+
+MODELS: dict[str, PretrainedConfig] = {
+    **CONFIGS,
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
+    "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=3, n_head=4, n_positions=512, initializer_range=0.2),
+}
+NUM_BLOCKS = 160
+MAX_TOKENS = 420  # beyond the first tile of attention
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What must not depend on the cache."""
+
+    result: PrefillResult
+    kv: torch.Tensor  # [num_tokens, num_layers, 2, num_kv_heads, head_dim]
+
+    def difference(self, other: Answer) -> str:
+        """Where two answers differ first; empty if they are the same."""
+        differs = (self.kv != other.kv).flatten(3).any(-1).any(-1)  # [num_tokens, num_layers]
+        if differs.any():
+            token, layer = differs.nonzero()[0].tolist()
+            return f"K/V of token {token} in layer {layer}"
+        assert self.result.logits is not None
+        assert other.result.logits is not None
+        if not np.array_equal(self.result.logits, other.result.logits):
+            return f"logit {int(np.flatnonzero(self.result.logits != other.result.logits)[0])}"
+        return ""
+
+
+class Cases:
+    """Cases of one model. Counts what they met.
+
+    Args:
+        directory: a checkpoint.
+        dtype, exactness: see `ModelConfig`.
+        seed: of everything random.
+    """
+
+    def __init__(self, directory: Path, dtype: str, exactness: str, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.block_size = self.random.choice((16, 32))
+        self.model = load_model(ModelConfig(path=str(directory), dtype=dtype, exactness=exactness))
+        storage = KVStorage(NUM_BLOCKS, self.block_size, self.model.kv_shape, self.model.device)
+        storage.pool.fill_(torch.nan)  # a slot that nobody wrote shows in every sum that it gets into
+        self.runner = Runner(self.model, storage, TorchKernels())
+        self.cache = PrefixCache(NUM_BLOCKS, self.block_size)
+        self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
+        self.counts: Counter[str] = Counter()
+
+    def run(self) -> str:
+        """One case; says how it differs, or nothing."""
+        prompt = self._prompt()
+        cold = self._ask([(prompt, "alone", False)])
+        assert cold is not None
+        if self.random.random() < 0.2:
+            self.cache.evict(self.random.randint(1, 8))
+        tenants = self.random.choices(("mine", "others"), k=self.random.randint(0, 3))
+        mates = [(self._prompt(), tenant, True) for tenant in tenants]
+        warm = self._ask([*mates, (prompt, "mine", True)])
+        self.counts["cases"] += 1
+        if warm is None:
+            self.counts["without room"] += 1
+            return ""
+        usage = warm.result.usage
+        assert cold.result.usage.cached_tokens == 0
+        self.counts["hits"] += usage.cached_tokens > 0
+        self.counts["partial hits"] += 0 < usage.cached_tokens < usage.prompt_tokens - 1
+        self.counts["hits inside a block"] += usage.cached_tokens % self.block_size > 0
+        self.counts["greedy tokens flipped"] += warm.result.next_token_id != cold.result.next_token_id
+        difference = cold.difference(warm)
+        self.counts["different"] += bool(difference)
+        return f"{difference}: {usage}, {len(mates)} mates" if difference else ""
+
+    def _ask(self, requests: list[tuple[list[int], str, bool]]) -> Answer | None:
+        """Run requests together, and look at the last one's answer; None if there was no room for it."""
+        config = EngineConfig(max_step_tokens=self.random.choice((33, 64, 200, 1000)))
+        core = EngineCore(self.runner, self.cache, config)
+        futures = [self._submit(core, *request, holds=request is requests[-1]) for request in requests]
+        while core.has_work:
+            core.step()
+        self.cache.check()
+        try:
+            result = futures[-1].result(0)
+        except OutOfBlocks:
+            return None
+        assert result.held_lease is not None
+        blocks = self.runner.storage.pool[torch.from_numpy(result.held_lease.block_table).long()]
+        by_token = blocks.permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[: result.usage.prompt_tokens].clone()
+        core.held_leases.close()
+        return Answer(result, by_token)
+
+    def _submit(
+        self, core: EngineCore, ids: list[int], tenant: str, reads: bool, *, holds: bool
+    ) -> Future[PrefillResult]:
+        future: Future[PrefillResult] = Future()
+        tokens = np.array(ids, dtype="<u4").tobytes()
+        params = PrefillParams(
+            tokens, tenant, return_logits=True, hold_lease=holds, read_cache=reads, write_cache=reads
+        )
+        core.submit(Request(params, Namespace("model", tenant), future, time.monotonic()))
+        return future
+
+    def _prompt(self) -> list[int]:
+        """Nearly always the beginning of a stem, then something new."""
+        stem = self.random.choice(self.stems)
+        shared = stem[: self.random.randint(1, MAX_TOKENS - 2)]
+        own = self._fresh(self.random.choice((2, self.random.randint(1, 60), self.random.randint(3, 200))))
+        if self.random.random() < 0.01:
+            self.stems[self.random.randrange(len(self.stems))] = self._fresh(MAX_TOKENS)
+        return shared + own[: MAX_TOKENS - len(shared)]
+
+    def _fresh(self, count: int) -> list[int]:
+        return [self.random.randrange(VOCAB_SIZE) for _ in range(count)]
+
+
+def run_cases(model: str, dtype: str, exactness: str, num_cases: int, seed: int = 0) -> tuple[Counter[str], str]:
+    """Run cases of one model; returns what they met, and the first difference."""
+    first = ""
+    with tempfile.TemporaryDirectory() as folder:
+        cases = Cases(write_checkpoint(MODELS[model], Path(folder)), dtype, exactness, seed)
+        for index in range(num_cases):
+            difference = cases.run()
+            first = first or (difference and f"{model}, seed {seed}, case {index}: {difference}")
+    return cases.counts, first
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Ask whether a hit changes a bit of the answer.")
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--exactness", choices=("exact", "fast"), default="exact")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    start_s, counts, first = time.perf_counter(), Counter[str](), ""
+    for index, model in enumerate(MODELS):
+        share = -(-options.cases // len(MODELS))
+        met, difference = run_cases(model, options.dtype, options.exactness, share, 100 * options.seed + index)
+        print(f"{model}: {dict(met)}", flush=True)
+        counts += met
+        first = first or difference
+    print(f"{options.exactness}, {options.dtype}, {time.perf_counter() - start_s:.0f} s: {dict(counts)}")
+    if first:
+        print(f"first difference: {first}")
+    return 1 if counts["different"] and options.exactness == "exact" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""A hit never changes a bit: 320 random cases over eight architectures. `make exact` runs more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixkv.attention import TorchKernels
+from radixkv.config import ModelConfig
+from radixkv.errors import ConfigError, UnsupportedModel
+from radixkv.exactness import ExactFunctions
+from radixkv.model import load_model
+from radixkv.model_check import check_model
+from tests.checkpoints import CONFIGS, write_checkpoint
+from tests.exact_cases import MODELS, run_cases
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
+    counts, first_difference = run_cases(model, dtype, "exact", num_cases=20, seed=len(model))
+    assert first_difference == ""
+    assert counts["cases"] == 20
+    assert counts["partial hits"] >= 10
+    assert counts["hits inside a block"] >= 5
+
+
+def test_the_cases_see_what_fast_mode_does() -> None:
+    counts, first_difference = run_cases("llama", "float32", "fast", num_cases=20)
+    assert counts["different"] > 0
+    assert first_difference.startswith("llama, seed 0, case ")
+
+
+@pytest.mark.parametrize("part", ["mlp.act_fn", "self_attn.q_proj", "input_layernorm"])
+def test_what_is_not_exact_is_refused_by_name(part: str, tmp_path: Path) -> None:
+    model = load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["llama"], tmp_path))))
+
+    def depend_on_the_batch(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
+        return output * (1 + 1e-6 * output.shape[1])
+
+    model.module.get_submodule(f"model.layers.1.{part}").register_forward_hook(depend_on_the_batch)
+    with pytest.raises(UnsupportedModel, match=rf"^model\.layers\.1\.{part}: expected the same bits"):
+        check_model(model, TorchKernels(), 16)
+
+
+def test_a_product_that_is_not_exact_here_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_checkpoint(CONFIGS["llama"], tmp_path)
+
+    def disagree(weight: torch.Tensor, _: object, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return () if weight.shape[0] == 96 else sizes
+
+    monkeypatch.setattr("radixkv.exactness.agreeing_sizes", disagree)
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight: expected the rows"):
+        load_model(ModelConfig(path=str(directory)))
+
+
+def test_fast_mode_leaves_torch_alone(tmp_path: Path) -> None:
+    model = load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["llama"], tmp_path)), exactness="fast"))
+    assert not model.is_exact
+    assert not isinstance(model._mode, ExactFunctions)
+    check_model(model, TorchKernels(), 16)
