@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import operator
 from collections import OrderedDict
 from enum import IntEnum
 from typing import NamedTuple
@@ -127,14 +128,15 @@ class BestOfThreeOrders(EvictionPolicy):
 
     def key(self, node: Node) -> float:
         """When its lifetime ends, in seconds, in the order in force."""
-        return node.last_used_s + self._lifetime_s(self._order, node, node.num_uses > 0)
+        if self._order == _Order.LIFETIMES:
+            return node.last_used_s + self._learned_lifetime_s(node)
+        is_kept = self._order == _Order.REUSED_LAST and node.num_uses > 0
+        return node.last_used_s + (_FOREVER_S if is_kept else 0.0)
 
-    def _lifetime_s(self, order: _Order, node: Node, was_reused: bool) -> float:
-        if order == _Order.LIFETIMES:
-            stay: _Stay = node.policy_note
-            short_s, long_s = self._lifetimes_s[stay.kind]
-            return long_s if node.fingerprint < self._long_share * 2.0**64 else short_s
-        return _FOREVER_S if order == _Order.REUSED_LAST and was_reused else 0.0
+    def _learned_lifetime_s(self, node: Node) -> float:
+        stay: _Stay = node.policy_note
+        short_s, long_s = self._lifetimes_s[stay.kind]
+        return long_s if node.fingerprint < self._long_share * 2.0**64 else short_s
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -241,15 +243,20 @@ class BestOfThreeOrders(EvictionPolicy):
 
     def _try(self, node: Node, samples: tuple[Sample, ...], now_s: float) -> None:
         """Show sampled blocks of a node to each shadow cache, the deepest first, as it has to go before the others."""
+        if not samples:
+            return
         capacity = self._sampler.capacity(node.tree.block_size)
-        for _, digest in reversed(samples):
-            held = [digest in shadow for shadow in self._shadows]
-            if any(held) and not all(held):
-                for winner, loser in itertools.product(_Order, _Order):
-                    self._wins[winner][loser] += held[winner] and not held[loser]
-            for order in _Order:
-                key = now_s + self._lifetime_s(order, node, held[order])
-                self._shadows[order].use(digest, key, capacity)
+        digests = [digest for _, digest in reversed(samples)]
+        end_s = now_s + self._learned_lifetime_s(node)
+        keys = (
+            (now_s, now_s),
+            (now_s, now_s + _FOREVER_S),
+            (end_s, end_s),
+        )  # for each order, of new blocks and of held
+        held = [shadow.use(digests, *pair, capacity) for shadow, pair in zip(self._shadows, keys, strict=True)]
+        if not held[0] == held[1] == held[2]:
+            for winner, loser in itertools.permutations(_Order, 2):
+                self._wins[winner][loser] += sum(map(operator.gt, held[winner], held[loser]))
 
     def _filled(self, num_blocks: int) -> None:
         """Follow the best order from now on, if enough blocks are new since it was last asked which one that is."""

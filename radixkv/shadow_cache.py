@@ -81,21 +81,36 @@ class ShadowCache:
     def __contains__(self, digest: int) -> bool:
         return digest in self._entries
 
-    def use(self, digest: int, key: float, capacity: int) -> None:
-        """Hold a block from now on, under this key, and let the smallest keys go until no more than `capacity` stay.
+    def use(self, digests: list[int], new_key: float, held_key: float, capacity: int) -> list[bool]:
+        """Hold blocks from now on, and let those with the smallest keys go until no more than `capacity` stay.
 
-        Complexity: O(log capacity), amortized.
+        Args:
+            digests: the blocks, the first one is used first.
+            new_key, held_key: the key of a block that was not held before, and of one that was.
+            capacity: how many may stay.
+
+        Returns:
+            Which were held before.
+
+        Complexity: O(log capacity) a block, amortized.
         """
-        self._num_uses += 1
-        entry = self._entries[digest] = (key, self._num_uses, digest)
-        heapq.heappush(self._line, entry)
-        while len(self._entries) > capacity:
-            first = heapq.heappop(self._line)
-            if self._entries.get(first[2]) is first:
-                del self._entries[first[2]]
-        if len(self._line) > 4 * capacity:
-            self._line = list(self._entries.values())
+        entries, line, num_uses = self._entries, self._line, self._num_uses
+        held = []
+        for digest in digests:
+            is_held = digest in entries
+            held.append(is_held)
+            num_uses += 1
+            entry = entries[digest] = (held_key if is_held else new_key, num_uses, digest)
+            heapq.heappush(line, entry)
+            while len(entries) > capacity:
+                first = heapq.heappop(line)
+                if entries.get(first[2]) is first:
+                    del entries[first[2]]
+        self._num_uses = num_uses
+        if len(line) > 4 * capacity + len(digests):
+            self._line = list(entries.values())
             heapq.heapify(self._line)
+        return held
 
 
 def _stride(block_size: int) -> int:

@@ -162,14 +162,14 @@ def test_lifetimes_are_given_time_to_be_learned() -> None:
 
 def test_a_shadow_cache_lets_the_smallest_key_go() -> None:
     shadow = ShadowCache()
-    for digest, key in ((1, 5.0), (2, 3.0), (3, 4.0), (1, 2.0)):
-        shadow.use(digest, key, 3)
-    shadow.use(4, 9.0, 3)  # the newest key of a block counts
+    for digest, key, was_held in ((1, 5.0, False), (2, 3.0, False), (3, 4.0, False), (1, 2.0, True)):
+        assert shadow.use([digest], key, key, 3) == [was_held]
+    assert shadow.use([4, 3], 9.0, 4.0, 3) == [False, True]  # the newest key of a block counts
     assert [digest in shadow for digest in (1, 2, 3, 4)] == [False, True, True, True]
     for index in range(1000):
-        shadow.use(index % 5, float(index), 3)
+        shadow.use([index % 5], float(index), float(index), 3)
     assert len(shadow) == 3
-    assert len(shadow._line) <= 12
+    assert len(shadow._line) <= 13
 
 
 def test_the_same_prefixes_are_sampled_wherever_nodes_begin() -> None:
