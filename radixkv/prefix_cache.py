@@ -157,7 +157,8 @@ class PrefixCache:
 
     def _find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> tuple[Node | None, int, int, bytes]:
         """The deepest node that shares tokens, bytes found, tokens reusable, and the packed ids of their blocks."""
-        _require_tokens(tokens)
+        if not tokens or len(tokens) % TOKEN_BYTES:
+            raise _no_tokens(tokens)
         tree = self._trees.get(namespace) if read else None
         if tree is None:
             return None, 0, 0, b""
@@ -363,7 +364,8 @@ class PrefixCache:
         tokens. Nodes that were cut are not joined again.
         """
         self._evictor.expire()
-        _require_tokens(tokens)
+        if not tokens or len(tokens) % TOKEN_BYTES:
+            raise _no_tokens(tokens)
         start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
         tree = self._trees.get(namespace)
         node, num_bytes, _ = tree.match(tokens[: end * TOKEN_BYTES]) if tree else (None, 0, b"")
@@ -432,9 +434,8 @@ class PrefixCache:
         audit(self._trees.values(), self._leases, self.pool, self.tenants, self._retained, self._evictor)
 
 
-def _require_tokens(tokens: bytes) -> None:
-    if not tokens or len(tokens) % TOKEN_BYTES:
-        raise InvalidRequest(f"tokens: expected one or more uint32 token ids, got {len(tokens)} bytes")
+def _no_tokens(tokens: bytes) -> InvalidRequest:
+    return InvalidRequest(f"tokens: expected one or more uint32 token ids, got {len(tokens)} bytes")
 
 
 def _num_unpinned_blocks(node: Node | None) -> int:

@@ -25,20 +25,6 @@ from radixkv.tenants import TenantUsage
 from radixkv.token_bytes import TOKEN_BYTES, shared_bytes
 
 
-class TreeMatch(NamedTuple):
-    """How far a prompt is known.
-
-    Attributes:
-        node: the deepest node that shares at least one token; None if none does.
-        num_bytes: bytes of the prompt that match.
-        block_ids: packed ids of the `ceil` blocks that hold them; the last one may be shared in part.
-    """
-
-    node: Node | None
-    num_bytes: int
-    block_ids: bytes
-
-
 class Insertion(NamedTuple):
     """What an insert did. Of the blocks offered, `[num_known_blocks, end)` belong to the tree now.
 
@@ -81,8 +67,13 @@ class RadixTree:
         self._block_bytes = block_size * TOKEN_BYTES
         self._seed = namespace.seed
 
-    def match(self, tokens: bytes) -> TreeMatch:
+    def match(self, tokens: bytes) -> tuple[Node | None, int, bytes]:
         """Find the longest known prefix, to the token. Changes nothing.
+
+        Returns:
+            The deepest node that shares at least one token, None if none does; the bytes of the prompt that match; the
+            packed ids of the `ceil` blocks that hold them, of which the last one may be shared in part. A plain tuple:
+            a named one takes 0.2 us.
 
         Complexity: one dict look-up and one memory comparison a node; at the end O(log siblings).
         """
@@ -90,9 +81,10 @@ class RadixTree:
         node, position = self.root, 0
         runs: list[bytes] = []
         while children := node.children:
-            child = children.get(tokens[position : position + block_bytes])
+            first_block = tokens[position : position + block_bytes]
+            child = children.get(first_block)
             if child is None:
-                child, shared = children.nearest(tokens[position : position + block_bytes])
+                child, shared = children.nearest(first_block)
             elif tokens.startswith(child.tokens, position):
                 node = child
                 position += len(child.tokens)
@@ -105,7 +97,7 @@ class RadixTree:
                 position += shared
                 runs.append(child.block_ids[: -(-shared // block_bytes) * BLOCK_ID_BYTES])
             break
-        return TreeMatch(node if position else None, position, b"".join(runs))
+        return node if position else None, position, b"".join(runs)
 
     def insert(self, tokens: bytes, block_ids: bytes) -> Insertion:
         """Make a run of tokens matchable, taking over the blocks that hold its unknown end.

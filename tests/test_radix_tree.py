@@ -28,8 +28,8 @@ class Planter:
         return insertion
 
     def match(self, text: str) -> tuple[int, list[int]]:
-        found = self.tree.match(spell(text))
-        return found.num_bytes // 4, unpacked(found.block_ids)
+        _, num_bytes, block_ids = self.tree.match(spell(text))
+        return num_bytes // 4, unpacked(block_ids)
 
     def shape(self) -> dict[str, list[int]]:
         """Each node as its path, `/` between segments, and its blocks."""
@@ -54,8 +54,7 @@ def node_of(planter: Planter, path: str) -> Node:
 
 
 def test_an_empty_tree_matches_nothing() -> None:
-    found = make_tree(4).match(spell("abcd"))
-    assert (found.node, found.num_bytes, found.block_ids) == (None, 0, b"")
+    assert make_tree(4).match(spell("abcd")) == (None, 0, b"")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_tokens_are_compared_whole_not_by_byte() -> None:
     tree = make_tree(2)
     tree.insert(np.array([1, 0x01020304], dtype="<u4").tobytes(), packed(0))
     almost = np.array([1, 0x05020304], dtype="<u4").tobytes()  # the lower three bytes are equal
-    assert tree.match(almost).num_bytes == 4
+    assert tree.match(almost)[1] == 4
 
 
 # -- inserting ---------------------------------------------------------------------------------------------------------
