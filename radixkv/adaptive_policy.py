@@ -29,7 +29,7 @@ _LEAST_EVENTS_A_PLAN = 16
 _KEPT_AN_EVENT = 0.99 ** (1 / 256)  # what was learned halves within 18,000 events
 _LEAST_GHOSTS = 4096  # for a cache of a few blocks
 
-# One turn is as many inserted blocks as the cache has. A change of order keys all leaves anew, so it waits for a
+# One turn is as many inserted blocks as the cache has. A change of order gives all leaves new keys, so it waits for a
 # tenth of one; lifetimes are given four to be learned. Another order must lead by twice the noise. What other values do
 # is in docs/LOG.md.
 _TURNS_A_VERDICT = 0.1
@@ -79,8 +79,8 @@ class BestOfThreeOrders(EvictionPolicy):
 
     The orders are: least recently used; never reused, then least recently used; and learned lifetimes. A shadow cache
     for each follows a sample of the blocks. Two orders are compared on the blocks that one of them had and the other
-    had not; the order in force gives way to one that leads by more than chance would have it, and all leaves are keyed
-    anew. So it is never much worse than the first two, and what it learns decides only while that wins.
+    had not; the order in force gives way to one that leads by more than chance would have it, and the leaves get new
+    keys. So it is never much worse than the first two, and what it learns decides only while that wins.
 
     Learned lifetimes: leaves are of a few kinds, by how often they were used, where they hang and how long they are.
     For each kind the policy counts after how many seconds blocks are used again, also those that it evicted too early:
@@ -96,15 +96,14 @@ class BestOfThreeOrders(EvictionPolicy):
     larger than the cache a part stays, rather than nothing. If all lifetimes are equal the order is that of last use.
 
     Complexity: O(1) for a key; O(depth) for a use and O(tokens of the path) for an insertion, and O(log n) for each
-    sampled block of it, at most one in 512 tokens; half a millisecond for a plan once in 256 events. Leaves are keyed
-    anew in O(n log n), at most once while a tenth of the cache is filled. Remembers as many evicted leaves as there
-    are blocks, and a thousand sampled ones for each order.
+    sampled block of it, at most one in 512 tokens; half a millisecond for a plan once in 256 events. The order changes
+    at most once while a tenth of the cache is filled. Remembers as many evicted leaves as there are blocks, and a
+    thousand sampled blocks for each order.
 
     Source: the choice between orders is that of Qureshi et al.: "Adaptive insertion policies for high performance
-    caching" (set duelling), ISCA 2007, on samples as in SHARDS, by
-    McNemar's test; the lifetimes are those of Beckmann, Chen, Cidon: "LHD:
-    Improving cache hit rate by maximizing hit density", NSDI 2018, chosen ahead, so that they are a sort key; uses as
-    kinds are those of Wang et al.: "KVCache cache in the wild", ATC 2025.
+    caching" (set duelling), ISCA 2007, on samples as in SHARDS, by McNemar's test; the lifetimes are those of
+    Beckmann, Chen, Cidon: "LHD: Improving cache hit rate by maximizing hit density", NSDI 2018, chosen ahead, so that
+    they are a sort key; uses as kinds are those of Wang et al.: "KVCache cache in the wild", ATC 2025.
 
     Args:
         num_blocks: blocks of the cache's pool.
@@ -248,11 +247,7 @@ class BestOfThreeOrders(EvictionPolicy):
         capacity = self._sampler.capacity(node.tree.block_size)
         digests = [digest for _, digest in reversed(samples)]
         end_s = now_s + self._learned_lifetime_s(node)
-        keys = (
-            (now_s, now_s),
-            (now_s, now_s + _FOREVER_S),
-            (end_s, end_s),
-        )  # for each order, of new blocks and of held
+        keys = ((now_s, now_s), (now_s, now_s + _FOREVER_S), (end_s, end_s))  # by order: of new blocks, of held ones
         held = [shadow.use(digests, *pair, capacity) for shadow, pair in zip(self._shadows, keys, strict=True)]
         if not held[0] == held[1] == held[2]:
             for winner, loser in itertools.permutations(_Order, 2):
