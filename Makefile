@@ -10,7 +10,7 @@ help:
 	@echo "make demo    start the service on the embedded model, replay 1,000 requests with and without the cache"
 	@echo "make test    run the tests"
 	@echo "make stress  walk the cache at random against its oracle, STEPS=1000000 steps from SEED=0"
-	@echo "make exact   ask CASES=1000 times for each dtype whether a hit changes a bit of the answer"
+	@echo "make exact   ask CASES=1000 times for each dtype of model and pool whether a hit changes a bit of the answer"
 	@echo "make mutants break the cache core in small ways and see its tests fail"
 	@echo "make check   lint, format check, types"
 	@echo "make bench   all benchmarks that need no GPU, into build/bench/; with TRACE=FILE also those that replay a trace"
@@ -38,6 +38,10 @@ CASES ?= 1000
 exact: $(STAMP)
 	$(PY) -m tests.exact_cases --cases $(CASES) --dtype float32
 	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16
+	$(PY) -m tests.exact_cases --cases $(CASES) --dtype float32 --kv-dtype bf16
+	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype fp8
+	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int8
+	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int4
 
 mutants: $(STAMP)
 	$(PY) -m tests.mutation_check

@@ -1,7 +1,8 @@
-"""Where a number was measured: machine, versions, commit."""
+"""Where and when a number was measured: machine, versions, commit, date."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -10,6 +11,16 @@ import subprocess
 from pathlib import Path
 
 _VERSIONED = ("radixkv", "numpy", "torch", "transformers", "triton", "grpcio", "protobuf")
+
+
+def describe_run() -> dict[str, object]:
+    """What a result has to say of where it comes from, beside its command."""
+    return {
+        "commit": current_commit(Path(__file__).parent),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+    }
 
 
 def describe_machine() -> dict[str, object]:

@@ -6,7 +6,6 @@ python -m bench.exactness --json bench/results/exactness.json
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import shlex
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from bench.environment import current_commit, describe_machine, describe_versions
+from bench.environment import describe_run
 from radixkv.attention import ATTENTION_NAME, TorchKernels
 from radixkv.kv_storage import KVStorage
 from radixkv.model import Model
@@ -106,10 +105,7 @@ def main() -> None:
             "layers": options.layers,
             "rounds": options.rounds,
             "command": f"python -m bench.exactness {shlex.join(sys.argv[1:])}",
-            "commit": current_commit(Path(__file__).parent),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
+            **describe_run(),
         }
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

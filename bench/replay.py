@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import secrets
 import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 import grpc
 import grpc.aio
 from tqdm import tqdm
 
-from bench.environment import current_commit, describe_machine, describe_versions
+from bench.environment import describe_run
 from bench.load_generator import OK, Pass, PrefillCall, Traffic, build_message, prefill_call, replay
 from bench.options import DEFAULT_CONCURRENCY, Options, parse_options
 from bench.report import Summary, compare_answers, format_table, speedup, summarize, ttft_ms, write_json
@@ -84,13 +82,7 @@ def run(options: Options, command: str) -> Summary:
     Raises:
         ConfigError: the workload or the server can't be had.
     """
-    environment: Summary = {
-        "command": command,
-        "commit": current_commit(Path(__file__).parent),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-    }
+    environment: Summary = {"command": command, **describe_run()}
     items = options.build_items()
     # Everything is built before anything is timed.
     messages = [build_message(item.token_ids) for item in items]

@@ -16,14 +16,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.environment import current_commit, describe_machine, describe_versions
+from bench.environment import describe_run
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
 from radixkv.trace import load_trace, prompt_tokens
@@ -50,10 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         report |= {
             "command": shlex.join(["python", "-m", "bench.tree", *(sys.argv[1:] if arguments is None else arguments)]),
-            "commit": current_commit(Path(__file__).parent),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
+            **describe_run(),
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -59,9 +59,10 @@ class _Tile:
 
 def plan_attention(
     batch: PagedBatch,
-    pool: torch.Tensor,
     *,
     num_query_heads: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
     window: int | None = None,
     tile_rows: int | None = None,
     split_tokens: int | None = None,
@@ -73,8 +74,9 @@ def plan_attention(
 
     Args:
         batch: the step.
-        pool: the K/V pool, for its head count and dtype; its contents are not read.
-        num_query_heads: query heads of the model, a multiple of the pool's KV heads.
+        num_query_heads: query heads of the model, a multiple of `num_kv_heads`.
+        num_kv_heads: KV heads of the pool.
+        dtype: of the queries.
         window: visible tokens, the query token included; None for all.
         tile_rows: 16, 64 or 128; None fits the longest suffix of the batch.
         split_tokens: keys a program reads at most, a multiple of 64; None spreads the batch over the whole device.
@@ -85,12 +87,11 @@ def plan_attention(
     Raises:
         ValueError: the head counts do not divide, or `split_tokens` is not a positive multiple of 64.
     """
-    num_kv_heads = pool.shape[3]
     group_size, remainder = divmod(num_query_heads, num_kv_heads)
     if remainder or not group_size:
         raise ValueError(f"num_query_heads: expected a multiple of {num_kv_heads} KV heads, got {num_query_heads}")
     if tile_rows is None:
-        tile_rows = _fitting_tile_rows(batch, group_size, pool.dtype)
+        tile_rows = _fitting_tile_rows(batch, group_size, dtype)
     tiles = list(_tiles(batch, group_size, tile_rows, window))
     if split_tokens is None:
         split_tokens = _balanced_split_tokens(sum(tile.kv_end - tile.kv_start for tile in tiles) * num_kv_heads)

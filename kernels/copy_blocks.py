@@ -6,15 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
+from radixkv.kernels.kv_pool import KVPool
+
 # 32-bit words a program: 16 KiB, eight 16-byte accesses a thread.
 _SPAN_WORDS = 4096
 
 
-def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+def copy_blocks(pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
     """Copy as `reference.copy_blocks` does, all blocks in one launch.
 
     Args:
-        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous.
+        pool: the K/V.
         sources: int64 `[num_copies]` block ids, contiguous.
         targets: int64 `[num_copies]` block ids, contiguous, all different and none of them a source.
 
@@ -26,7 +28,7 @@ def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
     num_copies = sources.shape[0]
     if num_copies == 0:
         return
-    words = pool.flatten(1).view(torch.int32)  # [num_blocks, words a block]
+    words = pool.blocks.view(torch.int32)  # [num_blocks, words a block]
     block_words = words.shape[1]
     _copy_span[(num_copies, triton.cdiv(block_words, _SPAN_WORDS))](
         words, sources, targets, block_words, SPAN_WORDS=_SPAN_WORDS, num_warps=4, enable_fp_fusion=True

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
 
 _LOG2_E = 1.4426950408889634
 _MERGE_ROWS = 16
@@ -17,7 +18,7 @@ _MERGE_ROWS = 16
 
 def paged_attention(
     query: torch.Tensor,
-    pool: torch.Tensor,
+    pool: KVPool,
     layer: int,
     batch: PagedBatch,
     plan: AttentionPlan,
@@ -28,13 +29,13 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend as `reference.paged_attention` does, with one launch, or two where the plan splits.
 
-    Scores, softmax and sums are float32; the weights are rounded to the pool's dtype before they meet V.
+    Scores, softmax and sums are float32; the weights are rounded to the query's dtype before they meet V. Scales of a
+    quantized pool multiply the scores and the weights: no K or V is dequantized by itself.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]` with a contiguous last dimension, packed as
-            `batch.query_starts` says; float32, bfloat16 or float16, the same as the pool.
-        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous; the suffix is already
-            written. `block_size` is a power of two of at least 16.
+            `batch.query_starts` says; float32, bfloat16 or float16.
+        pool: the K/V; the suffix is already written. The block size is a power of two of at least 16.
         layer: index into the pool's layers.
         batch: the step that `plan` was made for.
         plan: `plan_attention` of `batch` for this window.
@@ -53,18 +54,19 @@ def paged_attention(
         raise ValueError("query: expected a contiguous last dimension, got a strided one")
     if window != plan.window:
         raise ValueError(f"plan: expected one for window {window}, got one for window {plan.window}")
-    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
-    num_query_heads = query.shape[1]
+    num_query_heads, head_dim = query.shape[1:]
+    num_kv_heads = pool.num_kv_heads
     if num_query_heads != plan.group_size * num_kv_heads:
         raise ValueError(f"plan: expected one for {num_query_heads} query heads, got {plan.group_size * num_kv_heads}")
     padded_dim = triton.next_power_of_2(head_dim)
-    shape = _launch_shape(pool.dtype, padded_dim, plan.tile_rows)
+    shape = _launch_shape(query.dtype, padded_dim, plan.tile_rows)
     output = query.new_empty(query.shape)
     partials = query.new_empty((plan.num_partials, num_kv_heads, plan.tile_rows, head_dim), dtype=torch.float32)
     partial_lses = query.new_empty((plan.num_partials, num_kv_heads, plan.tile_rows), dtype=torch.float32)
     _attend_tile[(plan.work.shape[0], num_kv_heads)](
         query,
-        pool,
+        pool.values,
+        pool.scales,
         output,
         partials,
         partial_lses,
@@ -76,12 +78,14 @@ def paged_attention(
         layer,
         window,
         *_base_2(scale, softcap),
-        NUM_LAYERS=num_layers,
+        VALUE_BLOCK_STRIDE=pool.values.stride(0),
+        SCALE_BLOCK_STRIDE=0 if pool.scales is None else pool.scales.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP_SIZE=plan.group_size,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=pool.block_size,
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
+        NUMBERS_PER_VALUE=head_dim // pool.values.shape[-1],
         TILE_ROWS=plan.tile_rows,
         TILE_KEYS=shape.tile_keys,
         num_warps=shape.num_warps,
@@ -138,7 +142,8 @@ def _launch_shape(dtype: torch.dtype, padded_dim: int, tile_rows: int) -> _Launc
 @triton.jit(do_not_specialize=["table_stride", "layer", "window"])  # type: ignore[untyped-decorator]
 def _attend_tile(  # type: ignore[no-untyped-def]
     query,
-    pool,
+    values,
+    scales,
     output,
     partials,
     partial_lses,
@@ -151,12 +156,14 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     window,
     scale,
     softcap,
-    NUM_LAYERS: tl.constexpr,
+    VALUE_BLOCK_STRIDE: tl.constexpr,
+    SCALE_BLOCK_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    NUMBERS_PER_VALUE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
@@ -183,9 +190,11 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     q = tl.load(query + q_offsets[:, None] + dims[None, :], mask=in_request, other=0.0)  # [TILE_ROWS, PADDED_DIM]
 
     table = block_tables + request.to(tl.int64) * table_stride
-    BLOCK_STRIDE: tl.constexpr = NUM_LAYERS * 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    V_OFFSET: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    keys = pool + (layer * 2 * NUM_KV_HEADS + kv_head).to(tl.int64) * (BLOCK_SIZE * HEAD_DIM)
+    STORED_DIM: tl.constexpr = HEAD_DIM // NUMBERS_PER_VALUE
+    V_ROWS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE  # from a key to its value
+    first_key = (layer * 2 * NUM_KV_HEADS + kv_head).to(tl.int64) * BLOCK_SIZE  # rows from the beginning of a block
+    stored_dims = tl.arange(0, PADDED_DIM // NUMBERS_PER_VALUE)
+    is_stored_dim = stored_dims < STORED_DIM
     query_positions = (prefix_len + tokens)[:, None]
 
     row_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
@@ -197,10 +206,13 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             block_ids = tl.load(table + tile_start // BLOCK_SIZE).to(tl.int64)
         else:
             block_ids = tl.load(table + positions // BLOCK_SIZE, mask=positions < kv_end, other=0).to(tl.int64)
-        kv_offsets = block_ids * BLOCK_STRIDE + positions % BLOCK_SIZE * HEAD_DIM
-        kv_pointers = keys + kv_offsets[:, None] + dims[None, :]
-        k = tl.load(kv_pointers, mask=is_dim[None, :], other=0.0)  # [TILE_KEYS, PADDED_DIM]
-        scores = tl.dot(q, k.T, input_precision="ieee")
+        key_rows = first_key + positions % BLOCK_SIZE
+        key_pointers = values + (block_ids * VALUE_BLOCK_STRIDE + key_rows * STORED_DIM)[:, None] + stored_dims[None, :]
+        k = _numbers(tl.load(key_pointers, mask=is_stored_dim[None, :], other=0.0), q.dtype, NUMBERS_PER_VALUE)
+        scores = tl.dot(q, k.T, input_precision="ieee")  # [TILE_ROWS, TILE_KEYS]
+        if scales is not None:
+            scale_pointers = scales + block_ids * SCALE_BLOCK_STRIDE + key_rows
+            scores = scores * tl.load(scale_pointers)[None, :]
         if softcap is not None:
             scores = softcap - 2 * softcap / (1.0 + tl.exp2(scores * scale))
             to_log2 = 1.0
@@ -218,9 +230,13 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         weights = tl.exp2(scores * to_log2 - shift[:, None])
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         # Slots past the end may hold anything: a weight of 0 does not silence a NaN in V, so V is zeroed by position.
-        v_mask = (positions < kv_end)[:, None] & is_dim[None, :]
-        v = tl.load(kv_pointers + V_OFFSET, mask=v_mask, other=0.0)  # [TILE_KEYS, PADDED_DIM]
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        is_written = positions < kv_end
+        value_mask = is_written[:, None] & is_stored_dim[None, :]
+        v = tl.load(key_pointers + V_ROWS * STORED_DIM, mask=value_mask, other=0.0)
+        if scales is not None:
+            weights = weights * tl.load(scale_pointers + V_ROWS, mask=is_written, other=0.0)[None, :]
+        v = _numbers(v, q.dtype, NUMBERS_PER_VALUE)
+        acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
         row_max = new_max
 
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
@@ -232,6 +248,19 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         tile_row = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
         tl.store(partial_lses + tile_row, row_max + tl.log2(safe_sum))  # -inf where nothing was seen
         tl.store(partials + tile_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_dim[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _numbers(values, dtype: tl.constexpr, NUMBERS_PER_VALUE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Turn what the pool stores, `[rows, dims // NUMBERS_PER_VALUE]`, into `dtype` `[rows, dims]`, exactly.
+
+    Through float32, since the interpreter does not convert integers to bfloat16.
+    """
+    if NUMBERS_PER_VALUE == 2:
+        values = tl.interleave((values << 4) >> 4, values >> 4)
+    if values.dtype == dtype:
+        return values
+    return values.to(tl.float32).to(dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -5,29 +5,35 @@ from __future__ import annotations
 import torch
 
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import dequantize, quantize
 
 
-def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor, layer: int) -> None:
+def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: KVPool, layer: int) -> None:
     """Put the K and V of new tokens into their slots of one layer, in place.
 
     Every other slot, layer and block keeps its bits.
 
     Args:
-        key: `[num_tokens, num_kv_heads, head_dim]`, rounded to the pool's dtype on the way.
+        key: `[num_tokens, num_kv_heads, head_dim]`, rounded or quantized to the pool's dtype on the way.
         value: like `key`.
         slots: int64 `[num_tokens]`, `block_id * block_size + offset`, all different.
-        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+        pool: the K/V.
         layer: index into the pool's layers.
     """
-    block_size = pool.shape[4]
-    block_ids, offsets = slots // block_size, slots % block_size
-    pool[block_ids, layer, 0, :, offsets] = key.to(pool.dtype)
-    pool[block_ids, layer, 1, :, offsets] = value.to(pool.dtype)
+    block_ids, offsets = slots // pool.block_size, slots % pool.block_size
+    for k_or_v, vectors in enumerate((key, value)):
+        if pool.scales is None:
+            stored = vectors.to(pool.dtype)
+        else:
+            stored, scales = quantize(vectors, pool.dtype)
+            pool.scales[block_ids, layer, k_or_v, :, offsets] = scales
+        pool.values[block_ids, layer, k_or_v, :, offsets] = stored
 
 
 def paged_attention(
     query: torch.Tensor,
-    pool: torch.Tensor,
+    pool: KVPool,
     layer: int,
     batch: PagedBatch,
     *,
@@ -43,7 +49,7 @@ def paged_attention(
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]`, packed as `batch.query_starts` says.
-        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; the suffix is already written.
+        pool: the K/V; the suffix is already written.
         layer: index into the pool's layers.
         batch: which rows belong to which request and where its K/V live.
         scale: what the dot products are multiplied with.
@@ -54,13 +60,14 @@ def paged_attention(
         A new tensor shaped and typed like `query`.
     """
     output = torch.empty_like(query)
-    num_kv_heads = pool.shape[3]
-    group_size = query.shape[1] // num_kv_heads
+    group_size = query.shape[1] // pool.num_kv_heads
     for i, kv_len in enumerate(batch.kv_lens):
         rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
-        positions = torch.arange(kv_len, device=pool.device)
+        positions = torch.arange(kv_len, device=query.device)
         block_ids = batch.block_tables[i].long()[positions // batch.block_size]
-        kv = pool[block_ids, layer, :, :, positions % batch.block_size].float()  # [kv_len, 2, num_kv_heads, head_dim]
+        where = (block_ids, layer, slice(None), slice(None), positions % batch.block_size)
+        kv = pool.values[where]  # [kv_len, 2, num_kv_heads, stored_dim]
+        kv = kv.float() if pool.scales is None else dequantize(kv, pool.scales[where], pool.dtype)
         key = kv[:, 0].repeat_interleave(group_size, dim=1)  # [kv_len, num_query_heads, head_dim]
         value = kv[:, 1].repeat_interleave(group_size, dim=1)
 
@@ -76,12 +83,12 @@ def paged_attention(
     return output
 
 
-def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+def copy_blocks(pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
     """Copy whole blocks, all layers of K and V, in place.
 
     Args:
-        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+        pool: the K/V.
         sources: int64 `[num_copies]` block ids.
         targets: int64 `[num_copies]` block ids, all different and none of them a source.
     """
-    pool[targets] = pool[sources]
+    pool.blocks[targets] = pool.blocks[sources]

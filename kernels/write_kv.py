@@ -6,19 +6,22 @@ import torch
 import triton
 import triton.language as tl
 
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import LARGEST, SMALLEST_SCALE
+
 # Tokens a program: rows of 128 bfloat16 values make 4 KiB of K and 4 KiB of V, contiguous in the pool within a block.
 _TILE_TOKENS = 16
 
 
-def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor, layer: int) -> None:
+def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: KVPool, layer: int) -> None:
     """Write as `reference.write_kv` does, in one launch.
 
     Args:
-        key: `[num_tokens, num_kv_heads, head_dim]` with a contiguous last dimension, rounded to the pool's dtype on
-            the way.
+        key: `[num_tokens, num_kv_heads, head_dim]` with a contiguous last dimension, rounded or quantized to the
+            pool's dtype on the way.
         value: like `key`.
         slots: int64 `[num_tokens]`, contiguous, `block_id * block_size + offset`, all different.
-        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous.
+        pool: the K/V.
         layer: index into the pool's layers.
 
     Raises:
@@ -27,23 +30,27 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: 
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         raise ValueError("key, value: expected a contiguous last dimension, got a strided one")
     num_tokens = key.shape[0]
-    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
-    _write_tile[(triton.cdiv(num_tokens, _TILE_TOKENS), num_kv_heads)](
+    _write_tile[(triton.cdiv(num_tokens, _TILE_TOKENS), pool.num_kv_heads)](
         key,
         value,
         slots,
-        pool,
+        pool.values,
+        pool.scales,
         num_tokens,
         key.stride(0),
         key.stride(1),
         value.stride(0),
         value.stride(1),
         layer,
-        NUM_LAYERS=num_layers,
-        NUM_KV_HEADS=num_kv_heads,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=triton.next_power_of_2(head_dim),
+        VALUE_BLOCK_STRIDE=pool.values.stride(0),
+        SCALE_BLOCK_STRIDE=0 if pool.scales is None else pool.scales.stride(0),
+        NUM_KV_HEADS=pool.num_kv_heads,
+        BLOCK_SIZE=pool.block_size,
+        HEAD_DIM=pool.head_dim,
+        PADDED_DIM=triton.next_power_of_2(pool.head_dim),
+        NUMBERS_PER_VALUE=pool.head_dim // pool.values.shape[-1],
+        LARGEST=LARGEST.get(pool.dtype),
+        SMALLEST_SCALE=SMALLEST_SCALE,
         TILE_TOKENS=_TILE_TOKENS,
         num_warps=4,
         enable_fp_fusion=True,
@@ -55,39 +62,63 @@ def _write_tile(  # type: ignore[no-untyped-def]
     key,
     value,
     slots,
-    pool,
+    values,
+    scales,
     num_tokens,
     key_token_stride,
     key_head_stride,
     value_token_stride,
     value_head_stride,
     layer,
-    NUM_LAYERS: tl.constexpr,
+    VALUE_BLOCK_STRIDE: tl.constexpr,
+    SCALE_BLOCK_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    NUMBERS_PER_VALUE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST_SCALE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Write K and V of some tokens of one KV head."""
+    """Write K and V of some tokens of one KV head: whole vectors, so that each can have its scale."""
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     kv_head = tl.program_id(1).to(tl.int64)
     is_token = tokens < num_tokens
     slot = tl.load(slots + tokens, mask=is_token, other=0)
-    K_OR_V_STRIDE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE
-    layer_rows = (slot // BLOCK_SIZE * NUM_LAYERS + layer) * (2 * K_OR_V_STRIDE)
-    pool_rows = layer_rows + kv_head * BLOCK_SIZE + slot % BLOCK_SIZE  # int64, in rows of head_dim
-
-    key_rows = key + tokens.to(tl.int64) * key_token_stride + kv_head * key_head_stride
-    value_rows = value + tokens.to(tl.int64) * value_token_stride + kv_head * value_head_stride
-    _write_rows(key_rows, pool, pool_rows, is_token, HEAD_DIM, PADDED_DIM)
-    _write_rows(value_rows, pool, pool_rows + K_OR_V_STRIDE, is_token, HEAD_DIM, PADDED_DIM)
+    dims, stored_dims = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // NUMBERS_PER_VALUE)
+    mask = is_token[:, None] & (dims < HEAD_DIM)[None, :]
+    STORED_DIM: tl.constexpr = HEAD_DIM // NUMBERS_PER_VALUE
+    stored_mask = is_token[:, None] & (stored_dims < STORED_DIM)[None, :]
+    for k_or_v in tl.static_range(2):
+        if k_or_v == 0:
+            sources = key + tokens.to(tl.int64) * key_token_stride + kv_head * key_head_stride
+        else:
+            sources = value + tokens.to(tl.int64) * value_token_stride + kv_head * value_head_stride
+        row = ((layer * 2 + k_or_v) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE  # within its block
+        numbers = tl.load(sources[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        if LARGEST is not None:
+            vector_scales = _scales(numbers, LARGEST, SMALLEST_SCALE)
+            tl.store(scales + slot // BLOCK_SIZE * SCALE_BLOCK_STRIDE + row, vector_scales, mask=is_token)
+            numbers = tl.div_rn(numbers, vector_scales[:, None])
+            numbers = _round(numbers) if values.dtype.element_ty == tl.int8 else tl.clamp(numbers, -LARGEST, LARGEST)
+        if NUMBERS_PER_VALUE == 2:
+            evens, odds = tl.split(tl.reshape(numbers, (TILE_TOKENS, PADDED_DIM // 2, 2)))
+            numbers = (evens & 15) | (odds << 4)
+        targets = values + (slot // BLOCK_SIZE * VALUE_BLOCK_STRIDE + row * STORED_DIM)[:, None] + stored_dims[None, :]
+        tl.store(targets, numbers.to(values.dtype.element_ty), mask=stored_mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _write_rows(source_rows, pool, pool_rows, is_row, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert whole rows, one a token and head, to the pool's dtype: the place for a scale a row."""
-    dims = tl.arange(0, PADDED_DIM)
-    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    rows = tl.load(source_rows[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(pool + pool_rows[:, None] * HEAD_DIM + dims[None, :], rows.to(pool.dtype.element_ty), mask=mask)
+def _scales(numbers, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale of each row; NaN if it holds a NaN, which a maximum would pass over."""
+    scales = tl.maximum(tl.div_rn(tl.max(tl.abs(numbers), 1), LARGEST), SMALLEST_SCALE)
+    has_nan = tl.max((numbers != numbers).to(tl.int32), 1) > 0
+    return tl.where(has_nan, float("nan"), scales)
+
+
+@triton.jit
+def _round(numbers):  # type: ignore[no-untyped-def]
+    """Round to the nearest integer, to the even one between two, and to 0 what is no number."""
+    rounded = (numbers + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 has no digits after the point there
+    return tl.where(rounded == rounded, rounded, 0.0).to(tl.int32)

@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 from radixkv.errors import InvariantViolation, UnsupportedModel
 from radixkv.kernels import gathered_attention, reference
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
 
 ATTENTION_NAME = "radixkv_paged"
 
@@ -52,16 +53,14 @@ class AttentionStep(Protocol):
 class AttentionKernels(Protocol):
     """The operations on the pool, as `kernels/reference.py` defines them."""
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor, layer: int
-    ) -> None:
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: KVPool, layer: int) -> None:
         """Write K and V of new tokens into their slots."""
         ...
 
     def paged_attention(
         self,
         query: torch.Tensor,
-        pool: torch.Tensor,
+        pool: KVPool,
         layer: int,
         batch: PagedBatch,
         *,
@@ -72,7 +71,7 @@ class AttentionKernels(Protocol):
         """Attend over prefix and suffix."""
         ...
 
-    def copy_blocks(self, pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def copy_blocks(self, pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole blocks."""
         ...
 
@@ -89,15 +88,16 @@ class PagedStep:
     """One forward pass over the pool: each layer writes its new K/V, then attends over prefix and suffix.
 
     Args:
-        pool: see `KVStorage.pool`.
+        pool: where K and V are kept.
         batch: the token rows of this pass.
         kernels: what does the work.
     """
 
-    def __init__(self, pool: torch.Tensor, batch: PagedBatch, kernels: AttentionKernels) -> None:
+    def __init__(self, pool: KVPool, batch: PagedBatch, kernels: AttentionKernels) -> None:
         self._pool = pool
         self._batch = batch
         self._kernels = kernels
+        self._largest: torch.Tensor | None = None  # magnitude in K and V of each token, all layers so far
 
     def attend(
         self,
@@ -111,10 +111,19 @@ class PagedStep:
         softcap: float | None,
     ) -> torch.Tensor:
         """See `AttentionStep.attend`. K and V are read back from the pool, also those just written."""
+        largest = torch.cat((key, value), dim=1).flatten(1).abs().amax(dim=1)
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer)
         return self._kernels.paged_attention(
             query, self._pool, layer, self._batch, scale=scale, window=window, softcap=softcap
         )
+
+    @property
+    def is_finite(self) -> torch.Tensor:
+        """Whether all K and V written so far are finite, bool `[num_tokens]`."""
+        if self._largest is None:
+            raise InvariantViolation("attention: no layer of the model has attended")
+        return self._largest.isfinite()
 
 
 class PaddedStep:

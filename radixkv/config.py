@@ -12,6 +12,7 @@ from typing import Any
 
 from radixkv.errors import ConfigError
 
+KV_DTYPES = ("auto", "bf16", "fp8", "int8", "int4")
 EVICTION_POLICIES = ("adaptive", "lru", "slru", "lfu", "priority")
 
 _MAX_INT32 = 2**31 - 1  # block ids, and gRPC's message sizes
@@ -47,6 +48,8 @@ class CacheConfig:
     Attributes:
         block_size: tokens a block; 16, 32 or 64.
         capacity_tokens: tokens that the pool holds; rounded down to whole blocks.
+        kv_dtype: how K and V are stored; one of `KV_DTYPES`. `auto` is the model's own dtype; fp8, int8 and int4 have
+            a scale for each token and head.
         evicted_prefixes: how many evicted prefixes are remembered to explain later misses.
         policy: which unused blocks go first; one of `EVICTION_POLICIES`.
         max_retained_share: what part of the pool may have a priority above the default, 0 to 1.
@@ -54,6 +57,7 @@ class CacheConfig:
 
     block_size: int = 64
     capacity_tokens: int = 131_072
+    kv_dtype: str = "auto"
     evicted_prefixes: int = 65_536
     policy: str = "adaptive"
     max_retained_share: float = 0.2
@@ -62,6 +66,7 @@ class CacheConfig:
         _require_one_of("cache.block_size", self.block_size, (16, 32, 64))
         _require_at_least("cache.capacity_tokens", self.capacity_tokens, self.block_size)
         _require_at_most("cache.capacity_tokens", self.capacity_tokens, _MAX_INT32 * self.block_size)
+        _require_one_of("cache.kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_at_least("cache.evicted_prefixes", self.evicted_prefixes, 0)
         _require_one_of("cache.policy", self.policy, EVICTION_POLICIES)
         _require_at_least("cache.max_retained_share", self.max_retained_share, 0)

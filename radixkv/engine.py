@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import torch
 
 from radixkv.attention import AttentionKernels, TorchKernels
 from radixkv.config import Config, EngineConfig, TenantConfig
@@ -27,7 +26,7 @@ from radixkv.errors import (
 )
 from radixkv.eviction_policies import make_policy
 from radixkv.kv_storage import KVStorage
-from radixkv.model import load_model
+from radixkv.model import Model, load_model
 from radixkv.model_check import check_model
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache, Purged
@@ -272,9 +271,10 @@ def build_engine(config: Config) -> Engine:
         ConfigError: the model can't be loaded or served, or the pool does not fit into memory.
     """
     model = load_model(config.model)
-    kernels = _kernels(model.device)
-    check_model(model, kernels, config.cache.block_size)
-    storage = KVStorage(config.cache.num_blocks, config.cache.block_size, model.kv_shape, model.device)
+    kernels = _kernels(model)
+    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
+    check_model(model, kernels, config.cache.block_size, kv_shape)
+    storage = KVStorage(config.cache.num_blocks, config.cache.block_size, kv_shape, model.device)
     cache = PrefixCache(
         storage.num_blocks,
         storage.block_size,
@@ -295,9 +295,9 @@ def _quota(bounds: TenantConfig, block_size: int) -> Quota:
     )
 
 
-def _kernels(device: torch.device) -> AttentionKernels:
-    if device.type == "cuda":
+def _kernels(model: Model) -> AttentionKernels:
+    if model.device.type == "cuda":
         from radixkv.triton_kernels import TritonKernels  # Triton is not there on every platform
 
-        return TritonKernels()
+        return TritonKernels(is_exact=model.is_exact)
     return TorchKernels()

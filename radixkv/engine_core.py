@@ -113,6 +113,7 @@ class EngineCore:
             held_leases=len(self.held_leases),
             evicted_blocks=self.cache.num_evicted_blocks,
             block_bytes=self._runner.storage.block_bytes,
+            kv_dtype=self._runner.storage.kv_dtype,
             tenants=tuple(_tenant_stats(tenant, usage) for tenant, usage in self.cache.tenants.items()),
         )
 

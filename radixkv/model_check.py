@@ -10,7 +10,7 @@ import torch
 
 from radixkv.attention import ATTENTION_NAME, AttentionKernels
 from radixkv.errors import UnsupportedModel
-from radixkv.kv_storage import KVStorage
+from radixkv.kv_storage import KVShape, KVStorage
 from radixkv.model import Model
 from radixkv.runner import Chunk, Runner
 from radixkv.token_bytes import TOKEN_BYTES
@@ -20,10 +20,10 @@ from radixkv.token_bytes import TOKEN_BYTES
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-def check_model(model: Model, kernels: AttentionKernels, block_size: int) -> None:
+def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_shape: KVShape | None = None) -> None:
     """Compare a short prompt computed at once, computed in parts, and computed by transformers' eager attention.
 
-    In exact mode the first two must have the same bits.
+    In exact mode the first two must have the same bits, also over a pool that stores K and V in another dtype.
 
     The second part is a single token: it depends on what came before it the most.
 
@@ -31,6 +31,7 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int) -> Non
         model: as loaded.
         kernels: those that will serve it.
         block_size: tokens a block; the prompt fills two blocks and a part of a third.
+        kv_shape: K and V as the pool will store them; None for the model's own.
 
     Raises:
         UnsupportedModel: they disagree, so the model keeps state that the cache does not hold, or its attention is
@@ -38,21 +39,31 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int) -> Non
     """
     num_tokens = 2 * block_size + 5
     tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
-    num_blocks = -(-num_tokens // block_size)
-    runner = Runner(model, KVStorage(2 * num_blocks, block_size, model.kv_shape, model.device), kernels)
     expected = _eager_logits(model, tokens)  # [num_tokens, vocab_size]
-    answers = []
-    for first_block, ends in ((0, [num_tokens]), (num_blocks, [block_size + 3, block_size + 4, num_tokens])):
-        block_ids = np.arange(first_block, first_block + num_blocks, dtype=np.int32)
-        for start, end in itertools.pairwise([0, *ends]):
-            step = runner.run([Chunk(tokens, start, end, block_ids, None, wants_logits=True)])
-            _require_close(model, start, step.logits[0], expected[end - 1])
-        answers.append(step.logits[0])
-    if model.is_exact and not (torch.equal(*answers) and torch.equal(*runner.storage.pool.chunk(2))):
-        raise UnsupportedModel(
-            f"{_first_inexact_module(runner, tokens)}: expected the same bits computed at once and in parts, got "
-            'others; model.exactness = "fast" serves the model with answers that depend on what is cached'
-        )
+    for shape in dict.fromkeys((model.kv_shape, kv_shape or model.kv_shape)):
+        storage = KVStorage(2 * -(-num_tokens // block_size), block_size, shape, model.device)
+        runner = Runner(model, storage, kernels)
+        answers = []
+        for first_block, ends in (
+            (0, [num_tokens]),
+            (storage.num_blocks // 2, [block_size + 3, block_size + 4, num_tokens]),
+        ):
+            for start, end in itertools.pairwise([0, *ends]):
+                answer = _compute(runner, tokens, start, end, first_block)
+                if shape == model.kv_shape:
+                    _require_close(model, start, answer, expected[end - 1])
+            answers.append(answer)
+        if model.is_exact and not (torch.equal(*answers) and torch.equal(*storage.pool.blocks.chunk(2))):
+            raise UnsupportedModel(
+                f"{_first_inexact_module(runner, tokens)}: expected the same bits computed at once and in parts, got "
+                'others; model.exactness = "fast" serves the model with answers that depend on what is cached'
+            )
+
+
+def _compute(runner: Runner, tokens: bytes, start: int, end: int, first_block: int) -> torch.Tensor:
+    """Logits `[vocab_size]` after the part `[start, end)` of a prompt in the blocks from `first_block` on."""
+    block_ids = first_block + np.arange(-(-end // runner.storage.block_size), dtype=np.int32)
+    return runner.run([Chunk(tokens, start, end, block_ids, None, wants_logits=True)]).logits[0]
 
 
 def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
@@ -69,13 +80,12 @@ def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
         return hook
 
     num_tokens = len(tokens) // TOKEN_BYTES
-    block_ids = np.arange(-(-num_tokens // runner.storage.block_size), dtype=np.int32)
     hooks = [part.register_forward_hook(keep(name)) for name, part in module.named_modules() if name]
     outputs = []
     try:
         for start in (0, num_tokens - 1):
             num_new = num_tokens - start
-            runner.run([Chunk(tokens, start, num_tokens, block_ids, None, wants_logits=True)])
+            _compute(runner, tokens, start, num_tokens, first_block=0)
             outputs.append(dict(seen))
             seen.clear()
     finally:

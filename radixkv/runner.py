@@ -46,8 +46,7 @@ class StepResult(NamedTuple):
 
     Attributes:
         logits: float32 `[n, vocab_size]` on the model's device.
-        is_finite: for each chunk, whether the last hidden states of all its tokens are finite. A token attends to
-            itself in every layer, so a K or V that is not finite shows there.
+        is_finite: for each chunk, whether K, V and the last hidden states of all its tokens are finite.
     """
 
     logits: torch.Tensor
@@ -82,13 +81,14 @@ class Runner:
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         ends = batch.query_starts[1:]
         rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
+        step = PagedStep(self.storage.pool, batch, self._kernels)
         logits, is_finite = self.model.forward(
             torch.from_numpy(input_ids.astype(np.int64)).to(device),
             torch.from_numpy(positions).to(device),
-            PagedStep(self.storage.pool, batch, self._kernels),
+            step,
             torch.tensor(rows, dtype=torch.int64, device=device),
         )
-        by_chunk = torch.split(is_finite.cpu(), [chunk.num_tokens for chunk in chunks])
+        by_chunk = torch.split((is_finite & step.is_finite).cpu(), [chunk.num_tokens for chunk in chunks])
         return StepResult(logits, [bool(tokens.all()) for tokens in by_chunk])
 
     def _copy_shared_blocks(self, chunks: Sequence[Chunk]) -> None:

@@ -67,7 +67,8 @@ class EngineStats:
         namespaces: namespaces with at least one cached token.
         segments: nodes of all radix trees.
         evicted_blocks: total since the start.
-        block_bytes: device bytes of one block.
+        block_bytes: device bytes of one block, scales included.
+        kv_dtype: how K and V are stored: fp32, bf16, fp16, fp8, int8 or int4.
         tenants: those with a quota, and the most recent others.
     """
 
@@ -80,4 +81,5 @@ class EngineStats:
     held_leases: int
     evicted_blocks: int
     block_bytes: int
+    kv_dtype: str
     tenants: tuple[TenantStats, ...]

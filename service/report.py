@@ -64,7 +64,7 @@ def stats_table(stats: StatsResponse) -> str:
     rows = [
         ("model", f"{stats.model} on {stats.device}"),
         ("uptime", f"{stats.uptime_s:.1f} s"),
-        ("blocks", f"{blocks.total} of {stats.block_size} tokens, {stats.block_bytes} bytes each"),
+        ("blocks", f"{blocks.total} of {stats.block_size} tokens, {stats.block_bytes} bytes each, {stats.kv_dtype}"),
         ("  free", str(blocks.free)),
         ("  published", f"{blocks.published} ({blocks.pinned} pinned)"),
         ("  leased", str(blocks.leased)),

@@ -27,7 +27,7 @@ class FakeRunner:
             max_tokens=max_tokens,
             fingerprint="fake weights",
         )
-        self.storage = SimpleNamespace(block_bytes=0)
+        self.storage = SimpleNamespace(block_bytes=0, kv_dtype="fp32")
         self.steps: list[list[tuple[int, int]]] = []  # (start, end) of each chunk of each step
         self.fail_next: Exception | None = None
         self.not_finite: bytes | None = None  # the prompt whose values come out as NaN

@@ -1,11 +1,14 @@
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from radixkv.attention import ATTENTION_NAME, _attention_forward
+from radixkv.attention import ATTENTION_NAME, PagedStep, TorchKernels, _attention_forward
 from radixkv.config import ModelConfig
 from radixkv.errors import InvariantViolation, UnsupportedModel
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
 from radixkv.model import load_model
 
 LAYER = SimpleNamespace(layer_idx=1, is_causal=True)
@@ -62,3 +65,24 @@ def test_a_keyword_that_is_none_is_nothing() -> None:
 def test_masks_dropout_and_looking_ahead_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UnsupportedModel, match="expected"):
         call(radix_step=Recorder(), **wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_key_that_no_query_notices_is_still_not_finite(bad: float, dtype: torch.dtype) -> None:
+    """Against the query's sign an infinite key has a score of minus infinity: no weight, and a finite answer."""
+    batch = PagedBatch.build([3], [3], [np.zeros(1, dtype=np.int32)], 16)
+    step = PagedStep(KVPool.allocate(1, 2, 1, 16, 8, dtype=dtype), batch, TorchKernels())
+    query, key, value = torch.full((3, 1, 8), -1.0), torch.randn(3, 1, 8), torch.randn(3, 1, 8)
+    step.attend(0, query, key, value, scale=1.0, window=None, softcap=None)
+    assert step.is_finite.tolist() == [True, True, True]
+    key[1, 0, 4] = bad
+    step.attend(1, query, key, value, scale=1.0, window=None, softcap=None)
+    assert step.is_finite.tolist() == [True, False, True]
+
+
+def test_a_step_without_attention_is_a_mistake() -> None:
+    batch = PagedBatch.build([1], [1], [np.zeros(1, dtype=np.int32)], 16)
+    step = PagedStep(KVPool.allocate(1, 1, 1, 16, 8, dtype=torch.float32), batch, TorchKernels())
+    with pytest.raises(InvariantViolation, match="no layer of the model has attended"):
+        _ = step.is_finite

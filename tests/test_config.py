@@ -105,6 +105,7 @@ def test_a_wrong_type_is_refused(setting, message):
         ("server.max_message_bytes=1023", "server.max_message_bytes: expected at least 1024, got 1023"),
         ("cache.block_size=48", "cache.block_size: expected one of 16, 32, 64, got 48"),
         ("cache.capacity_tokens=63", "cache.capacity_tokens: expected at least 64, got 63"),
+        ("cache.kv_dtype=int3", "cache.kv_dtype: expected one of auto, bf16, fp8, int8, int4, got int3"),
         ("cache.policy=fifo", "cache.policy: expected one of adaptive, lru, slru, lfu, priority, got fifo"),
         ("cache.policy=optimal", "cache.policy: expected one of adaptive, lru, slru, lfu, priority, got optimal"),
         ("cache.evicted_prefixes=-1", "cache.evicted_prefixes: expected at least 0, got -1"),

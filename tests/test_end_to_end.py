@@ -72,7 +72,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_the_bytes_of_the_logits_do_not_depend_on_the_cache(client: Client, tenant: str) -> None:
+def assert_the_cache_changes_no_logit(client: Client, tenant: str) -> None:
     system = random_ids(700)
     prompts = [[*system[: 50 * i + 13], *random_ids(5 + 9 * i, seed=i)] for i in range(1, 13)]
     alone = [client.prefill(ids, tenant=tenant, read_cache=False, return_logits=True) for ids in prompts]
@@ -82,6 +82,19 @@ def test_the_bytes_of_the_logits_do_not_depend_on_the_cache(client: Client, tena
         )
     assert sum(answer.usage.cached_tokens > 0 for answer in twice) >= 12
     assert [answer.logits for answer in twice] == [answer.logits for answer in [*alone, *alone[::-1]]]
+
+
+def test_the_bytes_of_the_logits_do_not_depend_on_the_cache(client: Client, tenant: str) -> None:
+    assert_the_cache_changes_no_logit(client, tenant)
+
+
+def test_nor_do_they_over_a_quantized_pool() -> None:
+    settings = ("--set", "cache.kv_dtype=int4", "--set", "model.dtype=bfloat16")
+    with serving(*settings) as (_, address), Client(address, timeout_s=60) as client:
+        assert_the_cache_changes_no_logit(client, "acme")
+        stats = client.stats()
+        assert stats.kv_dtype == "int4"
+        assert stats.block_bytes == stats.block_size * 4 * 2 * 2 * (32 // 2 + 4)
 
 
 def test_a_retained_prompt_outlives_others_and_a_purged_one_does_not() -> None:

@@ -1,4 +1,4 @@
-"""A hit never changes a bit: 320 random cases over eight architectures. `make exact` runs more."""
+"""A hit never changes a bit: 576 random cases over eight architectures. `make exact` runs more."""
 
 from __future__ import annotations
 
@@ -27,10 +27,21 @@ def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
     assert counts["hits inside a block"] >= 5
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "bf16"), ("float32", "int8"), ("bfloat16", "fp8"), ("bfloat16", "int4")]
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_no_bit_of_a_quantized_pool_depends_on_the_cache(model: str, dtype: str, kv_dtype: str) -> None:
+    counts, first_difference = run_cases(model, dtype, "exact", num_cases=8, seed=len(model), kv_dtype=kv_dtype)
+    assert first_difference == ""
+    assert counts["cases"] == 8
+    assert counts["partial hits"] >= 4
+
+
 def test_the_cases_see_what_fast_mode_does() -> None:
     counts, first_difference = run_cases("llama", "float32", "fast", num_cases=20)
     assert counts["different"] > 0
-    assert first_difference.startswith("llama, seed 0, case ")
+    assert first_difference.startswith("llama, auto, seed 0, case ")
 
 
 @pytest.mark.parametrize("part", ["mlp.act_fn", "self_attn.q_proj", "input_layernorm"])

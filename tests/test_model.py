@@ -53,7 +53,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert len(list(directory.glob("*.safetensors"))) > 1, "the checkpoint is sharded"
     model = load_model(ModelConfig(path=str(directory)))
     storage = KVStorage(NUM_BLOCKS, BLOCK_SIZE, model.kv_shape, model.device)
-    storage.pool.fill_(torch.nan)  # nothing may depend on what was never written
+    storage.pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
     return Served(model, Runner(model, storage, TorchKernels()), load_eager(directory))
 
 
@@ -126,7 +126,7 @@ def test_requests_of_one_batch_do_not_see_each_other(served: Served) -> None:
 
 def test_the_chunk_whose_values_are_not_finite_is_told_from_the_others(served: Served) -> None:
     block_ids = blocks(20)
-    served.runner.storage.pool[block_ids[0]] = torch.nan
+    served.runner.storage.pool.blocks[block_ids[0]] = 0xFF
     good, bad = chunk(prompt(40), 0, 40, block_ids[1:4]), chunk(prompt(40), 16, 40, np.r_[block_ids[0], block_ids[4:6]])
     assert served.runner.run([good, bad]).is_finite == [True, False]
 

@@ -300,12 +300,14 @@ def test_the_planner_agrees_with_the_embedded_model() -> None:
     from radixkv.kv_storage import KVStorage
     from radixkv.model import load_model
 
-    for torch_name, name in (("float32", "fp32"), ("bfloat16", "bf16")):
-        shape = load_model(ModelConfig(dtype=torch_name, device="cpu")).kv_shape
-        layout = HeadKV(shape.num_layers, shape.num_kv_heads, shape.head_dim)
-        assert layout.token_bytes(KVFormat(name)) == shape.token_bytes
+    own = load_model(ModelConfig(dtype="float32", device="cpu")).kv_shape
+    layout = HeadKV(own.num_layers, own.num_kv_heads, own.head_dim)
+    for kv_dtype, name in (("auto", "fp32"), ("bf16", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("int4", "int4")):
+        shape = own.stored_as(kv_dtype)
+        kv_format = KVFormat(name, has_scales=kv_dtype in ("fp8", "int8", "int4"))
+        assert layout.token_bytes(kv_format) == shape.token_bytes
         storage = KVStorage(3, 16, shape, torch.device("cpu"))
-        assert 16 * layout.token_bytes(KVFormat(name)) == storage.block_bytes == storage.pool[0].nbytes
+        assert 16 * layout.token_bytes(kv_format) == storage.block_bytes == storage.pool.blocks[0].nbytes
 
 
 class AttentionLayer:

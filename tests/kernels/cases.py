@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
 
 LAYER = 1
 NUM_LAYERS = 2
@@ -29,10 +31,10 @@ MQA = Heads(4, 1)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step's inputs. Every slot outside the requests' kv_lens, and every other layer, holds NaN."""
+    """One step's inputs. Every slot outside the requests' kv_lens, and every other layer, is poison."""
 
     query: torch.Tensor
-    pool: torch.Tensor
+    pool: KVPool
     batch: PagedBatch
 
 
@@ -44,25 +46,48 @@ def make_step(
     block_size: int = 16,
     head_dim: int = 32,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> Step:
-    """Place the requests in shuffled blocks, fill their slots with normal noise and all others with NaN."""
+    """Place the requests in shuffled blocks, fill their slots with normal noise and all others with poison."""
     generator = torch.Generator().manual_seed(seed)
     kv_lens = [p + q for p, q in zip(prefix_lens, query_lens, strict=True)]
     num_used = [-(-n // block_size) for n in kv_lens]
     num_blocks = sum(num_used) + 3
     shuffled = torch.randperm(num_blocks, generator=generator).numpy().astype(np.int32)
     tables = np.split(shuffled, np.cumsum(num_used))[: len(kv_lens)]
-    pool = torch.full((num_blocks, NUM_LAYERS, 2, heads.num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    pool = poisoned_pool(num_blocks, heads.num_kv_heads, block_size, head_dim, kv_dtype or dtype, device)
     for table, kv_len in zip(tables, kv_lens, strict=True):
-        positions = np.arange(kv_len)
-        block_ids = torch.from_numpy(table[positions // block_size].astype(np.int64))
-        noise = torch.randn(kv_len, 2, heads.num_kv_heads, head_dim, generator=generator).to(dtype)
-        pool[block_ids, LAYER, :, :, torch.from_numpy(positions % block_size)] = noise
-    query = torch.randn(sum(query_lens), heads.num_query_heads, head_dim, generator=generator).to(dtype)
-    batch = PagedBatch.build(query_lens, kv_lens, tables, block_size, device)
-    return Step(query.to(device), pool.to(device), batch)
+        slots = PagedBatch.build([kv_len], [kv_len], [table], block_size, device).slots
+        noise = torch.randn(kv_len, 2, heads.num_kv_heads, head_dim, generator=generator).to(device, dtype)
+        reference.write_kv(noise[:, 0], noise[:, 1], slots, pool, LAYER)
+    query = torch.randn(sum(query_lens), heads.num_query_heads, head_dim, generator=generator).to(device, dtype)
+    return Step(query, pool, PagedBatch.build(query_lens, kv_lens, tables, block_size, device))
+
+
+def poisoned_pool(
+    num_blocks: int,
+    num_kv_heads: int = 2,
+    block_size: int = 16,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> KVPool:
+    """Blocks of NaN: of NaN scales where the numbers themselves are integers."""
+    pool = KVPool.allocate(num_blocks, NUM_LAYERS, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+    pool.blocks.fill_(0xFF)
+    return pool
+
+
+def clone(pool: KVPool) -> KVPool:
+    """The same K/V in other memory."""
+    num_blocks, num_layers, _, num_kv_heads, block_size, _ = pool.values.shape
+    copied = KVPool.allocate(
+        num_blocks, num_layers, num_kv_heads, block_size, pool.head_dim, dtype=pool.dtype, device=pool.blocks.device
+    )
+    copied.blocks.copy_(pool.blocks)
+    return copied
 
 
 # (prefix_lens, query_lens) for a block of 16 tokens: lengths around the block, no prefix, prefixes that end inside a

@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from radixkv.kernels.attention_plan import plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.copy_blocks import copy_blocks
+from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.paged_attention import paged_attention
 from radixkv.kernels.write_kv import write_kv
 
@@ -62,10 +63,12 @@ class AttentionCase:
     window: int | None = None
     softcap: float | None = None
     split: bool = False
+    kv_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         name = f"{str(self.dtype)[6:]} D{self.head_dim} rows{self.tile_rows} block{self.block_size} G{self.group_size}"
         extras = [name for name in ("window", "softcap", "split") if getattr(self, name)]
+        extras += [f"pool {str(self.kv_dtype)[6:]}"] if self.kv_dtype else []
         return " ".join([name, *extras])
 
     def launch(self) -> None:
@@ -74,12 +77,14 @@ class AttentionCase:
         kv_len = prefix_len + query_len
         table = np.arange(-(-kv_len // self.block_size), dtype=np.int32)
         batch = PagedBatch.build([query_len], [kv_len], [table], self.block_size)
-        pool = torch.empty(1, 2, 2, num_kv_heads, self.block_size, self.head_dim, dtype=self.dtype)
+        shape = (1, 2, num_kv_heads, self.block_size, self.head_dim)
+        pool = KVPool.allocate(*shape, dtype=self.kv_dtype or self.dtype)
         query = torch.empty(query_len, num_kv_heads * self.group_size, self.head_dim, dtype=self.dtype)
         plan = plan_attention(
             batch,
-            pool,
             num_query_heads=query.shape[1],
+            num_kv_heads=num_kv_heads,
+            dtype=self.dtype,
             window=self.window,
             tile_rows=self.tile_rows,
             split_tokens=256 if self.split else 4096,
@@ -88,6 +93,7 @@ class AttentionCase:
 
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+fp8, int8, int4 = torch.float8_e4m3fn, torch.int8, torch.int4
 
 # What every change is held to: each code path once, on the shapes of common models.
 ATTENTION_CASES = [
@@ -102,10 +108,20 @@ ATTENTION_CASES = [
     AttentionCase(bf16, 256, 64),
     AttentionCase(fp16, 128, 128),
     AttentionCase(fp32, 128, 16),
+    AttentionCase(bf16, 128, 128, kv_dtype=fp8),
+    AttentionCase(bf16, 128, 64, kv_dtype=int8, split=True),
+    AttentionCase(bf16, 128, 128, kv_dtype=int8),
+    AttentionCase(bf16, 128, 16, kv_dtype=int4),
+    AttentionCase(bf16, 128, 128, kv_dtype=int4, window=4096, softcap=50.0),
+    AttentionCase(bf16, 80, 128, kv_dtype=int4, group_size=1),
+    AttentionCase(bf16, 256, 128, kv_dtype=int4, group_size=2),
+    AttentionCase(fp32, 128, 16, kv_dtype=bf16),
+    AttentionCase(fp32, 128, 16, kv_dtype=int4),
 ]
 
 ALL_ATTENTION_CASES = [
-    AttentionCase(dtype, head_dim, tile_rows, block_size, window=window, softcap=softcap)
+    AttentionCase(dtype, head_dim, tile_rows, block_size, window=window, softcap=softcap, kv_dtype=kv_dtype)
+    for kv_dtype in (None, fp8, int8, int4)
     for dtype, all_tile_rows in ((bf16, (16, 64, 128)), (fp32, (16,)))
     for head_dim in (32, 64, 80, 96, 128, 256)
     for tile_rows in all_tile_rows
@@ -115,21 +131,22 @@ ALL_ATTENTION_CASES = [
 
 
 def _launch_write(dtype: torch.dtype, head_dim: int) -> None:
-    pool = torch.empty(2, 2, 2, 8, 64, head_dim, dtype=dtype)
-    key, value = torch.empty(2, 40, 8, head_dim, dtype=dtype).unbind(0)
+    pool = KVPool.allocate(2, 2, 8, 64, head_dim, dtype=dtype)
+    key, value = torch.empty(2, 40, 8, head_dim, dtype=bf16).unbind(0)
     write_kv(key, value, torch.arange(40), pool, 0)
 
 
 def _launch_copy(dtype: torch.dtype) -> None:
-    copy_blocks(torch.empty(4, 2, 2, 8, 64, 128, dtype=dtype), torch.tensor([0, 1]), torch.tensor([2, 3]))
+    copy_blocks(KVPool.allocate(4, 2, 8, 64, 128, dtype=dtype), torch.tensor([0, 1]), torch.tensor([2, 3]))
 
 
 def cases(attention_cases: list[AttentionCase]) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield each case's name and a function that launches its kernels."""
     for case in attention_cases:
         yield str(case), case.launch
-    for head_dim in (80, 128):
-        yield f"bfloat16 D{head_dim}", partial(_launch_write, bf16, head_dim)
+    for dtype in (bf16, fp8, int8, int4):
+        for head_dim in (80, 128):
+            yield f"{str(dtype)[6:]} D{head_dim}", partial(_launch_write, dtype, head_dim)
     yield "bfloat16", partial(_launch_copy, bf16)
 
 

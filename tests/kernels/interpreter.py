@@ -17,8 +17,13 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-_TORCH_TYPES = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
-_BIT_TYPES = {2: torch.uint16, 4: torch.uint32}
+_TORCH_TYPES = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
+_BIT_TYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +52,7 @@ _original_create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-    """Round to nearest even, as the GPU does; the original truncates float32 to bfloat16."""
+    """Round to nearest even, as the GPU does; the original truncates to bfloat16 and rounds to float8 otherwise."""
     if source not in _TORCH_TYPES or target not in _TORCH_TYPES:
         return _original_convert_float(data, source, target, rounding_mode)
     converted = torch.from_numpy(np.ascontiguousarray(data)).view(_TORCH_TYPES[source]).to(_TORCH_TYPES[target])

@@ -3,45 +3,43 @@ import torch
 
 from radixkv.kernels import reference
 from radixkv.kernels.copy_blocks import copy_blocks
+from radixkv.kernels.kv_pool import KVPool
+
+from .cases import clone, poisoned_pool
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def random_pool(num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> KVPool:
+    pool = poisoned_pool(num_blocks, num_kv_heads, 16, head_dim, dtype, device)
+    pool.blocks.random_()
+    return pool
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int4], ids=str)
 @pytest.mark.parametrize(
-    "block_shape",
-    [(2, 2, 2, 16, 80), (1, 2, 1, 16, 16), (3, 2, 4, 32, 32)],
-    ids=["chunks and a rest", "less than a chunk", "whole chunks"],
+    ("num_kv_heads", "head_dim"), [(2, 80), (1, 16), (4, 256)], ids=["spans and a rest", "less than a span", "long"]
 )
 def test_matches_reference_and_touches_nothing_else(
-    block_shape: tuple[int, ...], dtype: torch.dtype, kernel_device: str
+    num_kv_heads: int, head_dim: int, dtype: torch.dtype, kernel_device: str
 ) -> None:
-    pool = torch.randn(9, *block_shape, device=kernel_device).to(dtype)
+    pool = random_pool(9, num_kv_heads, head_dim, dtype, kernel_device)
     sources = torch.tensor([8, 1, 8], device=kernel_device)
     targets = torch.tensor([0, 7, 4], device=kernel_device)
-    expected = pool.clone()
+    expected = clone(pool)
     reference.copy_blocks(expected, sources, targets)
     copy_blocks(pool, sources, targets)
-    assert torch.equal(pool, expected)
-
-
-def test_nan_payloads_survive(kernel_device: str) -> None:
-    pool = torch.zeros(3, 1, 2, 1, 16, 16, dtype=torch.bfloat16, device=kernel_device)
-    bits = pool.view(torch.int16)
-    bits[1] = 0x7FC1
-    copy_blocks(pool, torch.tensor([1], device=kernel_device), torch.tensor([2], device=kernel_device))
-    assert torch.equal(bits[2], bits[1])
-    assert not bits[0].any()
+    assert torch.equal(pool.blocks, expected.blocks)
 
 
 def test_nothing_to_copy_is_no_launch(kernel_device: str) -> None:
-    pool = torch.randn(3, 1, 2, 1, 16, 16, device=kernel_device)
-    before = pool.clone()
+    pool = random_pool(3, 1, 16, torch.float32, kernel_device)
+    before = pool.blocks.clone()
     empty = torch.empty(0, dtype=torch.int64, device=kernel_device)
     copy_blocks(pool, empty, empty)
-    assert torch.equal(pool, before)
+    assert torch.equal(pool.blocks, before)
 
 
 def test_strided_ids_are_refused(kernel_device: str) -> None:
-    pool = torch.zeros(4, 1, 2, 1, 16, 16, device=kernel_device)
+    pool = poisoned_pool(4, device=kernel_device)
     pairs = torch.tensor([[0, 2], [1, 3]], device=kernel_device)
     with pytest.raises(ValueError, match="expected contiguous tensors"):
         copy_blocks(pool, pairs[:, 0], pairs[:, 1])

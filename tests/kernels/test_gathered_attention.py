@@ -34,6 +34,13 @@ def test_matches_reference_in_half_precision(query_lens: list[int], dtype: torch
     assert error_against_reference(make_step([37, 3], query_lens, GQA, dtype=dtype)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
+def test_reads_what_quantized_pools_stand_for(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    step = make_step([37, 3], [20, 70], GQA, dtype=dtype, kv_dtype=kv_dtype)
+    assert error_against_reference(step) < 1.5 * TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("window", [1, 7, 16, 17, 40, 1000])
 @pytest.mark.parametrize("query_lens", [[1, 37], [80, 64]], ids=["heads folded into rows", "heads apart"])
 def test_window_counts_the_query_token(query_lens: list[int], window: int) -> None:
@@ -65,7 +72,7 @@ def test_softcap_tiles_stay_within_their_budget() -> None:
 def test_window_gathers_only_the_blocks_in_reach_of_the_tile() -> None:
     step = make_step([400], [4], MHA)
     out_of_reach = step.batch.block_tables[0, :15].long()  # 0..239; the tile at 256 sees from 248 on
-    step.pool[out_of_reach] = float("nan")
+    step.pool.blocks[out_of_reach] = 0xFF
     got = gathered_attention.paged_attention(step.query, step.pool, LAYER, step.batch, scale=1.0, window=9)
     assert torch.isfinite(got).all()
 

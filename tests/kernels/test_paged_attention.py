@@ -1,14 +1,21 @@
+from typing import Any
+
 import pytest
 import torch
 
 from radixkv.kernels import reference
-from radixkv.kernels.attention_plan import plan_attention
+from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.paged_attention import paged_attention
 
 from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, make_step
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+def plan_of(step: Step, **options: Any) -> AttentionPlan:
+    heads = {"num_query_heads": step.query.shape[1], "num_kv_heads": step.pool.num_kv_heads}
+    return plan_attention(step.batch, **{**heads, "dtype": step.query.dtype, **options})
 
 
 def error_against_reference(
@@ -19,16 +26,8 @@ def error_against_reference(
     tile_rows: int | None = None,
     split_tokens: int | None = None,
 ) -> float:
-    num_query_heads, head_dim = step.query.shape[1:]
-    plan = plan_attention(
-        step.batch,
-        step.pool,
-        num_query_heads=num_query_heads,
-        window=window,
-        tile_rows=tile_rows,
-        split_tokens=split_tokens,
-    )
-    inputs, scale = (step.query, step.pool, LAYER, step.batch), head_dim**-0.5
+    plan = plan_of(step, window=window, tile_rows=tile_rows, split_tokens=split_tokens)
+    inputs, scale = (step.query, step.pool, LAYER, step.batch), step.query.shape[-1] ** -0.5
     got = paged_attention(*inputs, plan, scale=scale, window=window, softcap=softcap)
     expected = reference.paged_attention(*inputs, scale=scale, window=window, softcap=softcap)
     assert got.dtype == step.query.dtype
@@ -52,6 +51,16 @@ def test_key_tiles_span_blocks_and_parts_of_blocks(dtype: torch.dtype, block_siz
     b = block_size
     step = make_step([0, b, 5], [b - 1, b + 1, 37], GQA, block_size=b, dtype=dtype, device=kernel_device)
     assert error_against_reference(step, tile_rows=128) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("head_dim", [32, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
+def test_reads_what_quantized_pools_stand_for(
+    kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, kernel_device: str
+) -> None:
+    step = make_step([37, 0], [20, 17], GQA, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, device=kernel_device)
+    assert error_against_reference(step, tile_rows=64, split_tokens=64) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
@@ -110,26 +119,27 @@ def test_query_may_be_a_view_with_heads_first(kernel_device: str) -> None:
 
 def test_one_plan_serves_every_layer(kernel_device: str) -> None:
     step = make_step([37, 0], [20, 17], GQA, device=kernel_device)
-    pool = step.pool.nan_to_num(0.5)
-    pool[:, 0] = pool[:, LAYER].flip(-1)
-    plan = plan_attention(step.batch, pool, num_query_heads=6, tile_rows=64)
+    step.pool.values.nan_to_num_(0.5)
+    step.pool.values[:, 0] = step.pool.values[:, LAYER].flip(-1)
+    plan = plan_of(step, tile_rows=64)
     for layer in range(2):
-        got = paged_attention(step.query, pool, layer, step.batch, plan, scale=0.2)
-        expected = reference.paged_attention(step.query, pool, layer, step.batch, scale=0.2)
+        got = paged_attention(step.query, step.pool, layer, step.batch, plan, scale=0.2)
+        expected = reference.paged_attention(step.query, step.pool, layer, step.batch, scale=0.2)
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("prefix_len", [1, 77, 163])
 def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
-    prefix_len: int, window: int | None, kernel_device: str
+    prefix_len: int, window: int | None, kv_dtype: torch.dtype | None, kernel_device: str
 ) -> None:
-    cold = make_step([0, 0], [20, 180], Heads(2, 1), dtype=torch.bfloat16, device=kernel_device)
+    cold = make_step([0, 0], [20, 180], Heads(2, 1), dtype=torch.bfloat16, kv_dtype=kv_dtype, device=kernel_device)
     table = cold.batch.block_tables[1].cpu().numpy()
     warm_batch = PagedBatch.build([180 - prefix_len], [180], [table], 16, kernel_device)
 
     def attend(query: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        plan = plan_attention(batch, cold.pool, num_query_heads=2, window=window, tile_rows=16, split_tokens=128)
+        plan = plan_of(Step(query, cold.pool, batch), window=window, tile_rows=16, split_tokens=128)
         return paged_attention(query, cold.pool, LAYER, batch, plan, scale=0.2, window=window)
 
     warm_rows = cold.query[20 + prefix_len :]
@@ -138,13 +148,13 @@ def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
 
 def test_plan_for_another_window_is_refused() -> None:
     step = make_step([0], [5], GQA)
-    plan = plan_attention(step.batch, step.pool, num_query_heads=6, window=8)
+    plan = plan_of(step, window=8)
     with pytest.raises(ValueError, match="expected one for window None, got one for window 8"):
         paged_attention(step.query, step.pool, LAYER, step.batch, plan, scale=1.0)
 
 
 def test_plan_for_another_head_count_is_refused() -> None:
     step = make_step([0], [5], GQA)
-    plan = plan_attention(step.batch, step.pool, num_query_heads=4)
+    plan = plan_of(step, num_query_heads=4)
     with pytest.raises(ValueError, match="expected one for 6 query heads, got 4"):
         paged_attention(step.query, step.pool, LAYER, step.batch, plan, scale=1.0)

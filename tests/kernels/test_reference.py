@@ -7,16 +7,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import dequantize
 
-from .cases import GQA, LAYER, MHA, make_step
+from .cases import GQA, LAYER, MHA, make_step, poisoned_pool
 
 
-def contiguous_kv(step_pool: torch.Tensor, batch: PagedBatch, request: int) -> torch.Tensor:
+def contiguous_kv(pool: KVPool, batch: PagedBatch, request: int) -> torch.Tensor:
     """Read `[kv_len, 2, num_kv_heads, head_dim]` slot by slot."""
     rows = []
     for position in range(batch.kv_lens[request]):
         block_id = int(batch.block_tables[request, position // batch.block_size])
-        rows.append(step_pool[block_id, LAYER, :, :, position % batch.block_size])
+        rows.append(pool.values[block_id, LAYER, :, :, position % batch.block_size])
     return torch.stack(rows)
 
 
@@ -55,13 +57,24 @@ def test_tiny_softcap_averages_all_visible_values() -> None:
 
 
 def test_write_kv_fills_exactly_its_slots() -> None:
-    pool = torch.full((3, 2, 2, 2, 4, 8), float("nan"))
-    key, value = torch.randn(2, 3, 2, 8).unbind(0)
-    reference.write_kv(key, value, torch.tensor([9, 0, 7]), pool, 1)
-    for row, (block_id, offset) in enumerate([(2, 1), (0, 0), (1, 3)]):
-        assert torch.equal(pool[block_id, 1, 0, :, offset], key[row])
-        assert torch.equal(pool[block_id, 1, 1, :, offset], value[row])
-    assert torch.isfinite(pool).sum() == 2 * 3 * 2 * 8
+    pool = poisoned_pool(3)
+    key, value = torch.randn(2, 3, 2, 32).unbind(0)
+    reference.write_kv(key, value, torch.tensor([33, 0, 31]), pool, 1)
+    for row, (block_id, offset) in enumerate([(2, 1), (0, 0), (1, 15)]):
+        assert torch.equal(pool.values[block_id, 1, 0, :, offset], key[row])
+        assert torch.equal(pool.values[block_id, 1, 1, :, offset], value[row])
+    assert torch.isfinite(pool.values).sum() == 2 * 3 * 2 * 32
+
+
+def test_write_kv_of_a_quantized_pool_leaves_its_neighbours_alone() -> None:
+    pool = poisoned_pool(2, dtype=torch.int4)
+    key, value = torch.randn(2, 1, 2, 32).unbind(0)
+    reference.write_kv(key, value, torch.tensor([17]), pool, 1)
+    assert pool.scales is not None
+    assert torch.equal(pool.scales.isfinite().nonzero()[:, [0, 1, 4]].unique(dim=0), torch.tensor([[1, 1, 1]]))
+    kv = dequantize(pool.values[1, 1, :, :, 1], pool.scales[1, 1, :, :, 1], torch.int4)
+    for got, vectors in zip(kv, (key[0], value[0]), strict=True):
+        assert ((got - vectors).abs() <= vectors.abs().amax(dim=-1, keepdim=True) / 14 * 1.001).all()
 
 
 def test_write_kv_then_attend_reads_back_what_was_written() -> None:
@@ -73,8 +86,9 @@ def test_write_kv_then_attend_reads_back_what_was_written() -> None:
 
 
 def test_copy_blocks_copies_whole_blocks_and_nothing_else() -> None:
-    pool = torch.randn(6, 2, 2, 2, 4, 8)
-    before = pool.clone()
+    pool = poisoned_pool(6, dtype=torch.int8)
+    pool.blocks.random_()
+    before = pool.blocks.clone()
     reference.copy_blocks(pool, torch.tensor([1, 4, 1]), torch.tensor([0, 2, 5]))
     for target, source in enumerate([1, 1, 4, 3, 4, 1]):
-        assert torch.equal(pool[target], before[source])
+        assert torch.equal(pool.blocks[target], before[source])

@@ -111,6 +111,7 @@ class FakeEngine:
             held_leases=len(self._leases),
             evicted_blocks=2**53 + 1,
             block_bytes=4096,
+            kv_dtype="int8",
             tenants=(
                 TenantStats("a", 3, 2, 1, 4, 60, 40, 2, 0, None),
                 TenantStats("b", 0, 0, 0, 0, 0, 0, 0, 5, 9),

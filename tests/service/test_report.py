@@ -66,11 +66,13 @@ def test_a_stats_table_shows_every_number():
         held_leases=119,
         evicted_blocks=120,
         block_bytes=121,
+        kv_dtype="int4",
     )
     table = stats_table(stats)
     for number in (*range(101, 113), 400, *range(114, 122)):
         assert str(number) in table, number
     assert "(28.5 %)" in table
+    assert "121 bytes each, int4" in table
 
 
 def test_a_table_of_nothing_divides_by_nothing():

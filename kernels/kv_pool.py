@@ -1,0 +1,84 @@
+"""The memory that block ids point into.
+
+    blocks   [ block 0 ............................ )[ block 1 ............................ )[ ...
+               values of all layers )[ their scales      values of all layers )[ their scales
+
+A block is one contiguous region, whatever its numbers are stored as, so that copying one is copying bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from radixkv.kernels.quantization import is_quantized, stored_dim, stored_dtype
+
+_SCALE_BYTES = torch.float32.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """K and V of `num_blocks` blocks. The three tensors share their memory.
+
+    Attributes:
+        dtype: float32, bfloat16, float16, float8_e4m3fn, int8 or int4.
+        head_dim: numbers in a key, and in a value, of one head.
+        blocks: uint8 `[num_blocks, block_bytes]`, contiguous.
+        values: `[num_blocks, num_layers, 2, num_kv_heads, block_size, stored_dim]`; dim 2: 0 is K, 1 is V. Two int4
+            share a byte, so `stored_dim` is half of `head_dim` there.
+        scales: float32 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, one a token and head; None if the
+            numbers are stored as they are.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    blocks: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor | None
+
+    @classmethod
+    def allocate(
+        cls,
+        num_blocks: int,
+        num_layers: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> KVPool:
+        """Zeroed blocks.
+
+        Raises:
+            ValueError: the dtype is none of those above, or int4 with an odd `head_dim`.
+        """
+        size = (num_layers, 2, num_kv_heads, block_size)
+        num_vectors = num_layers * 2 * num_kv_heads * block_size
+        value_bytes = num_vectors * stored_dim(head_dim, dtype) * stored_dtype(dtype).itemsize
+        scale_bytes = num_vectors * _SCALE_BYTES if is_quantized(dtype) else 0
+        blocks = torch.zeros(num_blocks, value_bytes + scale_bytes, dtype=torch.uint8, device=device)
+        values = blocks[:, :value_bytes].view(stored_dtype(dtype)).view(num_blocks, *size, -1)
+        scales = blocks[:, value_bytes:].view(torch.float32).view(num_blocks, *size) if scale_bytes else None
+        return cls(dtype, head_dim, blocks, values, scales)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that store K and V."""
+        return self.values.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads that K and V have."""
+        return self.values.shape[3]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self.values.shape[4]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, scales included."""
+        return self.blocks.shape[1]
