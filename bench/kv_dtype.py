@@ -1,0 +1,177 @@
+"""What a quantized pool costs in quality, and how many more tokens fit: the same texts over a pool of each dtype.
+
+python -m bench.kv_dtype --json bench/results/kv_dtype.json
+
+The texts are drawn from the model itself over a pool of its own dtype, so that they are what it expects. What it costs
+your own model, `--models DIR` says: a random one has weights without outliers, and attention without habits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy, kl_div
+from tqdm import trange
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from bench.environment import describe_run
+from radixkv.attention import ATTENTION_NAME, PagedStep, TorchKernels
+from radixkv.config import KV_DTYPES, ModelConfig
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kv_storage import KVStorage
+from radixkv.model import Model, load_model
+
+BLOCK_SIZE = 64
+
+Row = dict[str, float | int | str]
+
+
+def build_model(name: str, num_layers: int) -> Model:
+    """`random`: a model with Qwen3 0.6B's layers and head dim 128, and weights wide enough that it prefers some tokens.
+
+    Any other name is what `model.path` takes.
+    """
+    if name != "random":
+        return load_model(ModelConfig(path=name, device="cpu"))
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=num_layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    return Model("random", module, torch.device("cpu"))
+
+
+class Text:
+    """One text on its way through a model, over a pool of its own.
+
+    Args:
+        model: what computes it.
+        kv_dtype: see `CacheConfig`.
+        max_tokens: room in the pool.
+    """
+
+    def __init__(self, model: Model, kv_dtype: str, max_tokens: int) -> None:
+        self._model = model
+        num_blocks = -(-max_tokens // BLOCK_SIZE)
+        self._storage = KVStorage(num_blocks, BLOCK_SIZE, model.kv_shape.stored_as(kv_dtype), model.device)
+        self._block_ids = np.arange(num_blocks, dtype=np.int32)
+        self._num_tokens = 0
+
+    def append(self, ids: torch.Tensor) -> torch.Tensor:
+        """Compute the next tokens, int64 `[n]`; returns the logits after each, float32 `[n, vocab_size]`."""
+        start, self._num_tokens = self._num_tokens, self._num_tokens + ids.numel()
+        batch = PagedBatch.build([ids.numel()], [self._num_tokens], [self._block_ids], BLOCK_SIZE)
+        step = PagedStep(self._storage.pool, batch, TorchKernels())
+        positions = torch.arange(start, self._num_tokens)
+        return self._model.forward(ids, positions, step, torch.arange(ids.numel()))[0]
+
+
+def draw_text(model: Model, num_tokens: int, seed: int) -> torch.Tensor:
+    """Let the model write, at temperature 1, over a pool of its own dtype; int64 `[num_tokens]`."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.vocab_size, (1,), generator=generator)
+    text = Text(model, "auto", num_tokens)
+    for _ in trange(num_tokens - 1, desc=f"text {seed}", leave=False, disable=None):
+        probabilities = text.append(ids[-1:])[0].softmax(-1)
+        ids = torch.cat((ids, torch.multinomial(probabilities, 1, generator=generator)))
+    return ids
+
+
+def logits_of(model: Model, kv_dtype: str, ids: torch.Tensor) -> torch.Tensor:
+    """Logits after each token, `[num_tokens, vocab_size]`, computed at once.
+
+    Raises:
+        AssertionError: computed in two parts they have other bits.
+    """
+    logits = Text(model, kv_dtype, ids.numel()).append(ids)
+    in_parts, cut = Text(model, kv_dtype, ids.numel()), ids.numel() // 3
+    again = torch.cat((in_parts.append(ids[:cut]), in_parts.append(ids[cut:])))
+    assert not model.is_exact or torch.equal(logits, again), f"{kv_dtype}: a hit changes the answer"
+    return logits
+
+
+def compare(own: Iterable[torch.Tensor], got: Iterable[torch.Tensor], texts: Iterable[torch.Tensor]) -> Row:
+    """Logits over the model's own dtype, and over another, in numbers."""
+    expected, logits = torch.cat(list(own)), torch.cat(list(got))  # [num_tokens, vocab_size]
+    apart = (logits - expected).abs()
+    return {
+        "max_logit_difference": apart.max().item(),
+        "mean_logit_difference": apart.mean().item(),
+        "kl": kl_div(logits.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="batchmean").item(),
+        "top1_agreement": (logits.argmax(-1) == expected.argmax(-1)).float().mean().item(),
+        "perplexity": _perplexity(logits, texts),
+    }
+
+
+def _perplexity(logits: torch.Tensor, texts: Iterable[torch.Tensor]) -> float:
+    """Of each text's tokens but its first."""
+    texts = list(texts)
+    by_text = torch.split(logits, [ids.numel() for ids in texts])
+    losses = [cross_entropy(rows[:-1], ids[1:]) for rows, ids in zip(by_text, texts, strict=True)]
+    return float(torch.stack(losses).mean().exp())
+
+
+def measure(model: Model, num_texts: int, num_tokens: int) -> list[Row]:
+    """A row for each dtype of the pool."""
+    texts = [draw_text(model, num_tokens, seed) for seed in range(num_texts)]
+    own = [logits_of(model, "auto", ids) for ids in texts]
+    bf16_bytes = model.kv_shape.stored_as("bf16").token_bytes
+    rows = []
+    for kv_dtype in KV_DTYPES:
+        shape = model.kv_shape.stored_as(kv_dtype)
+        got = own if kv_dtype == "auto" else [logits_of(model, kv_dtype, ids) for ids in texts]
+        rows.append(
+            {
+                "model": model.name,
+                "head_dim": shape.head_dim,
+                "kv_dtype": f"auto ({shape.format.name})" if kv_dtype == "auto" else kv_dtype,
+                "token_bytes": shape.token_bytes,
+                "tokens_over_bf16": bf16_bytes / shape.token_bytes,
+                "std_of_logits": torch.cat(own).std().item(),
+                **compare(own, got, texts),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description="The same texts over a pool of each dtype.")
+    parser.add_argument("--models", nargs="+", default=["tiny", "random"], help="tiny, random or a directory")
+    parser.add_argument("--layers", type=int, default=8, help="of the random model")
+    parser.add_argument("--texts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=512, help="of each text")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for name in options.models:
+        rows += measure(build_model(name, options.layers), options.texts, options.tokens)
+    print(f"{'model':>8} {'pool':>11} {'fits':>5} {'max':>8} {'mean':>8} {'KL':>9} {'top-1':>7} {'perplexity':>10}")
+    for row in rows:
+        print(
+            f"{row['model']:>8} {row['kv_dtype']:>11} {row['tokens_over_bf16']:5.2f}",
+            f"{row['max_logit_difference']:8.4f} {row['mean_logit_difference']:8.4f} {row['kl']:9.2e}",
+            f"{row['top1_agreement']:7.2%} {row['perplexity']:10.3f}",
+        )
+    if options.json:
+        command = shlex.join(["python", "-m", "bench.kv_dtype", *sys.argv[1:]])
+        result = {"rows": rows, "texts": options.texts, "tokens": options.tokens, "command": command, **describe_run()}
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
