@@ -8,6 +8,7 @@ warps, stages and argument specializations are those of a real call.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -30,11 +31,13 @@ from radixkv.kernels.attention_plan import plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.copy_blocks import copy_blocks
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.linear import linear
+from radixkv.kernels.norm import rms_norm, row_mean
 from radixkv.kernels.paged_attention import paged_attention
 from radixkv.kernels.write_kv import write_kv
 
 _TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
-_INSTRUCTIONS = ("HGMMA", "HMMA", "FFMA", "LDGSTS", "LDG.E.128", "STG.E.128", "LDL", "STL")
+_INSTRUCTIONS = ("HGMMA", "HMMA", "FFMA", "UTMALDG", "LDGSTS", "LDG.E.128", "STG.E.128", "LDL", "STL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class CompiledCase:
     stack_bytes: int
     shared_bytes: int
     num_warps: int
+    code_sha256: str
     instructions: dict[str, int]
 
 
@@ -130,6 +134,62 @@ ALL_ATTENTION_CASES = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class LinearCase:
+    """One shape of the matrix product; `loads` names how the tiles are expected to come."""
+
+    dtype: torch.dtype
+    out_features: int
+    in_features: int
+    loads: str
+    is_transposed: bool = False
+    num_rows: int = 300
+    first_row: int = 0
+
+    def __str__(self) -> str:
+        name = f"{str(self.dtype)[6:]} {self.out_features}x{self.in_features} by {self.loads}"
+        name += " transposed" if self.is_transposed else ""
+        return f"{name}, rows {self.first_row} to {self.num_rows}"
+
+    def launch(self) -> None:
+        """Call the kernel on tensors of this shape."""
+        weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
+        if self.is_transposed:
+            weight = torch.empty(self.in_features, self.out_features, dtype=self.dtype).t()
+        rows = torch.empty(self.num_rows, self.in_features, dtype=self.dtype)[self.first_row :]
+        linear(rows, weight, torch.empty(self.out_features, dtype=self.dtype))
+
+
+# Every tile shape with every way of loading. Odd features make the most addresses.
+LINEAR_CASES = [
+    *(
+        LinearCase(bf16, out_features, 4096, "TMA", is_transposed)
+        for out_features in (8192, 4096, 1024)
+        for is_transposed in (False, True)
+    ),
+    LinearCase(fp16, 8192, 64, "TMA"),
+    *(LinearCase(bf16, out_features, 100, "pointers") for out_features in (8192, 1000)),
+    *(LinearCase(fp16, out_features, 4097, "pointers") for out_features in (8192, 1000)),
+    LinearCase(bf16, 2049, 4096, "pointers", is_transposed=True),
+    LinearCase(fp32, 4096, 4096, "pointers"),
+    LinearCase(fp32, 4096, 4096, "pointers", is_transposed=True),
+    LinearCase(fp32, 100, 37, "pointers"),
+    # The same weights again, for other rows.
+    *(LinearCase(bf16, 1024, 4096, "TMA", num_rows=num_rows) for num_rows in (1, 16, 17)),
+    *(LinearCase(bf16, 1000, 100, "pointers", num_rows=n, first_row=first) for n, first in ((1, 0), (16, 0), (18, 1))),
+]
+
+
+# (dtype, num_columns, first_row): one block, one warp, several blocks, and views whose start is not aligned.
+NORM_CASES = [(bf16, 4096, 0), (fp32, 128, 0), (bf16, 14336, 0), (bf16, 37, 0), (bf16, 37, 1)]
+
+
+def _launch_norms(dtype: torch.dtype, num_columns: int, first_row: int) -> None:
+    rows = torch.empty(16, num_columns, dtype=dtype)[first_row:]
+    row_mean(rows)
+    rms_norm(rows, torch.empty(num_columns, dtype=dtype), 1e-6)
+
+
 def _launch_write(dtype: torch.dtype, head_dim: int) -> None:
     pool = KVPool.allocate(2, 2, 8, 64, head_dim, dtype=dtype)
     key, value = torch.empty(2, 40, 8, head_dim, dtype=bf16).unbind(0)
@@ -148,6 +208,11 @@ def cases(attention_cases: list[AttentionCase]) -> Iterator[tuple[str, Callable[
         for head_dim in (80, 128):
             yield f"{str(dtype)[6:]} D{head_dim}", partial(_launch_write, dtype, head_dim)
     yield "bfloat16", partial(_launch_copy, bf16)
+    for linear_case in LINEAR_CASES:
+        yield str(linear_case), linear_case.launch
+    for dtype, num_columns, first_row in NORM_CASES:
+        name = f"{str(dtype)[6:]} {num_columns}, rows from {first_row}"
+        yield name, partial(_launch_norms, dtype, num_columns, first_row)
 
 
 def compile_case(name: str, launch: Callable[[], None]) -> list[CompiledCase]:
@@ -198,6 +263,7 @@ def _describe(case: str, kernel_name: str, kernel: Any) -> CompiledCase:
         stack_bytes=int(found[2]),
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
+        code_sha256=hashlib.sha256(kernel.asm["cubin"]).hexdigest(),
         instructions={name: len(re.findall(rf"\b{re.escape(name)}", sass)) for name in _INSTRUCTIONS},
     )
 

@@ -25,7 +25,9 @@ def compiled() -> list[dict[str, Any]]:
 
 
 def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
-    assert {row["kernel"] for row in compiled} == {"_attend_tile", "_merge_partials", "_write_tile", "_copy_span"}
+    attention = {"_attend_tile", "_merge_partials", "_write_tile", "_copy_span"}
+    exact = {"_multiply_tiles", "_mean_row", "_norm_row"}
+    assert {row["kernel"] for row in compiled} == attention | exact
 
 
 def test_no_kernel_spills(compiled: list[dict[str, Any]]) -> None:
@@ -58,3 +60,38 @@ def test_keys_and_values_arrive_by_asynchronous_copy(compiled: list[dict[str, An
 def test_block_copies_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
     (copy,) = [row for row in compiled if row["kernel"] == "_copy_span"]
     assert copy["instructions"]["LDG.E.128"] == copy["instructions"]["STG.E.128"] == 8
+
+
+def test_half_precision_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
+    products = [row for row in compiled if row["kernel"] == "_multiply_tiles"]
+    for row in products:
+        is_float32 = "float32" in row["case"]
+        assert bool(row["instructions"]["HGMMA"]) != is_float32, row
+        assert bool(row["instructions"]["FFMA"]) == is_float32, row
+
+
+def test_tiles_come_by_tma_where_the_weight_permits(compiled: list[dict[str, Any]]) -> None:
+    products = [row for row in compiled if row["kernel"] == "_multiply_tiles"]
+    assert {"TMA" in row["case"] for row in products} == {False, True}
+    for row in products:
+        assert bool(row["instructions"]["UTMALDG"]) == ("TMA" in row["case"]), row
+
+
+@pytest.mark.parametrize(("kernel", "num_variants"), [("_multiply_tiles", 2), ("_mean_row", 1), ("_norm_row", 1)])
+def test_one_machine_code_serves_any_number_of_rows_wherever_they_start(
+    kernel: str, num_variants: int, compiled: list[dict[str, Any]]
+) -> None:
+    codes: dict[str, list[str]] = {}
+    for row in compiled:
+        if row["kernel"] == kernel:
+            codes.setdefault(row["case"].partition(", rows")[0], []).append(row["code_sha256"])
+    repeated = [found for found in codes.values() if len(found) > 1]
+    assert len(repeated) == num_variants
+    assert all(len(set(found)) == 1 for found in repeated)
+    assert len({found[0] for found in codes.values()}) == len(codes)
+
+
+def test_norms_load_16_bytes_at_a_time_from_aligned_rows(compiled: list[dict[str, Any]]) -> None:
+    norms = [row for row in compiled if row["kernel"] in ("_mean_row", "_norm_row") and " 4096" in row["case"]]
+    assert norms
+    assert all(row["instructions"]["LDG.E.128"] for row in norms)
