@@ -271,7 +271,7 @@ def build_engine(config: Config) -> Engine:
         ConfigError: the model can't be loaded or served, or the pool does not fit into memory.
     """
     model = load_model(config.model)
-    kernels = _kernels(model)
+    kernels = attention_kernels(model)
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     check_model(model, kernels, config.cache.block_size, kv_shape)
     storage = KVStorage(config.cache.num_blocks, config.cache.block_size, kv_shape, model.device)
@@ -295,7 +295,8 @@ def _quota(bounds: TenantConfig, block_size: int) -> Quota:
     )
 
 
-def _kernels(model: Model) -> AttentionKernels:
+def attention_kernels(model: Model) -> AttentionKernels:
+    """What works on the pool, where the model runs."""
     if model.device.type == "cuda":
         from radixkv.triton_kernels import TritonKernels  # Triton is not there on every platform
 

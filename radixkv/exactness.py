@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,31 +30,54 @@ _POINTWISE = (
 
 
 class ExactFunctions(TorchFunctionMode):
-    """While it is entered, products are computed in tiles and functions of single numbers in pieces.
+    """While it is entered, some of torch's functions are replaced by exact ones.
 
     Args:
-        module: the model, where it will run.
+        functions: what to call in place of what.
     """
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
         super().__init__()
-        self._module = module
-        self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._exact: dict[Callable[..., Any], Callable[..., Any]] = {
-            functional.linear: self._linear,
-            torch.addmm: self._addmm,
-        }
-        for name in _POINTWISE:
-            for owner in (torch, torch.Tensor, torch.special, functional, torch._C._nn):
-                function = getattr(owner, name, None)
-                if function is not None:
-                    self._exact[function] = _pointwise(function)
+        self._functions = functions
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch for each of its functions."""
-        return self._exact.get(func, func)(*args, **(kwargs or {}))
+        return self._functions.get(func, func)(*args, **(kwargs or {}))
+
+
+def make_exact(module: PreTrainedModel) -> ExactFunctions:
+    """Prepare a model that is where it will run; what is returned must be entered during each forward pass.
+
+    A mixture of experts computes each expert's tokens by itself, and adds them up in the order of the experts. What is
+    left inexact is found by `check_model`.
+    """
+    if module._can_set_experts_implementation():
+        module.set_experts_implementation("eager")
+    if module.device.type == "cuda":
+        # Triton is not there on every platform.
+        from radixkv.triton_exactness import exact_functions, require_exact_gpu
+
+        require_exact_gpu(module.device)
+        return ExactFunctions(exact_functions())
+    return ExactFunctions(_TiledProducts(module).functions | pointwise_functions())
+
+
+class _TiledProducts:
+    """Products on a CPU, in tiles of the sizes that were seen to agree for each shape of weight.
+
+    Args:
+        module: whose weights they are, for their names.
+    """
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self._module = module
+        self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self.functions: dict[Callable[..., Any], Callable[..., Any]] = {
+            functional.linear: self._linear,
+            torch.addmm: self._addmm,
+        }
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return tiled_linear(input, weight, bias, self._sizes_of(weight, bias))
@@ -80,15 +103,15 @@ class ExactFunctions(TorchFunctionMode):
         return names[0] if names else type(self._module).__name__
 
 
-def make_exact(module: PreTrainedModel) -> ExactFunctions:
-    """Prepare a model that is where it will run; what is returned must be entered during each forward pass.
-
-    A mixture of experts computes each expert's tokens by itself, and adds them up in the order of the experts. What is
-    left inexact is found by `check_model`.
-    """
-    if module._can_set_experts_implementation():
-        module.set_experts_implementation("eager")
-    return ExactFunctions(module)
+def pointwise_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Functions of single numbers on a CPU, in pieces, and what they stand for."""
+    functions = {}
+    for name in _POINTWISE:
+        for owner in (torch, torch.Tensor, torch.special, functional, torch._C._nn):
+            function = getattr(owner, name, None)
+            if function is not None:
+                functions[function] = _pointwise(function)
+    return functions
 
 
 def _pointwise(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

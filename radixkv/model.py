@@ -97,10 +97,6 @@ def load_model(config: ModelConfig) -> Model:
     """
     device = _resolve_device(config.device)
     is_exact = config.exactness == "exact"
-    if is_exact and device.type != "cpu":
-        raise ConfigError(
-            f'model.exactness: expected "fast" on {device}, got "exact", which the GPU kernels do not do yet'
-        )
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.path == "tiny":
         tiny = build_tiny_model(ATTENTION_NAME).to(dtype or torch.float32)

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from transformers import GPT2Config, MixtralConfig, PretrainedConfig
 
-from radixkv.attention import TorchKernels
 from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
+from radixkv.engine import attention_kernels
 from radixkv.engine_core import EngineCore
 from radixkv.errors import OutOfBlocks
 from radixkv.kv_storage import KVStorage
@@ -68,19 +68,21 @@ class Cases:
 
     Args:
         directory: a checkpoint.
-        dtype, exactness: see `ModelConfig`.
+        dtype, exactness, device: see `ModelConfig`.
         kv_dtype: see `CacheConfig`.
         seed: of everything random.
     """
 
-    def __init__(self, directory: Path, dtype: str, kv_dtype: str, exactness: str, seed: int) -> None:
+    def __init__(
+        self, directory: Path, dtype: str, kv_dtype: str, exactness: str, seed: int, device: str = "cpu"
+    ) -> None:
         self.random = random.Random(seed)
         self.block_size = self.random.choice((16, 32))
-        self.model = load_model(ModelConfig(path=str(directory), dtype=dtype, exactness=exactness))
+        self.model = load_model(ModelConfig(path=str(directory), dtype=dtype, exactness=exactness, device=device))
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
         storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device)
         storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
-        self.runner = Runner(self.model, storage, TorchKernels())
+        self.runner = Runner(self.model, storage, attention_kernels(self.model))
         self.cache = PrefixCache(NUM_BLOCKS, self.block_size)
         self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
         self.counts: Counter[str] = Counter()
@@ -129,6 +131,7 @@ class Cases:
     def _stored(self, block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Copy the bytes that the pool holds of a sequence, `[num_tokens, num_layers, n]`."""
         pool = self.runner.storage.pool
+        block_ids = block_ids.to(self.model.device)
         tensors = [pool.values] if pool.scales is None else [pool.values, pool.scales[..., None]]
         by_token = [tensor[block_ids].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:num_tokens] for tensor in tensors]
         return torch.cat([tensor.flatten(2).contiguous().view(torch.uint8) for tensor in by_token], dim=2)
@@ -158,12 +161,18 @@ class Cases:
 
 
 def run_cases(
-    model: str, dtype: str, exactness: str, num_cases: int, seed: int = 0, kv_dtype: str = "auto"
+    model: str,
+    dtype: str,
+    exactness: str,
+    num_cases: int,
+    seed: int = 0,
+    kv_dtype: str = "auto",
+    device: str = "cpu",
 ) -> tuple[Counter[str], str]:
     """Run cases of one model; returns what they met, and the first difference."""
     first = ""
     with tempfile.TemporaryDirectory() as folder:
-        cases = Cases(write_checkpoint(MODELS[model], Path(folder)), dtype, kv_dtype, exactness, seed)
+        cases = Cases(write_checkpoint(MODELS[model], Path(folder)), dtype, kv_dtype, exactness, seed, device)
         for index in range(num_cases):
             difference = cases.run()
             first = first or (difference and f"{model}, {kv_dtype}, seed {seed}, case {index}: {difference}")
@@ -176,13 +185,20 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
     parser.add_argument("--exactness", choices=("exact", "fast"), default="exact")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     start_s, counts, first = time.perf_counter(), Counter[str](), ""
     for index, model in enumerate(MODELS):
         share = -(-options.cases // len(MODELS))
         met, difference = run_cases(
-            model, options.dtype, options.exactness, share, 100 * options.seed + index, options.kv_dtype
+            model,
+            options.dtype,
+            options.exactness,
+            share,
+            100 * options.seed + index,
+            options.kv_dtype,
+            options.device,
         )
         print(f"{model}: {dict(met)}", flush=True)
         counts += met

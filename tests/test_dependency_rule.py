@@ -50,6 +50,7 @@ ORDER = [
     "attention",
     "triton_kernels",
     "tiny_model",
+    "triton_exactness",
     "exactness",
     "model",
     "prediction",

@@ -5,10 +5,14 @@ import pytest
 import torch
 
 from radixkv.config import ModelConfig
+from radixkv.exactness import ExactFunctions, pointwise_functions
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
 from radixkv.kv_storage import KVStorage
 from radixkv.lease import BlockCopy
 from radixkv.model import load_model
 from radixkv.runner import Chunk, Runner
+from radixkv.triton_exactness import exact_functions
 from radixkv.triton_kernels import TritonKernels
 from tests.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
 from tests.kernels.interpreter import interpret_kernels
@@ -45,3 +49,53 @@ def test_a_whole_model_on_triton_kernels_agrees_with_eager_attention(
         with torch.inference_mode():
             expected = oracle(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0, -1]
         assert (row - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "kv_dtype"),
+    [("llama", "float32", "auto"), ("qwen3", "bfloat16", "auto"), ("gemma2", "bfloat16", "int8")],
+)
+def test_in_exact_mode_no_bit_depends_on_what_was_cached_or_on_the_batch(
+    family: str, dtype: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint(CONFIGS[family], tmp_path)
+    model = load_model(ModelConfig(path=str(directory), dtype=dtype))
+    if not torch.cuda.is_available():
+        interpret_kernels(monkeypatch)
+        model._mode = ExactFunctions(pointwise_functions() | exact_functions())
+    storage = KVStorage(16, 16, model.kv_shape.stored_as(kv_dtype), model.device)
+    storage.pool.blocks.fill_(0xFF)
+    runner = Runner(model, storage, TritonKernels(is_exact=True))
+    mine, other = (np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60).astype("<u4").tobytes() for seed in (0, 1))
+    cold, warm, others = (np.arange(start, start + 4, dtype=np.int32) for start in (0, 4, 8))
+    at_once = runner.run([Chunk(mine, 0, 60, cold, None, wants_logits=True)]).logits[0]
+    runner.run([Chunk(mine, 0, 23, warm, None, wants_logits=False)])
+    runner.run([Chunk(mine, 23, 24, warm, None, wants_logits=False)])
+    in_parts = runner.run(
+        [
+            Chunk(other, 0, 41, others, None, wants_logits=True),
+            Chunk(mine, 24, 60, warm, None, wants_logits=True),
+        ]
+    ).logits[1]
+    assert torch.equal(at_once, in_parts)
+    kv = storage.pool.values.view(torch.uint8)
+    assert torch.equal(kv[:3], kv[4:7])
+    assert torch.equal(kv[3, ..., :12, :], kv[7, ..., :12, :])
+
+
+def test_in_exact_mode_tiles_and_splits_do_not_fit_themselves_to_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    def attend(*inputs: object, **options: object) -> None:
+        plans.append(inputs[4])
+
+    monkeypatch.setattr("radixkv.kernels.paged_attention.paged_attention", attend)
+    pool = KVPool.allocate(80, 1, 2, 64, 16, dtype=torch.bfloat16)
+    kernels = TritonKernels(is_exact=True)
+    for query_len, kv_len in ((1, 5000), (700, 5000), (5000, 5000)):
+        batch = PagedBatch.build([query_len], [kv_len], [np.arange(80, dtype=np.int32)], 64)
+        query = torch.zeros(query_len, 4, 16, dtype=torch.bfloat16)
+        kernels.paged_attention(query, pool, 0, batch, scale=1.0, window=None, softcap=None)
+    assert {plan.tile_rows for plan in plans} == {128}
+    last_tiles = [plan.work[plan.work[:, 4] == plan.work[:, 4].max()].sort(dim=0).values for plan in plans]
+    assert [tile[:, 5:7].tolist() for tile in last_tiles] == 3 * [[[0, 2048], [2048, 4096], [4096, 5000]]]

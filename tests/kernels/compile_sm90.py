@@ -68,22 +68,24 @@ class AttentionCase:
     softcap: float | None = None
     split: bool = False
     kv_dtype: torch.dtype | None = None
+    num_tokens: int = 40
 
     def __str__(self) -> str:
         name = f"{str(self.dtype)[6:]} D{self.head_dim} rows{self.tile_rows} block{self.block_size} G{self.group_size}"
         extras = [name for name in ("window", "softcap", "split") if getattr(self, name)]
         extras += [f"pool {str(self.kv_dtype)[6:]}"] if self.kv_dtype else []
-        return " ".join([name, *extras])
+        return " ".join([name, *extras]) + f", rows of {self.num_tokens} tokens"
 
     def launch(self) -> None:
         """Call the kernel on tensors of this shape."""
-        num_kv_heads, prefix_len, query_len = 2, 512, 40
-        kv_len = prefix_len + query_len
+        num_kv_heads, query_len = 2, self.num_tokens
+        kv_len = 512 + query_len
         table = np.arange(-(-kv_len // self.block_size), dtype=np.int32)
         batch = PagedBatch.build([query_len], [kv_len], [table], self.block_size)
         shape = (1, 2, num_kv_heads, self.block_size, self.head_dim)
         pool = KVPool.allocate(*shape, dtype=self.kv_dtype or self.dtype)
-        query = torch.empty(query_len, num_kv_heads * self.group_size, self.head_dim, dtype=self.dtype)
+        # Heads first in memory, as transformers has them, so that a stride depends on the number of tokens.
+        query = torch.empty(num_kv_heads * self.group_size, query_len, self.head_dim, dtype=self.dtype).transpose(0, 1)
         plan = plan_attention(
             batch,
             num_query_heads=query.shape[1],
@@ -102,6 +104,7 @@ fp8, int8, int4 = torch.float8_e4m3fn, torch.int8, torch.int4
 # What every change is held to: each code path once, on the shapes of common models.
 ATTENTION_CASES = [
     AttentionCase(bf16, 128, 128, split=True),
+    AttentionCase(bf16, 128, 128),
     AttentionCase(bf16, 128, 64),
     AttentionCase(bf16, 128, 16, split=True),
     AttentionCase(bf16, 128, 128, block_size=16),
@@ -121,6 +124,10 @@ ATTENTION_CASES = [
     AttentionCase(bf16, 256, 128, kv_dtype=int4, group_size=2),
     AttentionCase(fp32, 128, 16, kv_dtype=bf16),
     AttentionCase(fp32, 128, 16, kv_dtype=int4),
+    # The same again, for other tokens.
+    AttentionCase(bf16, 128, 128, num_tokens=1),
+    AttentionCase(bf16, 128, 128, num_tokens=17),
+    AttentionCase(bf16, 128, 128, num_tokens=48),
 ]
 
 ALL_ATTENTION_CASES = [

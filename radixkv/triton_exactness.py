@@ -1,0 +1,65 @@
+"""Torch's functions that add up rows, as Triton kernels whose rows do not depend on each other: exact mode on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from radixkv.errors import ConfigError
+from radixkv.kernels.linear import linear
+from radixkv.kernels.norm import rms_norm, row_mean
+
+# Of a block, on an H100, H200 or B200: what the tiles of `linear` were made for. GPUs that have it have TMA.
+_SHARED_BYTES = 232_448
+
+
+def require_exact_gpu(device: torch.device) -> None:
+    """Refuse a GPU that the kernels were not made for.
+
+    Raises:
+        ConfigError: it has less shared memory.
+    """
+    gpu = torch.cuda.get_device_properties(device)
+    shared_bytes: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's annotations lack it
+    if shared_bytes < _SHARED_BYTES:
+        raise ConfigError(
+            f"model.exactness: expected a GPU with {_SHARED_BYTES} bytes of shared memory a block for exact, got "
+            f'{gpu.name} with {shared_bytes}; model.exactness = "fast" serves the model there'
+        )
+
+
+def exact_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What to call in place of torch's functions.
+
+    Functions of single numbers need no replacement there: each number is computed by a thread of its own.
+    """
+    return {
+        functional.linear: linear,
+        torch.addmm: _addmm,
+        torch.mean: _mean,
+        torch.Tensor.mean: _mean,
+        functional.rms_norm: _rms_norm,
+    }
+
+
+def _addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
+    return linear(mat1, mat2.t(), input)
+
+
+def _mean(input: torch.Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> torch.Tensor:
+    is_of_rows = dim in (-1, input.dim() - 1, [-1], (-1,)) and input.dim() > 0
+    if not is_of_rows or options or not input.is_floating_point():
+        return torch.mean(input, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **options)
+    means = row_mean(input)
+    return means if keepdim else means.squeeze(-1)
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    if len(normalized_shape) > 1:
+        return functional.rms_norm(input, normalized_shape, weight, eps)
+    return rms_norm(input, weight, torch.finfo(input.dtype).eps if eps is None else eps)
