@@ -20,12 +20,15 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from radixkv.kernels.flat_rows import flat_rows
+from radixkv.kernels.sum_order import cancelling_product
 
 # Tiles that follow each other stay within 8 tiles of rows (1024 rows), so that what 132 programs read at one time, 8
 # tiles of rows and 17 of columns, is a few MiB and stays in the L2 cache of 50 MiB.
 _GROUP_TILES = 8
 
 _TMA_ALIGNMENT_BYTES = 16  # of addresses and strides
+
+_TRIED_ROWS = 300  # three tiles, one of them part empty
 
 
 def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,6 +62,20 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
         layout = layout_of(weight)
         _launch(flat, weight, bias, output, layout, tile_shape(out_features, weight.dtype, layout))
     return output.view(*rows.shape[:-1], out_features)
+
+
+def rows_agree(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether rows do have the same bits on this GPU; `linear` promises it of the order of sums, not of the hardware.
+
+    Args:
+        weight: `[out_features, in_features]` in the dtype, on the device and with the strides that are used later.
+        bias: `[out_features]`, or None.
+    """
+    rows, weight, bias = cancelling_product(weight, bias, _TRIED_ROWS)
+    whole = linear(rows, weight, bias)
+    order = torch.randperm(_TRIED_ROWS, generator=torch.Generator().manual_seed(0)).to(weight.device)
+    parts = (order, order[:1], order[:17], torch.arange(1, _TRIED_ROWS, device=weight.device))
+    return all(torch.equal(linear(rows[part], weight, bias), whole[part]) for part in parts)
 
 
 def _check(name: str, tensor: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> None:

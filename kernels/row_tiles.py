@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from radixkv.kernels.sum_order import cancelling_product
+
 SIZES = (512, 256, 128, 64, 32, 16)  # the last one pads; 16 rows cost two thirds of 32 (float32, 896 x 896)
 
 
@@ -50,7 +52,7 @@ def agreeing_sizes(
 ) -> tuple[int, ...]:
     """The tile sizes whose rows have the same bits as those of the smallest one, wherever in the tile they stand.
 
-    The order of the sums does not depend on the numbers, so random ones show it.
+    The order of the sums does not depend on the numbers, so those of `cancelling_product` show it.
 
     Args:
         weight: `[out_features, in_features]` in the dtype, on the device and with the strides that are used later.
@@ -60,9 +62,8 @@ def agreeing_sizes(
     Returns:
         Sizes for `tiled_linear`; empty if already the smallest tile treats its rows differently.
     """
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(sizes[0], weight.shape[1], generator=generator).to(weight)
-    order = torch.randperm(sizes[0], generator=generator).to(weight.device)
+    rows, weight, bias = cancelling_product(weight, bias, sizes[0])
+    order = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(0)).to(weight.device)
     expected = tiled_linear(rows, weight, bias, sizes[-1:])
     agreeing = tuple(
         size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn import functional
@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.row_pieces import in_row_pieces
 from radixkv.kernels.row_tiles import SIZES, agreeing_sizes, tiled_linear
+
+T = TypeVar("T")
 
 # A forward pass has a multiple of so many tokens, padding included: a single row would be taken for a vector.
 TOKENS_MULTIPLE = SIZES[-1]
@@ -57,50 +59,64 @@ def make_exact(module: PreTrainedModel) -> ExactFunctions:
         module.set_experts_implementation("eager")
     if module.device.type == "cuda":
         # Triton is not there on every platform.
-        from radixkv.triton_exactness import exact_functions, require_exact_gpu
+        from radixkv.kernels.linear import linear, rows_agree
+        from radixkv.triton_exactness import require_exact_gpu, row_functions
 
         require_exact_gpu(module.device)
-        return ExactFunctions(exact_functions())
-    return ExactFunctions(_TiledProducts(module).functions | pointwise_functions())
+        on_gpu = _Products(module, rows_agree, lambda rows, weight, bias, _: linear(rows, weight, bias))
+        return ExactFunctions(on_gpu.functions | row_functions())
+    return ExactFunctions(_Products(module, _agreeing_sizes, tiled_linear).functions | pointwise_functions())
 
 
-class _TiledProducts:
-    """Products on a CPU, in tiles of the sizes that were seen to agree for each shape of weight.
+class _Products(Generic[T]):
+    """Products, by a way that is tried once for each shape of weight.
 
     Args:
         module: whose weights they are, for their names.
+        attempt: tries it for a weight and a bias; what it returns is false if rows are not computed alike.
+        multiply: the product of rows, a weight and a bias, given what the attempt returned.
     """
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        attempt: Callable[[torch.Tensor, torch.Tensor | None], T],
+        multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, T], torch.Tensor],
+    ) -> None:
         self._module = module
-        self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._attempt = attempt
+        self._multiply = multiply
+        self._attempts: dict[tuple[object, ...], T] = {}
         self.functions: dict[Callable[..., Any], Callable[..., Any]] = {
             functional.linear: self._linear,
             torch.addmm: self._addmm,
         }
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return tiled_linear(input, weight, bias, self._sizes_of(weight, bias))
+        return self._multiply(input, weight, bias, self._attempt_of(weight, bias))
 
     def _addmm(self, input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
-        return tiled_linear(mat1, mat2.t(), input, self._sizes_of(mat2.t(), input))
+        return self._linear(mat1, mat2.t(), input)
 
-    def _sizes_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
+    def _attempt_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> T:
         key = (weight.shape, weight.dtype, weight.stride(), bias is None)
-        if key not in self._sizes:
-            candidates = _WIDE_SIZES if weight.shape[0] > _WIDE_FEATURES else SIZES
-            self._sizes[key] = agreeing_sizes(weight, bias, candidates)
-        if not self._sizes[key]:
+        if key not in self._attempts:
+            self._attempts[key] = self._attempt(weight, bias)
+        if not self._attempts[key]:
             raise UnsupportedModel(
                 f"{self._name_of(weight)}: expected the rows of a product to be computed alike, got others for "
                 f'{tuple(weight.shape)} in {weight.dtype} on this machine; model.exactness = "fast" serves the model '
                 "with answers that depend on what is cached"
             )
-        return self._sizes[key]
+        return self._attempts[key]
 
     def _name_of(self, weight: torch.Tensor) -> str:
         names = [name for name, own in self._module.named_parameters() if own.data_ptr() == weight.data_ptr()]
         return names[0] if names else type(self._module).__name__
+
+
+def _agreeing_sizes(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
+    return agreeing_sizes(weight, bias, _WIDE_SIZES if weight.shape[0] > _WIDE_FEATURES else SIZES)
 
 
 def pointwise_functions() -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 from radixkv.errors import ConfigError
-from radixkv.kernels.linear import linear
 from radixkv.kernels.norm import rms_norm, row_mean
 
 # Of a block, on an H100, H200 or B200: what the tiles of `linear` were made for. GPUs that have it have TMA.
@@ -31,22 +30,16 @@ def require_exact_gpu(device: torch.device) -> None:
         )
 
 
-def exact_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What to call in place of torch's functions.
+def row_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What to call in place of torch's functions of rows, products left out.
 
     Functions of single numbers need no replacement there: each number is computed by a thread of its own.
     """
     return {
-        functional.linear: linear,
-        torch.addmm: _addmm,
         torch.mean: _mean,
         torch.Tensor.mean: _mean,
         functional.rms_norm: _rms_norm,
     }
-
-
-def _addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
-    return linear(mat1, mat2.t(), input)
 
 
 def _mean(input: torch.Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> torch.Tensor:

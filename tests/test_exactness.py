@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 from radixkv.attention import TorchKernels
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.exactness import ExactFunctions
+from radixkv.kernels.sum_order import cancelling_product
 from radixkv.model import load_model
 from radixkv.model_check import check_model
 from tests.checkpoints import CONFIGS, write_checkpoint
@@ -65,6 +68,29 @@ def test_a_product_that_is_not_exact_here_is_refused_by_name(tmp_path: Path, mon
     monkeypatch.setattr("radixkv.exactness.agreeing_sizes", disagree)
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight: expected the rows"):
         load_model(ModelConfig(path=str(directory)))
+
+
+@pytest.mark.parametrize("num_columns", [8, 64, 96, 896])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda rows: rows.mean(-1, keepdim=True),
+        lambda rows: rows.sum(-1, keepdim=True),
+        lambda rows: functional.layer_norm(rows, rows.shape[-1:]),
+        lambda rows: functional.rms_norm(rows, rows.shape[-1:]),
+        lambda rows: rows.softmax(-1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_adds_up_a_row_in_the_same_order_from_two_rows_on(
+    dtype: torch.dtype, function: Callable[[torch.Tensor], torch.Tensor], num_columns: int
+) -> None:
+    """What exact mode leaves to torch. The numbers of a row cancel, so that the order shows; see `sum_order`."""
+    rows, weight, _ = cancelling_product(torch.empty(1, num_columns, dtype=dtype), None, 600)
+    rows = rows * weight
+    whole = function(rows[None])[0]
+    for start, end in ((0, 16), (3, 35), (100, 308), (9, 521), (520, 600)):
+        assert torch.equal(function(rows[None, start:end].clone())[0], whole[start:end])
 
 
 def test_fast_mode_leaves_torch_alone(tmp_path: Path) -> None:

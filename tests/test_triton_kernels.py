@@ -3,16 +3,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from radixkv.config import ModelConfig
 from radixkv.exactness import ExactFunctions, pointwise_functions
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.linear import linear
 from radixkv.kv_storage import KVStorage
 from radixkv.lease import BlockCopy
 from radixkv.model import load_model
 from radixkv.runner import Chunk, Runner
-from radixkv.triton_exactness import exact_functions
+from radixkv.triton_exactness import row_functions
 from radixkv.triton_kernels import TritonKernels
 from tests.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
 from tests.kernels.interpreter import interpret_kernels
@@ -62,7 +64,7 @@ def test_in_exact_mode_no_bit_depends_on_what_was_cached_or_on_the_batch(
     model = load_model(ModelConfig(path=str(directory), dtype=dtype))
     if not torch.cuda.is_available():
         interpret_kernels(monkeypatch)
-        model._mode = ExactFunctions(pointwise_functions() | exact_functions())
+        model._mode = ExactFunctions(pointwise_functions() | {functional.linear: linear} | row_functions())
     storage = KVStorage(16, 16, model.kv_shape.stored_as(kv_dtype), model.device)
     storage.pool.blocks.fill_(0xFF)
     runner = Runner(model, storage, TritonKernels(is_exact=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from radixkv.kernels.linear import layout_of, linear, tile_shape
+from radixkv.kernels.linear import layout_of, linear, rows_agree, tile_shape
 
 linear_module = importlib.import_module("radixkv.kernels.linear")
 
@@ -200,3 +200,25 @@ def test_what_does_not_fit_is_refused(weight: torch.Tensor, bias: torch.Tensor |
 def test_rows_of_another_dtype_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rows: expected float32, bfloat16 or float16, got torch.int64"):
         linear(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize(("dtype", "in_features"), WAYS)
+def test_rows_that_agree_are_told_from_rows_that_do_not(
+    dtype: torch.dtype, in_features: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, weight, bias = make(1, 37, in_features, dtype, kernel_device)
+    assert rows_agree(weight, bias)
+    assert rows_agree(weight)
+    launch = linear_module._launch
+
+    def launch_by_halves(rows, weight, bias, output, *how):
+        """A split of the sum that depends on the number of rows."""
+        middle = in_features // 2 if rows.shape[0] == 1 else in_features
+        launch(rows[:, :middle].contiguous(), weight[:, :middle].contiguous(), bias, output, None, how[1])
+        if middle < in_features:
+            rest = torch.empty_like(output)
+            launch(rows[:, middle:].contiguous(), weight[:, middle:].contiguous(), None, rest, None, how[1])
+            output += rest
+
+    monkeypatch.setattr(linear_module, "_launch", launch_by_halves)
+    assert not rows_agree(weight, bias)

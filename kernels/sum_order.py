@@ -1,0 +1,48 @@
+"""Products that show the order of their sums, also where rounding to half precision would nearly always hide it.
+
+Numbers come in pairs whose products cancel. What is left is the rounding of the partial sums, and that depends on their
+order in all its digits:
+
+    row     [  3.1    0.7    3.1    0.7  ]
+    weight  [  2.5   -1.9   -2.5    1.9  ]      exactly 0; in float32 0 or 1e-7 or -2e-7, as the order has it
+"""
+
+from __future__ import annotations
+
+import torch
+
+_LARGEST_EXPONENT = 6  # magnitudes from 1 to 64: sums far apart, and no overflow in float16
+_BIAS = 1e-4  # about what is left
+
+
+def cancelling_product(
+    weight: torch.Tensor, bias: torch.Tensor | None, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Make rows, a weight and a bias whose product is nearly the bias, and exactly that but for the order of its sums.
+
+    Args:
+        weight: `[out_features, in_features]`, for its shape, dtype, device and strides.
+        bias: `[out_features]`, or None for none.
+        num_rows: how many rows.
+
+    Returns:
+        `[num_rows, in_features]`, the weight, as large and laid out as the one given, and the bias.
+    """
+    out_features, in_features = weight.shape
+    generator = torch.Generator().manual_seed(0)
+    ones, others = torch.randperm(in_features, generator=generator)[: in_features // 2 * 2].chunk(2)
+    rows = torch.zeros(num_rows, in_features)
+    rows[:, ones] = rows[:, others] = _magnitudes(generator, num_rows, len(ones))
+    line = torch.zeros(in_features)
+    line[ones] = _magnitudes(generator, len(ones))
+    line[others] = -line[ones]
+    scales = torch.randn(out_features, 1, generator=generator)
+    cancelling = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+    torch.mul(scales.to(weight), line.to(weight), out=cancelling)
+    small = None if bias is None else (_BIAS * torch.randn(out_features, generator=generator)).to(bias)
+    return rows.to(weight), cancelling, small
+
+
+def _magnitudes(generator: torch.Generator, *size: int) -> torch.Tensor:
+    exponents = torch.randint(_LARGEST_EXPONENT + 1, size, generator=generator)
+    return torch.randn(size, generator=generator) * torch.exp2(exponents)
