@@ -1,6 +1,7 @@
 """What exact mode costs: prefill in exact and in fast mode, in turn, on a random model of a real one's shape.
 
 python -m bench.exactness --json bench/results/exactness.json
+python -m bench.exactness --device cuda --shape 8b --layers 32 --dtypes bfloat16        # on a GPU
 """
 
 from __future__ import annotations
@@ -19,38 +20,55 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from bench.environment import describe_run
-from radixkv.attention import ATTENTION_NAME, TorchKernels
+from radixkv.attention import ATTENTION_NAME
+from radixkv.engine import attention_kernels
 from radixkv.kv_storage import KVStorage
 from radixkv.model import Model
 from radixkv.runner import Chunk, Runner
+from radixkv.tiny_model import build_tiny_model
 
 BLOCK_SIZE = 64
 VOCAB_SIZE = 32_000
 MODES = ("exact", "fast")
 
+# The layers of Qwen2 0.5B and of Llama 3 8B.
+SHAPES = {
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
 
-def build_runner(num_layers: int, dtype: torch.dtype, max_tokens: int, *, is_exact: bool) -> Runner:
-    """A random model with the layers of Qwen2 0.5B, and room for one prompt."""
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=num_layers,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=max_tokens,
-    )
-    torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
-    model = Model("random", module, torch.device("cpu"), is_exact=is_exact)
-    return Runner(
-        model, KVStorage(-(-max_tokens // BLOCK_SIZE), BLOCK_SIZE, model.kv_shape, model.device), TorchKernels()
-    )
+
+def build_runner(
+    shape: str, num_layers: int, dtype: torch.dtype, device: torch.device, max_tokens: int, *, is_exact: bool
+) -> Runner:
+    """The embedded model, or a random one with layers of this shape, and room for one prompt."""
+    if shape == "tiny":
+        module = build_tiny_model(ATTENTION_NAME).to(dtype)
+    else:
+        config = Qwen2Config(
+            vocab_size=VOCAB_SIZE, num_hidden_layers=num_layers, max_position_embeddings=max_tokens, **SHAPES[shape]
+        )
+        torch.manual_seed(0)
+        with device:
+            module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
+    model = Model(shape, module, device, is_exact=is_exact)
+    storage = KVStorage(-(-max_tokens // BLOCK_SIZE), BLOCK_SIZE, model.kv_shape, device)
+    return Runner(model, storage, attention_kernels(model))
 
 
 def prefill_s(runner: Runner, num_tokens: int, cached_tokens: int, chunk_tokens: int) -> float:
     """Seconds for the tokens after the cached ones, chunk by chunk."""
-    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, num_tokens).astype("<u4").tobytes()
+    tokens = np.random.default_rng(0).integers(0, runner.model.vocab_size, num_tokens).astype("<u4").tobytes()
     block_ids = np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int32)
     start_s = time.perf_counter()
     for start in range(cached_tokens, num_tokens, chunk_tokens):
@@ -73,7 +91,9 @@ def measure(runners: dict[str, Runner], num_tokens: int, cached_tokens: int, rou
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description="Prefill in exact and in fast mode, in turn.")
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=24, help="of a random model")
+    parser.add_argument("--shape", choices=("tiny", *SHAPES), default="0.5b")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="tokens of each prompt")
     parser.add_argument("--suffixes", type=int, nargs="*", default=[1, 16, 64], help="tokens after a cached 2,048")
@@ -84,7 +104,14 @@ def main() -> None:
     longest = max(*options.prompts, 2048 + max(options.suffixes, default=0))
     for dtype in options.dtypes:
         runners = {
-            mode: build_runner(options.layers, getattr(torch, dtype), longest, is_exact=mode == "exact")
+            mode: build_runner(
+                options.shape,
+                options.layers,
+                getattr(torch, dtype),
+                options.device,
+                longest,
+                is_exact=mode == "exact",
+            )
             for mode in MODES
         }
         lengths = [(n, 0) for n in options.prompts] + [(2048 + n, 2048) for n in options.suffixes]
@@ -102,7 +129,9 @@ def main() -> None:
     if options.json:
         result = {
             "rows": rows,
+            "shape": options.shape,
             "layers": options.layers,
+            "device": str(options.device),
             "rounds": options.rounds,
             "command": f"python -m bench.exactness {shlex.join(sys.argv[1:])}",
             **describe_run(),

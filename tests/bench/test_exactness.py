@@ -8,7 +8,7 @@ from bench import exactness
 
 def test_it_measures_both_modes_in_turn(tmp_path, monkeypatch, capsys):
     file = tmp_path / "exactness.json"
-    arguments = ["--layers", "1", "--rounds", "1", "--prompts", "70", "--suffixes", "3", "--dtypes", "float32"]
+    arguments = ["--shape", "tiny", "--rounds", "1", "--prompts", "70", "--suffixes", "3", "--dtypes", "float32"]
     monkeypatch.setattr(sys, "argv", ["exactness", *arguments, "--json", str(file)])
     exactness.main()
     result = json.loads(file.read_text(encoding="utf-8"))
@@ -17,4 +17,4 @@ def test_it_measures_both_modes_in_turn(tmp_path, monkeypatch, capsys):
         assert row["ratio"] == pytest.approx(row["exact_s"] / row["fast_s"])
         assert row["ratio"] < 20
     assert "70 tokens after    0 cached" in capsys.readouterr().out
-    assert result["command"].startswith("python -m bench.exactness --layers 1")
+    assert result["command"].startswith("python -m bench.exactness --shape tiny")
