@@ -9,6 +9,7 @@ your own model, `--models DIR` says: a random one has weights without outliers, 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from bench.environment import describe_run
 from radixkv.attention import ATTENTION_NAME, PagedStep, TorchKernels
 from radixkv.config import KV_DTYPES, ModelConfig
+from radixkv.errors import ConfigError
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kv_storage import KVStorage
 from radixkv.model import Model, load_model
@@ -129,10 +131,14 @@ def measure(model: Model, num_texts: int, num_tokens: int) -> list[Row]:
     """A row for each dtype of the pool."""
     texts = [draw_text(model, num_tokens, seed) for seed in range(num_texts)]
     own = [logits_of(model, "auto", ids) for ids in texts]
-    bf16_bytes = model.kv_shape.stored_as("bf16").token_bytes
+    bf16_bytes = dataclasses.replace(model.kv_shape, dtype=torch.bfloat16).token_bytes
     rows = []
     for kv_dtype in KV_DTYPES:
-        shape = model.kv_shape.stored_as(kv_dtype)
+        try:
+            shape = model.kv_shape.stored_as(kv_dtype)
+        except ConfigError as error:
+            print(f"{model.name}: {error}")
+            continue
         got = own if kv_dtype == "auto" else [logits_of(model, kv_dtype, ids) for ids in texts]
         rows.append(
             {

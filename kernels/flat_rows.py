@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 _ALIGNMENT_BYTES = 16
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def flat_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -22,13 +22,13 @@ def flat_rows(rows: torch.Tensor) -> torch.Tensor:
         rows: `[..., num_columns]` in float32, bfloat16 or float16, with at least one column.
 
     Returns:
-        `[num_rows, num_columns]` with strides `(num_columns, 1)`, also of a single row: a view of `rows` where it is
+        `[num_rows, num_columns]` contiguous: a view of `rows` where it is
         laid out so, else a copy.
 
     Raises:
         ValueError: another dtype, no dimension, or no columns.
     """
-    if rows.dtype not in _DTYPES:
+    if rows.dtype not in DTYPES:
         raise ValueError(f"rows: expected float32, bfloat16 or float16, got {rows.dtype}")
     if rows.dim() == 0 or rows.shape[-1] == 0:
         raise ValueError(f"rows: expected [..., num_columns] with at least one column, got shape {tuple(rows.shape)}")

@@ -51,8 +51,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend as `reference.paged_attention` does, at the speed of torch's fused attention.
 
-    Memory beyond the result is one request's K and V within reach plus one tile of mask or scores. Slots that are not
-    written yet may hold anything.
+    Memory beyond the result is one request's K and V within reach, once more in float32 if the pool is quantized, plus
+    one tile of mask or scores. Slots that are not written yet may hold anything.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]`, packed as `batch.query_starts` says; float32, bfloat16 or

@@ -77,8 +77,3 @@ class KVPool:
     def block_size(self) -> int:
         """Tokens a block."""
         return self.values.shape[4]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block, scales included."""
-        return self.blocks.shape[1]

@@ -30,7 +30,8 @@ def paged_attention(
     """Attend as `reference.paged_attention` does, with one launch, or two where the plan splits.
 
     Scores, softmax and sums are float32; the weights are rounded to the query's dtype before they meet V. Scales of a
-    quantized pool multiply the scores and the weights: no K or V is dequantized by itself.
+    quantized pool multiply the scores and the weights: no K or V is dequantized by itself. A float16 query has bfloat16
+    weights then, since float16 has no room for a small weight times a small scale.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]` with a contiguous last dimension, packed as
@@ -235,8 +236,9 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         v = tl.load(key_pointers + V_ROWS * STORED_DIM, mask=value_mask, other=0.0)
         if scales is not None:
             weights = weights * tl.load(scale_pointers + V_ROWS, mask=is_written, other=0.0)[None, :]
-        v = _numbers(v, q.dtype, NUMBERS_PER_VALUE)
-        acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        weight_dtype = tl.bfloat16 if scales is not None and q.dtype == tl.float16 else q.dtype
+        v = _numbers(v, weight_dtype, NUMBERS_PER_VALUE)
+        acc = tl.dot(weights.to(weight_dtype), v, acc * rescale[:, None], input_precision="ieee")
         row_max = new_max
 
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)

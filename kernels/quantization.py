@@ -61,7 +61,12 @@ def quantize(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     Returns:
         Values `[..., stored_dim]` of the stored dtype, and float32 scales `[...]`. A vector with an infinity or a NaN
         has a scale that is not finite.
+
+    Raises:
+        ValueError: another dtype.
     """
+    if dtype not in LARGEST:
+        raise ValueError(f"dtype: expected one of {', '.join(map(str, LARGEST))}, got {dtype}")
     vectors = vectors.float()
     scales = (vectors.abs().amax(dim=-1) / LARGEST[dtype]).clamp_min(SMALLEST_SCALE)
     values = vectors / scales[..., None]
@@ -87,7 +92,7 @@ def dequantize(
     """
     if quantized == INT4:
         values = unpack_int4(values)
-    return (values.float() * scales[..., None]).to(dtype)
+    return values.float().mul_(scales[..., None]).to(dtype)
 
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,11 @@ order in all its digits:
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+
+CANCELLING_SCALE = 100.0
 
 _LARGEST_EXPONENT = 6  # magnitudes from 1 to 64: sums far apart, and no overflow in float16
 _BIAS = 1e-4  # about what is left
@@ -41,6 +45,35 @@ def cancelling_product(
     torch.mul(scales.to(weight), line.to(weight), out=cancelling)
     small = None if bias is None else (_BIAS * torch.randn(out_features, generator=generator)).to(bias)
     return rows.to(weight), cancelling, small
+
+
+def cancelling_attention(
+    what: Literal["values", "scores"], num_tokens: int, num_query_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make a query, a key and a value whose sums cancel, for attention.
+
+    Args:
+        what: `values`: all keys are alike, and the values of all tokens add up to 0. `scores`: the terms of every score
+            do; times `CANCELLING_SCALE` what is left matters.
+        num_tokens, num_query_heads, num_kv_heads, head_dim: shape, the last one at least 2.
+
+    Returns:
+        Float32 `[num_tokens, heads, head_dim]` each, with no more digits than bfloat16 has.
+    """
+    generator = torch.Generator().manual_seed(0)
+    value = _magnitudes(generator, num_tokens, num_kv_heads, head_dim)
+    query = torch.zeros(num_tokens, num_query_heads, head_dim)
+    key = torch.zeros(num_tokens, num_kv_heads, head_dim)
+    if what == "values":
+        ones, others = torch.randperm(num_tokens, generator=generator)[: num_tokens // 2 * 2].chunk(2)
+        value[others] = -value[ones]
+    else:
+        ones, others = torch.randperm(head_dim, generator=generator)[: head_dim // 2 * 2].chunk(2)
+        query[:, :, ones] = _magnitudes(generator, num_tokens, num_query_heads, len(ones))
+        query[:, :, others] = query[:, :, ones]
+        key[:, :, ones] = _magnitudes(generator, num_tokens, num_kv_heads, len(ones))
+        key[:, :, others] = -key[:, :, ones]
+    return query.bfloat16().float(), key.bfloat16().float(), value.bfloat16().float()
 
 
 def _magnitudes(generator: torch.Generator, *size: int) -> torch.Tensor:

@@ -120,10 +120,10 @@ class PagedStep:
 
     @property
     def is_finite(self) -> torch.Tensor:
-        """Whether all K and V written so far are finite, bool `[num_tokens]`."""
+        """Whether all K and V written so far are finite as the pool stores them, bool `[num_tokens]`."""
         if self._largest is None:
             raise InvariantViolation("attention: no layer of the model has attended")
-        return self._largest.isfinite()
+        return (self._largest if self._pool.scales is not None else self._largest.to(self._pool.dtype)).isfinite()
 
 
 class PaddedStep:

@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from xxhash import xxh3_128
 
 from radixkv.attention import ATTENTION_NAME, AttentionStep, PaddedStep
+from radixkv.attention_check import AttentionKind
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
 from radixkv.exactness import TOKENS_MULTIPLE, make_exact
@@ -31,6 +32,7 @@ class Model:
         name: `tiny` or the directory's name.
         module: the transformers model, in evaluation mode on `device`.
         kv_shape: K and V of one token.
+        attention_kinds: what the layers ask of attention, each kind once.
         vocab_size: token ids are below this.
         is_exact: whether a token's K, V and logits depend on its prefix alone, bit for bit.
         max_tokens: longest sequence that the model is made for; None if it says nothing.
@@ -48,7 +50,7 @@ class Model:
         config = module.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_tokens = _max_tokens(config)
-        self.kv_shape = _probe_kv_shape(self, int(config.num_hidden_layers))
+        self.kv_shape, self.attention_kinds = _probe_attention(self, int(config.num_hidden_layers))
         self.fingerprint = _fingerprint(module)
 
     @torch.inference_mode()
@@ -181,15 +183,25 @@ class _ShapeProbe:
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}
+        self.kinds: dict[AttentionKind, None] = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> torch.Tensor:
         self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2], key.dtype)
+        self.kinds[AttentionKind(query.shape[1], window, softcap)] = None
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
-def _probe_kv_shape(model: Model, num_layers: int) -> KVShape:
+def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[AttentionKind, ...]]:
     """See what the layers hand to their attention. Refuses a model that keeps state elsewhere."""
     probe = _ShapeProbe()
     name = type(model.module).__name__
@@ -206,7 +218,7 @@ def _probe_kv_shape(model: Model, num_layers: int) -> KVShape:
         raise UnsupportedModel(f"{name}: expected K/V of float32, bfloat16 or float16, got {dtype}")
     if len(shapes) > 1 or head_dim != value_dim:
         raise UnsupportedModel(f"{name}: expected one K/V shape in all layers, got {sorted(map(str, shapes))}")
-    return KVShape(num_layers, num_kv_heads, head_dim, dtype)
+    return KVShape(num_layers, num_kv_heads, head_dim, dtype), tuple(probe.kinds)
 
 
 def _fingerprint(module: PreTrainedModel) -> str:

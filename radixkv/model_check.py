@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from radixkv.attention import ATTENTION_NAME, AttentionKernels
+from radixkv.attention_check import check_attention
 from radixkv.errors import UnsupportedModel
 from radixkv.kv_storage import KVShape, KVStorage
 from radixkv.model import Model
@@ -23,7 +24,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_shape: KVShape | None = None) -> None:
     """Compare a short prompt computed at once, computed in parts, and computed by transformers' eager attention.
 
-    In exact mode the first two must have the same bits, also over a pool that stores K and V in another dtype.
+    In exact mode the first two must have the same bits, also over a pool that stores K and V in another dtype. The
+    kernels themselves are checked first, see `check_attention`.
 
     The second part is a single token: it depends on what came before it the most.
 
@@ -41,6 +43,10 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
     tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
     expected = _eager_logits(model, tokens)  # [num_tokens, vocab_size]
     for shape in dict.fromkeys((model.kv_shape, kv_shape or model.kv_shape)):
+        for kind in model.attention_kinds:
+            check_attention(
+                kernels, kind, model.kv_shape.dtype, shape, block_size, model.device, is_exact=model.is_exact
+            )
         storage = KVStorage(2 * -(-num_tokens // block_size), block_size, shape, model.device)
         runner = Runner(model, storage, kernels)
         answers = []

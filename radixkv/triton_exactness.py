@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from radixkv.errors import ConfigError
+from radixkv.kernels.flat_rows import DTYPES
 from radixkv.kernels.norm import rms_norm, row_mean
 
 # Of a block, on an H100, H200 or B200: what the tiles of `linear` were made for. GPUs that have it have TMA.
@@ -31,7 +32,7 @@ def require_exact_gpu(device: torch.device) -> None:
 
 
 def row_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What to call in place of torch's functions of rows, products left out.
+    """What to call in place of torch's functions of rows, products left out; torch's own where ours say nothing.
 
     Functions of single numbers need no replacement there: each number is computed by a thread of its own.
     """
@@ -44,7 +45,7 @@ def row_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 def _mean(input: torch.Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> torch.Tensor:
     is_of_rows = dim in (-1, input.dim() - 1, [-1], (-1,)) and input.dim() > 0
-    if not is_of_rows or options or not input.is_floating_point():
+    if not is_of_rows or options or input.dtype not in DTYPES:
         return torch.mean(input, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **options)
     means = row_mean(input)
     return means if keepdim else means.squeeze(-1)
@@ -53,6 +54,6 @@ def _mean(input: torch.Tensor, dim: Any = None, keepdim: bool = False, **options
 def _rms_norm(
     input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    if len(normalized_shape) > 1:
+    if len(normalized_shape) > 1 or eps is None or input.dtype not in DTYPES:
         return functional.rms_norm(input, normalized_shape, weight, eps)
-    return rms_norm(input, weight, torch.finfo(input.dtype).eps if eps is None else eps)
+    return rms_norm(input, weight, eps)

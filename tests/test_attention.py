@@ -42,7 +42,7 @@ def test_the_scale_defaults_to_one_over_the_root_of_the_head_dimension() -> None
 
 
 def test_a_forward_without_its_step_raises() -> None:
-    module = load_model(ModelConfig()).module
+    module = load_model(ModelConfig(device="cpu")).module
     assert module.config._attn_implementation == ATTENTION_NAME
     with pytest.raises(InvariantViolation, match="radix_step"):
         module(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
@@ -79,6 +79,16 @@ def test_a_key_that_no_query_notices_is_still_not_finite(bad: float, dtype: torc
     key[1, 0, 4] = bad
     step.attend(1, query, key, value, scale=1.0, window=None, softcap=None)
     assert step.is_finite.tolist() == [True, False, True]
+
+
+def test_what_is_beyond_the_pools_dtype_is_not_finite_there() -> None:
+    batch = PagedBatch.build([2], [2], [np.zeros(1, dtype=np.int32)], 16)
+    key = torch.ones(2, 1, 8)
+    key[1] = 3.4e38  # float32 has room for it
+    for dtype, expected in ((torch.float32, True), (torch.int8, True), (torch.bfloat16, False)):
+        step = PagedStep(KVPool.allocate(1, 1, 1, 16, 8, dtype=dtype), batch, TorchKernels())
+        step.attend(0, 0 * key, key, key, scale=1.0, window=None, softcap=None)
+        assert step.is_finite.tolist() == [True, expected]
 
 
 def test_a_step_without_attention_is_a_mistake() -> None:

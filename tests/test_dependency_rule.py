@@ -48,6 +48,7 @@ ORDER = [
     "scheduler",
     "kv_storage",
     "attention",
+    "attention_check",
     "triton_kernels",
     "tiny_model",
     "triton_exactness",

@@ -49,7 +49,7 @@ def test_the_cases_see_what_fast_mode_does() -> None:
 
 @pytest.mark.parametrize("part", ["mlp.act_fn", "self_attn.q_proj", "input_layernorm"])
 def test_what_is_not_exact_is_refused_by_name(part: str, tmp_path: Path) -> None:
-    model = load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["llama"], tmp_path))))
+    model = load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["llama"], tmp_path)), device="cpu"))
 
     def depend_on_the_batch(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
         return output * (1 + 1e-6 * output.shape[1])
@@ -67,7 +67,7 @@ def test_a_product_that_is_not_exact_here_is_refused_by_name(tmp_path: Path, mon
 
     monkeypatch.setattr("radixkv.exactness.agreeing_sizes", disagree)
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight: expected the rows"):
-        load_model(ModelConfig(path=str(directory)))
+        load_model(ModelConfig(path=str(directory), device="cpu"))
 
 
 @pytest.mark.parametrize("num_columns", [8, 64, 96, 896])
@@ -94,7 +94,9 @@ def test_torch_adds_up_a_row_in_the_same_order_from_two_rows_on(
 
 
 def test_fast_mode_leaves_torch_alone(tmp_path: Path) -> None:
-    model = load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["llama"], tmp_path)), exactness="fast"))
+    model = load_model(
+        ModelConfig(path=str(write_checkpoint(CONFIGS["llama"], tmp_path)), device="cpu", exactness="fast")
+    )
     assert not model.is_exact
     assert not isinstance(model._mode, ExactFunctions)
     check_model(model, TorchKernels(), 16)

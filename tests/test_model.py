@@ -23,7 +23,7 @@ from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.kv_storage import KVStorage
 from radixkv.lease import BlockCopy
-from radixkv.model import Model, _probe_kv_shape, load_model
+from radixkv.model import Model, _probe_attention, load_model
 from radixkv.model_check import check_model
 from radixkv.runner import Chunk, Runner
 from tests.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
@@ -51,7 +51,7 @@ class Served:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     directory = write_checkpoint(CONFIGS[request.param], tmp_path_factory.mktemp(request.param))
     assert len(list(directory.glob("*.safetensors"))) > 1, "the checkpoint is sharded"
-    model = load_model(ModelConfig(path=str(directory)))
+    model = load_model(ModelConfig(path=str(directory), device="cpu"))
     storage = KVStorage(NUM_BLOCKS, BLOCK_SIZE, model.kv_shape, model.device)
     storage.pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
     return Served(model, Runner(model, storage, TorchKernels()), load_eager(directory))
@@ -142,19 +142,19 @@ def test_the_model_check_accepts_it(served: Served) -> None:
 
 
 def test_the_tiny_model_is_the_same_each_time() -> None:
-    first, second = load_model(ModelConfig()), load_model(ModelConfig())
+    first, second = load_model(ModelConfig(device="cpu")), load_model(ModelConfig(device="cpu"))
     assert first.fingerprint == second.fingerprint
     assert first.kv_shape.token_bytes == 4 * 2 * 2 * 32 * 4
 
 
 def test_the_fingerprint_tells_weights_apart(tmp_path: Path) -> None:
     write_checkpoint(CONFIGS["llama"], tmp_path, max_shard_size="10MB")
-    before = load_model(ModelConfig(path=str(tmp_path)))
+    before = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
     model = load_eager(tmp_path)
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight[0, 0] += 1
     model.save_pretrained(tmp_path)
-    after = load_model(ModelConfig(path=str(tmp_path)))
+    after = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
     assert before.fingerprint != after.fingerprint
 
 
@@ -199,7 +199,7 @@ def small(config_class: type, **extra: object) -> object:
 def test_a_model_that_the_cache_can_not_serve_is_refused_by_name(config: object, reason: str, tmp_path: Path) -> None:
     write_checkpoint(config, tmp_path, max_shard_size="10MB")
     with pytest.raises(UnsupportedModel, match=reason):
-        load_model(ModelConfig(path=str(tmp_path)))
+        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
 def test_a_hybrid_model_is_refused(tmp_path: Path) -> None:
@@ -209,13 +209,13 @@ def test_a_hybrid_model_is_refused(tmp_path: Path) -> None:
     )
     write_checkpoint(config, tmp_path, max_shard_size="10MB")
     with pytest.raises(UnsupportedModel, match="expected layers of full or sliding attention, got conv"):
-        load_model(ModelConfig(path=str(tmp_path)))
+        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
 def test_a_layer_that_calls_no_attention_is_noticed() -> None:
     """Also without a word of it in config.json."""
     with pytest.raises(UnsupportedModel, match="expected 5 layers to call attention, got 4"):
-        _probe_kv_shape(load_model(ModelConfig()), 5)
+        _probe_attention(load_model(ModelConfig(device="cpu")), 5)
 
 
 @pytest.mark.parametrize(
@@ -243,13 +243,13 @@ def test_a_mask_that_would_get_lost_is_refused(config: object, reason: str, tmp_
     """Llama 4 attends in chunks; within the first chunk nobody would notice that ours does not."""
     write_checkpoint(config, tmp_path, max_shard_size="10MB")
     with pytest.raises(UnsupportedModel, match=reason):
-        load_model(ModelConfig(path=str(tmp_path)))
+        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
 def test_a_mixture_of_experts_is_served(tmp_path: Path) -> None:
     config = small(MixtralConfig, num_key_value_heads=1, num_local_experts=4, initializer_range=0.2)
     write_checkpoint(config, tmp_path, max_shard_size="10MB")
-    check_model(load_model(ModelConfig(path=str(tmp_path))), TorchKernels(), BLOCK_SIZE)
+    check_model(load_model(ModelConfig(path=str(tmp_path), device="cpu")), TorchKernels(), BLOCK_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -277,51 +277,51 @@ def test_prompts_end_where_rotation_would_depend_on_the_longest_one(
     shape = CONFIGS["llama"].to_dict()
     config = LlamaConfig(**{**shape, "rope_parameters": rope})
     write_checkpoint(config, tmp_path, max_shard_size="10MB")
-    assert load_model(ModelConfig(path=str(tmp_path))).max_tokens == max_tokens
+    assert load_model(ModelConfig(path=str(tmp_path), device="cpu")).max_tokens == max_tokens
 
 
 class TestBadDirectories:
     def test_a_missing_directory(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"model\.path: expected `tiny` or a directory"):
-            load_model(ModelConfig(path=str(tmp_path / "nowhere")))
+            load_model(ModelConfig(path=str(tmp_path / "nowhere"), device="cpu"))
 
     def test_a_config_that_is_not_json(self, tmp_path: Path) -> None:
         write_checkpoint(CONFIGS["llama"], tmp_path)
         (tmp_path / "config.json").write_text("{")
         with pytest.raises(ConfigError, match="can't be loaded"):
-            load_model(ModelConfig(path=str(tmp_path)))
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
     def test_an_unknown_model_type(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
         with pytest.raises(ConfigError, match="no_such_model"):
-            load_model(ModelConfig(path=str(tmp_path)))
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
     def test_broken_safetensors(self, tmp_path: Path) -> None:
         write_checkpoint(CONFIGS["llama"], tmp_path)
         shard = sorted(tmp_path.glob("*.safetensors"))[0]
         shard.write_bytes(shard.read_bytes()[:100])
         with pytest.raises(ConfigError, match="can't be loaded"):
-            load_model(ModelConfig(path=str(tmp_path)))
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
     def test_a_missing_shard(self, tmp_path: Path) -> None:
         write_checkpoint(CONFIGS["llama"], tmp_path)
         sorted(tmp_path.glob("*.safetensors"))[0].unlink()
         with pytest.raises(ConfigError, match="can't be loaded"):
-            load_model(ModelConfig(path=str(tmp_path)))
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
     def test_weights_of_another_shape(self, tmp_path: Path) -> None:
         write_checkpoint(CONFIGS["llama"], tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
         with pytest.raises(ConfigError, match="do not fit"):
-            load_model(ModelConfig(path=str(tmp_path)))
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
     def test_weights_that_the_config_has_no_place_for(self, tmp_path: Path) -> None:
         write_checkpoint(CONFIGS["llama"], tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
         with pytest.raises(ConfigError, match="unexpected_keys"):
-            load_model(ModelConfig(path=str(tmp_path)))
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
     @pytest.mark.parametrize("wrong", [{"hidden_size": "x"}, {"num_key_value_heads": 0}])
     def test_a_config_of_nonsense_is_refused_in_one_line(self, wrong: dict[str, object], tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ class TestBadDirectories:
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, **wrong}))
         with pytest.raises(ConfigError, match="can't be loaded") as refused:
-            load_model(ModelConfig(path=str(tmp_path)))
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
         assert "\n" not in str(refused.value)
 
     def test_no_cuda_device(self) -> None:

@@ -14,7 +14,7 @@ from tests.checkpoints import CONFIGS, write_checkpoint
 
 @pytest.fixture
 def gemma2(tmp_path: Path) -> Model:
-    return load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["gemma2"], tmp_path))))
+    return load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["gemma2"], tmp_path)), device="cpu"))
 
 
 def test_state_outside_the_cache_is_found(gemma2: Model) -> None:
@@ -44,7 +44,7 @@ def test_a_lost_attention_feature_is_found(gemma2: Model, lost: str, monkeypatch
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_passes(dtype: str) -> None:
-    check_model(load_model(ModelConfig(dtype=dtype)), TorchKernels(), 16)
+    check_model(load_model(ModelConfig(dtype=dtype, device="cpu")), TorchKernels(), 16)
 
 
 def test_our_attention_is_put_back(gemma2: Model) -> None:

@@ -32,13 +32,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
         lambda rows: rows.mean((0, 1), keepdim=True),
         lambda rows: rows.mean(-1, dtype=torch.float64),
         lambda rows: rows.sum().mean(),
-        lambda rows: functional.rms_norm(rows, (8,), torch.arange(8.0, device=rows.device), 1e-5),
+        lambda rows: functional.rms_norm(rows, (8,), torch.arange(8.0).to(rows), 1e-5),
         lambda rows: functional.rms_norm(rows, (8,)),
         lambda rows: functional.rms_norm(rows, (5, 8), eps=1e-5),
+        lambda rows: rows.double().mean(-1),
+        lambda rows: functional.rms_norm(rows.double(), (8,), eps=1e-5),
     ],
 )
-def test_it_is_what_torch_computes(call, device: str) -> None:
-    rows = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)).to(device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_what_torch_computes(dtype: torch.dtype, call, device: str) -> None:
+    rows = 0.01 * torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     expected = call(rows)
     with ExactFunctions(row_functions()):
         got = call(rows)

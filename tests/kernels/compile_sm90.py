@@ -122,6 +122,7 @@ ATTENTION_CASES = [
     AttentionCase(bf16, 128, 128, kv_dtype=int4, window=4096, softcap=50.0),
     AttentionCase(bf16, 80, 128, kv_dtype=int4, group_size=1),
     AttentionCase(bf16, 256, 128, kv_dtype=int4, group_size=2),
+    AttentionCase(fp16, 128, 128, kv_dtype=fp8),
     AttentionCase(fp32, 128, 16, kv_dtype=bf16),
     AttentionCase(fp32, 128, 16, kv_dtype=int4),
     # The same again, for other tokens.

@@ -1,10 +1,12 @@
 import itertools
+from typing import Literal
 
 import pytest
 import torch
 
 from radixkv.kernels import gathered_attention, reference
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
 
 from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, make_step
 
@@ -108,47 +110,28 @@ def test_a_row_has_the_same_bits_however_the_sequence_is_cut(
         assert torch.equal(in_parts(step, cuts, scale=0.2, **options), whole)
 
 
-def with_cancelling(what: str, heads: Heads, dtype: torch.dtype) -> Step:
-    """600 tokens whose values, or whose terms of each score, cancel: what is left is the order of the sums.
-
-    Rounding to half precision hides that order of ordinary numbers but once in a million.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def magnitudes(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator) * torch.exp2(torch.randint(5, size, generator=generator))
-
+def with_cancelling(what: Literal["values", "scores"], heads: Heads, dtype: torch.dtype) -> Step:
+    """600 tokens whose sums cancel. Rounding to half precision hides the order of others but once in a million."""
     step = make_step([0], [600], heads, head_dim=64, dtype=dtype)
-    key, value = torch.zeros(600, heads.num_kv_heads, 64), magnitudes(600, heads.num_kv_heads, 64)
-    if what == "values":
-        step.query.zero_()
-        ones, others = torch.randperm(600, generator=generator).chunk(2)
-        value[others] = -value[ones]
-    else:
-        ones, others = torch.randperm(64, generator=generator).chunk(2)
-        step.query[:, :, ones] = magnitudes(600, heads.num_query_heads, 32).to(dtype)
-        step.query[:, :, others] = step.query[:, :, ones]
-        key[:, :, ones] = magnitudes(600, heads.num_kv_heads, 32)
-        key[:, :, others] = -key[:, :, ones]
+    query, key, value = cancelling_attention(what, 600, heads.num_query_heads, heads.num_kv_heads, 64)
     reference.write_kv(key.to(dtype), value.to(dtype), step.batch.slots, step.pool, LAYER)
-    return step
+    return Step(query.to(dtype), step.pool, step.batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [GQA, Heads(7, 1)], ids=["GQA", "group of 7"])
 @pytest.mark.parametrize("what", ["values", "scores"])
 def test_sums_are_added_up_in_the_same_order_however_the_sequence_is_cut(
-    what: str, heads: Heads, dtype: torch.dtype
+    what: Literal["values", "scores"], heads: Heads, dtype: torch.dtype
 ) -> None:
     step = with_cancelling(what, heads, dtype)
-    scale = 1e4  # of what is left of a score
-    whole = in_parts(step, [], scale=scale)
+    whole = in_parts(step, [], scale=CANCELLING_SCALE)
     for cuts in ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590]):
-        assert torch.equal(in_parts(step, cuts, scale=scale), whole)
+        assert torch.equal(in_parts(step, cuts, scale=CANCELLING_SCALE), whole)
 
 
 def test_the_order_of_sums_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathered_attention, "_ROWS_MULTIPLE", 1)
-    for what in ("values", "scores"):
-        step = with_cancelling(what, GQA, torch.float32)
-        assert not torch.equal(in_parts(step, [599], scale=1e4), in_parts(step, [], scale=1e4))
+    for step in (with_cancelling("values", GQA, torch.float32), with_cancelling("scores", GQA, torch.float32)):
+        parts, whole = (in_parts(step, cuts, scale=CANCELLING_SCALE) for cuts in ([599], []))
+        assert not torch.equal(parts, whole)

@@ -54,13 +54,39 @@ def test_key_tiles_span_blocks_and_parts_of_blocks(dtype: torch.dtype, block_siz
 
 
 @pytest.mark.parametrize("head_dim", [32, 80])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
 def test_reads_what_quantized_pools_stand_for(
     kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, kernel_device: str
 ) -> None:
     step = make_step([37, 0], [20, 17], GQA, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, device=kernel_device)
-    assert error_against_reference(step, tile_rows=64, split_tokens=64) < TOLERANCE[dtype]
+    tolerance = TOLERANCE[torch.bfloat16 if dtype == torch.float16 else dtype]
+    assert error_against_reference(step, tile_rows=64, split_tokens=64) < tolerance
+
+
+def test_a_bf16_pool_serves_float32(kernel_device: str) -> None:
+    step = make_step([37, 0], [20, 17], GQA, kv_dtype=torch.bfloat16, device=kernel_device)
+    assert error_against_reference(step, tile_rows=64) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_many_small_weights_times_small_scales_are_not_lost(
+    kv_dtype: torch.dtype, dtype: torch.dtype, kernel_device: str
+) -> None:
+    """One key that takes nearly all, and 500 that share the rest of a value that the first has nothing of."""
+    step = make_step([500], [4], MHA, dtype=dtype, kv_dtype=kv_dtype, device=kernel_device)
+    key, value = torch.zeros(504, 2, 32), torch.full((504, 2, 32), 0.1)
+    key[0], value[0] = 1.0, 0.0
+    slots = PagedBatch.build([504], [504], [step.batch.block_tables[0].cpu().numpy()], 16, kernel_device).slots
+    reference.write_kv(key.to(kernel_device, dtype), value.to(kernel_device, dtype), slots, step.pool, LAYER)
+    step.query.fill_(1.9)  # a weight of exp(-10.7) for each of the many
+    scale = 32**-0.5
+    plan = plan_of(step, tile_rows=16)
+    got = paged_attention(step.query, step.pool, LAYER, step.batch, plan, scale=scale).float()
+    expected = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scale=scale).float()
+    assert 0 < expected.max() < 0.01
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])

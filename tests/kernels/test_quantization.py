@@ -70,5 +70,7 @@ def test_pairs_of_int4_share_a_byte() -> None:
 def test_other_dtypes_and_odd_pairs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected one of float32, bfloat16, .*, int4, got int16"):
         stored_dtype(torch.int16)
+    with pytest.raises(ValueError, match=r"expected one of torch\.float8_e4m3fn, .*, got torch\.float16"):
+        quantize(torch.zeros(2, 8), torch.float16)
     with pytest.raises(ValueError, match="head_dim: expected an even number for int4, got 7"):
         stored_dim(7, torch.int4)

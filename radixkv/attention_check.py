@@ -1,0 +1,148 @@
+"""Refuses attention kernels that are wrong on this machine, or whose bits depend on the batch where they must not."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from radixkv.attention import AttentionKernels
+from radixkv.errors import UnsupportedModel
+from radixkv.kernels import reference
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
+from radixkv.kv_storage import KVShape
+
+# More keys than a split has on a GPU, and a tile of queries on a CPU.
+_NUM_TOKENS = {"cuda": 2600, "cpu": 650}
+_NUM_QUERIES = 200
+
+# Distance of a row from the reference, over its length: rounding, and summation order.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+
+
+class AttentionKind(NamedTuple):
+    """What the layers of a model ask of attention: see `AttentionStep.attend`."""
+
+    num_query_heads: int
+    window: int | None
+    softcap: float | None
+
+
+def check_attention(
+    kernels: AttentionKernels,
+    kind: AttentionKind,
+    dtype: torch.dtype,
+    shape: KVShape,
+    block_size: int,
+    device: torch.device,
+    *,
+    is_exact: bool,
+) -> None:
+    """Attend over a long prefix, and compare with `kernels/reference.py`; in exact mode compare the bits of parts.
+
+    Args:
+        kernels: those that will serve.
+        kind: of the layers.
+        dtype: of the queries.
+        shape: K and V as the pool stores them.
+        block_size: tokens a block.
+        device: where they run.
+        is_exact: whether a row's bits must not depend on the rows that are computed with it.
+
+    Raises:
+        UnsupportedModel: they differ.
+    """
+    trial = _Trial(kernels, kind, dtype, shape, block_size, device)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(trial.num_tokens, heads, shape.head_dim, generator=generator)
+        for heads in (kind.num_query_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    name = f"attention over {shape.format.name} on {device}"
+    try:
+        got = trial.attend(query, key, value)
+    except Exception as error:  # whatever a compiler or a driver raises over a dtype that it does not know
+        reason = str(error).strip().partition("\n")[0]
+        raise UnsupportedModel(f"{name}: does not run there: {type(error).__name__}: {reason}") from error
+    expected = trial.attend_reference(query, key, value)
+    apart = float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+    if not apart <= _TOLERANCE[dtype]:
+        raise UnsupportedModel(
+            f"{name}: expected a relative distance of at most {_TOLERANCE[dtype]} from the reference, got {apart:.2g}"
+        )
+    if is_exact and not all(_parts_agree(trial, kind, shape, what) for what in ("values", "scores")):
+        raise UnsupportedModel(
+            f"{name}: expected the same bits computed at once and in parts, got others; "
+            'model.exactness = "fast" serves the model with answers that depend on what is cached'
+        )
+
+
+def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Literal["values", "scores"]) -> bool:
+    inputs = cancelling_attention(what, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim)
+    at_once = trial.attend(*inputs, scale=CANCELLING_SCALE)
+    return torch.equal(at_once, trial.attend(*inputs, scale=CANCELLING_SCALE, cuts=(1, 18, 70)))
+
+
+class _Trial:
+    """One layer of K and V, and the last queries over it."""
+
+    def __init__(
+        self,
+        kernels: AttentionKernels,
+        kind: AttentionKind,
+        dtype: torch.dtype,
+        shape: KVShape,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.num_tokens = _NUM_TOKENS[device.type]
+        num_blocks = -(-self.num_tokens // block_size)
+        size = (num_blocks, 1, shape.num_kv_heads, block_size, shape.head_dim)
+        self._pool = KVPool.allocate(*size, dtype=shape.dtype, device=device)
+        self._table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+        self._kernels, self._kind, self._dtype, self._device = kernels, kind, dtype, device
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float = 0.2,
+        cuts: tuple[int, ...] = (),
+    ) -> torch.Tensor:
+        """The last queries, in parts that begin at `cuts`; parts have company. Float32 `[num_queries, heads, dim]`."""
+        query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
+        self._kernels.write_kv(key, value, self._batch([self.num_tokens], [self.num_tokens]).slots, self._pool, 0)
+        ends = [*cuts, _NUM_QUERIES]
+        rows = []
+        for start, end in zip((0, *cuts), ends, strict=True):
+            first, last = self.num_tokens - _NUM_QUERIES + start, self.num_tokens - _NUM_QUERIES + end
+            batch, company = self._batch([end - start], [last]), query[:0]
+            if cuts:
+                company = query[:7]
+                batch = self._batch([7, end - start], [7, last])
+            packed = torch.cat((company, query[first:last]))
+            rows.append(self._run(self._kernels, packed, batch, scale)[len(company) :])
+        return torch.cat(rows).float()
+
+    def attend_reference(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float = 0.2
+    ) -> torch.Tensor:
+        """The same, as the kernels are meant."""
+        query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
+        reference.write_kv(key, value, self._batch([self.num_tokens], [self.num_tokens]).slots, self._pool, 0)
+        return self._run(
+            reference, query[-_NUM_QUERIES:], self._batch([_NUM_QUERIES], [self.num_tokens]), scale
+        ).float()
+
+    def _run(self, kernels: AttentionKernels, query: torch.Tensor, batch: PagedBatch, scale: float) -> torch.Tensor:
+        window, softcap = self._kind.window, self._kind.softcap
+        return kernels.paged_attention(query, self._pool, 0, batch, scale=scale, window=window, softcap=softcap)
+
+    def _batch(self, query_lens: list[int], kv_lens: list[int]) -> PagedBatch:
+        tables = [self._table] * len(kv_lens)
+        return PagedBatch.build(query_lens, kv_lens, tables, self._pool.block_size, self._device)

@@ -1,0 +1,51 @@
+import pytest
+import torch
+
+from radixkv.attention import TorchKernels
+from radixkv.attention_check import AttentionKind, check_attention
+from radixkv.errors import UnsupportedModel
+from radixkv.kernels import gathered_attention
+from radixkv.kv_storage import KVShape
+
+KIND = AttentionKind(4, window=None, softcap=None)
+CPU = torch.device("cpu")
+
+
+def shape(dtype: torch.dtype, kv_dtype: str = "auto") -> KVShape:
+    return KVShape(num_layers=3, num_kv_heads=2, head_dim=32, dtype=dtype).stored_as(kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [KIND, AttentionKind(7 * 2, 300, None), AttentionKind(2, 100, 30.0)], ids=str)
+def test_our_kernels_pass(kind: AttentionKind, dtype: torch.dtype, kv_dtype: str) -> None:
+    check_attention(TorchKernels(), kind, dtype, shape(dtype, kv_dtype), 16, CPU, is_exact=True)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_pool_that_is_read_wrong_is_found(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dequantize = gathered_attention.dequantize
+    monkeypatch.setattr(gathered_attention, "dequantize", lambda *inputs: dequantize(*inputs) * 1.05)
+    with pytest.raises(UnsupportedModel, match=r"^attention over int4 on cpu: expected a relative distance of at most"):
+        check_attention(TorchKernels(), KIND, torch.bfloat16, shape(torch.bfloat16, "int4"), 16, CPU, is_exact=is_exact)
+
+
+def test_kernels_that_do_not_run_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("fp8e4nv not supported in this architecture\nand a long dump")
+
+    monkeypatch.setattr(TorchKernels, "write_kv", fail)
+    with pytest.raises(
+        UnsupportedModel, match=r"^attention over fp8 on cpu: does not run there: RuntimeError: fp8e4nv"
+    ):
+        check_attention(TorchKernels(), KIND, torch.float32, shape(torch.float32, "fp8"), 16, CPU, is_exact=True)
+
+
+def test_bits_that_depend_on_the_batch_are_found_in_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered_attention, "_ROWS_MULTIPLE", 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_attention(TorchKernels(), KIND, dtype, shape(dtype), 16, CPU, is_exact=False)
+        with pytest.raises(
+            UnsupportedModel, match=r"^attention over .*: expected the same bits computed at once and in"
+        ):
+            check_attention(TorchKernels(), KIND, dtype, shape(dtype), 16, CPU, is_exact=True)
