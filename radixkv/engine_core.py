@@ -19,7 +19,8 @@ from radixkv.prefix_cache import PrefixCache, Purged
 from radixkv.request import HeldLease, Outcome, PrefillResult, Request, Retained, Timing, Usage
 from radixkv.retention import Grant, Retention
 from radixkv.runner import Chunk, Runner
-from radixkv.scheduler import Scheduler, Slice
+from radixkv.scheduler import Admission, Scheduler, Slice
+from radixkv.single_flight import SingleFlight
 from radixkv.stats import BlockStats, EngineStats, RequestStats, TenantStats, TokenStats
 from radixkv.tenants import TenantUsage
 
@@ -30,6 +31,8 @@ class EngineCore:
     """Turns requests into steps. One thread at a time may use it.
 
         submit ─▶ waiting ─▶ admit: match, lease ─▶ running ─▶ step: forward, commit ─▶ answer ─▶ lease closed or held
+                     ▲            │
+                     └ following ◀┘ while a running request computes what it needs
 
     Every way out of this picture goes through `_end`, which gives the blocks back.
 
@@ -53,6 +56,7 @@ class EngineCore:
         self.held_leases = HeldLeases(config.held_lease_ttl_s)
         self._runner = runner
         self._scheduler = Scheduler(config.max_step_tokens, config.max_running_requests)
+        self._flights = SingleFlight(cache.block_size)
         self._clock = clock
         self._on_end = on_end
         self._started_s = clock()
@@ -62,11 +66,11 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        return bool(self._scheduler.running or self._scheduler.waiting)  # who follows, follows a running one
 
     def submit(self, request: Request) -> None:
         """Queue a validated request."""
-        self._scheduler.waiting.append(request)
+        self._scheduler.add(request)
 
     def step(self) -> None:
         """Drop what nobody waits for, admit what fits, compute one step, publish and answer."""
@@ -103,6 +107,7 @@ class EngineCore:
             requests=RequestStats(
                 waiting=len(self._scheduler.waiting),
                 running=len(self._scheduler.running),
+                following=len(self._scheduler.following),
                 finished=self._num_ended[Outcome.FINISHED],
                 failed=self._num_ended[Outcome.FAILED],
                 cancelled=self._num_ended[Outcome.CANCELLED],
@@ -123,9 +128,13 @@ class EngineCore:
 
     def purge(self, *, tenant: str | None, adapter: str | None, salt: str | None) -> Purged:
         """Forget namespaces; see `PrefixCache.purge`. Requests that wait publish nothing either."""
-        for request in self._scheduler.waiting:
+        for request in (*self._scheduler.waiting, *self._scheduler.following):
             request.is_revoked = request.is_revoked or request.namespace.is_among(tenant, adapter, salt)
-        return self.cache.purge(tenant=tenant, adapter=adapter, salt=salt)
+        purged = self.cache.purge(tenant=tenant, adapter=adapter, salt=salt)
+        for request in self._scheduler.running:
+            if _open_lease(request).is_revoked:
+                self._resume(self._flights.leave(request))
+        return purged
 
     # -- before a step ---------------------------------------------------------------------------------------------
 
@@ -139,19 +148,25 @@ class EngineCore:
             elif deadline_s is not None and now >= deadline_s:
                 self._fail(request, DeadlineExceeded("deadline: passed before the answer was known"))
 
-    def _admit(self, request: Request) -> bool:
-        """Give a waiting request its blocks, if there are enough."""
+    def _admit(self, request: Request) -> Admission:
+        """Give a waiting request its blocks, if there are enough and nobody computes the same."""
         params = request.params
+        if params.read_cache and self._flights.has_leaders(request.namespace):
+            cached_tokens = self.cache.match(request.namespace, params.tokens).cached_tokens
+            if self._flights.follow(request, cached_tokens):
+                return Admission.FOLLOWS
         try:
             lease = self.cache.lease(request.namespace, params.tokens, read=params.read_cache)
         except QuotaExceeded as error:  # waiting for this tenant's own blocks would hold up the others
             self._fail(request, error)
-            return False
+            return Admission.ENDED
         except OutOfBlocks as error:
-            if not self._scheduler.running:  # only held leases could give blocks back, and not soon
-                error.retry_after_s = self.seconds_to_next_expiry() or error.retry_after_s
-                self._fail(request, error)
-            return False
+            if self._scheduler.running:
+                return Admission.NO_ROOM
+            # Only held leases could give blocks back, and not soon.
+            error.retry_after_s = self.seconds_to_next_expiry() or error.retry_after_s
+            self._fail(request, error)
+            return Admission.ENDED
         request.lease = lease
         request.computed_upto = lease.cached_tokens
         request.miss_reason = (
@@ -160,7 +175,13 @@ class EngineCore:
             else MissReason.READ_DISABLED
         )
         request.scheduled_s = self._clock()
-        return True
+        if params.read_cache and params.write_cache and not request.is_revoked:
+            self._flights.lead(request)
+        return Admission.ADMITTED
+
+    def _resume(self, followers: list[Request]) -> None:
+        for follower in followers:
+            self._scheduler.resume(follower)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -198,6 +219,7 @@ class EngineCore:
         is_finished = request.computed_upto == request.num_tokens
         if params.write_cache and not request.is_revoked and (params.read_cache or is_finished):
             request.written_tokens += lease.commit(request.computed_upto)
+            self._resume(self._flights.published(request, lease.committed_tokens))
 
     def _answer(self, request: Request, prediction: Prediction) -> None:
         params, lease = request.params, _open_lease(request)
@@ -279,6 +301,7 @@ class EngineCore:
 
     def _end(self, request: Request, outcome: Outcome) -> None:
         self._scheduler.remove(request)
+        self._resume(self._flights.leave(request))
         self._num_ended[outcome] += 1
         if request.lease is not None:
             request.lease.close()

@@ -137,6 +137,7 @@ class Request:
     """A prefill inside the engine. Owned by the engine thread; only `future` is shared with the caller.
 
     Attributes:
+        arrival: how many requests came before it.
         computed_upto: prompt tokens whose K/V exist, reused ones included.
         written_tokens: tokens that this request made matchable.
         is_revoked: its namespace was purged while it waited; it publishes nothing.
@@ -147,6 +148,7 @@ class Request:
     namespace: Namespace
     future: Future[PrefillResult]
     received_s: float
+    arrival: int = 0
     lease: Lease | None = None
     miss_reason: MissReason = MissReason.COLD
     computed_upto: int = 0

@@ -24,10 +24,15 @@ class BlockStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Requests by state: two counts of now, and three totals since the start."""
+    """Requests by state: three counts of now, and three totals since the start.
+
+    Attributes:
+        following: they wait for what a running request computes.
+    """
 
     waiting: int
     running: int
+    following: int
     finished: int
     failed: int
     cancelled: int

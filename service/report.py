@@ -70,7 +70,7 @@ def stats_table(stats: StatsResponse) -> str:
         ("  leased", str(blocks.leased)),
         ("  retained", f"{blocks.retained} of {blocks.retainable} that may be"),
         ("  evicted", f"{stats.evicted_blocks} so far"),
-        ("requests", f"{requests.running} running, {requests.waiting} waiting"),
+        ("requests", f"{requests.running} running, {requests.following} following, {requests.waiting} waiting"),
         ("  finished", str(requests.finished)),
         ("  failed", str(requests.failed)),
         ("  cancelled", str(requests.cancelled)),

@@ -45,6 +45,7 @@ ORDER = [
     "request",
     "stats",
     "held_leases",
+    "single_flight",
     "scheduler",
     "kv_storage",
     "attention",

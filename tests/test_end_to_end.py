@@ -97,6 +97,22 @@ def test_nor_do_they_over_a_quantized_pool() -> None:
         assert stats.block_bytes == stats.block_size * 4 * 2 * 2 * (32 // 2 + 4)
 
 
+def test_simultaneous_cold_requests_compute_their_prefix_once() -> None:
+    """They queue up behind a long prompt, and a step is large enough to admit many of them."""
+    settings = ("--set", "engine.max_step_tokens=4096")
+    with serving(*settings) as (_, address), Client(address, timeout_s=60) as client:
+        system = random_ids(512)
+        prompts = [[*system, i, *random_ids(15, seed=i)] for i in range(100)]
+        with ThreadPoolExecutor(101) as threads:
+            long = threads.submit(client.prefill, random_ids(12_000, seed=1000), tenant="other")
+            wait_for(lambda: client.stats().requests.running == 1)
+            answers = list(threads.map(lambda ids: client.prefill(ids, tenant="acme"), prompts))
+        assert long.result().usage.computed_tokens == 12_000
+        assert sum(answer.usage.computed_tokens for answer in answers) == 512 + 100 * 16
+        stats = client.stats()
+        assert (stats.tokens.computed, stats.requests.following) == (12_000 + 512 + 100 * 16, 0)
+
+
 def test_a_retained_prompt_outlives_others_and_a_purged_one_does_not() -> None:
     with serving("--set", "cache.capacity_tokens=4096") as (_, address), Client(address, timeout_s=60) as client:
         prompt, tenant = random_ids(640), "acme"

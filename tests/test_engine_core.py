@@ -1,58 +1,16 @@
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import pytest
 
 from radixkv import engine_core
-from radixkv.config import EngineConfig
-from radixkv.engine_core import EngineCore
 from radixkv.errors import DeadlineExceeded, Draining, OutOfBlocks, QuotaExceeded, StepFailed, UnknownLease
 from radixkv.miss_reason import MissReason
-from radixkv.namespace import Namespace
-from radixkv.prefix_cache import PrefixCache
-from radixkv.request import PrefillParams, PrefillResult, Request
 from radixkv.retention import Grant, Retention
 from radixkv.runner import Chunk, StepResult
 from radixkv.tenants import Quota
-from tests.fake_runner import FakeRunner, next_token, tokens
-
-BLOCK_SIZE = 4
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Bench:
-    """An engine core over a fake runner, with a clock that stands still."""
-
-    def __init__(self, num_blocks: int = 64, quotas: dict[str, Quota] | None = None, **config: object) -> None:
-        self.clock = Clock()
-        self.cache = PrefixCache(num_blocks, BLOCK_SIZE, quotas=quotas, clock=self.clock)
-        self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
-        self.core = EngineCore(self.runner, self.cache, EngineConfig(**config), clock=self.clock)
-
-    def submit(self, ids: range | list[int], **params: object) -> Future[PrefillResult]:
-        future: Future[PrefillResult] = Future()
-        data = tokens(ids)
-        namespace = Namespace("fake", str(params.get("tenant", "")))
-        self.core.submit(Request(PrefillParams(data, **params), namespace, future, self.clock()))
-        return future
-
-    def run(self) -> None:
-        while self.core.has_work:
-            self.core.step()
-            self.cache.check()
-
-    def prefill(self, ids: range | list[int], **params: object) -> PrefillResult:
-        future = self.submit(ids, **params)
-        self.run()
-        return future.result(0)
+from tests.core_bench import Bench
+from tests.fake_runner import next_token, tokens
 
 
 def test_a_cold_prompt_is_computed_whole_and_a_repeated_one_to_its_last_token() -> None:

@@ -126,18 +126,20 @@ class BlockStats(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., published: _Optional[int] = ..., pinned: _Optional[int] = ..., retained: _Optional[int] = ..., retainable: _Optional[int] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("waiting", "running", "finished", "failed", "cancelled")
+    __slots__ = ("waiting", "running", "finished", "failed", "cancelled", "following")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     finished: int
     failed: int
     cancelled: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ...) -> None: ...
+    following: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., following: _Optional[int] = ...) -> None: ...
 
 class TokenStats(_message.Message):
     __slots__ = ("prompt", "cached", "computed", "written")

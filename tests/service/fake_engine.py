@@ -104,7 +104,9 @@ class FakeEngine:
         stats = EngineStats(
             uptime_s=1.5,
             blocks=BlockStats(total=10, free=5, leased=2, published=3, pinned=1, retained=2, retainable=4),
-            requests=RequestStats(waiting=0, running=len(self._running), finished=7, failed=8, cancelled=9),
+            requests=RequestStats(
+                waiting=0, running=len(self._running), following=6, finished=7, failed=8, cancelled=9
+            ),
             tokens=TokenStats(prompt=100, cached=60, computed=40, written=30),
             namespaces=len(self._prompts),
             segments=11,
