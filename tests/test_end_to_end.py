@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,12 +18,13 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from radixkv.retention import Retention
-from radixkv.service.client import Client, logits_of
+from radixkv.service.client import AsyncClient, Client, logits_of
 from radixkv.trace import load_trace, prompt_tokens
-from radixkv.v1.prefill_pb2 import MissReason
-from tests.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
+from radixkv.v1.prefill_pb2 import MissReason, PrefillResponse
+from tests.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, load_eager, write_checkpoint
 from tests.reusable_tokens import count_reusable_tokens
 
 BYTES = 256  # token ids that every model of these tests knows
@@ -97,20 +99,26 @@ def test_nor_do_they_over_a_quantized_pool() -> None:
         assert stats.block_bytes == stats.block_size * 4 * 2 * 2 * (32 // 2 + 4)
 
 
-def test_simultaneous_cold_requests_compute_their_prefix_once() -> None:
+def test_a_thousand_simultaneous_cold_requests_compute_their_prefix_once(tmp_path: Path) -> None:
     """They queue up behind a long prompt, and a step is large enough to admit many of them."""
-    settings = ("--set", "engine.max_step_tokens=4096")
-    with serving(*settings) as (_, address), Client(address, timeout_s=60) as client:
-        system = random_ids(512)
-        prompts = [[*system, i, *random_ids(15, seed=i)] for i in range(100)]
-        with ThreadPoolExecutor(101) as threads:
-            long = threads.submit(client.prefill, random_ids(12_000, seed=1000), tenant="other")
-            wait_for(lambda: client.stats().requests.running == 1)
-            answers = list(threads.map(lambda ids: client.prefill(ids, tenant="acme"), prompts))
-        assert long.result().usage.computed_tokens == 12_000
-        assert sum(answer.usage.computed_tokens for answer in answers) == 512 + 100 * 16
-        stats = client.stats()
-        assert (stats.tokens.computed, stats.requests.following) == (12_000 + 512 + 100 * 16, 0)
+    shape = {**SHAPE, "vocab_size": 2000, "max_position_embeddings": 20_000}
+    directory = write_checkpoint(LlamaConfig(**shape), tmp_path)
+    system = random_ids(2048)
+    prompts = [[*system, 1000 + i, *random_ids(63, seed=i)] for i in range(1000)]
+
+    async def ask(address: str) -> list[PrefillResponse]:
+        async with AsyncClient(address, timeout_s=120) as client:
+            long = asyncio.create_task(client.prefill(random_ids(16_000, seed=1000), tenant="other"))
+            while not (await client.stats()).requests.running:
+                await asyncio.sleep(0.01)
+            answers = await asyncio.gather(*(client.prefill(ids, tenant="acme") for ids in prompts))
+            assert (await long).usage.computed_tokens == 16_000
+            assert (await client.stats()).requests.following == 0
+            return answers
+
+    with serving("--model", str(directory), "--set", "engine.max_step_tokens=8192") as (_, address):
+        answers = asyncio.run(ask(address))
+    assert sum(answer.usage.computed_tokens for answer in answers) == 2048 + 64_000
 
 
 def test_a_retained_prompt_outlives_others_and_a_purged_one_does_not() -> None:
