@@ -148,13 +148,22 @@ class EngineCore:
             elif deadline_s is not None and now >= deadline_s:
                 self._fail(request, DeadlineExceeded("deadline: passed before the answer was known"))
 
-    def _admit(self, request: Request) -> Admission:
-        """Give a waiting request its blocks, if there are enough and nobody computes the same."""
+    def _admit(self, request: Request, most_tokens: int) -> Admission:
+        """Give a waiting request its blocks, if there are enough and nobody computes the same.
+
+        Args:
+            request: it waits.
+            most_tokens: it may have so many tokens to compute.
+        """
         params = request.params
-        if params.read_cache and self._flights.has_leaders(request.namespace):
+        if params.read_cache and (self._flights.has_leaders(request.namespace) or most_tokens < request.num_tokens):
             cached_tokens = self.cache.match(request.namespace, params.tokens).cached_tokens
             if self._flights.follow(request, cached_tokens):
                 return Admission.FOLLOWS
+        else:
+            cached_tokens = 0
+        if request.num_tokens - cached_tokens > most_tokens:
+            return Admission.TOO_LONG
         try:
             lease = self.cache.lease(request.namespace, params.tokens, read=params.read_cache)
         except QuotaExceeded as error:  # waiting for this tenant's own blocks would hold up the others

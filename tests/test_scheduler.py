@@ -1,0 +1,93 @@
+"""A short question does not wait for a long document, and the document is not forgotten over short questions."""
+
+from tests.core_bench import BLOCK_SIZE, Bench
+
+
+def tokens_of_steps(bench: Bench) -> list[int]:
+    return [sum(end - start for start, end in step) for step in bench.runner.steps]
+
+
+def test_a_short_prompt_is_answered_in_the_step_after_it_came() -> None:
+    bench = Bench(num_blocks=256, max_step_tokens=16)
+    long = bench.submit(range(400))
+    for _ in range(3):
+        bench.core.step()
+    short = bench.submit([900, 901, 902])
+    bench.core.step()
+    assert short.done()
+    assert not long.done()
+    assert bench.runner.steps[-1] == [(0, 3), (48, 61)]
+    bench.run()
+    assert max(tokens_of_steps(bench)) == 16
+
+
+def test_so_is_a_long_prompt_of_which_most_is_cached() -> None:
+    bench = Bench(num_blocks=256, max_step_tokens=16)
+    bench.prefill(range(500, 600))
+    long = bench.submit(range(400))
+    bench.core.step()
+    hit = bench.submit([*range(500, 600), 1, 2])
+    miss = bench.submit(range(700, 800))
+    bench.core.step()
+    assert hit.done()
+    assert not miss.done()
+    assert not long.done()
+    bench.run()
+
+
+def test_a_stream_of_short_prompts_slows_a_long_one_down_by_a_third_at_most() -> None:
+    bench = Bench(num_blocks=1024, max_step_tokens=16)
+    long = bench.submit(range(400))
+    bench.core.step()
+    shorts = []
+    while not long.done():
+        shorts += [bench.submit([1000 + len(shorts), i]) for i in range(8)]
+        bench.core.step()
+    assert len(bench.runner.steps) <= 400 / 12 + 2
+    assert sum(short.done() for short in shorts) >= 2 * (len(bench.runner.steps) - 2)
+    bench.run()
+
+
+def test_what_does_not_fit_into_the_share_waits_its_turn() -> None:
+    bench = Bench(num_blocks=256, max_step_tokens=16)
+    bench.submit(range(100))
+    bench.core.step()
+    medium, short = bench.submit(range(200, 205)), bench.submit(range(300, 304))
+    bench.core.step()
+    assert not medium.done()
+    assert short.done()
+    bench.run()
+
+
+def test_nobody_overtakes_while_everybody_fits() -> None:
+    bench = Bench(num_blocks=256, max_step_tokens=16)
+    bench.submit(range(20))
+    bench.core.step()
+    futures = [bench.submit(range(start, start + 3)) for start in (100, 200, 300, 400)]
+    bench.core.step()
+    assert bench.runner.steps[-1] == [(16, 20), (0, 3), (0, 3), (0, 3), (0, 3)]
+    assert all(future.done() for future in futures)
+
+
+def test_short_prompts_take_no_blocks_from_a_big_one_that_waits_for_them() -> None:
+    bench = Bench(num_blocks=12, max_step_tokens=16)
+    bench.submit(range(9 * BLOCK_SIZE))
+    big = bench.submit(range(100, 100 + 11 * BLOCK_SIZE))
+    shorts = []
+    while not big.done():
+        shorts.append(bench.submit([1000 + len(shorts)]))
+        bench.core.step()
+        bench.cache.check()
+    assert len(bench.runner.steps) <= 3 + 4  # as many as the two take with a quarter less of each step
+    bench.run()
+
+
+def test_a_short_prompt_for_which_there_are_no_blocks_waits() -> None:
+    bench = Bench(num_blocks=12, max_step_tokens=16)
+    bench.submit(range(12 * BLOCK_SIZE))
+    bench.core.step()
+    short = bench.submit([1000])
+    bench.core.step()
+    assert not short.done()
+    bench.run()
+    assert short.done()
