@@ -61,13 +61,13 @@ def check_attention(
         torch.randn(trial.num_tokens, heads, shape.head_dim, generator=generator)
         for heads in (kind.num_query_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
-    name = f"attention over {shape.format.name} on {device}"
+    name, scale = f"attention over {shape.format.name} on {device}", shape.head_dim**-0.5
     try:
-        got = trial.attend(query, key, value)
+        got = trial.attend(query, key, value, scale=scale)
     except Exception as error:  # whatever a compiler or a driver raises over a dtype that it does not know
         reason = str(error).strip().partition("\n")[0]
         raise UnsupportedModel(f"{name}: does not run there: {type(error).__name__}: {reason}") from error
-    expected = trial.attend_reference(query, key, value)
+    expected = trial.attend_reference(query, key, value, scale=scale)
     apart = float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
     if not apart <= _TOLERANCE[dtype]:
         raise UnsupportedModel(
@@ -111,7 +111,7 @@ class _Trial:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float = 0.2,
+        scale: float,
         cuts: tuple[int, ...] = (),
     ) -> torch.Tensor:
         """The last queries, in parts that begin at `cuts`; parts have company. Float32 `[num_queries, heads, dim]`."""
@@ -130,7 +130,7 @@ class _Trial:
         return torch.cat(rows).float()
 
     def attend_reference(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float = 0.2
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
         """The same, as the kernels are meant."""
         query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))

@@ -47,7 +47,7 @@ class Scheduler:
     A request is admitted at the last moment: when the step has tokens left that no running request needs. So it
     matches the cache after everything before it was published. While the running ones need more than a step, a quarter
     of it goes to waiting requests that can be answered with it: a short question does not wait for a long document.
-    Whoever overtakes so is over with the step and has given its blocks back, so nobody starves.
+    Whoever overtakes so is over with the step and gives its blocks back, unless it holds a lease: so nobody starves.
 
     Attributes:
         waiting: in the order in which they came.
@@ -86,16 +86,14 @@ class Scheduler:
         budget -= sum(part.end - part.start for part in step)
         for request in before:
             if budget:
-                step.append(_slice(request, budget))
-                budget -= step[-1].end - step[-1].start
+                budget = _take(step, request, budget)
         while budget and self.waiting and len(self.running) < self._max_running_requests:
             request = self.waiting[0]
             admission = self._admit(request, admit, request.num_tokens)
             if admission is Admission.NO_ROOM:
                 break
             if admission is Admission.ADMITTED:
-                step.append(_slice(request, budget))
-                budget -= step[-1].end - step[-1].start
+                budget = _take(step, request, budget)
         return step
 
     def _express(self, admit: Callable[[Request, int], Admission]) -> list[Slice]:
@@ -112,8 +110,7 @@ class Scheduler:
             if admission is Admission.NO_ROOM:
                 break
             if admission is Admission.ADMITTED:
-                step.append(_slice(request, budget))
-                budget -= step[-1].end - step[-1].start
+                budget = _take(step, request, budget)
         return step
 
     def _admit(self, request: Request, admit: Callable[[Request, int], Admission], most_tokens: int) -> Admission:
@@ -145,5 +142,9 @@ class Scheduler:
             self.waiting.remove(request)
 
 
-def _slice(request: Request, budget: int) -> Slice:
-    return Slice(request, request.computed_upto, min(request.num_tokens, request.computed_upto + budget))
+def _take(step: list[Slice], request: Request, budget: int) -> int:
+    """Add as much of a request to the step as the budget has; returns what is left of it."""
+    start = request.computed_upto
+    end = min(request.num_tokens, start + budget)
+    step.append(Slice(request, start, end))
+    return budget - (end - start)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from radixkv import attention_check
 from radixkv.attention import TorchKernels
 from radixkv.attention_check import AttentionKind, check_attention
 from radixkv.errors import UnsupportedModel
@@ -11,8 +12,8 @@ KIND = AttentionKind(4, window=None, softcap=None)
 CPU = torch.device("cpu")
 
 
-def shape(dtype: torch.dtype, kv_dtype: str = "auto") -> KVShape:
-    return KVShape(num_layers=3, num_kv_heads=2, head_dim=32, dtype=dtype).stored_as(kv_dtype)
+def shape(dtype: torch.dtype, kv_dtype: str = "auto", head_dim: int = 32) -> KVShape:
+    return KVShape(num_layers=3, num_kv_heads=2, head_dim=head_dim, dtype=dtype).stored_as(kv_dtype)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "fp8", "int8", "int4"])
@@ -20,6 +21,18 @@ def shape(dtype: torch.dtype, kv_dtype: str = "auto") -> KVShape:
 @pytest.mark.parametrize("kind", [KIND, AttentionKind(7 * 2, 300, None), AttentionKind(2, 100, 30.0)], ids=str)
 def test_our_kernels_pass(kind: AttentionKind, dtype: torch.dtype, kv_dtype: str) -> None:
     check_attention(TorchKernels(), kind, dtype, shape(dtype, kv_dtype), 16, CPU, is_exact=True)
+
+
+@pytest.mark.parametrize("head_dim", [80, 256])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
+def test_rounding_stays_far_below_the_bound(kv_dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no model is refused for it."""
+    kv_shape = shape(torch.bfloat16, kv_dtype, head_dim)
+    monkeypatch.setitem(attention_check._TOLERANCE, torch.bfloat16, 0.015)
+    check_attention(TorchKernels(), AttentionKind(8, None, None), torch.bfloat16, kv_shape, 64, CPU, is_exact=True)
+    monkeypatch.setitem(attention_check._TOLERANCE, torch.bfloat16, 0.001)
+    with pytest.raises(UnsupportedModel, match=r"expected a relative distance of at most 0\.001"):
+        check_attention(TorchKernels(), AttentionKind(8, None, None), torch.bfloat16, kv_shape, 64, CPU, is_exact=True)
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
