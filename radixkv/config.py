@@ -86,18 +86,25 @@ class EngineConfig:
         max_step_tokens: tokens that one forward pass computes at most; longer suffixes are split into chunks.
         max_running_requests: requests that may hold blocks at the same time.
         max_waiting_requests: so many more may be unfinished; further ones are refused with RESOURCE_EXHAUSTED.
+        max_tenant_requests: of these a single tenant may have so many unfinished.
         held_lease_ttl_s: seconds after which a held lease is released by itself.
+        step_timeout_s: a step that takes longer hangs: all requests are cancelled, and new ones refused until it ends.
     """
 
     max_step_tokens: int = 512
     max_running_requests: int = 64
     max_waiting_requests: int = 4096
+    max_tenant_requests: int = 2048
     held_lease_ttl_s: float = 60.0
+    step_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         _require_at_least("engine.max_step_tokens", self.max_step_tokens, 1)
         _require_at_least("engine.max_running_requests", self.max_running_requests, 1)
         _require_at_least("engine.max_waiting_requests", self.max_waiting_requests, 1)
+        _require_at_least("engine.max_tenant_requests", self.max_tenant_requests, 1)
+        _require_at_least("engine.step_timeout_s", self.step_timeout_s, 1e-3)
+        _require_at_most("engine.step_timeout_s", self.step_timeout_s, _YEAR_S)
         _require_at_least("engine.held_lease_ttl_s", self.held_lease_ttl_s, 0)
         _require_at_most("engine.held_lease_ttl_s", self.held_lease_ttl_s, _YEAR_S)
 
@@ -129,18 +136,20 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class TenantConfig:
-    """What one tenant may hold of the pool; a section `tenants.NAME` for each tenant that has bounds.
+    """What one tenant may hold, and its share of the steps; a section `tenants.NAME` for each that has any of it.
 
     Attributes:
         floor_tokens: cached tokens that no other tenant can evict; rounded up to whole blocks.
         ceiling_tokens: cached and leased tokens at most; rounded down to whole blocks. Without it, the whole pool.
         max_retained_tokens: tokens with a priority above the default at most; rounded down to whole blocks. Without it,
             what `cache.max_retained_share` leaves.
+        weight: its share of the computed tokens while tenants compete, beside the others' weights of 1.
     """
 
     floor_tokens: int = 0
     ceiling_tokens: int | None = None
     max_retained_tokens: int | None = None
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         _require_at_least("tenants.*.floor_tokens", self.floor_tokens, 0)
@@ -148,6 +157,8 @@ class TenantConfig:
             _require_at_least("tenants.*.ceiling_tokens", self.ceiling_tokens, max(1, self.floor_tokens))
         if self.max_retained_tokens is not None:
             _require_at_least("tenants.*.max_retained_tokens", self.max_retained_tokens, 0)
+        _require_at_least("tenants.*.weight", self.weight, 1e-3)
+        _require_at_most("tenants.*.weight", self.weight, 1e3)
 
 
 @dataclass(frozen=True, slots=True)

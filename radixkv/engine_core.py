@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import cast
 
+from sortedcontainers import SortedList
+
+from radixkv.admission import Admitter
+from radixkv.answers import Answers
 from radixkv.config import EngineConfig
-from radixkv.errors import DeadlineExceeded, OutOfBlocks, QuotaExceeded, RadixKVError, StepFailed
+from radixkv.errors import CapacityError, DeadlineExceeded, OutOfBlocks, RadixKVError, StepFailed
 from radixkv.held_leases import HeldLeases
 from radixkv.lease import Lease
-from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
-from radixkv.node import DEFAULT_PRIORITY
+from radixkv.observer import Observer
 from radixkv.prediction import Prediction, predict
 from radixkv.prefix_cache import PrefixCache, Purged
-from radixkv.request import HeldLease, Outcome, PrefillResult, Request, Retained, Timing, Usage
-from radixkv.retention import Grant, Retention
+from radixkv.request import Outcome, Request
+from radixkv.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult, Retained
+from radixkv.retention import Retention
 from radixkv.runner import Chunk, Runner
-from radixkv.scheduler import Admission, Scheduler, Slice
+from radixkv.scheduler import Scheduler, Slice
 from radixkv.single_flight import SingleFlight
 from radixkv.stats import BlockStats, EngineStats, RequestStats, TenantStats, TokenStats
 from radixkv.tenants import TenantUsage
+from radixkv.token_bytes import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +38,9 @@ class EngineCore:
     """Turns requests into steps. One thread at a time may use it.
 
         submit ─▶ waiting ─▶ admit: match, lease ─▶ running ─▶ step: forward, commit ─▶ answer ─▶ lease closed or held
-                     ▲            │
-                     └ following ◀┘ while a running request computes what it needs
+                   ▲   ▲          │                  │  ▲ └───────── next token ◀──┘
+                   │   └ following┘                  │  │   while a running request computes what it needs
+                   └──────────── paused ◀────────────┘      while there are no blocks for its next token
 
     Every way out of this picture goes through `_end`, which gives the blocks back.
 
@@ -42,6 +50,11 @@ class EngineCore:
         config: budgets and limits.
         clock: seconds, never going back.
         on_end: told of every request that is over.
+        observer: told of everything that is worth counting.
+        weights: by tenant; see `Scheduler`.
+
+    Attributes:
+        num_failed_steps: how many failed since the last one that did not.
     """
 
     def __init__(
@@ -51,33 +64,57 @@ class EngineCore:
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Request], None] = lambda _: None,
+        observer: Observer | None = None,
+        weights: dict[str, float] | None = None,
     ) -> None:
         self.cache = cache
         self.held_leases = HeldLeases(config.held_lease_ttl_s)
+        self.num_failed_steps = 0
         self._runner = runner
-        self._scheduler = Scheduler(config.max_step_tokens, config.max_running_requests)
+        self._scheduler = Scheduler(config.max_step_tokens, config.max_running_requests, weights)
         self._flights = SingleFlight(cache.block_size)
+        self._admitter = Admitter(cache, self._flights, self.held_leases, clock, self._fail)
+        self._answers = Answers(cache, self.held_leases)
         self._clock = clock
         self._on_end = on_end
+        self._observer = observer or Observer()
         self._started_s = clock()
+        self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals differ
+        self._cancelled: deque[Request] = deque()  # other threads append
         self._num_ended = dict.fromkeys((Outcome.FINISHED, Outcome.FAILED, Outcome.CANCELLED), 0)
+        self._num_pauses = 0
         self._tokens = TokenStats()
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._scheduler.running or self._scheduler.waiting)  # who follows, follows a running one
+        return self._scheduler.has_work
 
     def submit(self, request: Request) -> None:
         """Queue a validated request."""
         self._scheduler.add(request)
+        if request.params.deadline_s is not None:
+            self._deadlines.add((request.params.deadline_s, request.arrival, request))
+        request.future.add_done_callback(lambda future: self._cancelled.append(request) if future.cancelled() else None)
 
     def step(self) -> None:
         """Drop what nobody waits for, admit what fits, compute one step, publish and answer."""
         self._sweep()
-        slices = self._scheduler.next_step(self._admit)
+        has_paused = self._extend_leases()
+        slices = self._scheduler.next_step(self._admitter, may_admit=not has_paused)
         if slices:
             self._run(slices)
+
+    def try_step(self) -> None:
+        """Compute a token that nobody asked for: do steps work again?"""
+        token = bytes(TOKEN_BYTES)
+        try:
+            with self.cache.lease(Namespace(""), token, read=False) as lease:
+                self._runner.run([Chunk(token, 0, 1, lease.block_ids, None, wants_logits=True)])
+        except Exception:  # noqa: BLE001 - whatever a forward pass raises, it does not work yet
+            _log.exception("steps still fail")
+        else:
+            self.num_failed_steps = 0
 
     def seconds_to_next_expiry(self) -> float | None:
         """How long until a held lease expires; None if none is held."""
@@ -105,12 +142,14 @@ class EngineCore:
                 retainable=self.cache.max_retained_blocks,
             ),
             requests=RequestStats(
-                waiting=len(self._scheduler.waiting),
-                running=len(self._scheduler.running),
-                following=len(self._scheduler.following),
+                waiting=self._scheduler.num_waiting,
+                running=self._scheduler.num_running,
+                following=self._scheduler.num_following,
+                paused=sum(request.is_paused for request in self._scheduler.idle_requests()),
                 finished=self._num_ended[Outcome.FINISHED],
                 failed=self._num_ended[Outcome.FAILED],
                 cancelled=self._num_ended[Outcome.CANCELLED],
+                pauses=self._num_pauses,
             ),
             tokens=self._tokens,
             namespaces=self.cache.num_namespaces,
@@ -124,15 +163,15 @@ class EngineCore:
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
         """Give a cached range a priority, whatever it had before; see `PrefixCache.retain`."""
-        return self._retained(self.cache.retain(namespace, tokens, retention))
+        return self._answers.retained(self.cache.retain(namespace, tokens, retention), self._clock())
 
     def purge(self, *, tenant: str | None, adapter: str | None, salt: str | None) -> Purged:
-        """Forget namespaces; see `PrefixCache.purge`. Requests that wait publish nothing either."""
-        for request in (*self._scheduler.waiting, *self._scheduler.following):
+        """Forget namespaces; see `PrefixCache.purge`. Requests that came before publish nothing any more."""
+        for request in self._scheduler.requests():
             request.is_revoked = request.is_revoked or request.namespace.is_among(tenant, adapter, salt)
         purged = self.cache.purge(tenant=tenant, adapter=adapter, salt=salt)
         for request in self._scheduler.running:
-            if _open_lease(request).is_revoked:
+            if request.is_revoked:
                 self._resume(self._flights.leave(request))
         return purged
 
@@ -141,52 +180,53 @@ class EngineCore:
     def _sweep(self) -> None:
         now = self._clock()
         self.held_leases.expire(now)
-        for request in self._scheduler.requests():
-            deadline_s = request.params.deadline_s
-            if request.future.cancelled():
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            if not request.is_over:
                 self._end(request, Outcome.CANCELLED)
-            elif deadline_s is not None and now >= deadline_s:
-                self._fail(request, DeadlineExceeded("deadline: passed before the answer was known"))
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._fail(self._deadlines[0][2], _deadline_passed())
 
-    def _admit(self, request: Request, most_tokens: int) -> Admission:
-        """Give a waiting request its blocks, if there are enough and nobody computes the same.
+    def _extend_leases(self) -> bool:
+        """Give each running generation the block for its next token. Without one, the youngest is paused.
 
-        Args:
-            request: it waits.
-            most_tokens: it may have so many tokens to compute.
+        The oldest can always pause all others. If it is alone and there is still no block, it is paused itself, which
+        lets go of what it pins and does not need; it comes back with the block, or only held leases stand in its way
+        and it is refused. So it gets on by a token at least each time, and after it the next one.
+
+        Returns:
+            Whether any was paused.
         """
-        params = request.params
-        if params.read_cache and (self._flights.has_leaders(request.namespace) or most_tokens < request.num_tokens):
-            cached_tokens = self.cache.match(request.namespace, params.tokens).cached_tokens
-            if self._flights.follow(request, cached_tokens):
-                return Admission.FOLLOWS
-        else:
-            cached_tokens = 0
-        if request.num_tokens - cached_tokens > most_tokens:
-            return Admission.TOO_LONG
-        try:
-            lease = self.cache.lease(request.namespace, params.tokens, read=params.read_cache)
-        except QuotaExceeded as error:  # waiting for this tenant's own blocks would hold up the others
-            self._fail(request, error)
-            return Admission.ENDED
-        except OutOfBlocks as error:
-            if self._scheduler.running:
-                return Admission.NO_ROOM
-            # Only held leases could give blocks back, and not soon.
-            error.retry_after_s = self.seconds_to_next_expiry() or error.retry_after_s
-            self._fail(request, error)
-            return Admission.ENDED
-        request.lease = lease
-        request.computed_upto = lease.cached_tokens
-        request.miss_reason = (
-            self.cache.explain(request.namespace, params.tokens, lease.cached_tokens)
-            if params.read_cache
-            else MissReason.READ_DISABLED
+        num_pauses = self._num_pauses
+        for request in sorted(self._scheduler.running, key=lambda running: running.rank):
+            while request.lease is not None and request.lease.num_tokens < request.num_tokens:
+                try:
+                    request.lease.extend(request.tokens[request.lease.num_tokens * TOKEN_BYTES :])
+                except CapacityError as error:
+                    self._make_room_for(request, error)
+        return self._num_pauses > num_pauses
+
+    def _make_room_for(self, request: Request, error: CapacityError) -> None:
+        """Pause the youngest of those that hold what a request needs; it may be the youngest itself."""
+        self._pause(
+            max(
+                (
+                    running
+                    for running in self._scheduler.running
+                    if isinstance(error, OutOfBlocks) or running.params.tenant == request.params.tenant
+                ),
+                key=lambda holder: holder.rank,
+            )
         )
-        request.scheduled_s = self._clock()
-        if params.read_cache and params.write_cache and not request.is_revoked:
-            self._flights.lead(request)
-        return Admission.ADMITTED
+
+    def _pause(self, request: Request) -> None:
+        """Take a running request's blocks away; what it published stays cached, and it goes on where it was."""
+        self._resume(self._flights.leave(request))
+        _open_lease(request).close()
+        request.lease = None
+        self._scheduler.pause(request)
+        self._num_pauses += 1
+        self._observer.request_paused(request)
 
     def _resume(self, followers: list[Request]) -> None:
         for follower in followers:
@@ -195,132 +235,133 @@ class EngineCore:
     # -- the step --------------------------------------------------------------------------------------------------
 
     def _run(self, slices: list[Slice]) -> None:
+        started_s = self._clock()
         try:
             is_finite, predictions = self._compute(slices)
         except Exception as error:  # noqa: BLE001 - whatever a forward pass raises, the other requests go on
             _log.exception("a step of %d requests failed", len(slices))
+            self.num_failed_steps += 1
+            self._observer.step_failed(self._clock() - started_s, len(slices))
             failed = StepFailed(f"step: the forward pass raised {type(error).__name__}")
             for part in slices:
                 self._fail(part.request, failed)
             return
+        self.num_failed_steps = 0
+        num_decode_tokens = sum(part.request.is_decoding for part in slices)
+        num_tokens = sum(part.end - part.start for part in slices)
+        self._observer.step_done(
+            self._clock() - started_s, len(slices), num_tokens - num_decode_tokens, num_decode_tokens
+        )
         for part, finite in zip(slices, is_finite, strict=True):
             prediction = next(predictions) if part.is_last else None
-            if not finite:
+            if finite:
+                self._go_on(part.request, part.end, prediction)
+            else:
                 self._fail(part.request, StepFailed("step: the model's values are not finite; nothing was published"))
-                continue
-            part.request.computed_upto = part.end
-            self._commit(part.request)
-            if prediction is not None:
-                self._answer(part.request, prediction)
 
     def _compute(self, slices: list[Slice]) -> tuple[list[bool], Iterator[Prediction]]:
         """Everything that waits for the device, and so everything that can fail there."""
         step = self._runner.run([_chunk(part) for part in slices])
-        predictions = predict(step.logits, [part.request.params for part in slices if part.is_last])
+        predictions = predict(step.logits, [part.request for part in slices if part.is_last])
         return step.is_finite, iter(predictions)
 
-    def _commit(self, request: Request) -> None:
+    def _go_on(self, request: Request, upto: int, prediction: Prediction | None) -> None:
+        """Publish what a request has computed, and answer it or tell its next token."""
+        was_decoding = request.is_decoding
+        request.computed_upto = upto
+        _open_lease(request).copy = None  # it was made
+        if prediction is None:
+            self._commit(request, upto)
+            return
+        if request.prefilled_s is None:
+            request.prefilled_s = self._clock()
+        if request.generation is None:
+            self._commit(request, upto)
+            self._answer(request, lambda lease, now: self._answers.prefill(request, lease, prediction, now))
+            return
+        finish_reason = _append(request, prediction.next_token_id)
+        if finish_reason is not None:
+            self._commit(request, upto)
+            self._answer(request, lambda lease, now: self._answers.generation(request, lease, finish_reason, now))
+            return
+        if not was_decoding:
+            self._commit(request, upto)
+            self._resume(self._flights.leave(request))  # what it computes from now on is its own
+        elif upto % self.cache.block_size == 0:
+            self._commit(request, upto)
+        self._tell(request, prediction.next_token_id)
+
+    def _commit(self, request: Request, upto: int) -> None:
         """Publish what is computed: chunk by chunk, or all at the end if the request must not read from the cache.
 
         A commit may adopt blocks that others published, and later chunks would read them.
         """
         params, lease = request.params, _open_lease(request)
-        is_finished = request.computed_upto == request.num_tokens
+        generation = request.generation
+        is_finished = upto == request.num_tokens if generation is None else generation.finish_reason is not None
         if params.write_cache and not request.is_revoked and (params.read_cache or is_finished):
-            request.written_tokens += lease.commit(request.computed_upto)
+            request.written_tokens += lease.commit(upto)
             self._resume(self._flights.published(request, lease.committed_tokens))
 
-    def _answer(self, request: Request, prediction: Prediction) -> None:
-        params, lease = request.params, _open_lease(request)
+    def _tell(self, request: Request, token_id: int) -> None:
+        assert request.generation is not None, "only a generation has news"
+        try:
+            request.generation.on_tokens(GeneratedTokens((token_id,), request.usage, request.miss_reason))
+        except Exception:  # noqa: BLE001 - the caller's callback; the other requests go on
+            _log.exception("a caller failed to take its tokens")
+            self._fail(request, StepFailed("generation: the caller's callback raised"))
+
+    def _answer(self, request: Request, make: Callable[[Lease, float], PrefillResult | GenerateResult]) -> None:
         now = self._clock()
-        if params.deadline_s is not None and now >= params.deadline_s:
-            self._fail(request, DeadlineExceeded("deadline: passed before the answer was known"))
+        deadline_s = request.params.deadline_s
+        if deadline_s is not None and now >= deadline_s:
+            self._fail(request, _deadline_passed())
             return
         if not request.future.set_running_or_notify_cancel():
             self._end(request, Outcome.CANCELLED)
             return
-        usage = Usage(
-            prompt_tokens=request.num_tokens,
-            cached_tokens=lease.cached_tokens,
-            computed_tokens=request.num_tokens - lease.cached_tokens,
-            written_tokens=request.written_tokens,
-        )
-        self._tokens = TokenStats(
-            prompt=self._tokens.prompt + usage.prompt_tokens,
-            cached=self._tokens.cached + usage.cached_tokens,
-            computed=self._tokens.computed + usage.computed_tokens,
-            written=self._tokens.written + usage.written_tokens,
-        )
-        result = PrefillResult(
-            request_id=params.request_id,
-            usage=usage,
-            next_token_id=prediction.next_token_id,
-            top_logprobs=prediction.top_logprobs,
-            logits=prediction.logits,
-            miss_reason=request.miss_reason,
-            timing=Timing(
-                queue_us=_microseconds(request.scheduled_s - request.received_s),
-                prefill_us=_microseconds(now - request.scheduled_s),
-                total_us=_microseconds(now - request.received_s),
-            ),
-            held_lease=self._hold(request, lease, now) if params.hold_lease else None,
-            retained=self._retain(request, lease),
-        )
+        result = make(_open_lease(request), now)
+        self._tokens = self._tokens.plus(result.usage)
         self._end(request, Outcome.FINISHED)
-        request.future.set_result(result)
-
-    def _retain(self, request: Request, lease: Lease) -> Retained | None:
-        """What others cached is never lowered: a low priority is for what this request has published."""
-        retention = request.params.retention
-        if retention is None:
-            return None
-        start, end = retention.range_in(request.num_tokens)
-        shared_upto = start
-        if retention.priority < DEFAULT_PRIORITY:
-            written_from = end if lease.written_from_tokens is None else lease.written_from_tokens
-            block_size = self.cache.block_size
-            shared_upto = max(start, min(end, -(-written_from // block_size) * block_size))
-        grant = Grant(0, 0, 0)
-        for part_start, part_end, only_raise in (
-            (start, shared_upto, True),
-            (shared_upto, end, retention.priority >= DEFAULT_PRIORITY),
-        ):
-            if part_start < part_end:
-                part = dataclasses.replace(retention, start=part_start, end=part_end)
-                grant = grant.joined(
-                    self.cache.retain(request.namespace, request.params.tokens, part, only_raise=only_raise)
-                )
-        return self._retained(grant)
-
-    def _retained(self, grant: Grant) -> Retained:
-        ends_s = grant.expires_s
-        return Retained(grant, None if ends_s is None else time.time() + ends_s - self._clock())
-
-    def _hold(self, request: Request, lease: Lease, now: float) -> HeldLease:
-        lease_id, expires_s = self.held_leases.hold(lease, request.params.tenant, now)
-        request.lease = None  # the holder's now
-        return HeldLease(lease_id, time.time() + expires_s - now, lease.block_ids.copy())
+        cast("Future[PrefillResult | GenerateResult]", request.future).set_result(result)
 
     # -- the ways out ----------------------------------------------------------------------------------------------
 
     def _fail(self, request: Request, error: RadixKVError) -> None:
-        self._end(request, Outcome.FAILED)
+        self._end(request, Outcome.FAILED, error)
         if request.future.set_running_or_notify_cancel():
             request.future.set_exception(error)
 
-    def _end(self, request: Request, outcome: Outcome) -> None:
+    def _end(self, request: Request, outcome: Outcome, error: RadixKVError | None = None) -> None:
+        request.is_over = True
         self._scheduler.remove(request)
         self._resume(self._flights.leave(request))
         self._num_ended[outcome] += 1
+        if request.params.deadline_s is not None:
+            self._deadlines.remove((request.params.deadline_s, request.arrival, request))
         if request.lease is not None:
             request.lease.close()
             request.lease = None
+        self._observer.request_ended(request, outcome, error, self._clock())
         self._on_end(request)
 
 
 def _open_lease(request: Request) -> Lease:
     assert request.lease is not None, "a running request holds a lease"
     return request.lease
+
+
+def _append(request: Request, token_id: int) -> FinishReason | None:
+    """Add a generated token; returns whether it was the last, and why."""
+    generation = request.generation
+    assert generation is not None, "only a generation grows"
+    generation.token_ids.append(token_id)
+    request.tokens += token_id.to_bytes(TOKEN_BYTES, "little")
+    return generation.finish_reason
+
+
+def _deadline_passed() -> DeadlineExceeded:
+    return DeadlineExceeded("deadline: passed before the answer was known")
 
 
 def _tenant_stats(tenant: str, usage: TenantUsage) -> TenantStats:
@@ -346,10 +387,6 @@ def _chunk(part: Slice) -> Chunk:
         start=start,
         end=end,
         block_ids=lease.block_ids,
-        copy=lease.copy if start == lease.cached_tokens else None,
+        copy=lease.copy,
         wants_logits=part.is_last,
     )
-
-
-def _microseconds(seconds: float) -> int:
-    return round(seconds * 1e6)

@@ -14,7 +14,8 @@
     │   ├── LeaseClosed
     │   ├── DoubleRelease
     │   ├── DeadlineExceeded
-    │   └── Draining
+    │   ├── Draining
+    │   └── StepHangs
     ├── ConfigError                  the service can't start like this
     │   └── UnsupportedModel
     ├── StepFailed                   a forward pass raised; the requests in it failed, the engine goes on
@@ -93,6 +94,10 @@ class DeadlineExceeded(LifecycleError):
 
 class Draining(LifecycleError):
     """The service is shutting down and takes no new requests."""
+
+
+class StepHangs(LifecycleError):
+    """A forward pass does not come back."""
 
 
 class ConfigError(RadixKVError):

@@ -38,7 +38,7 @@ class Lease:
         cached_tokens: tokens whose K/V exist already.
         block_ids: int32, all blocks of the prompt in order. `commit` may exchange some for equal ones.
         num_published_blocks: the first so many of `block_ids` belong to the tree; the others are the lease's own.
-        copy: the block copy that must be made first, until the first commit; None if the prefix ends with a block.
+        copy: a block copy that must be made before anything is written; the holder clears it when it is made.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
         written_from_tokens: the first token that it published itself; None until it publishes any.
         node: where the path that this lease pins ends; None while it pins nothing.
@@ -111,6 +111,24 @@ class Lease:
             InvalidRequest: `upto_tokens` is beyond the prompt.
         """
         return self._cache.commit(self, upto_tokens)
+
+    def extend(self, tokens: bytes) -> None:
+        """Go on after the prompt: more tokens, and the blocks that they need. A call that raises has changed nothing.
+
+        What was committed stays as it is: if it ends inside a block, that block is copied (`copy` says so), and the
+        longer copy takes its place in the tree when it is committed.
+
+            [abcd] [ef..]  both in the tree  ── extend by g ──▶  [abcd] [efg.]  the second is the lease's own
+
+        Args:
+            tokens: at least one, little-endian uint32 bytes.
+
+        Raises:
+            LeaseClosed: the lease is closed.
+            InvalidRequest: `tokens` is empty or not whole tokens.
+            OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
+        """
+        self._cache.extend(self, tokens)
 
     def close(self) -> None:
         """Give everything back; what was committed stays cached. Closing again does nothing."""

@@ -36,6 +36,7 @@ class Model:
         vocab_size: token ids are below this.
         is_exact: whether a token's K, V and logits depend on its prefix alone, bit for bit.
         max_tokens: longest sequence that the model is made for; None if it says nothing.
+        eos_token_ids: with which it ends what it generates.
         fingerprint: equal for equal configuration and weights.
     """
 
@@ -50,6 +51,7 @@ class Model:
         config = module.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_tokens = _max_tokens(config)
+        self.eos_token_ids = _eos_token_ids(module)
         self.kv_shape, self.attention_kinds = _probe_attention(self, int(config.num_hidden_layers))
         self.fingerprint = _fingerprint(module)
 
@@ -176,6 +178,15 @@ def _max_tokens(config: Any) -> int | None:
             limits.append(rope.get(key) or getattr(config, key, None))
     known = [int(limit) for limit in limits if limit]
     return min(known) if known else None
+
+
+def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
+    """What generation_config.json says, or else config.json."""
+    for config in (getattr(module, "generation_config", None), module.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()
 
 
 class _ShapeProbe:

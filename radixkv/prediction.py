@@ -8,8 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from xxhash import xxh3_64
 
-from radixkv.request import PrefillParams
+from radixkv.request import Request
+from radixkv.sampling import Sampling
 
 
 class Prediction(NamedTuple):
@@ -20,22 +22,53 @@ class Prediction(NamedTuple):
     logits: npt.NDArray[np.float32] | None
 
 
-def predict(logits: torch.Tensor, wanted: Sequence[PrefillParams]) -> list[Prediction]:
+def predict(logits: torch.Tensor, requests: Sequence[Request]) -> list[Prediction]:
     """Read what was asked for off the logits; waits for the device.
 
     Args:
-        logits: float32 `[len(wanted), vocab_size]`.
-        wanted: says for each row how many log probabilities to report, and whether the row itself.
+        logits: float32 `[len(requests), vocab_size]`.
+        requests: say for each row whether to draw or to take the most likely token, how many log probabilities to
+            report, and whether the row itself.
     """
-    next_token_ids = logits.argmax(dim=-1).tolist()
+    most_likely = logits.argmax(dim=-1).tolist()
     return [
         Prediction(
-            next_token_id=next_token_id,
-            top_logprobs=_top_logprobs(row, params.top_logprobs),
-            logits=row.cpu().numpy().copy() if params.return_logits else None,
+            next_token_id=_choose(row, token_id, request),
+            top_logprobs=_top_logprobs(row, request.params.top_logprobs),
+            logits=row.cpu().numpy().copy() if request.params.return_logits else None,
         )
-        for row, next_token_id, params in zip(logits, next_token_ids, wanted, strict=True)
+        for row, token_id, request in zip(logits, most_likely, requests, strict=True)
     ]
+
+
+def _choose(logits: torch.Tensor, most_likely: int, request: Request) -> int:
+    if request.generation is None or request.generation.sampling.temperature == 0:
+        return most_likely
+    return draw(logits, request.generation.sampling, position=request.num_tokens)
+
+
+def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+    """Draw a token.
+
+    The noise is that of the exponential race: the least of `exponential / probability` is each token as often as its
+    probability says. It comes from the seed and the position alone, and one row is drawn at a time, so that the batch
+    changes nothing.
+
+    Args:
+        logits: float32 `[vocab_size]`, all finite.
+        sampling: temperature above 0, top_p and seed.
+        position: of the token that is drawn.
+    """
+    scores = (logits - logits.max()).double() / sampling.temperature
+    if sampling.top_p < 1:
+        ordered, order = scores.sort(descending=True, stable=True)
+        probabilities = ordered.softmax(dim=0)
+        is_out = probabilities.cumsum(dim=0) - probabilities >= sampling.top_p
+        scores[order[is_out]] = -torch.inf
+    seed = xxh3_64(position.to_bytes(8, "little"), seed=sampling.seed).intdigest()
+    generator = torch.Generator(logits.device).manual_seed(seed)
+    noise = torch.empty_like(scores).exponential_(generator=generator)
+    return int((scores - noise.log()).argmax())
 
 
 def _top_logprobs(logits: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:

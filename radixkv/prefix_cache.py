@@ -10,7 +10,7 @@ import numpy as np
 
 from radixkv.block_pool import BlockIds, BlockPool
 from radixkv.cache_audit import audit
-from radixkv.errors import InvalidRequest, LeaseClosed, OutOfBlocks, QuotaExceeded
+from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, OutOfBlocks, QuotaExceeded
 from radixkv.eviction import EvictionPolicy
 from radixkv.evictor import Evictor
 from radixkv.lease import BlockCopy, Lease
@@ -240,24 +240,51 @@ class PrefixCache:
             cached_tokens = num_held_blocks * self.block_size
         num_available_blocks = num_spare_blocks - max(0, num_held_blocks - num_pinned_blocks)
         if num_available_blocks < 0:
-            to_ceiling = usage.num_blocks_to_ceiling
-            if to_ceiling is not None and to_ceiling < self.pool.num_free + self.num_evictable_blocks:
-                raise QuotaExceeded(
-                    f"blocks: expected {-num_available_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for "
-                    f"this tenant, of which leases hold {usage.num_leased_blocks + usage.num_pinned_blocks}"
-                )
-            raise OutOfBlocks(
-                f"blocks: expected {-num_available_blocks} more, got {self.pool.num_free} free and "
-                f"{self.num_evictable_blocks} evictable of {self.pool.num_blocks}, the reused ones among them"
-            )
+            raise self._shortage(-num_available_blocks, usage)
         if node is None or not cached_tokens:
             return None, 0
         return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens
 
+    def _shortage(self, num_missing_blocks: int, usage: TenantUsage) -> CapacityError:
+        to_ceiling = usage.num_blocks_to_ceiling
+        if to_ceiling is not None and to_ceiling < self.pool.num_free + self.num_evictable_blocks:
+            return QuotaExceeded(
+                f"blocks: expected {num_missing_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for this "
+                f"tenant, of which leases hold {usage.num_leased_blocks + usage.num_pinned_blocks}"
+            )
+        return OutOfBlocks(
+            f"blocks: expected {num_missing_blocks} more, got {self.pool.num_free} free and "
+            f"{self.num_evictable_blocks} evictable of {self.pool.num_blocks}, the reused ones among them"
+        )
+
+    def extend(self, lease: Lease, tokens: bytes) -> None:
+        """Let a lease go on; see `Lease.extend`."""
+        self._require_open(lease)
+        if not tokens or len(tokens) % TOKEN_BYTES:
+            raise _no_tokens(tokens)
+        usage = lease.usage
+        kept = lease.block_ids
+        # What comes is not written into a block that the tree has, but into a copy of it.
+        replaces_last = lease.num_published_blocks == kept.size and lease.num_tokens % self.block_size > 0
+        if replaces_last:
+            kept = kept[:-1]
+        num_new_blocks = -(-(len(lease.tokens) + len(tokens)) // (self.block_size * TOKEN_BYTES)) - kept.size
+        if num_new_blocks:
+            num_missing_blocks = num_new_blocks - self._evictor.num_takeable_blocks(lease.namespace.tenant, usage)
+            if num_missing_blocks > 0:
+                raise self._shortage(num_missing_blocks, usage)
+            self._evictor.make_room(num_new_blocks, lease.namespace.tenant, usage)
+            new = self.pool.acquire(num_new_blocks)
+            usage.num_leased_blocks += num_new_blocks
+            if replaces_last:
+                lease.copy = BlockCopy(int(lease.block_ids[-1]), int(new[0]))
+                lease.num_published_blocks -= 1
+            lease.block_ids = np.concatenate((kept, new))
+        lease.tokens += tokens
+
     def commit(self, lease: Lease, upto_tokens: int) -> int:
         """Publish a lease's finished blocks; see `Lease.commit`."""
-        if lease not in self._leases:
-            raise LeaseClosed("lease: expected an open lease of this cache, got a closed or a foreign one")
+        self._require_open(lease)
         if not 0 <= upto_tokens <= lease.num_tokens:
             raise InvalidRequest(f"upto_tokens: expected 0 to {lease.num_tokens}, got {upto_tokens}")
         whole_tokens = upto_tokens // self.block_size * self.block_size
@@ -292,6 +319,10 @@ class PrefixCache:
         known_tokens = max(lease.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
         lease.committed_tokens = end
         return max(0, end - known_tokens)
+
+    def _require_open(self, lease: Lease) -> None:
+        if lease not in self._leases:
+            raise LeaseClosed("lease: expected an open lease of this cache, got a closed or a foreign one")
 
     def _adopt(self, lease: Lease, known: BlockIds) -> None:
         """Exchange the lease's own copies for blocks that were published first."""

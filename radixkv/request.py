@@ -1,23 +1,28 @@
-"""What a caller asks, what it gets back, and the life of a request in between."""
+"""What a caller asks, and the life of a request until its answer."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
+from radixkv.errors import InvalidRequest
 from radixkv.lease import Lease
 from radixkv.miss_reason import MissReason
 from radixkv.namespace import Namespace
-from radixkv.retention import Grant, Retention
+from radixkv.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult, Usage
+from radixkv.retention import Retention
+from radixkv.sampling import Sampling
+from radixkv.token_bytes import TOKEN_BYTES
+
+DEFAULT_REQUEST_PRIORITY = 50
+MAX_REQUEST_PRIORITY = 100
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillParams:
-    """One prefill as the caller asked for it.
+    """One prompt as the caller asked for it to be computed.
 
     Attributes:
         tokens: the prompt, token ids as little-endian uint32 bytes.
@@ -26,6 +31,8 @@ class PrefillParams:
         read_cache: reuse cached tokens.
         write_cache: publish computed tokens.
         retention: keep the prompt longer than others, or less long; None for neither.
+        priority: 0 to 100; goes before its tenant's other requests that came up to so many seconds earlier, counted
+            from theirs.
         top_logprobs: how many most likely next tokens to report.
         return_logits: return the whole logits row.
         hold_lease: keep the prompt's blocks alive after the answer.
@@ -40,88 +47,26 @@ class PrefillParams:
     read_cache: bool = True
     write_cache: bool = True
     retention: Retention | None = None
+    priority: int = DEFAULT_REQUEST_PRIORITY
     top_logprobs: int = 0
     return_logits: bool = False
     hold_lease: bool = False
     deadline_s: float | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt length in tokens."""
+        return len(self.tokens) // TOKEN_BYTES
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of one request. `prompt_tokens == cached_tokens + computed_tokens`; `computed_tokens >= 1`."""
+    def require_generable(self) -> None:
+        """Refuse what only the answer to a prefill has.
 
-    prompt_tokens: int
-    cached_tokens: int
-    computed_tokens: int
-    written_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Where the time of one request went, in microseconds."""
-
-    queue_us: int
-    prefill_us: int
-    total_us: int
-
-
-@dataclass(frozen=True, slots=True)
-class HeldLease:
-    """The receipt for blocks that stay alive after the answer.
-
-    Attributes:
-        lease_id: what to pass to `Engine.release`.
-        expires_at_s: Unix time at which the engine releases it by itself.
-        block_table: int32 physical block ids of the prompt.
-    """
-
-    lease_id: str
-    expires_at_s: float
-    block_table: npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class Retained:
-    """The answer to a retention.
-
-    Attributes:
-        expires_at_s: Unix time at which the first of it ends; None if none does.
-    """
-
-    grant: Grant
-    expires_at_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillResult:
-    """The answer to one prefill.
-
-    Attributes:
-        next_token_id: the most likely next token.
-        top_logprobs: `(token_id, logprob)`, most likely first.
-        logits: float32 `[vocab_size]`, or None unless asked for.
-        held_lease: None unless asked for.
-        retained: None unless asked for.
-    """
-
-    request_id: str
-    usage: Usage
-    next_token_id: int
-    top_logprobs: tuple[tuple[int, float], ...]
-    logits: npt.NDArray[np.float32] | None
-    miss_reason: MissReason
-    timing: Timing
-    held_lease: HeldLease | None
-    retained: Retained | None
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """What a prefill of the same prompt would reuse now."""
-
-    cached_tokens: int
-    prompt_tokens: int
-    miss_reason: MissReason
+        Raises:
+            InvalidRequest: the message names the field.
+        """
+        for name in ("top_logprobs", "return_logits", "hold_lease"):
+            if given := getattr(self, name):
+                raise InvalidRequest(f"prefill.{name}: expected none in a generation, got {given}")
 
 
 class Outcome(enum.Enum):
@@ -133,30 +78,104 @@ class Outcome(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A prefill inside the engine. Owned by the engine thread; only `future` is shared with the caller.
+class Generation:
+    """What a request has that goes on after its prompt.
 
     Attributes:
+        stop_token_ids: what ends it, the model's own end-of-sequence tokens included.
+        on_tokens: called on the engine's thread with each new token but the last, which comes with the result.
+        token_ids: generated so far.
+    """
+
+    sampling: Sampling
+    stop_token_ids: frozenset[int]
+    on_tokens: Callable[[GeneratedTokens], None]
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ends here; None if it goes on."""
+        if self.token_ids and self.token_ids[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.sampling.max_new_tokens else None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request inside the engine. Owned by the engine thread; only `future` is shared with the caller.
+
+        tokens      [0 ............. prompt .............)[ generated ... )
+                                 ^ computed_upto: K/V exist before it      ^ num_tokens: their logits are wanted next
+
+    Attributes:
+        future: the result of a prefill, or of a generation if there is one.
+        generation: None for a prefill.
         arrival: how many requests came before it.
-        computed_upto: prompt tokens whose K/V exist, reused ones included.
+        tokens: the prompt and what was generated, little-endian uint32 bytes.
+        cached_tokens: prompt tokens that were reused when it was first admitted.
+        computed_upto: tokens whose K/V exist, reused ones included.
         written_tokens: tokens that this request made matchable.
+        recomputed_tokens: tokens computed again after a pause.
         is_revoked: its namespace was purged while it waited; it publishes nothing.
-        received_s, scheduled_s: `time.monotonic()` of arrival and of admission.
+        is_over: it was answered, or never will be.
+        received_s, scheduled_s, prefilled_s: `time.monotonic()` of arrival, of the first admission, and of the first
+            token; None for not yet.
     """
 
     params: PrefillParams
     namespace: Namespace
-    future: Future[PrefillResult]
+    future: Future[PrefillResult] | Future[GenerateResult]
     received_s: float
+    generation: Generation | None = None
     arrival: int = 0
+    tokens: bytes = b""
     lease: Lease | None = None
     miss_reason: MissReason = MissReason.COLD
+    cached_tokens: int = 0
     computed_upto: int = 0
     written_tokens: int = 0
+    recomputed_tokens: int = 0
     is_revoked: bool = False
-    scheduled_s: float = 0.0
+    is_over: bool = False
+    scheduled_s: float | None = None
+    prefilled_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = self.params.tokens
 
     @property
     def num_tokens(self) -> int:
-        """Prompt length in tokens."""
-        return len(self.params.tokens) // 4
+        """Length of prompt and generated tokens together."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to compute until the next token is known."""
+        return self.num_tokens - self.computed_upto
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the last generated token is all that is left to compute."""
+        return self.prefilled_s is not None and self.num_left == 1
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it had blocks and gave them back."""
+        return self.scheduled_s is not None and self.lease is None
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Its place among its tenant's requests, the least first: a point of priority is worth a second of waiting."""
+        return self.received_s - self.params.priority, self.arrival
+
+    @property
+    def usage(self) -> Usage:
+        """Its tokens so far."""
+        return Usage(
+            prompt_tokens=self.params.num_tokens,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=self.params.num_tokens - self.cached_tokens,
+            written_tokens=self.written_tokens,
+            generated_tokens=0 if self.generation is None else len(self.generation.token_ids),
+            recomputed_tokens=self.recomputed_tokens,
+        )

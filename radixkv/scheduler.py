@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import enum
+import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from sortedcontainers import SortedKeyList
-
+from radixkv.admission import Admission, Admitter
 from radixkv.request import Request
+from radixkv.tenant_queue import TenantQueue, TenantQueues
 
 
 class Slice(NamedTuple):
-    """The part `[start, end)` of a request's prompt."""
+    """The part `[start, end)` of a request's tokens."""
 
     request: Request
     start: int
@@ -21,130 +21,245 @@ class Slice(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt is computed after this."""
+        """Whether the next token is known after this."""
         return self.end == self.request.num_tokens
 
 
-class Admission(enum.Enum):
-    """What became of a request that was to be admitted."""
-
-    ADMITTED = "it has its blocks and runs"
-    FOLLOWS = "it waits for what a running request computes; those behind it may go ahead"
-    TOO_LONG = "it has more tokens to compute than it may have now"
-    ENDED = "it was refused"
-    NO_ROOM = "it waits for blocks, and nobody behind it may have them"
-
-
-# A part of each step is for waiting requests that it can answer, and so many of them are looked at: a long prompt
-# takes at most 4 / 3 times as long for it, and a look costs a match, some microseconds.
-_EXPRESS_SHARE = 4
-_MAX_EXPRESS_LOOKS = 16
+# Tokens are handed out to tenants in turns of at least so many, and at most so many turns a step: the error of the
+# shares is below a turn.
+_MIN_TURN_TOKENS = 64
+_MAX_TURNS = 16
+# Of a tenant's tokens this part is for those of its requests that have the fewest left, if not all can be served.
+_SHORT_SHARE = 2
+# So many waiting requests of a tenant are looked at for the one with the longest cached prefix; a look costs a match,
+# some microseconds, so there is a bound for a step, too.
+_WINDOW = 16
+_MAX_LOOKS = 64
+# So often another one may be taken before the first.
+_MAX_PASSED_OVER = 16
 
 
 class Scheduler:
-    """First come, first served, under a token budget a step, but for the express lane.
+    """Shares each step between tenants by weight, and a tenant's share between its requests.
 
-    A request is admitted at the last moment: when the step has tokens left that no running request needs. So it
-    matches the cache after everything before it was published. While the running ones need more than a step, a quarter
-    of it goes to waiting requests that can be answered with it: a short question does not wait for a long document.
-    Whoever overtakes so is over with the step and gives its blocks back, unless it holds a lease: so nobody starves.
+        step   [ one token for each decoding request | prefills, a turn for the tenant that is furthest behind ... )
+        turn   [ running ones, first come first served, then waiting ones | the ones with the fewest tokens left )
 
-    Attributes:
-        waiting: in the order in which they came.
-        running: in the order in which they were admitted.
-        following: those that wait for a running one.
+    Between tenants: whoever was served the fewest tokens by its weight has the next turn (Sheng et al., Fairness in
+    Serving Large Language Models, OSDI 2024). Hits count for nothing there, so that nobody's waiting time tells what
+    another one has cached.
+
+    Within a tenant: of the first 16 waiting ones the one with the longest cached prefix is admitted next (of those with
+    the first one's priority), but the first is passed over 16 times at most. While the running ones need more than the
+    turn, half of it goes to those with the fewest tokens left, waiting ones among them: a short question does not wait
+    for a long document, which takes at most twice as long for it.
+
+    A request is admitted at the last moment: when there are tokens for it in the step. So it matches the cache after
+    everything before it was published. One for which there are no blocks keeps all others from being admitted until
+    there are, but for short prefills that give their blocks back with the step. So nobody starves.
 
     Args:
         max_step_tokens: tokens a step.
         max_running_requests: requests that may be admitted at the same time.
+        weights: by tenant; 1 for the others.
     """
 
-    def __init__(self, max_step_tokens: int, max_running_requests: int) -> None:
-        self.waiting: SortedKeyList[Request] = SortedKeyList(key=lambda request: request.arrival)
-        self.running: list[Request] = []
-        self.following: set[Request] = set()
+    def __init__(
+        self, max_step_tokens: int, max_running_requests: int, weights: Mapping[str, float] | None = None
+    ) -> None:
+        self._queues = TenantQueues(weights or {})
+        self._running: dict[Request, None] = {}
         self._num_arrived = 0
         self._max_step_tokens = max_step_tokens
         self._max_running_requests = max_running_requests
+        self._blocked: Request | None = None  # it waits for blocks, and nobody else is admitted
+        # Of the step that is being made:
+        self._granted: dict[Request, int] = {}
+        self._budget = 0
+        self._looks: dict[Request, int] = {}
+
+    @property
+    def running(self) -> list[Request]:
+        """Those that hold blocks, in the order in which they were admitted."""
+        return list(self._running)
+
+    @property
+    def num_running(self) -> int:
+        """How many hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait to be admitted."""
+        return sum(len(queue.waiting) for queue in self._queues)
+
+    @property
+    def num_following(self) -> int:
+        """How many wait for what a running one computes."""
+        return sum(len(queue.following) for queue in self._queues)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._running) or any(queue.waiting for queue in self._queues)
 
     def add(self, request: Request) -> None:
         """Take in a new request. Complexity: O(log waiting)."""
         request.arrival = self._num_arrived
         self._num_arrived += 1
-        self.waiting.add(request)
-
-    def next_step(self, admit: Callable[[Request, int], Admission]) -> list[Slice]:
-        """Choose the next step's slices: the express lane, then running requests, then new ones.
-
-        Args:
-            admit: tries to give a request its blocks if it has at most so many tokens to compute, and sets
-                `computed_upto`.
-        """
-        budget = self._max_step_tokens
-        before = list(self.running)
-        step = self._express(admit)
-        budget -= sum(part.end - part.start for part in step)
-        for request in before:
-            if budget:
-                budget = _take(step, request, budget)
-        while budget and self.waiting and len(self.running) < self._max_running_requests:
-            request = self.waiting[0]
-            admission = self._admit(request, admit, request.num_tokens)
-            if admission is Admission.NO_ROOM:
-                break
-            if admission is Admission.ADMITTED:
-                budget = _take(step, request, budget)
-        return step
-
-    def _express(self, admit: Callable[[Request, int], Admission]) -> list[Slice]:
-        """Admit waiting requests that can be answered with a share of the step, if there is no room for them else."""
-        needed = sum(request.num_tokens - request.computed_upto for request in self.running)
-        if needed < self._max_step_tokens:
-            return []
-        budget = self._max_step_tokens // _EXPRESS_SHARE
-        step: list[Slice] = []
-        for request in list(itertools.islice(self.waiting, _MAX_EXPRESS_LOOKS)):
-            if not budget or len(self.running) >= self._max_running_requests:
-                break
-            admission = self._admit(request, admit, budget)
-            if admission is Admission.NO_ROOM:
-                break
-            if admission is Admission.ADMITTED:
-                budget = _take(step, request, budget)
-        return step
-
-    def _admit(self, request: Request, admit: Callable[[Request, int], Admission], most_tokens: int) -> Admission:
-        admission = admit(request, most_tokens)
-        if admission is Admission.ADMITTED:
-            self.waiting.remove(request)
-            self.running.append(request)
-        elif admission is Admission.FOLLOWS:
-            self.waiting.remove(request)
-            self.following.add(request)
-        return admission
-
-    def resume(self, request: Request) -> None:
-        """Put a follower back where it was among the waiting ones. Complexity: O(log waiting)."""
-        self.following.remove(request)
-        self.waiting.add(request)
+        self._queues.open(request.params.tenant).waiting.add(request)
 
     def requests(self) -> list[Request]:
         """All unfinished requests."""
-        return [*self.running, *self.following, *self.waiting]
+        return [request for queue in self._queues for request in queue.requests()]
+
+    def idle_requests(self) -> list[Request]:
+        """Those that hold no blocks."""
+        return [request for queue in self._queues for request in (*queue.waiting, *queue.following)]
+
+    def resume(self, request: Request) -> None:
+        """Put a follower back where it was among the waiting ones. Complexity: O(log waiting)."""
+        queue = self._queues[request.params.tenant]
+        queue.following.remove(request)
+        queue.waiting.add(request)
+
+    def pause(self, request: Request) -> None:
+        """Put a running request back among the waiting ones, as old as it is."""
+        queue = self._queues[request.params.tenant]
+        del self._running[request]
+        queue.running.remove(request)
+        queue.waiting.add(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is. Complexity: O(running + log waiting)."""
-        if request in self.following:
-            self.following.remove(request)
-        elif request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        """Forget a request, wherever it is. Complexity: O(log waiting)."""
+        queue = self._queues[request.params.tenant]
+        if request in self._running:
+            del self._running[request]
+        queue.remove(request)
+        if self._blocked is request:
+            self._blocked = None
+        self._queues.close_if_empty(queue)
 
+    # -- making a step ---------------------------------------------------------------------------------------------
 
-def _take(step: list[Slice], request: Request, budget: int) -> int:
-    """Add as much of a request to the step as the budget has; returns what is left of it."""
-    start = request.computed_upto
-    end = min(request.num_tokens, start + budget)
-    step.append(Slice(request, start, end))
-    return budget - (end - start)
+    def next_step(self, admitter: Admitter, *, may_admit: bool = True) -> list[Slice]:
+        """Choose the next step's slices, and admit those that get any.
+
+        Args:
+            admitter: gives blocks.
+            may_admit: without it, only running requests are served.
+        """
+        self._budget, self._granted, self._looks = self._max_step_tokens, {}, {}
+        for request in self._running:
+            if request.is_decoding:
+                self._grant(request, 1)
+        self._queues.advance()
+        turns = [(queue.served, queue.serial, queue) for queue in self._queues if queue.has_prefills]
+        heapq.heapify(turns)
+        while turns and self._budget:
+            _, serial, queue = heapq.heappop(turns)
+            turn = self._budget
+            if turns:
+                turn = min(turn, max(_MIN_TURN_TOKENS, self._max_step_tokens // _MAX_TURNS))
+            if self._serve(queue, turn, admitter if may_admit else None) == turn:
+                heapq.heappush(turns, (queue.served, serial, queue))
+        for queue in list(self._queues):
+            self._queues.close_if_empty(queue)
+        return [
+            Slice(request, request.computed_upto, request.computed_upto + tokens)
+            for request, tokens in self._granted.items()
+        ]
+
+    def _serve(self, queue: TenantQueue, turn: int, admitter: Admitter | None) -> int:
+        """Give a tenant at most so many tokens; returns how many it took."""
+        left = turn
+        prefills = [request for request in queue.running if self._left(request)]
+        if sum(map(self._left, prefills)) >= turn and admitter is not None:
+            left -= self._serve_short(queue, prefills, turn // _SHORT_SHARE, admitter)
+        for request in prefills:
+            left -= self._grant(request, left)
+        while left and admitter is not None and (request := self._next_of(queue, admitter)) is not None:
+            admission = self._admit(queue, request, admitter)
+            if admission is Admission.ADMITTED:
+                left -= self._grant(request, left)
+            elif admission is Admission.NO_ROOM:
+                self._blocked = request
+                break
+            elif admission is Admission.OVER_QUOTA:
+                break
+        return turn - left
+
+    def _serve_short(self, queue: TenantQueue, prefills: list[Request], share: int, admitter: Admitter) -> int:
+        """Serve those that have fewer tokens left than the first of the running ones, the fewest first."""
+        first, *others = prefills
+        candidates = [(admitter.urgent_tokens(request) - self._granted.get(request, 0), request) for request in others]
+        candidates += [(request.num_tokens - cached, request) for request, cached in self._window(queue, admitter)]
+        left = share
+        for tokens, request in sorted(candidates, key=lambda candidate: (candidate[0], candidate[1].rank)):
+            if not left or tokens >= self._left(first):
+                break
+            if request not in self._running:
+                if self._is_full() or (self._blocked is not None and not self._ends_with(request, tokens, left)):
+                    continue
+                if self._admit(queue, request, admitter) is not Admission.ADMITTED:
+                    continue
+            left -= self._grant(request, left)
+        return share - left
+
+    def _ends_with(self, request: Request, tokens: int, budget: int) -> bool:
+        """Whether a request gives all its blocks back after a step with so many tokens for it."""
+        return tokens <= budget and request.generation is None and not request.params.hold_lease
+
+    def _next_of(self, queue: TenantQueue, admitter: Admitter) -> Request | None:
+        """Who of a tenant is admitted next."""
+        if self._is_full() or not queue.waiting:
+            return None
+        if self._blocked is not None:
+            return self._blocked if self._blocked in queue.waiting else None
+        first: Request = queue.waiting[0]
+        if queue.num_passed_over >= _MAX_PASSED_OVER:
+            return first
+        equals = [look for look in self._window(queue, admitter) if look[0].params.priority == first.params.priority]
+        return max(equals, key=lambda look: look[1])[0]  # the first of those with equally much
+
+    def _admit(self, queue: TenantQueue, request: Request, admitter: Admitter) -> Admission:
+        is_first = request is queue.waiting[0]
+        admission = admitter.admit(request, self._looks.get(request, 0), self._running)
+        if admission is Admission.ADMITTED:
+            queue.waiting.remove(request)
+            queue.running.add(request)
+            self._running[request] = None
+            queue.num_passed_over = 0 if is_first else queue.num_passed_over + 1
+        elif admission is Admission.FOLLOWS:
+            queue.waiting.remove(request)
+            queue.following.add(request)
+        if self._blocked is request and admission is not Admission.NO_ROOM:
+            self._blocked = None
+        return admission
+
+    def _window(self, queue: TenantQueue, admitter: Admitter) -> list[tuple[Request, int]]:
+        """The first waiting requests of a tenant, with their cached tokens."""
+        window: list[tuple[Request, int]] = []
+        for request in itertools.islice(queue.waiting, _WINDOW):
+            if request not in self._looks:
+                if len(self._looks) >= _MAX_LOOKS and window:
+                    break
+                self._looks[request] = admitter.look(request)
+            window.append((request, self._looks[request]))
+        return window
+
+    def _is_full(self) -> bool:
+        return len(self._running) >= self._max_running_requests
+
+    def _left(self, request: Request) -> int:
+        """Tokens of a running request that are not in the step yet."""
+        return request.num_left - self._granted.get(request, 0)
+
+    def _grant(self, request: Request, tokens: int) -> int:
+        """Put at most so many more tokens of a request into the step; returns how many."""
+        granted = min(self._left(request), tokens, self._budget)
+        if granted:
+            self._granted[request] = self._granted.get(request, 0) + granted
+            self._budget -= granted
+            self._queues[request.params.tenant].charge(granted)
+        return granted

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixkv.result import Usage
+
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
@@ -24,28 +26,46 @@ class BlockStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Requests by state: three counts of now, and three totals since the start.
+    """Requests by state: four counts of now, and four totals since the start.
 
     Attributes:
+        waiting: for tokens of a step, and for blocks.
         following: they wait for what a running request computes.
+        paused: the part of the waiting and following ones that ran before and gave their blocks back.
+        pauses: how often that happened.
     """
 
     waiting: int
     running: int
     following: int
+    paused: int
     finished: int
     failed: int
     cancelled: int
+    pauses: int
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Totals over finished requests. `prompt == cached + computed`."""
+    """Totals over finished requests; see `Usage`. `prompt == cached + computed`."""
 
     prompt: int = 0
     cached: int = 0
     computed: int = 0
     written: int = 0
+    generated: int = 0
+    recomputed: int = 0
+
+    def plus(self, usage: Usage) -> TokenStats:
+        """With one more request."""
+        return TokenStats(
+            prompt=self.prompt + usage.prompt_tokens,
+            cached=self.cached + usage.cached_tokens,
+            computed=self.computed + usage.computed_tokens,
+            written=self.written + usage.written_tokens,
+            generated=self.generated + usage.generated_tokens,
+            recomputed=self.recomputed + usage.recomputed_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

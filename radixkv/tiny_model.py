@@ -21,6 +21,7 @@ def tiny_config() -> LlamaConfig:
         max_position_embeddings=131_072,
         initializer_range=0.08,  # wide enough that every token changes the answer
         tie_word_embeddings=False,
+        eos_token_id=None,  # its words mean nothing, and no end either
     )
 
 

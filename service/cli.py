@@ -20,10 +20,12 @@ from radixkv import __version__
 from radixkv.config import Config
 from radixkv.errors import ConfigError, InvalidRequest, RadixKVError
 from radixkv.retention import Retention
+from radixkv.sampling import DEFAULT_MAX_NEW_TOKENS
 from radixkv.service.client import Client
 from radixkv.service.plan_command import add_plan_command
-from radixkv.service.report import json_of, prefill_table, purge_table, stats_table
+from radixkv.service.report import generate_table, json_of, prefill_table, purge_table, stats_table
 from radixkv.service.token_ids import pack_token_ids
+from radixkv.v1.prefill_pb2 import GenerateResponse
 
 _logger = logging.getLogger(__name__)
 
@@ -91,19 +93,22 @@ def _parser() -> argparse.ArgumentParser:
 
     prefill = commands.add_parser("prefill", help="prefill one prompt")
     _add_connection(prefill)
-    prompt = prefill.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--tokens", metavar="1,2,3", type=_token_ids, help="token ids")
-    prompt.add_argument("--text", metavar="T", help="its UTF-8 bytes are the token ids, unless there is a --tokenizer")
-    prefill.add_argument("--tokenizer", metavar="DIR", help="a directory that transformers can load, for --text")
-    prefill.add_argument("--tenant", type=_name, default="")
-    prefill.add_argument("--adapter", type=_name, default="")
-    prefill.add_argument("--salt", type=_name, default="")
-    prefill.add_argument("--no-read-cache", action="store_true", help="compute every token")
-    prefill.add_argument("--no-write-cache", action="store_true", help="publish nothing for later requests")
+    _add_prompt(prefill)
     prefill.add_argument("--top-logprobs", metavar="N", type=_count, default=0)
     prefill.add_argument("--priority", metavar="0..100", type=_count, help="how much it is worth to keep; others: 50")
     prefill.add_argument("--ttl-s", metavar="S", type=float, help="for so long; without it, as long as it is cached")
     prefill.set_defaults(command=_prefill)
+
+    generate = commands.add_parser("generate", help="go on with a prompt; prints token ids as they come")
+    _add_connection(generate)
+    _add_prompt(generate)
+    generate.add_argument("--max-new-tokens", metavar="N", type=_positive, default=DEFAULT_MAX_NEW_TOKENS)
+    generate.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 takes the most likely token")
+    generate.add_argument("--top-p", metavar="P", type=float, help="draw from the fewest tokens that have so much")
+    generate.add_argument("--seed", metavar="N", type=_seed, help="the same one draws the same tokens")
+    generate.add_argument("--stop-tokens", metavar="1,2,3", type=_token_ids, default=[], help="each ends it")
+    generate.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end")
+    generate.set_defaults(command=_generate)
 
     purge = commands.add_parser("purge", help="forget what is cached for a tenant, an adapter or a salt")
     _add_connection(purge)
@@ -142,6 +147,18 @@ def _add_connection(command: argparse.ArgumentParser) -> None:
     command.add_argument("--address", metavar="A", required=True, help="HOST:PORT of the service")
     command.add_argument("--timeout-s", metavar="S", type=float, help="give up after so many seconds")
     command.add_argument("--json", action="store_true", help="the whole answer as JSON")
+
+
+def _add_prompt(command: argparse.ArgumentParser) -> None:
+    prompt = command.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--tokens", metavar="1,2,3", type=_token_ids, help="token ids")
+    prompt.add_argument("--text", metavar="T", help="its UTF-8 bytes are the token ids, unless there is a --tokenizer")
+    command.add_argument("--tokenizer", metavar="DIR", help="a directory that transformers can load, for --text")
+    command.add_argument("--tenant", type=_name, default="")
+    command.add_argument("--adapter", type=_name, default="")
+    command.add_argument("--salt", type=_name, default="")
+    command.add_argument("--no-read-cache", action="store_true", help="compute every token")
+    command.add_argument("--no-write-cache", action="store_true", help="publish nothing for later requests")
 
 
 def _serve(arguments: argparse.Namespace) -> None:
@@ -185,6 +202,30 @@ def _prefill(arguments: argparse.Namespace) -> None:
             top_logprobs=arguments.top_logprobs,
         )
     print(json_of(answer) if arguments.json else prefill_table(answer))
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    token_ids = _encoded(arguments) if arguments.tokens is None else arguments.tokens
+    answer = GenerateResponse()
+    with _client(arguments) as client:
+        for news in client.generate(
+            token_ids,
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            seed=arguments.seed,
+            stop_token_ids=arguments.stop_tokens,
+            ignore_eos=arguments.ignore_eos,
+            tenant=arguments.tenant,
+            adapter=arguments.adapter,
+            salt=arguments.salt,
+            read_cache=not arguments.no_read_cache,
+            write_cache=not arguments.no_write_cache,
+        ):
+            answer.MergeFrom(news)  # which joins the tokens
+            if not arguments.json:
+                print(*news.token_ids, end="\n" if news.finished else " ", flush=True)
+    print(json_of(answer) if arguments.json else generate_table(answer))
 
 
 def _stats(arguments: argparse.Namespace) -> None:
@@ -271,6 +312,12 @@ def _name(text: str) -> str:
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 2**32):
         raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 2**64):
+        raise argparse.ArgumentTypeError(f"expected 0 to 2**64 - 1, got {text}")
     return int(text)
 
 

@@ -9,7 +9,7 @@ Both return the protobuf answers and let `grpc.RpcError` through:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +31,8 @@ from radixkv.v1.cache_pb2 import (
 )
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
 from radixkv.v1.prefill_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
     PrefillRequest,
     PrefillResponse,
     ProbeRequest,
@@ -93,6 +95,7 @@ class Client:
         top_logprobs: int = 0,
         return_logits: bool = False,
         hold_lease: bool = False,
+        priority: int | None = None,
         timeout_s: float | None = None,
     ) -> PrefillResponse:
         """Prefill one prompt, reusing what is cached.
@@ -107,6 +110,7 @@ class Client:
             top_logprobs: how many most likely next tokens to report.
             return_logits: return the whole logits row; read it with `logits_of`.
             hold_lease: keep the prompt's blocks alive until `release`.
+            priority: 0 to 100; before or after the tenant's own other requests. Without it, 50.
             timeout_s: deadline of this call.
 
         Raises:
@@ -122,12 +126,75 @@ class Client:
             read_cache=read_cache,
             write_cache=write_cache,
             retention=retention,
+            priority=priority,
             top_logprobs=top_logprobs,
             return_logits=return_logits,
             hold_lease=hold_lease,
         )
         answer: PrefillResponse = self._prefill.Prefill(request, timeout=self._timeout(timeout_s))
         return answer
+
+    def generate(
+        self,
+        token_ids: npt.ArrayLike,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+        request_id: str = "",
+        read_cache: bool = True,
+        write_cache: bool = True,
+        retention: Retention | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[GenerateResponse]:
+        """Go on with a prompt, token by token. What is generated is cached for the next turn.
+
+        Args:
+            token_ids: the prompt; see `prefill`, also for the arguments that are not listed here.
+            max_new_tokens: at least 1; without it, 16.
+            temperature: what logits are divided by; 0 takes the most likely token.
+            top_p: draw from the fewest tokens that have so much probability together; without it, from all.
+            seed: the same one draws the same tokens; without it, a random one.
+            stop_token_ids: each of them ends the generation, as its last token.
+            ignore_eos: go on after the model's own end-of-sequence tokens.
+            timeout_s: deadline of the whole call.
+
+        Yields:
+            New tokens as they come. The first answer has the usage of the prompt; the last one is `finished` and says
+            why. Closing the iterator cancels the request.
+
+        Raises:
+            TypeError, ValueError: `token_ids` is no run of uint32 numbers; nothing was sent.
+            grpc.RpcError: the service refused, or can't be reached; also while tokens are read.
+        """
+        prompt = _prefill_request(
+            token_ids,
+            tenant=tenant,
+            adapter=adapter,
+            salt=salt,
+            request_id=request_id,
+            read_cache=read_cache,
+            write_cache=write_cache,
+            retention=retention,
+            priority=priority,
+        )
+        request = GenerateRequest(
+            prefill=prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+        )
+        return _closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s)))
 
     def probe(self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
         """Ask how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
@@ -211,6 +278,7 @@ class AsyncClient:
         top_logprobs: int = 0,
         return_logits: bool = False,
         hold_lease: bool = False,
+        priority: int | None = None,
         timeout_s: float | None = None,
     ) -> PrefillResponse:
         """Prefill one prompt; see `Client.prefill`. Cancelling the awaiting task cancels the request."""
@@ -223,6 +291,7 @@ class AsyncClient:
             read_cache=read_cache,
             write_cache=write_cache,
             retention=retention,
+            priority=priority,
             top_logprobs=top_logprobs,
             return_logits=return_logits,
             hold_lease=hold_lease,
@@ -230,6 +299,50 @@ class AsyncClient:
         timeout_s = self._timeout_s if timeout_s is None else _positive(timeout_s)
         answer: PrefillResponse = await self._prefill.Prefill(request, timeout=timeout_s)
         return answer
+
+    def generate(
+        self,
+        token_ids: npt.ArrayLike,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+        request_id: str = "",
+        read_cache: bool = True,
+        write_cache: bool = True,
+        retention: Retention | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[GenerateResponse]:
+        """Go on with a prompt; see `Client.generate`. `async for` reads the answers."""
+        prompt = _prefill_request(
+            token_ids,
+            tenant=tenant,
+            adapter=adapter,
+            salt=salt,
+            request_id=request_id,
+            read_cache=read_cache,
+            write_cache=write_cache,
+            retention=retention,
+            priority=priority,
+        )
+        request = GenerateRequest(
+            prefill=prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+        )
+        timeout_s = self._timeout_s if timeout_s is None else _positive(timeout_s)
+        return _closing_async(self._prefill.Generate(request, timeout=timeout_s))
 
     async def probe(
         self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = ""
@@ -270,6 +383,21 @@ class AsyncClient:
         """What the cache holds and what it did."""
         answer: StatsResponse = await self._cache.Stats(StatsRequest(), timeout=self._timeout_s)
         return answer
+
+
+def _closing(call: Any) -> Iterator[GenerateResponse]:
+    try:
+        yield from call
+    finally:
+        call.cancel()
+
+
+async def _closing_async(call: Any) -> AsyncIterator[GenerateResponse]:
+    try:
+        async for response in call:
+            yield response
+    finally:
+        call.cancel()
 
 
 def logits_of(response: PrefillResponse) -> npt.NDArray[np.float32]:
@@ -316,9 +444,10 @@ def _prefill_request(
     read_cache: bool,
     write_cache: bool,
     retention: Retention | None,
-    top_logprobs: int,
-    return_logits: bool,
-    hold_lease: bool,
+    priority: int | None,
+    top_logprobs: int = 0,
+    return_logits: bool = False,
+    hold_lease: bool = False,
 ) -> PrefillRequest:
     request = PrefillRequest(
         tenant=tenant,
@@ -328,6 +457,7 @@ def _prefill_request(
         read_cache=read_cache,
         write_cache=write_cache,
         retention=_retention_message(retention),
+        priority=priority,
         top_logprobs=top_logprobs,
         return_logits=return_logits,
         hold_lease=hold_lease,

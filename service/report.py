@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from radixkv.v1.cache_pb2 import PurgeResponse, StatsResponse
-from radixkv.v1.prefill_pb2 import MissReason, PrefillResponse
+from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, PrefillResponse, Timing
 
 # Protobuf's JSON writes these as strings, for readers whose only number is a double.
 _64_BIT = frozenset(
@@ -42,14 +42,29 @@ def prefill_table(answer: PrefillResponse) -> str:
         ("  computed", f"{usage.computed_tokens} tokens"),
         ("written", f"{usage.written_tokens} tokens"),
         ("miss reason", MissReason.Name(answer.miss_reason)),
-        ("time", f"{timing.total_us / 1000:.2f} ms"),
-        ("  queue", f"{timing.queue_us / 1000:.2f} ms"),
-        ("  prefill", f"{timing.prefill_us / 1000:.2f} ms"),
+        *_time_rows(timing),
     ]
     if answer.HasField("retained"):
         refused = f" ({answer.retained.refused_tokens} refused)" if answer.retained.refused_tokens else ""
         rows += [("retained", f"{answer.retained.granted_tokens} tokens{refused}")]
     rows += [(f"logprob of {top.token_id}", f"{top.logprob:.4f}") for top in answer.top_logprobs]
+    return _table(rows)
+
+
+def generate_table(answer: GenerateResponse) -> str:
+    """What was reused, computed and generated, why it ended, and how long it took."""
+    usage, timing = answer.usage, answer.timing
+    rows = [
+        ("request", answer.request_id),
+        ("prompt", f"{usage.prompt_tokens} tokens"),
+        ("  cached", f"{usage.cached_tokens} tokens{_percent(usage.cached_tokens, usage.prompt_tokens)}"),
+        ("  computed", f"{usage.computed_tokens} tokens"),
+        ("generated", f"{usage.generated_tokens} tokens, {FinishReason.Name(answer.finish_reason)}"),
+        ("written", f"{usage.written_tokens} tokens"),
+        ("miss reason", MissReason.Name(answer.miss_reason)),
+        *_time_rows(timing),
+        ("  decode", f"{timing.decode_us / 1000:.2f} ms"),
+    ]
     return _table(rows)
 
 
@@ -71,6 +86,7 @@ def stats_table(stats: StatsResponse) -> str:
         ("  retained", f"{blocks.retained} of {blocks.retainable} that may be"),
         ("  evicted", f"{stats.evicted_blocks} so far"),
         ("requests", f"{requests.running} running, {requests.following} following, {requests.waiting} waiting"),
+        ("  paused", f"{requests.paused} ({requests.pauses} so far)"),
         ("  finished", str(requests.finished)),
         ("  failed", str(requests.failed)),
         ("  cancelled", str(requests.cancelled)),
@@ -78,6 +94,8 @@ def stats_table(stats: StatsResponse) -> str:
         ("  cached", f"{tokens.cached}{_percent(tokens.cached, tokens.prompt)}"),
         ("  computed", str(tokens.computed)),
         ("  written", str(tokens.written)),
+        ("  computed again", str(tokens.recomputed)),
+        ("generated tokens", str(tokens.generated)),
         ("namespaces", str(stats.namespaces)),
         ("segments", str(stats.segments)),
         ("held leases", str(stats.held_leases)),
@@ -101,6 +119,14 @@ def _make_numbers(tree: dict[str, Any], descriptor: Any) -> None:  # a Descripto
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, dict):  # a Timestamp is a string by now
                     _make_numbers(item, field.message_type)
+
+
+def _time_rows(timing: Timing) -> list[tuple[str, str]]:
+    return [
+        ("time", f"{timing.total_us / 1000:.2f} ms"),
+        ("  queue", f"{timing.queue_us / 1000:.2f} ms"),
+        ("  prefill", f"{timing.prefill_us / 1000:.2f} ms"),
+    ]
 
 
 def _percent(part: int, whole: int) -> str:

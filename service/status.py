@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
 import math
 from collections.abc import Awaitable, Callable
@@ -22,6 +24,7 @@ from radixkv.errors import (
     RadixKVError,
     RequestError,
     StepFailed,
+    StepHangs,
     UnknownAdapter,
     UnknownLease,
 )
@@ -35,6 +38,7 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     LifecycleError: grpc.StatusCode.INTERNAL,  # the service itself used something outside its life
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Draining: grpc.StatusCode.UNAVAILABLE,
+    StepHangs: grpc.StatusCode.UNAVAILABLE,
     ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     StepFailed: grpc.StatusCode.INTERNAL,
     InvariantViolation: grpc.StatusCode.INTERNAL,
@@ -67,7 +71,7 @@ def trailing_metadata_of(error: RadixKVError) -> tuple[tuple[str, str], ...]:
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
-    """Answers every exception of a unary handler with the status of the table.
+    """Answers every exception of a handler that takes one request with the status of the table.
 
     A request that does not parse is INVALID_ARGUMENT. An exception that radixkv does not raise on purpose is INTERNAL
     without its message, which may hold what other callers sent; the log has it. Other requests go on.
@@ -80,11 +84,16 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Wrap the handler of one call; gRPC calls this."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None:
-            return handler
-        return grpc.unary_unary_rpc_method_handler(
-            _answering(handler, handler_call_details.method), response_serializer=handler.response_serializer
-        )
+        method = handler_call_details.method
+        if handler is not None and handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                _answering(handler, method), response_serializer=handler.response_serializer
+            )
+        if handler is not None and inspect.isasyncgenfunction(handler.unary_stream):
+            return grpc.unary_stream_rpc_method_handler(
+                _streaming(handler, method), response_serializer=handler.response_serializer
+            )
+        return handler
 
 
 def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Any:
@@ -94,18 +103,39 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Any:
     async def answer(data: bytes, context: Context) -> Any:
         try:
             return await call(_parsed(parse, data), context)
-        except grpc.aio.AbortError:
-            raise  # the handler has answered
-        except RadixKVError as error:
-            code = status_of(error)
-            if code is grpc.StatusCode.INTERNAL:
-                _logger.exception("%s failed", method)
-            await context.abort(code, str(error), trailing_metadata_of(error))
-        except Exception:
-            _logger.exception("%s raised what no handler should", method)
-            await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the cause")
+        except Exception as error:  # noqa: BLE001 - the table has a status for every one
+            await _refuse(error, context, method)
 
     return answer
+
+
+def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Any:
+    call: Any = handler.unary_stream
+    parse: Any = handler.request_deserializer
+
+    async def stream(data: bytes, context: Context) -> Any:
+        try:
+            async with contextlib.aclosing(call(_parsed(parse, data), context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:  # noqa: BLE001 - the table has a status for every one
+            await _refuse(error, context, method)
+
+    return stream
+
+
+async def _refuse(error: Exception, context: Context, method: str) -> None:
+    """End a call with the status of an exception."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error  # the handler has answered
+    if not isinstance(error, RadixKVError):
+        _logger.error("%s raised what no handler should", method, exc_info=error)
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the cause")
+    else:
+        code = status_of(error)
+        if code is grpc.StatusCode.INTERNAL:
+            _logger.error("%s failed", method, exc_info=error)
+        await context.abort(code, str(error), trailing_metadata_of(error))
 
 
 def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:

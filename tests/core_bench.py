@@ -8,11 +8,14 @@ from radixkv.config import EngineConfig
 from radixkv.engine_core import EngineCore
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
-from radixkv.request import PrefillParams, PrefillResult, Request
+from radixkv.request import Generation, PrefillParams, Request
+from radixkv.result import GenerateResult, PrefillResult
+from radixkv.sampling import Sampling
 from radixkv.tenants import Quota
 from tests.fake_runner import FakeRunner, tokens
 
 BLOCK_SIZE = 4
+_SAMPLING = {"temperature", "top_p", "seed", "stop_token_ids"}
 
 
 class Clock:
@@ -26,17 +29,38 @@ class Clock:
 class Bench:
     """An engine core over a fake runner, with a clock that stands still."""
 
-    def __init__(self, num_blocks: int = 64, quotas: dict[str, Quota] | None = None, **config: object) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        quotas: dict[str, Quota] | None = None,
+        weights: dict[str, float] | None = None,
+        **config: object,
+    ) -> None:
         self.clock = Clock()
         self.cache = PrefixCache(num_blocks, BLOCK_SIZE, quotas=quotas, clock=self.clock)
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
-        self.core = EngineCore(self.runner, self.cache, EngineConfig(**config), clock=self.clock)
+        self.core = EngineCore(self.runner, self.cache, EngineConfig(**config), clock=self.clock, weights=weights)
 
     def submit(self, ids: range | list[int], **params: object) -> Future[PrefillResult]:
         future: Future[PrefillResult] = Future()
         data = tokens(ids)
         namespace = Namespace("fake", str(params.get("tenant", "")))
         self.core.submit(Request(PrefillParams(data, **params), namespace, future, self.clock()))
+        return future
+
+    def generate(self, ids: range | list[int], max_new_tokens: int, **params: object) -> Future[GenerateResult]:
+        """Submit a generation; what it tells is added to `told` of its future."""
+        future: Future[GenerateResult] = Future()
+        sampling = Sampling(max_new_tokens, **{k: params.pop(k) for k in _SAMPLING & params.keys()})
+        future.told = []  # type: ignore[attr-defined]
+        generation = Generation(
+            sampling,
+            sampling.stop_token_ids,
+            lambda news: future.told.extend(news.token_ids),  # type: ignore[attr-defined]
+        )
+        namespace = Namespace("fake", str(params.get("tenant", "")))
+        request = Request(PrefillParams(tokens(ids), **params), namespace, future, self.clock(), generation)
+        self.core.submit(request)
         return future
 
     def run(self) -> None:

@@ -30,7 +30,8 @@ from radixkv.kv_storage import KVStorage
 from radixkv.model import load_model
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
-from radixkv.request import PrefillParams, PrefillResult, Request
+from radixkv.request import PrefillParams, Request
+from radixkv.result import PrefillResult
 from radixkv.runner import Runner
 from tests.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
 

@@ -26,6 +26,7 @@ class FakeRunner:
             vocab_size=VOCAB_SIZE,
             max_tokens=max_tokens,
             fingerprint="fake weights",
+            eos_token_ids=frozenset(),
         )
         self.storage = SimpleNamespace(block_bytes=0, kv_dtype="fp32")
         self.steps: list[list[tuple[int, int]]] = []  # (start, end) of each chunk of each step

@@ -35,7 +35,7 @@ def test_so_is_a_long_prompt_of_which_most_is_cached() -> None:
     bench.run()
 
 
-def test_a_stream_of_short_prompts_slows_a_long_one_down_by_a_third_at_most() -> None:
+def test_a_stream_of_short_prompts_slows_a_long_one_down_to_half_its_speed_at_most() -> None:
     bench = Bench(num_blocks=1024, max_step_tokens=16)
     long = bench.submit(range(400))
     bench.core.step()
@@ -43,8 +43,8 @@ def test_a_stream_of_short_prompts_slows_a_long_one_down_by_a_third_at_most() ->
     while not long.done():
         shorts += [bench.submit([1000 + len(shorts), i]) for i in range(8)]
         bench.core.step()
-    assert len(bench.runner.steps) <= 400 / 12 + 2
-    assert sum(short.done() for short in shorts) >= 2 * (len(bench.runner.steps) - 2)
+    assert len(bench.runner.steps) <= 400 / 8 + 2
+    assert sum(short.done() for short in shorts) >= 4 * (len(bench.runner.steps) - 2)
     bench.run()
 
 

@@ -163,7 +163,7 @@ def test_followers_resume_as_far_as_their_leader_has_published() -> None:
     assert flights.published(leader, 28) == []
     assert flights.published(leader, 32) == [far], "tokens 28 and 29 are published with their block"
     assert flights.leave(leader) == []
-    assert not flights.has_leaders(leader.namespace)
+    assert not flights.follow(near, 0)
 
 
 def test_a_leader_that_leaves_frees_its_followers_and_one_who_leaves_is_not_freed() -> None:

@@ -126,29 +126,37 @@ class BlockStats(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., published: _Optional[int] = ..., pinned: _Optional[int] = ..., retained: _Optional[int] = ..., retainable: _Optional[int] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("waiting", "running", "finished", "failed", "cancelled", "following")
+    __slots__ = ("waiting", "running", "finished", "failed", "cancelled", "following", "paused", "pauses")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
     FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    PAUSES_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     finished: int
     failed: int
     cancelled: int
     following: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., following: _Optional[int] = ...) -> None: ...
+    paused: int
+    pauses: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., following: _Optional[int] = ..., paused: _Optional[int] = ..., pauses: _Optional[int] = ...) -> None: ...
 
 class TokenStats(_message.Message):
-    __slots__ = ("prompt", "cached", "computed", "written")
+    __slots__ = ("prompt", "cached", "computed", "written", "generated", "recomputed")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     prompt: int
     cached: int
     computed: int
     written: int
-    def __init__(self, prompt: _Optional[int] = ..., cached: _Optional[int] = ..., computed: _Optional[int] = ..., written: _Optional[int] = ...) -> None: ...
+    generated: int
+    recomputed: int
+    def __init__(self, prompt: _Optional[int] = ..., cached: _Optional[int] = ..., computed: _Optional[int] = ..., written: _Optional[int] = ..., generated: _Optional[int] = ..., recomputed: _Optional[int] = ...) -> None: ...

@@ -39,6 +39,11 @@ class PrefillServiceStub(object):
                 request_serializer=radixkv_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.Generate = channel.unary_stream(
+                '/radixkv.v1.PrefillService/Generate',
+                request_serializer=radixkv_dot_v1_dot_prefill__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_prefill__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Probe = channel.unary_unary(
                 '/radixkv.v1.PrefillService/Probe',
                 request_serializer=radixkv_dot_v1_dot_prefill__pb2.ProbeRequest.SerializeToString,
@@ -56,6 +61,14 @@ class PrefillServiceServicer(object):
 
     def Prefill(self, request, context):
         """Match the prompt against the cache, compute the suffix, publish the new blocks, answer with the next token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Generate(self, request, context):
+        """Prefill a prompt, then go on with it token by token. The first message has the usage of the prompt, the last one the
+        reason why it ended. What was generated is cached like a prompt, but for its last token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -82,6 +95,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=radixkv_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            ),
+            'Generate': grpc.unary_stream_rpc_method_handler(
+                    servicer.Generate,
+                    request_deserializer=radixkv_dot_v1_dot_prefill__pb2.GenerateRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_prefill__pb2.GenerateResponse.SerializeToString,
             ),
             'Probe': grpc.unary_unary_rpc_method_handler(
                     servicer.Probe,
@@ -121,6 +139,33 @@ class PrefillService(object):
             '/radixkv.v1.PrefillService/Prefill',
             radixkv_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             radixkv_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Generate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/radixkv.v1.PrefillService/Generate',
+            radixkv_dot_v1_dot_prefill__pb2.GenerateRequest.SerializeToString,
+            radixkv_dot_v1_dot_prefill__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,

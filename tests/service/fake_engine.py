@@ -12,7 +12,17 @@ import numpy as np
 from radixkv.errors import Draining, InvalidRequest, UnknownLease
 from radixkv.miss_reason import MissReason
 from radixkv.prefix_cache import Purged
-from radixkv.request import HeldLease, PrefillResult, ProbeResult, Retained, Timing, Usage
+from radixkv.result import (
+    FinishReason,
+    GeneratedTokens,
+    GenerateResult,
+    HeldLease,
+    PrefillResult,
+    ProbeResult,
+    Retained,
+    Timing,
+    Usage,
+)
 from radixkv.retention import Grant
 from radixkv.stats import BlockStats, EngineStats, RequestStats, TenantStats, TokenStats
 
@@ -42,6 +52,8 @@ class FakeEngine:
         self.is_started = self.is_stopped = self.is_draining = False
         self.params = []
         self.futures = []
+        self.samplings = []
+        self.cancellation = Draining("engine: stopped before the answer was known")
         self.retentions = []
         self.purges = []
         self.refusal: Exception | None = None
@@ -70,6 +82,45 @@ class FakeEngine:
         else:
             self._answer(future, params)
         return future
+
+    def generate(self, params, sampling, on_tokens) -> Future:
+        """Tells token after token from a thread of its own; while gated, all but the last."""
+        if self.refusal is not None:
+            raise self.refusal
+        sampling.validate(VOCAB_SIZE)
+        params.require_generable()
+        future = Future()
+        self.params.append(params)
+        self.samplings.append(sampling)
+        self.futures.append(future)
+        threading.Thread(target=self._generate, args=(future, params, sampling, on_tokens), daemon=True).start()
+        return future
+
+    def _generate(self, future, params, sampling, on_tokens) -> None:
+        ids = np.frombuffer(params.tokens, dtype="<u4").tolist()
+        generated = []
+        while len(generated) < sampling.max_new_tokens and not future.cancelled():
+            generated.append(next_token_of(ids))
+            ids.append(generated[-1])
+            usage = Usage(len(ids) - len(generated), 0, len(ids) - len(generated), 0, len(generated))
+            if generated[-1] in sampling.stop_token_ids:
+                break
+            if len(generated) < sampling.max_new_tokens:
+                on_tokens(GeneratedTokens((generated[-1],), usage, MissReason.COLD))
+        while self.is_gated and not future.cancelled():
+            time.sleep(0.001)
+        if not future.set_running_or_notify_cancel():
+            return
+        if self.failure is not None:
+            future.set_exception(self.failure)
+            return
+        reason = FinishReason.STOP if generated[-1] in sampling.stop_token_ids else FinishReason.LENGTH
+        retained = None if params.retention is None else _retained(params.retention)
+        future.set_result(
+            GenerateResult(
+                params.request_id, usage, tuple(generated), reason, MissReason.COLD, Timing(1, 2, 3, 6), retained
+            )
+        )
 
     def probe(self, tokens, *, tenant, adapter, salt) -> Future:
         future = Future()
@@ -105,9 +156,16 @@ class FakeEngine:
             uptime_s=1.5,
             blocks=BlockStats(total=10, free=5, leased=2, published=3, pinned=1, retained=2, retainable=4),
             requests=RequestStats(
-                waiting=0, running=len(self._running), following=6, finished=7, failed=8, cancelled=9
+                waiting=0,
+                running=len(self._running),
+                following=6,
+                paused=1,
+                finished=7,
+                failed=8,
+                cancelled=9,
+                pauses=2,
             ),
-            tokens=TokenStats(prompt=100, cached=60, computed=40, written=30),
+            tokens=TokenStats(prompt=100, cached=60, computed=40, written=30, generated=20, recomputed=10),
             namespaces=len(self._prompts),
             segments=11,
             held_leases=len(self._leases),
@@ -183,7 +241,7 @@ class FakeEngine:
                 top_logprobs=tuple((token, -float(token)) for token in range(params.top_logprobs)),
                 logits=logits if params.return_logits else None,
                 miss_reason=_miss_reason(cached, ids.size) if params.read_cache else MissReason.READ_DISABLED,
-                timing=Timing(1, 2, 3),
+                timing=Timing(1, 2, 0, 3),
                 held_lease=held,
                 retained=None if params.retention is None else _retained(params.retention),
             )

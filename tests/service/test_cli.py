@@ -96,7 +96,8 @@ def test_prefill_prints_json(capsys):
     code, out, _ = run_cli(capsys, FakeEngine(), "prefill", "--tokens", "1, 2,3", "--top-logprobs", "2", "--json")
     answer = json.loads(out)
     assert code == 0
-    assert answer["usage"] == {"prompt_tokens": 3, "cached_tokens": 0, "computed_tokens": 3, "written_tokens": 3}
+    usage = {"prompt_tokens": 3, "cached_tokens": 0, "computed_tokens": 3, "written_tokens": 3}
+    assert answer["usage"] == {**usage, "generated_tokens": 0, "recomputed_tokens": 0}
     assert len(answer["top_logprobs"]) == 2
 
 

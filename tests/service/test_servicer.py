@@ -352,7 +352,7 @@ def test_a_request_that_the_engine_cancels_is_unavailable():
 
     refusal = calling(talk, FakeEngine(is_gated=True))
     assert refusal.code() is grpc.StatusCode.UNAVAILABLE
-    assert refusal.details() == "service: stopped before the request was answered"
+    assert refusal.details() == "engine: stopped before the answer was known"
 
 
 def test_a_cancelled_handler_ends_cancelled():

@@ -28,6 +28,7 @@ EXPECTED = {
     "DoubleRelease": "INTERNAL",
     "DeadlineExceeded": "DEADLINE_EXCEEDED",
     "Draining": "UNAVAILABLE",
+    "StepHangs": "UNAVAILABLE",
     "UnsupportedModel": "FAILED_PRECONDITION",
     "StepFailed": "INTERNAL",
     "InvariantViolation": "INTERNAL",

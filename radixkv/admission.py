@@ -1,0 +1,115 @@
+"""Who gets blocks: looks at waiting requests, and gives them a lease if nobody computes the same and there is room."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+
+from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
+from radixkv.held_leases import HeldLeases
+from radixkv.miss_reason import MissReason
+from radixkv.prefix_cache import PrefixCache
+from radixkv.request import Request
+from radixkv.single_flight import SingleFlight
+
+
+class Admission(enum.Enum):
+    """What became of one try."""
+
+    ADMITTED = "it has its blocks and runs"
+    FOLLOWS = "it waits for what a running request computes; those behind it may go ahead"
+    ENDED = "it was refused"
+    NO_ROOM = "it waits for blocks, and nobody behind it may have them"
+    OVER_QUOTA = "it waits for blocks of its own tenant; other tenants go on"
+
+
+class Admitter:
+    """Gives waiting requests their blocks.
+
+    Args:
+        cache: whose blocks.
+        flights: who computes what.
+        held_leases: what may stand in the way when nobody runs.
+        clock: seconds, never going back.
+        refuse: ends a request that can't be served.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        flights: SingleFlight,
+        held_leases: HeldLeases,
+        clock: Callable[[], float],
+        refuse: Callable[[Request, CapacityError], None],
+    ) -> None:
+        self._cache = cache
+        self._flights = flights
+        self._held_leases = held_leases
+        self._clock = clock
+        self._refuse = refuse
+
+    def look(self, request: Request) -> int:
+        """How many tokens a request could reuse now. Complexity: one match."""
+        if not request.params.read_cache:
+            return 0
+        return self._cache.match(request.namespace, request.tokens).cached_tokens
+
+    def urgent_tokens(self, request: Request) -> int:
+        """How many tokens a running request computes until somebody gets on: itself, or one who follows it."""
+        release = self._flights.next_release(request)
+        return request.num_left if release is None else min(request.num_left, release - request.computed_upto)
+
+    def admit(self, request: Request, cached_tokens: int, running: Collection[Request]) -> Admission:
+        """Give a request its blocks, if there are enough and nobody computes the same.
+
+        A block for each running generation is left, so that what is admitted does not have to be paused at once.
+
+        Args:
+            request: it waits.
+            cached_tokens: what `look` said in this step.
+            running: requests that have blocks.
+        """
+        params = request.params
+        if params.read_cache and self._flights.follow(request, cached_tokens):
+            return Admission.FOLLOWS
+        num_growing = sum(other.generation is not None for other in running)
+        num_new_blocks = -(-request.num_tokens // self._cache.block_size) - cached_tokens // self._cache.block_size
+        if num_growing and self._num_available_blocks() < num_new_blocks + num_growing:
+            return Admission.NO_ROOM
+        try:
+            lease = self._cache.lease(request.namespace, request.tokens, read=params.read_cache)
+        except QuotaExceeded as error:
+            if any(other.params.tenant == params.tenant for other in running):
+                return Admission.OVER_QUOTA
+            return self._end(request, error)
+        except OutOfBlocks as error:
+            return Admission.NO_ROOM if running else self._end(request, error)
+        if num_growing and self._num_available_blocks() < num_growing:
+            lease.close()
+            return Admission.NO_ROOM
+        request.lease = lease
+        if request.scheduled_s is None:
+            request.scheduled_s = self._clock()
+            request.cached_tokens = lease.cached_tokens
+            request.miss_reason = (
+                self._cache.explain(request.namespace, params.tokens, lease.cached_tokens)
+                if params.read_cache
+                else MissReason.READ_DISABLED
+            )
+        else:
+            request.recomputed_tokens += max(0, request.computed_upto - lease.cached_tokens)
+        request.computed_upto = lease.cached_tokens
+        if params.read_cache and params.write_cache and not request.is_revoked:
+            self._flights.lead(request)
+        return Admission.ADMITTED
+
+    def _end(self, request: Request, error: CapacityError) -> Admission:
+        """Refuse a request although nobody runs: only held leases could give blocks back, and not soon."""
+        expires_s = self._held_leases.next_expiry_s()
+        if expires_s is not None:
+            error.retry_after_s = max(0.0, expires_s - self._clock())
+        self._refuse(request, error)
+        return Admission.ENDED
+
+    def _num_available_blocks(self) -> int:
+        return self._cache.pool.num_free + self._cache.num_evictable_blocks
