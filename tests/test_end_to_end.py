@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from radixkv.retention import Retention
 from radixkv.service.client import AsyncClient, Client, logits_of
 from radixkv.trace import load_trace, prompt_tokens
-from radixkv.v1.prefill_pb2 import MissReason, PrefillResponse
+from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, PrefillResponse
 from tests.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, load_eager, write_checkpoint
 from tests.reusable_tokens import count_reusable_tokens
 
@@ -346,3 +346,109 @@ def test_a_server_that_can_not_start_says_why_in_one_line(arguments: list[str], 
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stdout == ""
+
+
+def read(stream: Iterable[GenerateResponse]) -> tuple[list[int], GenerateResponse]:
+    """All tokens of a generation, and its last answer."""
+    answers = list(stream)
+    assert [answer.finished for answer in answers] == [False] * (len(answers) - 1) + [True]
+    assert all(answer.HasField("usage") for answer in (answers[0], answers[-1]))
+    return [token_id for answer in answers for token_id in answer.token_ids], answers[-1]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_greedy_generation_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(CONFIGS[name], tmp_path)
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (3, 70))
+    with torch.inference_mode():
+        expected = load_eager(directory).generate(
+            torch.from_numpy(ids),
+            attention_mask=torch.ones(3, 70, dtype=torch.int64),
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[:, 70:]
+    with (
+        serving("--model", str(directory), "--set", "cache.block_size=16") as (_, address),
+        Client(address, timeout_s=60) as client,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        for _ in range(2):  # cold and warm
+            streams = threads.map(lambda row: read(client.generate(row, max_new_tokens=40, ignore_eos=True)), ids)
+            assert [tokens for tokens, _ in streams] == expected.tolist()
+        end = int(expected[0, 9])
+        stopped, last = read(client.generate(ids[0], max_new_tokens=40, stop_token_ids=[end], ignore_eos=True))
+        assert stopped == expected[0, : expected[0].tolist().index(end) + 1].tolist()
+        assert last.finish_reason == FinishReason.STOP
+
+
+def test_a_model_ends_with_its_own_end_of_sequence_unless_it_is_ignored(tmp_path: Path) -> None:
+    directory = write_checkpoint(CONFIGS["llama"], tmp_path)
+    with serving("--model", str(directory)) as (_, address), Client(address, timeout_s=60) as client:
+        tokens, _ = read(client.generate([1, 2, 3], max_new_tokens=30, ignore_eos=True))
+    for file in ("config.json", "generation_config.json"):
+        config = json.loads((directory / file).read_text())
+        (directory / file).write_text(json.dumps({**config, "eos_token_id": [299, tokens[7]]}))
+    with serving("--model", str(directory)) as (_, address), Client(address, timeout_s=60) as client:
+        ended, last = read(client.generate([1, 2, 3], max_new_tokens=30))
+        assert ended == tokens[: tokens.index(tokens[7]) + 1]
+        assert last.finish_reason == FinishReason.STOP
+        assert read(client.generate([1, 2, 3], max_new_tokens=30, ignore_eos=True))[0] == tokens
+
+
+def test_the_next_turn_of_a_conversation_reuses_the_answer(client: Client, tenant: str) -> None:
+    turn = random_ids(100).tolist()
+    answer, last = read(client.generate(turn, max_new_tokens=50, tenant=tenant))
+    usage = last.usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens, usage.written_tokens) == (100, 0, 50, 149)
+    assert last.timing.decode_us > 0
+    _, last = read(client.generate([*turn, *answer, 1, 2, 3], max_new_tokens=5, tenant=tenant))
+    assert last.usage.cached_tokens == 149
+
+
+def test_seeds_draw_the_same_whoever_shares_the_batch_and_however_small_the_pool() -> None:
+    def ask(client: Client, seed: int) -> list[int]:
+        options = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 100}
+        return read(client.generate(random_ids(60, seed), seed=seed, **options))[0]
+
+    with serving() as (_, address), Client(address, timeout_s=60) as client:
+        alone = [ask(client, seed) for seed in range(6)]
+    with (
+        serving("--set", "cache.capacity_tokens=512") as (_, address),  # a third of what they need together
+        Client(address, timeout_s=60) as client,
+        ThreadPoolExecutor(6) as threads,
+    ):
+        assert list(threads.map(lambda seed: ask(client, seed), range(6))) == alone
+        assert client.stats().requests.pauses > 0
+        assert client.stats().tokens.recomputed > 0
+
+
+def test_a_caller_that_stops_reading_ends_its_generation(client: Client, tenant: str) -> None:
+    before = client.stats().requests.cancelled
+    stream = client.generate(random_ids(10), max_new_tokens=100_000, tenant=tenant)
+    assert len(next(stream).token_ids) > 0
+    stream.close()
+    wait_for(lambda: client.stats().requests.cancelled == before + 1)
+    assert client.stats().blocks.leased == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature: expected a finite number from 0, got -1.0"),
+        ({"top_p": 0.0}, "top_p: expected more than 0 and at most 1, got 0.0"),
+        ({"stop_token_ids": [600]}, "stop_token_ids: expected ids below the vocabulary size 512, got more"),
+        ({"max_new_tokens": 131_072}, "token_ids, max_new_tokens: expected at most 131008 tokens together, got 3 and"),
+        ({"priority": 101}, "priority: expected 0 to 100, got 101"),
+    ],
+)
+def test_a_wrong_generation_is_refused_by_name(
+    client: Client, tenant: str, fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        list(client.generate([1, 2, 3], tenant=tenant, **fields))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith(message)
+    assert client.probe([1, 2, 3], tenant=tenant).cached_tokens == 0

@@ -1,0 +1,47 @@
+from collections import Counter
+
+import pytest
+import torch
+
+from radixkv.prediction import draw
+from radixkv.sampling import Sampling
+
+PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
+
+
+def draws(count: int, **fields: float) -> Counter[int]:
+    sampling = Sampling(seed=1, **fields)
+    return Counter(draw(PROBABILITIES.log(), sampling, position) for position in range(count))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> None:
+    expected = (PROBABILITIES.log() / temperature).softmax(0)
+    seen = draws(4000, temperature=temperature)
+    for token_id, probability in enumerate(expected.tolist()):
+        # Four standard deviations: once in 3,000 runs by chance, and the seeds are fixed.
+        assert abs(seen[token_id] / 4000 - probability) < 4 * (probability * (1 - probability) / 4000) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("top_p", "allowed"),
+    [(1e-9, {0}), (0.5, {0}), (0.51, {0, 1}), (0.75, {0, 1}), (0.95, {0, 1, 2, 3}), (1.0, set(range(5)))],
+)
+def test_top_p_keeps_the_fewest_tokens_that_have_so_much_together(top_p: float, allowed: set[int]) -> None:
+    assert set(draws(600, temperature=1.0, top_p=top_p)) == allowed
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    sampling = Sampling(temperature=1.0, seed=7)
+    first = [draw(logits, sampling, position) for position in range(50)]
+    torch.manual_seed(99)
+    assert [draw(logits, sampling, position) for position in range(50)] == first
+    assert len(set(first)) > 25
+    assert [draw(logits, Sampling(temperature=1.0, seed=8), position) for position in range(50)] != first
+
+
+def test_a_low_temperature_is_nearly_greedy_and_a_huge_logit_harmless() -> None:
+    logits = torch.tensor([1e30, 1e30, -1e30])
+    assert {draw(logits, Sampling(temperature=1e-30, seed=s), 0) for s in range(50)} == {0, 1}
+    assert {draw(PROBABILITIES.log(), Sampling(temperature=0.01, seed=s), 0) for s in range(50)} == {0}
