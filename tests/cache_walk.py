@@ -120,6 +120,7 @@ class Walk:
             self.lease: 8,
             self.write: 4,
             self.commit: 10,
+            self.extend: 4,
             self.close: 6,
             self.evict: world.evicts,
             self.retain: 2 * world.evicts,
@@ -233,6 +234,33 @@ class Walk:
         replaced = grown == 0 and expected > 0 and self.cache.pool.num_published == num_published
         self.events["tail blocks replaced"] += replaced
         self.events["blocks adopted"] += int(np.count_nonzero(block_ids != lease.block_ids))
+
+    def extend(self) -> None:
+        holder = self._holder()
+        if holder is None or holder.lease.num_tokens >= 2 * self.world.max_tokens:
+            return
+        lease, block_size = holder.lease, self.world.block_size
+        tokens = np.array(
+            [self.random.randrange(self.world.alphabet) for _ in range(self.random.randint(1, block_size + 1))],
+            dtype="<u4",
+        ).tobytes()
+        is_published = lease.committed_tokens == lease.num_tokens
+        goes_on_in_a_copy = lease.num_tokens % block_size > 0 and lease.num_published_blocks == lease.block_ids.size
+        assert is_published or not goes_on_in_a_copy
+        num_blocks = -(-(lease.num_tokens + len(tokens) // 4) // block_size) - lease.block_ids.size + goes_on_in_a_copy
+        before, num_takeable = self._counts(), self._num_takeable(lease.namespace.tenant)
+        floors = self._floors(lease.namespace.tenant)
+        try:
+            assert holder.extend(tokens) == num_blocks <= num_takeable
+        except CapacityError:
+            assert num_blocks > num_takeable
+            assert self._counts() == before
+            self.events["extensions refused"] += 1
+            return
+        self._verify_floors(floors)
+        assert (lease.copy is not None) >= goes_on_in_a_copy
+        self.events["extensions"] += 1
+        self.events["extensions in a copy"] += goes_on_in_a_copy
 
     def close(self) -> None:
         if holder := self._holder():

@@ -135,7 +135,6 @@ class Holder:
     lease: Lease
     identities: Identities
     num_written: int = 0
-    has_begun: bool = False
     is_revoked: bool = False
 
     def receive(self) -> None:
@@ -159,15 +158,25 @@ class Holder:
         self.num_written = max(self.num_written, upto)
 
     def begin(self) -> None:
-        if not self.has_begun and self.lease.copy is not None:
-            self.oracle.content[self.lease.copy.target] = self.oracle.content[self.lease.copy.source]
-        self.has_begun = True
+        """Make the copy, if there is one to make."""
+        copy = self.lease.copy
+        if copy is not None:
+            self.oracle.content[copy.target] = self.oracle.content[copy.source]
+            self.lease.copy = None
+
+    def extend(self, tokens: bytes) -> int:
+        """Let the lease go on; returns how many blocks came with it."""
+        before = self.lease.block_ids
+        self.lease.extend(tokens)
+        new = self.lease.block_ids[~np.isin(self.lease.block_ids, before)]
+        self.oracle.hand_out(new)
+        self.identities = self.oracle.identities(self.lease.namespace, self.lease.tokens)
+        assert self.lease.block_ids.size == -(-self.lease.num_tokens // self.oracle.block_size)
+        return int(new.size)
 
     def verify(self) -> None:
         """Assert that everything reused or written so far is still in place."""
-        lease, num_whole = self.lease, self.lease.cached_tokens // self.oracle.block_size
-        if self.has_begun or lease.copy is None:
-            self.oracle.verify(lease.block_ids, self.identities[: self.num_written])
-        else:
-            block_ids = np.append(lease.block_ids[:num_whole], np.int32(lease.copy.source))
-            self.oracle.verify(block_ids, self.identities[: lease.cached_tokens])
+        block_ids, copy = self.lease.block_ids, self.lease.copy
+        if copy is not None:
+            block_ids = np.where(block_ids == copy.target, np.int32(copy.source), block_ids)
+        self.oracle.verify(block_ids, self.identities[: self.num_written])

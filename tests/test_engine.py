@@ -6,10 +6,22 @@ import pytest
 
 from radixkv.config import EngineConfig
 from radixkv.engine import Engine
-from radixkv.errors import Draining, InvalidRequest, PromptTooLong, QueueFull, UnknownAdapter, UnknownLease
+from radixkv.errors import (
+    Draining,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    QuotaExceeded,
+    StepFailed,
+    StepHangs,
+    UnknownAdapter,
+    UnknownLease,
+)
 from radixkv.miss_reason import MissReason
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import PrefillParams
+from radixkv.sampling import Sampling
+from radixkv.tenants import Quota
 from tests.fake_runner import VOCAB_SIZE, FakeRunner, next_token, tokens
 
 NUM_BLOCKS, BLOCK_SIZE = 32, 4
@@ -174,6 +186,117 @@ def test_draining_cancels_what_does_not_finish(engine: Engine, runner: GatedRunn
     running = engine.prefill(params(range(20)))
     assert engine.drain(0.01) is False
     assert running.cancelled()
+
+
+def test_a_tenant_fills_its_own_queue_and_nobody_else_s(runner: GatedRunner) -> None:
+    config = EngineConfig(max_tenant_requests=2, max_running_requests=2, max_waiting_requests=2)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), config)
+    engine.start()
+    runner.gate.clear()
+    futures = [engine.prefill(params(range(i, i + 8), tenant="busy")) for i in range(2)]
+    with pytest.raises(QueueFull, match="expected fewer than 2 unfinished requests of this tenant, got 2"):
+        engine.prefill(params(range(8), tenant="busy"))
+    futures.append(engine.prefill(params(range(8), tenant="other")))
+    runner.gate.set()
+    for future in futures:
+        future.result(5)
+    engine.prefill(params(range(8), tenant="busy")).result(5)
+    engine.stop()
+
+
+def test_a_full_queue_says_when_to_come_back_by_how_fast_it_moves(engine: Engine, runner: GatedRunner) -> None:
+    for i in range(20):
+        engine.prefill(params(range(i, i + 4))).result(5)
+    runner.gate.clear()
+    waiting = [engine.prefill(params(range(i, i + 8))) for i in range(4)]
+    with pytest.raises(QueueFull) as refusal:
+        engine.prefill(params(range(8)))
+    assert 0.05 <= refusal.value.retry_after_s < 1.0
+    runner.gate.set()
+    for future in waiting:
+        future.result(5)
+
+
+def test_a_request_beyond_its_tenant_s_ceiling_is_refused_at_once(runner: GatedRunner) -> None:
+    cache = PrefixCache(NUM_BLOCKS, BLOCK_SIZE, quotas={"acme": Quota(ceiling_blocks=3)})
+    engine = Engine(runner, cache, EngineConfig())
+    with pytest.raises(QuotaExceeded, match="expected at most this tenant's ceiling of 12 tokens, got 13"):
+        engine.prefill(params(range(13), tenant="acme"))
+    with pytest.raises(QuotaExceeded, match="got 13"):
+        engine.generate(params(range(4), tenant="acme"), Sampling(10), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_logprobs": 3}, "prefill.top_logprobs: expected none in a generation, got 3"),
+        ({"return_logits": True}, "prefill.return_logits: expected none in a generation, got True"),
+        ({"hold_lease": True}, "prefill.hold_lease: expected none in a generation, got True"),
+        ({"priority": 101}, "priority: expected 0 to 100, got 101"),
+    ],
+)
+def test_what_a_generation_does_not_have_is_refused(engine: Engine, fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        engine.generate(params(range(4), **fields), Sampling(), lambda _: None)
+
+
+def test_a_generation_that_never_fits_is_refused_at_once(engine: Engine) -> None:
+    most = (NUM_BLOCKS - 1) * BLOCK_SIZE
+    result = engine.generate(params(range(4)), Sampling(most - 4), lambda _: None).result(10)
+    assert len(result.token_ids) == most - 4
+    with pytest.raises(PromptTooLong, match=f"expected at most {most} tokens together, got 4 and {most - 3}"):
+        engine.generate(params(range(4)), Sampling(most - 3), lambda _: None)
+
+
+def test_a_step_that_hangs_fails_everybody_until_it_ends(runner: GatedRunner) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=0.05))
+    engine.start()
+    runner.gate.clear()
+    hanging, waiting = engine.prefill(params(range(20))), engine.prefill(params(range(50, 60)))
+    assert runner.entered.wait(5)
+    while not (hanging.cancelled() and waiting.cancelled()):
+        time.sleep(0.005)
+    assert not engine.is_healthy
+    assert isinstance(engine.cancellation, StepHangs)
+    with pytest.raises(StepHangs, match=r"a step takes more than 0.05 s"):
+        engine.prefill(params(range(4)))
+    runner.gate.set()
+    while not engine.is_healthy:
+        time.sleep(0.005)
+    assert engine.prefill(params(range(4))).result(5).next_token_id == next_token(tokens(range(4)))
+    assert engine.stats().result(5).blocks.leased == 0
+    assert engine.stats().result(5).requests.cancelled == 2
+    engine.check().result(5)
+    engine.stop()
+
+
+def test_steps_that_fail_one_after_the_other_make_it_unhealthy_until_one_works(
+    runner: GatedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engine._RETRY_PERIOD_S", 0.01)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    engine.start()
+    is_broken, run = True, runner.run
+
+    def fail(chunks):  # type: ignore[no-untyped-def]
+        if is_broken:
+            raise RuntimeError("device")
+        return run(chunks)
+
+    runner.run = fail  # type: ignore[method-assign]
+    for num_failed in (1, 2, 3):
+        assert engine.is_healthy
+        with pytest.raises(StepFailed):
+            engine.prefill(params(range(num_failed, 8))).result(5)
+    time.sleep(0.05)
+    assert not engine.is_healthy, "its own tries fail as well"
+    assert engine.is_alive
+    is_broken = False
+    while not engine.is_healthy:
+        time.sleep(0.005)
+    assert engine.prefill(params(range(4))).result(5).next_token_id == next_token(tokens(range(4)))
+    engine.check().result(5)
+    engine.stop()
 
 
 def test_a_stopped_engine_refuses_everything(runner: GatedRunner) -> None:

@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 
 from radixkv.block_pool import BlockState
-from radixkv.errors import LeaseClosed
+from radixkv.errors import InvalidRequest, LeaseClosed, OutOfBlocks, QuotaExceeded
 from radixkv.lease import Lease
+from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
+from radixkv.tenants import Quota
 from tests.fakes import MODEL, cached, lease_text, publish, spell
 
 
@@ -131,3 +133,81 @@ def test_a_lease_keeps_its_tail_block_when_a_longer_copy_replaces_it(cache: Pref
     lease.close()
     assert cache.pool.state(tail) is BlockState.FREE
     cache.check()
+
+
+class TestExtend:
+    def test_a_whole_last_block_is_followed_by_a_new_one(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcd")
+        lease.commit(4)
+        lease.extend(spell("e"))
+        assert counts(cache) == (30, 1, 1, 1)
+        assert (lease.num_tokens, lease.block_ids.size, lease.copy) == (5, 2, None)
+
+    def test_room_in_the_last_block_is_used_while_it_is_its_own(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "ab")
+        before = lease.block_ids.tolist()
+        lease.extend(spell("cd"))
+        assert lease.block_ids.tolist() == before
+        lease.extend(spell("efghi"))
+        assert lease.block_ids.size == 3
+
+    def test_a_published_end_is_never_written_again_but_copied(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcdef")
+        lease.commit(6)
+        first, second = lease.block_ids.tolist()
+        lease.extend(spell("g"))
+        assert lease.block_ids[0] == first
+        assert lease.copy == (second, lease.block_ids[1])
+        assert cache.pool.state(second) is BlockState.PUBLISHED
+        assert cached(cache, "abcdef") == 6, "what was published stays"
+        lease.copy = None
+        lease.extend(spell("hi"))
+        lease.commit(9)
+        assert cached(cache, "abcdefghi") == 9
+        assert cache.pool.state(second) is BlockState.LEASED, "whoever read it still may, until the path is let go"
+        lease.close()
+        assert cache.pool.state(second) is BlockState.FREE
+        cache.check()
+
+    def test_only_the_longer_copy_stays(self, cache: PrefixCache) -> None:
+        with lease_text(cache, "abcdef") as lease:
+            lease.commit(6)
+            lease.extend(spell("g"))
+            lease.commit(7)
+        assert counts(cache) == (30, 0, 2, 0)
+
+    def test_without_blocks_nothing_changes(self) -> None:
+        cache = PrefixCache(2, 4)
+        lease = lease_text(cache, "abcdefgh")
+        before = lease.block_ids.tolist(), lease.tokens, counts(cache)
+        with pytest.raises(OutOfBlocks, match="expected 1 more, got 0 free and 0 evictable of 2"):
+            lease.extend(spell("i"))
+        assert (lease.block_ids.tolist(), lease.tokens, counts(cache)) == before
+
+    def test_beyond_the_ceiling_nothing_changes(self) -> None:
+        cache = PrefixCache(9, 4, quotas={"acme": Quota(ceiling_blocks=2)})
+        lease = lease_text(cache, "abcdefgh", Namespace("model", "acme"))
+        with pytest.raises(QuotaExceeded, match="a ceiling of 2 for this tenant, of which leases hold 2"):
+            lease.extend(spell("i"))
+        assert lease.num_tokens == 8
+
+    def test_others_give_way(self) -> None:
+        cache = PrefixCache(3, 4)
+        publish(cache, "wxyz")
+        lease = lease_text(cache, "abcdefgh")
+        lease.extend(spell("i"))
+        assert cached(cache, "wxyz") == 0
+        assert cache.num_evicted_blocks == 1
+
+    @pytest.mark.parametrize("tokens", [b"", b"abc"])
+    def test_what_is_not_tokens_is_refused(self, cache: PrefixCache, tokens: bytes) -> None:
+        lease = lease_text(cache, "abcd")
+        with pytest.raises(InvalidRequest, match=f"expected one or more uint32 token ids, got {len(tokens)} bytes"):
+            lease.extend(tokens)
+
+    def test_a_closed_lease_does_not_go_on(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcd")
+        lease.close()
+        with pytest.raises(LeaseClosed):
+            lease.extend(spell("e"))
+        cache.check()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutation_check import MUTANTS, ROOT, Mutant
+from tests.mutants import CACHE_MUTANTS, ENGINE_MUTANTS, Mutant
+from tests.mutation_check import ROOT
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.text.strip()}")
+@pytest.mark.parametrize(
+    "mutant", [*CACHE_MUTANTS, *ENGINE_MUTANTS], ids=lambda mutant: f"{mutant.file}: {mutant.text.strip()}"
+)
 def test_every_mutant_applies(mutant: Mutant) -> None:
     source = (ROOT / "radixkv" / mutant.file).read_text(encoding="utf-8")
     assert source.count(mutant.text) == 1
