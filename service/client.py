@@ -17,30 +17,24 @@ import grpc
 import grpc.aio
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.duration_pb2 import Duration
 
-from radixkv.retention import MAX_TTL_S, Retention
-from radixkv.service.token_ids import pack_token_ids, write_token_ids
-from radixkv.v1.cache_pb2 import (
-    PurgeRequest,
-    PurgeResponse,
-    RetainRequest,
-    RetainResponse,
-    StatsRequest,
-    StatsResponse,
+from radixkv.retention import Retention
+from radixkv.service.requests import (
+    generate_request,
+    prefill_request,
+    probe_request,
+    purge_request,
+    retain_request,
 )
+from radixkv.v1.cache_pb2 import PurgeResponse, RetainResponse, StatsRequest, StatsResponse
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
 from radixkv.v1.prefill_pb2 import (
-    GenerateRequest,
     GenerateResponse,
-    PrefillRequest,
     PrefillResponse,
-    ProbeRequest,
     ProbeResponse,
     ReleaseRequest,
     ReleaseResponse,
 )
-from radixkv.v1.prefill_pb2 import Retention as RetentionMessage
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 
 Options = Sequence[tuple[str, Any]]
@@ -117,7 +111,7 @@ class Client:
             TypeError, ValueError: `token_ids` is no run of uint32 numbers; nothing was sent.
             grpc.RpcError: the service refused, or can't be reached.
         """
-        request = _prefill_request(
+        request = prefill_request(
             token_ids,
             tenant=tenant,
             adapter=adapter,
@@ -174,7 +168,7 @@ class Client:
             TypeError, ValueError: `token_ids` is no run of uint32 numbers; nothing was sent.
             grpc.RpcError: the service refused, or can't be reached; also while tokens are read.
         """
-        prompt = _prefill_request(
+        prompt = prefill_request(
             token_ids,
             tenant=tenant,
             adapter=adapter,
@@ -185,8 +179,8 @@ class Client:
             retention=retention,
             priority=priority,
         )
-        request = GenerateRequest(
-            prefill=prompt,
+        request = generate_request(
+            prompt,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -198,7 +192,7 @@ class Client:
 
     def probe(self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
         """Ask how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
-        request = _probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
+        request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
         answer: ProbeResponse = self._prefill.Probe(request, timeout=self._timeout_s)
         return answer
 
@@ -212,7 +206,7 @@ class Client:
         self, token_ids: npt.ArrayLike, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> RetainResponse:
         """Give a cached range a priority, whatever it had before. Raises like `prefill`."""
-        request = _retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
+        request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
         answer: RetainResponse = self._cache.Retain(request, timeout=self._timeout_s)
         return answer
 
@@ -230,7 +224,7 @@ class Client:
             ValueError: no name at all, and not `everything`.
             grpc.RpcError: the service refused, or can't be reached.
         """
-        request = _purge_request(tenant, adapter, salt, everything=everything)
+        request = purge_request(tenant, adapter, salt, everything=everything)
         answer: PurgeResponse = self._cache.Purge(request, timeout=self._timeout_s)
         return answer
 
@@ -282,7 +276,7 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> PrefillResponse:
         """Prefill one prompt; see `Client.prefill`. Cancelling the awaiting task cancels the request."""
-        request = _prefill_request(
+        request = prefill_request(
             token_ids,
             tenant=tenant,
             adapter=adapter,
@@ -321,7 +315,7 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> AsyncIterator[GenerateResponse]:
         """Go on with a prompt; see `Client.generate`. `async for` reads the answers."""
-        prompt = _prefill_request(
+        prompt = prefill_request(
             token_ids,
             tenant=tenant,
             adapter=adapter,
@@ -332,8 +326,8 @@ class AsyncClient:
             retention=retention,
             priority=priority,
         )
-        request = GenerateRequest(
-            prefill=prompt,
+        request = generate_request(
+            prompt,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -348,7 +342,7 @@ class AsyncClient:
         self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> ProbeResponse:
         """Ask how many tokens a prefill would reuse now; see `Client.probe`."""
-        request = _probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
+        request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
         answer: ProbeResponse = await self._prefill.Probe(request, timeout=self._timeout_s)
         return answer
 
@@ -362,7 +356,7 @@ class AsyncClient:
         self, token_ids: npt.ArrayLike, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> RetainResponse:
         """Give a cached range a priority; see `Client.retain`."""
-        request = _retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
+        request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
         answer: RetainResponse = await self._cache.Retain(request, timeout=self._timeout_s)
         return answer
 
@@ -375,7 +369,7 @@ class AsyncClient:
         everything: bool = False,
     ) -> PurgeResponse:
         """Forget namespaces; see `Client.purge`."""
-        request = _purge_request(tenant, adapter, salt, everything=everything)
+        request = purge_request(tenant, adapter, salt, everything=everything)
         answer: PurgeResponse = await self._cache.Purge(request, timeout=self._timeout_s)
         return answer
 
@@ -432,74 +426,3 @@ def _merged(options: Options) -> list[tuple[str, Any]]:
 def _stubs(channel: grpc.Channel | grpc.aio.Channel) -> tuple[PrefillServiceStub, CacheServiceStub]:
     # The generated stubs serve both kinds of channel and carry no annotations.
     return PrefillServiceStub(channel), CacheServiceStub(channel)  # type: ignore[no-untyped-call]
-
-
-def _prefill_request(
-    token_ids: npt.ArrayLike,
-    *,
-    tenant: str,
-    adapter: str,
-    salt: str,
-    request_id: str,
-    read_cache: bool,
-    write_cache: bool,
-    retention: Retention | None,
-    priority: int | None,
-    top_logprobs: int = 0,
-    return_logits: bool = False,
-    hold_lease: bool = False,
-) -> PrefillRequest:
-    request = PrefillRequest(
-        tenant=tenant,
-        adapter=adapter,
-        salt=salt,
-        request_id=request_id,
-        read_cache=read_cache,
-        write_cache=write_cache,
-        retention=_retention_message(retention),
-        priority=priority,
-        top_logprobs=top_logprobs,
-        return_logits=return_logits,
-        hold_lease=hold_lease,
-    )
-    write_token_ids(request, pack_token_ids(token_ids))
-    return request
-
-
-def _probe_request(token_ids: npt.ArrayLike, *, tenant: str, adapter: str, salt: str) -> ProbeRequest:
-    request = ProbeRequest(tenant=tenant, adapter=adapter, salt=salt)
-    write_token_ids(request, pack_token_ids(token_ids))
-    return request
-
-
-def _retain_request(
-    token_ids: npt.ArrayLike, retention: Retention, *, tenant: str, adapter: str, salt: str
-) -> RetainRequest:
-    request = RetainRequest(tenant=tenant, adapter=adapter, salt=salt, retention=_retention_message(retention))
-    write_token_ids(request, pack_token_ids(token_ids))
-    return request
-
-
-def _purge_request(tenant: str | None, adapter: str | None, salt: str | None, *, everything: bool) -> PurgeRequest:
-    if (tenant, adapter, salt) == (None, None, None) and not everything:
-        raise ValueError("purge: expected a tenant, an adapter, a salt or `everything`, got none")
-    return PurgeRequest(tenant=tenant, adapter=adapter, salt=salt)
-
-
-def _retention_message(retention: Retention | None) -> RetentionMessage | None:
-    if retention is None:
-        return None
-    for name in ("priority", "start", "end"):
-        value = getattr(retention, name)
-        if value is not None and not (isinstance(value, int) and 0 <= value < 2**32):
-            raise ValueError(f"retention.{name}: expected a whole number from 0, got {value}")
-    ttl_s = retention.ttl_s
-    if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
-        raise ValueError(f"retention.ttl_s: expected more than 0 and at most {MAX_TTL_S:.0f} seconds, got {ttl_s}")
-    seconds, nanos = divmod(round((ttl_s or 0) * 1e9), 1_000_000_000)
-    return RetentionMessage(
-        priority=retention.priority,
-        ttl=None if ttl_s is None else Duration(seconds=seconds, nanos=nanos),
-        start_token=retention.start,
-        end_token=retention.end,
-    )

@@ -39,7 +39,7 @@ def test_the_blocking_client_is_shared_between_threads():
 
 
 def test_both_clients_take_the_same_arguments():
-    for name in ("__init__", "prefill", "probe", "release", "stats", "close"):
+    for name in ("__init__", "prefill", "probe", "release", "stats", "close", "retain", "purge"):
         blocking, awaited = (inspect.signature(getattr(kind, name)) for kind in (Client, AsyncClient))
         assert blocking == awaited, name
 
