@@ -100,8 +100,8 @@ class EngineCore:
     def step(self) -> None:
         """Drop what nobody waits for, admit what fits, compute one step, publish and answer."""
         self._sweep()
-        has_paused = self._extend_leases()
-        slices = self._scheduler.next_step(self._admitter, may_admit=not has_paused)
+        self._extend_leases()
+        slices = self._scheduler.next_step(self._admitter)
         if slices:
             self._run(slices)
 
@@ -187,24 +187,19 @@ class EngineCore:
         while self._deadlines and self._deadlines[0][0] <= now:
             self._fail(self._deadlines[0][2], _deadline_passed())
 
-    def _extend_leases(self) -> bool:
+    def _extend_leases(self) -> None:
         """Give each running generation the block for its next token. Without one, the youngest is paused.
 
         The oldest can always pause all others. If it is alone and there is still no block, it is paused itself, which
         lets go of what it pins and does not need; it comes back with the block, or only held leases stand in its way
         and it is refused. So it gets on by a token at least each time, and after it the next one.
-
-        Returns:
-            Whether any was paused.
         """
-        num_pauses = self._num_pauses
         for request in sorted(self._scheduler.running, key=lambda running: running.rank):
             while request.lease is not None and request.lease.num_tokens < request.num_tokens:
                 try:
                     request.lease.extend(request.tokens[request.lease.num_tokens * TOKEN_BYTES :])
                 except CapacityError as error:
                     self._make_room_for(request, error)
-        return self._num_pauses > num_pauses
 
     def _make_room_for(self, request: Request, error: CapacityError) -> None:
         """Pause the youngest of those that hold what a request needs; it may be the youngest itself."""

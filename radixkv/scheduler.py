@@ -142,13 +142,8 @@ class Scheduler:
 
     # -- making a step ---------------------------------------------------------------------------------------------
 
-    def next_step(self, admitter: Admitter, *, may_admit: bool = True) -> list[Slice]:
-        """Choose the next step's slices, and admit those that get any.
-
-        Args:
-            admitter: gives blocks.
-            may_admit: without it, only running requests are served.
-        """
+    def next_step(self, admitter: Admitter) -> list[Slice]:
+        """Choose the next step's slices, and admit those that get any; `admitter` gives them their blocks."""
         self._budget, self._granted, self._looks = self._max_step_tokens, {}, {}
         for request in self._running:
             if request.is_decoding:
@@ -161,7 +156,7 @@ class Scheduler:
             turn = self._budget
             if turns:
                 turn = min(turn, max(_MIN_TURN_TOKENS, self._max_step_tokens // _MAX_TURNS))
-            if self._serve(queue, turn, admitter if may_admit else None) == turn:
+            if self._serve(queue, turn, admitter) == turn:
                 heapq.heappush(turns, (queue.served, serial, queue))
         for queue in list(self._queues):
             self._queues.close_if_empty(queue)
@@ -170,15 +165,15 @@ class Scheduler:
             for request, tokens in self._granted.items()
         ]
 
-    def _serve(self, queue: TenantQueue, turn: int, admitter: Admitter | None) -> int:
+    def _serve(self, queue: TenantQueue, turn: int, admitter: Admitter) -> int:
         """Give a tenant at most so many tokens; returns how many it took."""
         left = turn
         prefills = [request for request in queue.running if self._left(request)]
-        if sum(map(self._left, prefills)) >= turn and admitter is not None:
+        if sum(map(self._left, prefills)) >= turn:
             left -= self._serve_short(queue, prefills, turn // _SHORT_SHARE, admitter)
         for request in prefills:
             left -= self._grant(request, left)
-        while left and admitter is not None and (request := self._next_of(queue, admitter)) is not None:
+        while left and (request := self._next_of(queue, admitter)) is not None:
             admission = self._admit(queue, request, admitter)
             if admission is Admission.ADMITTED:
                 left -= self._grant(request, left)
@@ -187,6 +182,8 @@ class Scheduler:
                 break
             elif admission is Admission.OVER_QUOTA:
                 break
+        if left and self._blocked is not None:
+            left -= self._serve_passing(queue, left, admitter)
         return turn - left
 
     def _serve_short(self, queue: TenantQueue, prefills: list[Request], share: int, admitter: Admitter) -> int:
@@ -204,6 +201,15 @@ class Scheduler:
                 if self._admit(queue, request, admitter) is not Admission.ADMITTED:
                     continue
             left -= self._grant(request, left)
+        return share - left
+
+    def _serve_passing(self, queue: TenantQueue, share: int, admitter: Admitter) -> int:
+        """Serve those that give all their blocks back with the step, while somebody else waits for blocks."""
+        left = share
+        for request, cached in self._window(queue, admitter):
+            may_pass = not self._is_full() and self._ends_with(request, request.num_tokens - cached, left)
+            if may_pass and self._admit(queue, request, admitter) is Admission.ADMITTED:
+                left -= self._grant(request, left)
         return share - left
 
     def _ends_with(self, request: Request, tokens: int, budget: int) -> bool:

@@ -30,9 +30,10 @@ from radixkv.kv_storage import KVStorage
 from radixkv.model import load_model
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
-from radixkv.request import PrefillParams, Request
-from radixkv.result import PrefillResult
+from radixkv.request import Generation, PrefillParams, Request
+from radixkv.result import GenerateResult, PrefillResult
 from radixkv.runner import Runner
+from radixkv.sampling import Sampling
 from tests.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
 
 MODELS: dict[str, PretrainedConfig] = {
@@ -91,6 +92,8 @@ class Cases:
     def run(self) -> str:
         """One case; says how it differs, or nothing."""
         prompt = self._prompt()
+        if self.random.random() < 0.3:
+            prompt = self._turn_after(prompt)
         cold = self._ask([(prompt, "alone", False)])
         assert cold is not None
         if self.random.random() < 0.2:
@@ -111,6 +114,29 @@ class Cases:
         difference = cold.difference(warm)
         self.counts["different"] += bool(difference)
         return f"{difference}: {usage}, {len(mates)} mates" if difference else ""
+
+    def _turn_after(self, prompt: list[int]) -> list[int]:
+        """Let the model go on with a prompt, with company; returns the next turn, whose K/V come from decode steps."""
+        count = self.random.choice((2, self.random.randint(2, 40)))
+        prompt = prompt[: MAX_TOKENS - count - 2]
+        core = EngineCore(self.runner, self.cache, EngineConfig(max_step_tokens=self.random.choice((33, 200))))
+        mates = [self._prompt()[: MAX_TOKENS - 40] for _ in range(self.random.randint(0, 3))]
+        futures = [self._generate(core, ids, count, "mine") for ids in (prompt, *mates)]
+        while core.has_work:
+            core.step()
+        self.cache.check()
+        if futures[0].exception(0) is not None:
+            return prompt  # no room
+        self.counts["turns"] += 1
+        turn = [*prompt, *futures[0].result(0).token_ids, *self._fresh(self.random.randint(1, 30))]
+        return turn[:MAX_TOKENS]
+
+    def _generate(self, core: EngineCore, ids: list[int], count: int, tenant: str) -> Future[GenerateResult]:
+        future: Future[GenerateResult] = Future()
+        params = PrefillParams(np.array(ids, dtype="<u4").tobytes(), tenant)
+        generation = Generation(Sampling(count, temperature=1.0, seed=1), frozenset(), lambda _: None)
+        core.submit(Request(params, Namespace("model", tenant), future, time.monotonic(), generation))
+        return future
 
     def _ask(self, requests: list[tuple[list[int], str, bool]]) -> Answer | None:
         """Run requests together, and look at the last one's answer; None if there was no room for it."""

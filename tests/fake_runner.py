@@ -31,6 +31,7 @@ class FakeRunner:
         self.storage = SimpleNamespace(block_bytes=0, kv_dtype="fp32")
         self.steps: list[list[tuple[int, int]]] = []  # (start, end) of each chunk of each step
         self.fail_next: Exception | None = None
+        self.logits_scale = 1.0
         self.not_finite: bytes | None = None  # the prompt whose values come out as NaN
         self._block_size = block_size
         self._content: list[list[bytes | None]] = [[None] * block_size for _ in range(num_blocks)]
@@ -54,7 +55,7 @@ class FakeRunner:
                 seen = self._slot(chunk, position)[position % self._block_size]
                 assert seen == chunk.tokens[: (position + 1) * 4], f"position {position} holds another prefix's K/V"
         self.steps.append([(chunk.start, chunk.end) for chunk in chunks])
-        rows = [one_hot(next_token(chunk.tokens)) for chunk in chunks if chunk.wants_logits]
+        rows = [self.logits_scale * one_hot(next_token(chunk.tokens)) for chunk in chunks if chunk.wants_logits]
         logits = torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
         return StepResult(logits, [chunk.tokens != self.not_finite for chunk in chunks])
 

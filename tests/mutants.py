@@ -122,15 +122,9 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "engine_core.py",
-        "            self._resume(self._flights.leave(request))  # what it",
-        "            pass  # what it",
-    ),
-    Mutant(
-        "engine_core.py",
         "        _open_lease(request).close()\n        request.lease = None\n",
         "        request.lease = None\n",
     ),
-    Mutant("engine_core.py", "may_admit=not has_paused", "may_admit=True"),
     Mutant(
         "engine_core.py", "key=lambda holder: holder.rank,", "key=lambda holder: tuple(-part for part in holder.rank),"
     ),

@@ -28,6 +28,7 @@ def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
     assert counts["cases"] == 20
     assert counts["partial hits"] >= 10
     assert counts["hits inside a block"] >= 5
+    assert counts["turns"] >= 2
 
 
 @pytest.mark.parametrize(

@@ -149,18 +149,33 @@ def test_priorities_count_for_nothing_between_tenants() -> None:
 
 
 def test_who_leads_others_is_as_urgent_as_they_are() -> None:
-    """A short request that follows a long one is not held up behind a third one."""
+    """A short request that follows a long one is not held up behind a shorter one than that."""
     bench = Bench(num_blocks=4096, max_step_tokens=64)
-    system = list(range(40))
-    bench.submit([5000] * 1000)
+    system = list(range(60))
+    bench.submit([5000] * 2000)
     bench.core.step()
-    leader = bench.submit([*system, *[6000] * 900])
+    leader = bench.submit([*system, *[6000] * 940])
     bench.core.step()
-    follower = bench.submit([*system, 1, 2])
-    for _ in range(5):
-        bench.core.step()
+    shorter, follower = bench.submit([7000] * 300), bench.submit([*system, 1, 2])
+    bench.core.step()
+    assert bench.core.stats().requests.following == 1
+    bench.core.step()
+    bench.core.step()
     assert follower.done()
+    assert not shorter.done()
     assert not leader.done()
+
+
+def test_who_comes_late_has_no_arrears_to_claim() -> None:
+    bench = Bench(num_blocks=4096, max_step_tokens=128)
+    bench.submit([1] * 5000, tenant="early")
+    for _ in range(10):
+        bench.core.step()
+    before = computed_by_tenant(bench)["early"]
+    bench.submit([2] * 5000, tenant="late")
+    for _ in range(10):
+        bench.core.step()
+    assert computed_by_tenant(bench)["early"] - before >= 10 * 64 - 128
 
 
 def test_a_big_request_gets_its_blocks_although_small_generations_keep_coming() -> None:

@@ -266,3 +266,18 @@ def test_any_crowd_gets_its_own_answers_out_of_a_small_pool(seed: int) -> None:
     assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
     assert not bench.core._flights._waits
     assert not bench.core._flights._leads
+
+
+def test_a_cached_prefix_that_would_be_pinned_is_not_counted_as_room() -> None:
+    bench = Bench(num_blocks=12)
+    bench.prefill(range(16))
+    growing = bench.generate(range(50, 62), 12)
+    bench.core.step()
+    bench.core.step()
+    big = bench.submit([*range(16), *range(100, 116)])  # four blocks are free and four cached: it would take all eight
+    bench.core.step()
+    assert bench.core.stats().requests.running == 1
+    bench.run()
+    assert bench.core.stats().requests.pauses == 0
+    assert growing.done()
+    assert big.done()

@@ -5,6 +5,7 @@ import torch
 
 from radixkv.prediction import draw
 from radixkv.sampling import Sampling
+from tests.core_bench import Bench
 
 PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 
@@ -45,3 +46,13 @@ def test_a_low_temperature_is_nearly_greedy_and_a_huge_logit_harmless() -> None:
     logits = torch.tensor([1e30, 1e30, -1e30])
     assert {draw(logits, Sampling(temperature=1e-30, seed=s), 0) for s in range(50)} == {0, 1}
     assert {draw(PROBABILITIES.log(), Sampling(temperature=0.01, seed=s), 0) for s in range(50)} == {0}
+
+
+def test_a_generation_draws_by_its_position_and_others_take_the_most_likely_token() -> None:
+    bench = Bench(num_blocks=256)
+    bench.runner.logits_scale = 0.0  # every token is as likely as any other
+    drawn = bench.generate(range(8), 40, temperature=1.0, seed=3)
+    greedy = bench.generate(range(8), 40)
+    bench.run()
+    assert len(set(drawn.result(0).token_ids)) > 20
+    assert set(greedy.result(0).token_ids) == {0}

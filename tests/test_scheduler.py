@@ -91,3 +91,27 @@ def test_a_short_prompt_for_which_there_are_no_blocks_waits() -> None:
     assert not short.done()
     bench.run()
     assert short.done()
+
+
+def test_a_short_prompt_is_answered_while_a_big_one_waits_for_blocks() -> None:
+    bench = Bench(num_blocks=20, max_step_tokens=16)
+    bench.submit(range(40))
+    bench.core.step()
+    big = bench.submit(range(100, 100 + 15 * BLOCK_SIZE), tenant="big")
+    bench.core.step()
+    short, generation = bench.submit([1000, 1001]), bench.generate([2000, 2001], 5)
+    bench.core.step()
+    assert short.done()
+    assert generation.told == [], "it would keep its block for longer than this step"
+    assert not big.done()
+    bench.run()
+
+
+def test_what_is_longer_than_the_first_does_not_overtake_it() -> None:
+    bench = Bench(num_blocks=256, max_step_tokens=16)
+    bench.submit(range(40))
+    bench.core.step()
+    bench.submit(range(100, 200))
+    bench.core.step()
+    assert bench.runner.steps[-1] == [(16, 32)]
+    bench.run()

@@ -119,6 +119,22 @@ def test_who_can_not_share_computes_alone(leads: dict[str, object], follows: dic
     assert bench.runner.computed_tokens == 12 + 9
 
 
+def test_nobody_follows_who_publishes_nothing_after_a_purge() -> None:
+    bench = Bench(max_step_tokens=4, max_running_requests=4)
+    bench.submit(range(100, 104))
+    revoked = bench.submit(range(40))
+    bench.core.purge(tenant="", adapter=None, salt=None)
+    bench.core.step()
+    bench.core.step()
+    other = bench.submit([*range(20), 99])
+    bench.core.step()
+    bench.core.step()
+    assert bench.core.stats().requests.following == 0
+    bench.run()
+    assert revoked.result(0).usage.written_tokens == 0
+    assert other.result(0).usage.computed_tokens == 21
+
+
 def cancel(bench: Bench, leader: object) -> None:
     leader.cancel()
 
