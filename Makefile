@@ -4,14 +4,15 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test stress exact mutants check bench proto clean
+.PHONY: help demo test stress exact campaign mutants check bench proto clean
 
 help:
 	@echo "make demo    start the service on the embedded model, replay 1,000 requests with and without the cache"
 	@echo "make test    run the tests"
 	@echo "make stress  walk the cache at random against its oracle, STEPS=1000000 steps from SEED=0"
 	@echo "make exact   ask CASES=1000 times for each dtype of model and pool whether a hit changes a bit of the answer"
-	@echo "make mutants break the cache core in small ways and see its tests fail"
+	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
+	@echo "make mutants break cache and engine in small ways and see their tests fail"
 	@echo "make check   lint, format check, types"
 	@echo "make bench   all benchmarks that need no GPU, into build/bench/; with TRACE=FILE also those that replay a trace"
 	@echo "make proto   regenerate radixkv/v1 from proto/"
@@ -42,6 +43,10 @@ exact: $(STAMP)
 	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype fp8
 	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int8
 	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int4
+
+CALLS ?= 50000
+campaign: $(STAMP)
+	$(PY) -m tests.campaign --calls $(CALLS) --seed $(SEED)
 
 mutants: $(STAMP)
 	$(PY) -m tests.mutation_check

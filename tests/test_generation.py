@@ -269,7 +269,7 @@ def test_any_crowd_gets_its_own_answers_out_of_a_small_pool(seed: int) -> None:
 
 
 def test_a_cached_prefix_that_would_be_pinned_is_not_counted_as_room() -> None:
-    bench = Bench(num_blocks=12)
+    bench = Bench(num_blocks=12, max_step_tokens=12)
     bench.prefill(range(16))
     growing = bench.generate(range(50, 62), 12)
     bench.core.step()
