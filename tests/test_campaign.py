@@ -7,6 +7,15 @@ def test_two_thousand_calls_leave_nothing_behind_and_get_no_wrong_answer() -> No
     report = run_campaign(2000, kill_period_s=8.0)
     assert report.mistakes == []
     assert report.num_killed >= 3
-    happened = {"prefilled", "generated", "stopped reading", "held", "cancelled by us", "too late", "probed", "retained"}
+    happened = {
+        "prefilled",
+        "generated",
+        "stopped reading",
+        "held",
+        "cancelled by us",
+        "too late",
+        "probed",
+        "retained",
+    }
     assert {event for event in happened if not report.outcomes[event]} == set()
     assert report.resident_mib[-1] < 1.1 * report.resident_mib[2]

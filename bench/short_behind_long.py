@@ -1,0 +1,146 @@
+"""Short prompts that arrive while a long one is computed: how long do they wait?
+
+    python -m bench.short_behind_long --json FILE
+
+Each short prompt is judged by the steps that were computed meanwhile: it should be answered within the step that ran
+when it came and the next one, and what it takes by itself. When steps end is seen from outside: a probe is answered
+between two steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.environment import describe_run
+from bench.server_process import ServerProcess, serve_command
+from radixkv.service.client import AsyncClient
+
+VOCAB_SIZE = 256
+PROBE_TOKENS = 16
+SETTLE_S = 2.0  # a long prompt's first steps are short: nothing of interest waits behind them
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One short prompt.
+
+    Attributes:
+        seconds: asked until answered.
+        alone_s: the same, on an idle server.
+        two_steps_s: the two longest successive steps that it saw, the one that ran when it came among them.
+    """
+
+    seconds: float
+    alone_s: float
+    two_steps_s: float
+
+    @property
+    def ratio(self) -> float:
+        """What it took over what it may take; at most 1 is promised."""
+        return self.seconds / (self.two_steps_s + self.alone_s)
+
+
+class StepWatch:
+    """Notes when steps end, by asking again and again."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._ends_s: list[float] = [time.monotonic()]
+        self._task = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            await self._client.probe(list(range(PROBE_TOKENS)))
+            self._ends_s.append(time.monotonic())
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._task.cancel()
+
+    def two_steps_s(self, start_s: float, end_s: float) -> float:
+        """The two longest successive steps of those that overlap `[start_s, end_s)`."""
+        seen = [i for i in range(1, len(self._ends_s)) if self._ends_s[i] > start_s and self._ends_s[i - 1] < end_s]
+        return max(self._ends_s[min(i + 1, len(self._ends_s) - 1)] - self._ends_s[i - 1] for i in seen)
+
+
+async def measure(address: str, long_tokens: int, short_tokens: int, count: int, seed: int) -> list[Sample]:
+    """Ask short prompts, one after the other, in the middle of a long one."""
+    rng = random.Random(seed)
+
+    def fresh(num_tokens: int) -> list[int]:
+        return [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+
+    async with AsyncClient(address, timeout_s=600) as client:
+        alone_s = statistics.median([(await ask(client, fresh(short_tokens)))[1] for _ in range(9)])
+        long = asyncio.create_task(client.prefill(fresh(long_tokens), read_cache=False, write_cache=False))
+        await asyncio.sleep(SETTLE_S)
+        watch = StepWatch(client)
+        timed = []
+        for _ in range(count):
+            await asyncio.sleep(rng.random())
+            start_s, seconds = await ask(client, fresh(short_tokens))
+            if long.done():
+                break
+            timed.append((start_s, seconds))
+        await asyncio.sleep(2 * max(seconds for _, seconds in timed))  # the step after the last one ends, too
+        watch.stop()
+        await long
+    return [Sample(seconds, alone_s, watch.two_steps_s(start_s, start_s + seconds)) for start_s, seconds in timed]
+
+
+async def ask(client: AsyncClient, ids: list[int]) -> tuple[float, float]:
+    """When it was asked, and how long the answer took."""
+    start_s = time.monotonic()
+    answer = await client.prefill(ids)
+    assert answer.usage.computed_tokens > 0, "the prompts are all different"
+    return start_s, time.monotonic() - start_s
+
+
+def main() -> int:
+    """Measure, print and write; 1 if a short prompt took longer than two steps and its own time."""
+    parser = argparse.ArgumentParser(description="Short prompts while a long one is computed.")
+    parser.add_argument("--long-tokens", type=int, default=32_768)
+    parser.add_argument("--short-tokens", type=int, default=64)
+    parser.add_argument("--count", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", metavar="tiny|DIR")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with ServerProcess(serve_command(options.model, None, ())) as address:
+        samples = asyncio.run(measure(address, options.long_tokens, options.short_tokens, options.count, options.seed))
+    seconds = sorted(sample.seconds for sample in samples)
+    result = {
+        "short_requests": len(samples),
+        "seconds": {"median": statistics.median(seconds), "max": seconds[-1]},
+        "alone_s": samples[0].alone_s,
+        "two_steps_s": {
+            "median": statistics.median(sample.two_steps_s for sample in samples),
+            "max": max(sample.two_steps_s for sample in samples),
+        },
+        "over_two_steps_and_alone": {
+            "median": statistics.median(sample.ratio for sample in samples),
+            "max": max(sample.ratio for sample in samples),
+        },
+    }
+    print(
+        f"{len(samples)} prompts of {options.short_tokens} tokens behind one of {options.long_tokens}: "
+        f"{statistics.median(seconds):.2f} s in the median, {seconds[-1]:.2f} at most; over two steps and "
+        f"{samples[0].alone_s:.2f} s alone: {result['over_two_steps_and_alone']}"
+    )
+    if options.json:
+        command = shlex.join(["python", "-m", "bench.short_behind_long", *sys.argv[1:]])
+        options.json.write_text(json.dumps({**result, "command": command, **describe_run()}, indent=2) + "\n")
+    return 0 if max(sample.ratio for sample in samples) <= 1 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
