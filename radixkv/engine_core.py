@@ -27,7 +27,7 @@ from radixkv.retention import Retention
 from radixkv.runner import Chunk, Runner
 from radixkv.scheduler import Scheduler, Slice
 from radixkv.single_flight import SingleFlight
-from radixkv.stats import BlockStats, EngineStats, RequestStats, TenantStats, TokenStats
+from radixkv.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TokenStats
 from radixkv.tenants import TenantUsage
 from radixkv.token_bytes import TOKEN_BYTES
 
@@ -127,11 +127,10 @@ class EngineCore:
             self._fail(request, error)
         self.held_leases.close()
 
-    def stats(self) -> EngineStats:
-        """Count everything. Complexity: O(segments)."""
+    def load(self) -> EngineLoad:
+        """Say how full it is. Complexity: O(waiting requests)."""
         pool = self.cache.pool
-        return EngineStats(
-            uptime_s=self._clock() - self._started_s,
+        return EngineLoad(
             blocks=BlockStats(
                 total=pool.num_blocks,
                 free=pool.num_free,
@@ -151,11 +150,23 @@ class EngineCore:
                 cancelled=self._num_ended[Outcome.CANCELLED],
                 pauses=self._num_pauses,
             ),
-            tokens=self._tokens,
             namespaces=self.cache.num_namespaces,
-            segments=self.cache.num_segments,
             held_leases=len(self.held_leases),
             evicted_blocks=self.cache.num_evicted_blocks,
+        )
+
+    def stats(self) -> EngineStats:
+        """Count everything. Complexity: O(segments)."""
+        load = self.load()
+        return EngineStats(
+            uptime_s=self._clock() - self._started_s,
+            blocks=load.blocks,
+            requests=load.requests,
+            tokens=self._tokens,
+            namespaces=load.namespaces,
+            segments=self.cache.num_segments,
+            held_leases=load.held_leases,
+            evicted_blocks=load.evicted_blocks,
             block_bytes=self._runner.storage.block_bytes,
             kv_dtype=self._runner.storage.kv_dtype,
             tenants=tuple(_tenant_stats(tenant, usage) for tenant, usage in self.cache.tenants.items()),

@@ -85,6 +85,17 @@ class TenantStats:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How full the engine is: what can be told without a walk through the trees; see `EngineStats`."""
+
+    blocks: BlockStats
+    requests: RequestStats
+    namespaces: int
+    held_leases: int
+    evicted_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """One moment of the engine.
 

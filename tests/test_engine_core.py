@@ -1,3 +1,4 @@
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -6,6 +7,7 @@ import pytest
 from radixkv import engine_core
 from radixkv.errors import DeadlineExceeded, Draining, OutOfBlocks, QuotaExceeded, StepFailed, UnknownLease
 from radixkv.miss_reason import MissReason
+from radixkv.radix_tree import RadixTree
 from radixkv.retention import Grant, Retention
 from radixkv.runner import Chunk, StepResult
 from radixkv.tenants import Quota
@@ -333,3 +335,20 @@ def test_no_more_requests_run_than_allowed() -> None:
     bench.core.step()
     assert [len(step) for step in bench.runner.steps] == [2]
     assert bench.core.stats().requests.waiting == 1
+
+
+def test_the_load_is_told_as_in_stats_but_without_a_walk_through_the_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(num_blocks=4)
+    for start in (0, 50):
+        bench.prefill(range(start, start + 12), hold_lease=True)
+        bench.core.held_leases.close()
+    bench.submit(range(8), tenant="acme")
+    stats = bench.core.stats()
+    assert (stats.evicted_blocks, stats.namespaces, stats.requests.waiting) == (2, 1, 1)
+
+    def walk(tree: RadixTree) -> None:
+        raise AssertionError("nobody asked for segments")
+
+    monkeypatch.setattr(RadixTree, "nodes", walk)
+    load = bench.core.load()
+    assert dataclasses.asdict(load).items() <= dataclasses.asdict(stats).items()
