@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from radixkv.errors import (
     PromptTooLong,
     QueueFull,
     QuotaExceeded,
+    RadixKVError,
     StepHangs,
     UnknownAdapter,
 )
@@ -107,8 +108,9 @@ class Engine:
         )
         self._model_fingerprint = model.fingerprint
         self._eos_token_ids = model.eos_token_ids
+        self._observer = observer or Observer()
         self._core = EngineCore(
-            runner, cache, config, on_end=self._forget_unfinished, observer=observer, weights=weights
+            runner, cache, config, on_end=self._forget_unfinished, observer=self._observer, weights=weights
         )
         self._step_timeout_s = config.step_timeout_s
         self._max_tenant_requests = config.max_tenant_requests
@@ -155,9 +157,10 @@ class Engine:
             Draining, StepHangs: the engine takes no requests.
             Later, through the future: OutOfBlocks, DeadlineExceeded, StepFailed.
         """
-        namespace = self._validated(params, params.num_tokens)
         future: Future[PrefillResult] = Future()
-        self._submit(Request(params, namespace, future, received_s=time.monotonic()))
+        with self._telling_of_refusal():
+            namespace = self._validated(params, params.num_tokens)
+            self._submit(Request(params, namespace, future, received_s=time.monotonic()))
         return future
 
     def generate(
@@ -174,19 +177,12 @@ class Engine:
         Raises:
             As `prefill`.
         """
-        sampling.validate(self.limits.vocab_size)
-        params.require_generable()
-        namespace = self._validated(params, params.num_tokens + sampling.max_new_tokens - 1)
-        most_tokens = self.limits.max_sequence_tokens
-        if params.num_tokens + sampling.max_new_tokens > most_tokens:
-            raise PromptTooLong(
-                f"token_ids, max_new_tokens: expected at most {most_tokens} tokens together, got "
-                f"{params.num_tokens} and {sampling.max_new_tokens}"
-            )
-        stop_token_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
         future: Future[GenerateResult] = Future()
-        generation = Generation(sampling, stop_token_ids, on_tokens)
-        self._submit(Request(params, namespace, future, time.monotonic(), generation))
+        with self._telling_of_refusal():
+            namespace = self._validated_generation(params, sampling)
+            stop_token_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
+            generation = Generation(sampling, stop_token_ids, on_tokens)
+            self._submit(Request(params, namespace, future, time.monotonic(), generation))
         return future
 
     def probe(self, tokens: bytes, *, tenant: str = "", adapter: str = "", salt: str = "") -> Future[ProbeResult]:
@@ -301,6 +297,26 @@ class Engine:
         if adapter:
             raise UnknownAdapter("adapter: expected the name of a loaded adapter, got an unknown one")
         return Namespace(self._model_fingerprint, tenant, adapter, salt)
+
+    @contextlib.contextmanager
+    def _telling_of_refusal(self) -> Iterator[None]:
+        try:
+            yield
+        except RadixKVError as error:
+            self._observer.request_refused(error)
+            raise
+
+    def _validated_generation(self, params: PrefillParams, sampling: Sampling) -> Namespace:
+        sampling.validate(self.limits.vocab_size)
+        params.require_generable()
+        namespace = self._validated(params, params.num_tokens + sampling.max_new_tokens - 1)
+        most_tokens = self.limits.max_sequence_tokens
+        if params.num_tokens + sampling.max_new_tokens > most_tokens:
+            raise PromptTooLong(
+                f"token_ids, max_new_tokens: expected at most {most_tokens} tokens together, got "
+                f"{params.num_tokens} and {sampling.max_new_tokens}"
+            )
+        return namespace
 
     def _validated(self, params: PrefillParams, num_tokens: int) -> Namespace:
         """Refuse a request that is wrong, or whose `num_tokens` could never be held; returns its namespace."""

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from radixkv.config import EngineConfig
 from radixkv.engine_core import EngineCore
 from radixkv.namespace import Namespace
+from radixkv.observer import Observer
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Generation, PrefillParams, Request
 from radixkv.result import GenerateResult, PrefillResult
@@ -34,12 +35,15 @@ class Bench:
         num_blocks: int = 64,
         quotas: dict[str, Quota] | None = None,
         weights: dict[str, float] | None = None,
+        observer: Observer | None = None,
         **config: object,
     ) -> None:
         self.clock = Clock()
         self.cache = PrefixCache(num_blocks, BLOCK_SIZE, quotas=quotas, clock=self.clock)
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
-        self.core = EngineCore(self.runner, self.cache, EngineConfig(**config), clock=self.clock, weights=weights)
+        self.core = EngineCore(
+            self.runner, self.cache, EngineConfig(**config), clock=self.clock, observer=observer, weights=weights
+        )
 
     def submit(self, ids: range | list[int], **params: object) -> Future[PrefillResult]:
         future: Future[PrefillResult] = Future()
