@@ -31,7 +31,16 @@ _logger = logging.getLogger(__name__)
 
 # Top-level modules that the extra `engine` brings.
 _ENGINE_MODULES = frozenset(
-    {"torch", "triton", "transformers", "safetensors", "grpc_health", "grpc_reflection", "tokenizers"}
+    {
+        "torch",
+        "triton",
+        "transformers",
+        "safetensors",
+        "grpc_health",
+        "grpc_reflection",
+        "prometheus_client",
+        "tokenizers",
+    }
 )
 
 
