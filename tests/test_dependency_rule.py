@@ -68,6 +68,7 @@ ORDER = [
     "watchdog",
     "engine",
     "metrics",
+    "engine_gauges",
 ]
 FREE_OF_TORCH = ORDER[: ORDER.index("kv_storage")]
 TORCH = {"torch", "triton", "transformers", "safetensors", "peft"}
