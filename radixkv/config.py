@@ -116,18 +116,22 @@ class ServerConfig:
     Attributes:
         host: address to listen on.
         port: 0 picks a free one.
+        metrics_port: where Prometheus metrics are served over HTTP, on the same host; 0 picks a free one. Without it,
+            nowhere.
         drain_timeout_s: how long running requests may still take after SIGTERM.
         max_message_bytes: largest message accepted; 4 bytes a prompt token.
     """
 
     host: str = "127.0.0.1"
     port: int = 50051
+    metrics_port: int | None = None
     drain_timeout_s: float = 30.0
     max_message_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"server.port: expected 0 to 65535, got {self.port}")
+        _require_port("server.port", self.port)
+        if self.metrics_port is not None:
+            _require_port("server.metrics_port", self.metrics_port)
         _require_at_least("server.drain_timeout_s", self.drain_timeout_s, 0)
         _require_at_most("server.drain_timeout_s", self.drain_timeout_s, _YEAR_S)
         _require_at_least("server.max_message_bytes", self.max_message_bytes, 1024)
@@ -260,6 +264,11 @@ def _require_kind(path: str, value: object, kind: str) -> None:
 def _require_one_of(path: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{path}: expected one of {', '.join(map(str, allowed))}, got {value}")
+
+
+def _require_port(path: str, value: int) -> None:
+    if not 0 <= value <= 65535:
+        raise ConfigError(f"{path}: expected 0 to 65535, got {value}")
 
 
 def _require_at_least(path: str, value: float, least: float) -> None:

@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--device", choices=("auto", "cpu", "cuda"))
     serve.add_argument("--host")
     serve.add_argument("--port", type=int, help="0 picks a free one")
+    serve.add_argument("--metrics-port", type=int, help="Prometheus metrics over HTTP; 0 picks a free one")
     serve.add_argument("--config", metavar="F", help="a TOML file")
     serve.add_argument(
         "--set",
@@ -176,8 +177,10 @@ def _serve(arguments: argparse.Namespace) -> None:
     # Only here: a client needs neither a model nor a server.
     from radixkv.engine import build_engine
     from radixkv.service.server import run
+    from radixkv.service.telemetry import Telemetry
 
-    engine = build_engine(config)
+    telemetry = Telemetry(config)
+    engine = build_engine(config, telemetry.observer)
     limits, capacity_tokens = engine.limits, config.cache.num_blocks * config.cache.block_size
     _logger.info(
         "model %s on %s, %d tokens of K/V in blocks of %d",
@@ -186,7 +189,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         capacity_tokens,
         limits.block_size,
     )
-    run(engine, config.server)
+    with telemetry.serving(engine):
+        run(engine, config.server)
 
 
 def _prefill(arguments: argparse.Namespace) -> None:
@@ -280,6 +284,7 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
         "model.device": arguments.device,
         "server.host": arguments.host,
         "server.port": arguments.port,
+        "server.metrics_port": arguments.metrics_port,
     }
     # A JSON string is a TOML string.
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]

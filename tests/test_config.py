@@ -100,6 +100,8 @@ def test_a_wrong_type_is_refused(setting, message):
     [
         ("server.port=-1", "server.port: expected 0 to 65535, got -1"),
         ("server.port=65536", "server.port: expected 0 to 65535, got 65536"),
+        ("server.metrics_port=-1", "server.metrics_port: expected 0 to 65535, got -1"),
+        ("server.metrics_port=65536", "server.metrics_port: expected 0 to 65535, got 65536"),
         ("server.drain_timeout_s=-0.1", "server.drain_timeout_s: expected at least 0, got -0.1"),
         ("server.drain_timeout_s=nan", "server.drain_timeout_s: expected at least 0, got nan"),
         ("server.max_message_bytes=1023", "server.max_message_bytes: expected at least 1024, got 1023"),
@@ -178,7 +180,9 @@ def test_every_key_can_be_set():
         values = getattr(Config(), section.name)
         for key in dataclasses.fields(values):
             value = getattr(values, key.name)
-            assert Config.load(settings=[f"{section.name}.{key.name}={value}"]) == Config(), key.name
+            given = 0 if value is None else value  # TOML has no None
+            expected = dataclasses.replace(Config(), **{section.name: dataclasses.replace(values, **{key.name: given})})
+            assert Config.load(settings=[f"{section.name}.{key.name}={given}"]) == expected, key.name
 
 
 class TestTenants:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from concurrent.futures import Future
@@ -24,7 +25,7 @@ from radixkv.result import (
     Usage,
 )
 from radixkv.retention import Grant
-from radixkv.stats import BlockStats, EngineStats, RequestStats, TenantStats, TokenStats
+from radixkv.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TokenStats
 
 VOCAB_SIZE = 256
 LIMITS = SimpleNamespace(
@@ -48,6 +49,7 @@ class FakeEngine:
         self.num_logits = num_logits
         self.is_healthy = self.is_alive = True
         self.is_gated = is_gated
+        self.is_hanging = False  # `load` is never answered
         self.delay_s = delay_s
         self.is_started = self.is_stopped = self.is_draining = False
         self.params = []
@@ -148,6 +150,14 @@ class FakeEngine:
         future = Future()
         self.purges.append((tenant, adapter, salt))
         future.set_result(Purged(7, 2))
+        return future
+
+    def load(self) -> Future:
+        future = Future()
+        if not self.is_hanging:
+            stats = self.stats().result()
+            names = [field.name for field in dataclasses.fields(EngineLoad)]
+            future.set_result(EngineLoad(**{name: getattr(stats, name) for name in names}))
         return future
 
     def stats(self) -> Future:

@@ -9,7 +9,7 @@ import types
 from fake_engine import FakeEngine
 
 
-def build_engine(config):
+def build_engine(config, observer):
     """Stand in for `radixkv.engine.build_engine`."""
     delay_s = float(sys.argv[1])
     return FakeEngine(is_gated=delay_s > 0, delay_s=delay_s)

@@ -252,7 +252,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys, arguments, wor
     ],
 )
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(capsys, monkeypatch, arguments, message):
-    def build_engine(config):
+    def build_engine(config, observer):
         raise UnsupportedModel(f"model.path: expected tiny,\n  got {config.model.path}")
 
     install(monkeypatch, build_engine)
@@ -266,7 +266,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(capsys, monkeypatch, 
 def test_options_win_over_set_and_set_over_the_file(tmp_path, monkeypatch):
     seen = []
 
-    def build_engine(config):
+    def build_engine(config, observer):
         seen.append(config)
         raise ConfigError("enough")
 
@@ -279,7 +279,7 @@ def test_options_win_over_set_and_set_over_the_file(tmp_path, monkeypatch):
 
 
 def test_a_missing_extra_is_named(capsys, monkeypatch):
-    def build_engine(config):
+    def build_engine(config, observer):
         raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
 
     install(monkeypatch, build_engine)
@@ -288,7 +288,7 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
 
 
 def test_a_module_of_ours_that_is_missing_is_no_missing_extra(monkeypatch):
-    def build_engine(config):
+    def build_engine(config, observer):
         raise ModuleNotFoundError("No module named 'radixkv.lost'", name="radixkv.lost")
 
     install(monkeypatch, build_engine)

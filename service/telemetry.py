@@ -1,0 +1,65 @@
+"""What an operator watches a service by: Prometheus metrics over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import start_http_server
+
+from radixkv.config import Config
+from radixkv.engine_gauges import EngineGauges
+from radixkv.errors import ConfigError
+from radixkv.metrics import Metrics
+from radixkv.observer import Observer
+
+if TYPE_CHECKING:
+    from radixkv.engine import Engine
+
+_logger = logging.getLogger(__name__)
+
+
+class Telemetry:
+    """Watches one engine, as far as the configuration asks for it.
+
+    Attributes:
+        observer: for the engine; None if nobody wants to know.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config.server
+        self._metrics = None if config.server.metrics_port is None else Metrics(config.tenants)
+        self.observer: Observer | None = self._metrics
+
+    @contextlib.contextmanager
+    def serving(self, engine: Engine) -> Iterator[str | None]:
+        """Serve the metrics while the context lasts, also while the service drains.
+
+        Yields:
+            `HOST:PORT` with the port that was taken, which is logged too; None without a port in the configuration.
+
+        Raises:
+            ConfigError: the address can't be bound.
+        """
+        host, port = self._config.host, self._config.metrics_port
+        if self._metrics is None or port is None:
+            yield None
+            return
+        shown_host = f"[{host}]" if ":" in host else host
+        self._metrics.registry.register(EngineGauges(engine))
+        try:
+            server, thread = start_http_server(port, host, self._metrics.registry)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                f"server.host, server.metrics_port: expected a free address of this machine, got {shown_host}:{port}"
+            ) from error
+        address = f"{shown_host}:{server.server_port}"
+        _logger.info("metrics on http://%s/metrics", address)
+        try:
+            yield address
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
