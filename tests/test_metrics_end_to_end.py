@@ -1,0 +1,121 @@
+"""What Prometheus reads from `radixkv serve`, after a few calls whose every count is known."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client.core import Sample
+from prometheus_client.parser import text_string_to_metric_families
+
+from radixkv import __version__
+from radixkv.service.client import Client
+
+
+@contextmanager
+def serving_metrics(log: Path, *arguments: str) -> Iterator[tuple[str, str]]:
+    """Run `radixkv serve`; yields its address and the URL of its metrics."""
+    command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", "--metrics-port", "0", *arguments]
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            url = re.search(r"metrics on (http://127\.0\.0\.1:[1-9]\d*/metrics)$", log.read_text(), re.MULTILINE)
+            assert url is not None, log.read_text()
+            yield line.removeprefix("listening on ").strip(), url[1]
+        finally:
+            process.terminate()
+            process.wait(20)
+            assert process.stdout is not None
+            assert process.stdout.read() == "", "stdout has its one line only"
+
+
+def scrape(url: str) -> dict[str, float]:
+    """Values by name and labels as Prometheus writes them, `radixkv_` left out."""
+    with urllib.request.urlopen(url, timeout=30) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    return {series_of(sample): sample.value for family in families for sample in family.samples}
+
+
+def series_of(sample: Sample) -> str:
+    labels = ",".join(f"{name}={text}" for name, text in sorted(sample.labels.items()))
+    return sample.name.removeprefix("radixkv_") + (f"{{{labels}}}" if labels else "")
+
+
+def call_each(client: Client) -> None:
+    """Two prefills, a generation, and a call that is refused."""
+    assert client.prefill(range(200), tenant="acme").usage.computed_tokens == 200
+    assert client.prefill(range(200), tenant="acme").usage.cached_tokens == 199
+    news = list(client.generate(range(150), max_new_tokens=5, ignore_eos=True, tenant="b"))
+    assert news[-1].usage.generated_tokens == 5
+    with pytest.raises(grpc.RpcError):
+        client.prefill([1, 512])
+
+
+COUNTS = {
+    "requests_total{kind=prefill,outcome=finished}": 2,
+    "requests_total{kind=prefill,outcome=failed}": 0,
+    "requests_total{kind=generate,outcome=finished}": 1,
+    "request_refusals_total{error=InvalidRequest}": 1,
+    "request_pauses_total": 0,
+    "miss_reasons_total{reason=cold}": 2,
+    "miss_reasons_total{reason=none}": 1,
+    "prompt_tokens_total{tenant=acme}": 400,
+    "cached_tokens_total{tenant=acme}": 199,
+    "computed_tokens_total{tenant=acme}": 201,
+    "generated_tokens_total{tenant=acme}": 0,
+    "prompt_tokens_total{tenant=b}": 150,
+    "computed_tokens_total{tenant=b}": 150,
+    "generated_tokens_total{tenant=b}": 5,
+    "recomputed_tokens_total{tenant=b}": 0,
+    "request_queue_seconds_count": 3,
+    "request_prefill_seconds_count": 3,
+    "time_to_first_token_seconds_count": 3,
+    "time_per_output_token_seconds_count": 1,
+    "request_duration_seconds_count{kind=prefill}": 2,
+    "request_duration_seconds_count{kind=generate}": 1,
+    "step_seconds_count": 7,
+    "step_requests_sum": 7,
+    "step_tokens_sum{phase=prefill}": 351,
+    "step_tokens_sum{phase=decode}": 4,
+    "step_tokens_bucket{le=0.0,phase=prefill}": 4,
+    "step_failures_total": 0,
+    "up": 1,
+    "healthy": 1,
+    "blocks{state=free}": 2041,
+    "blocks{state=leased}": 0,
+    "blocks{state=published}": 7,
+    "pinned_blocks": 0,
+    "retained_blocks": 0,
+    "evicted_blocks_total": 0,
+    "unfinished_requests{state=running}": 0,
+    "held_leases": 0,
+    "namespaces": 2,
+    f"info{{device=cpu,model=tiny,version={__version__}}}": 1,
+}
+
+
+def test_every_count_of_a_few_calls_is_exact(tmp_path: Path) -> None:
+    with serving_metrics(tmp_path / "log") as (address, url), Client(address, timeout_s=60) as client:
+        call_each(client)
+        samples = scrape(url)
+        stats = client.stats()
+    assert {name: samples.get(name) for name in COUNTS} == COUNTS
+    assert "tenant=other" in " ".join(samples)
+    assert (stats.blocks.free, stats.blocks.published) == (2041, 7), "Stats says the same"
+    queue, prefill = samples["request_queue_seconds_sum"], samples["request_prefill_seconds_sum"]
+    assert samples["time_to_first_token_seconds_sum"] == pytest.approx(queue + prefill)
+    durations = [samples[f"request_duration_seconds_sum{{kind={kind}}}"] for kind in ("prefill", "generate")]
+    assert 0 < samples["step_seconds_sum"] < sum(durations)
+    assert 0 < samples["time_per_output_token_seconds_sum"] < durations[1] / 4
+    assert samples["process_cpu_seconds_total"] > 0
