@@ -36,6 +36,7 @@ class PrefillParams:
         top_logprobs: how many most likely next tokens to report.
         return_logits: return the whole logits row.
         hold_lease: keep the prompt's blocks alive after the answer.
+        traceparent: the caller's span as W3C Trace Context writes it; empty for none.
         deadline_s: `time.monotonic()` after which nobody waits for the answer; None for no deadline.
     """
 
@@ -51,6 +52,7 @@ class PrefillParams:
     top_logprobs: int = 0
     return_logits: bool = False
     hold_lease: bool = False
+    traceparent: str = ""
     deadline_s: float | None = None
 
     @property

@@ -30,8 +30,13 @@ def require_names(**names: str) -> None:
             raise InvalidRequest(f"{field}: expected at most {MAX_NAME_CHARS} characters, got {len(name)}")
 
 
-def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None) -> PrefillParams:
-    """A prompt as it was asked for; `remaining_s` until the caller's deadline, None without one.
+def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, traceparent: str = "") -> PrefillParams:
+    """A prompt as it was asked for.
+
+    Args:
+        request: the message.
+        remaining_s: until the caller's deadline; None without one.
+        traceparent: of the call's metadata; empty without one.
 
     Raises:
         InvalidRequest: a field can't be read.
@@ -52,6 +57,7 @@ def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None) 
         top_logprobs=request.top_logprobs,
         return_logits=request.return_logits,
         hold_lease=request.hold_lease,
+        traceparent=traceparent,
         deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
     )
 

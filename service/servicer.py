@@ -44,7 +44,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
         """Compute the suffix of one prompt."""
-        params = read_params(request, context.time_remaining())
+        params = read_params(request, context.time_remaining(), _traceparent(context))
         result = await _answer_of(self._engine, self._engine.prefill(params))
         return prefill_response(result, self._engine.limits.block_size, self._engine.limits.epoch)
 
@@ -52,7 +52,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
         """Go on with a prompt. Tokens that come while the caller reads slowly wait, and go out together."""
-        params = read_params(request.prefill, context.time_remaining())
+        params = read_params(request.prefill, context.time_remaining(), _traceparent(context))
         stream = _TokenStream()
         future = self._engine.generate(params, read_sampling(request), stream.put)
         future.add_done_callback(stream.end)
@@ -167,6 +167,14 @@ class _TokenStream:
     def _end(self) -> None:
         self._is_over = True
         self._has_come.set()
+
+
+def _traceparent(context: Context) -> str:
+    """The caller's span, which tracing libraries put into the metadata of a call; empty without one."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "traceparent":
+            return str(value)
+    return ""
 
 
 async def _answer_of(engine: Engine, future: Future[Answer]) -> Answer:

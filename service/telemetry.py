@@ -1,4 +1,4 @@
-"""What an operator watches a service by: Prometheus metrics over HTTP."""
+"""What an operator watches a service by: Prometheus metrics over HTTP, and spans."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import start_http_server
 
+from radixkv import __version__
 from radixkv.config import Config
 from radixkv.engine_gauges import EngineGauges
 from radixkv.errors import ConfigError
 from radixkv.metrics import Metrics
-from radixkv.observer import Observer
+from radixkv.observer import Observer, Observers
 
 if TYPE_CHECKING:
     from radixkv.engine import Engine
@@ -22,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Watches one engine, as far as the configuration asks for it.
+    """Watches one engine: counts for Prometheus if there is a port for it, traces if the process is set up for it.
 
     Attributes:
         observer: for the engine; None if nobody wants to know.
@@ -31,7 +32,8 @@ class Telemetry:
     def __init__(self, config: Config) -> None:
         self._config = config.server
         self._metrics = None if config.server.metrics_port is None else Metrics(config.tenants)
-        self.observer: Observer | None = self._metrics
+        observers = [observer for observer in (self._metrics, _tracing()) if observer is not None]
+        self.observer = Observers(observers) if observers else None
 
     @contextlib.contextmanager
     def serving(self, engine: Engine) -> Iterator[str | None]:
@@ -63,3 +65,17 @@ class Telemetry:
             server.shutdown()
             thread.join()
             server.server_close()
+
+
+def _tracing() -> Observer | None:
+    """Spans, if OpenTelemetry is installed and set up in this process, as `opentelemetry-instrument` does."""
+    try:
+        from opentelemetry import trace
+    except ModuleNotFoundError:
+        return None
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, trace.ProxyTracerProvider):
+        return None
+    from radixkv.tracing import Tracing
+
+    return Tracing(provider.get_tracer("radixkv", __version__))

@@ -69,6 +69,7 @@ ORDER = [
     "engine",
     "metrics",
     "engine_gauges",
+    "tracing",
 ]
 FREE_OF_TORCH = ORDER[: ORDER.index("kv_storage")]
 TORCH = {"torch", "triton", "transformers", "safetensors", "peft"}

@@ -14,7 +14,7 @@ from radixkv.retention import Retention
 from radixkv.service.client import AsyncClient, logits_of
 from radixkv.service.servicer import PrefillServicer
 from radixkv.v1.cache_pb2 import RetainRequest
-from radixkv.v1.prefill_pb2 import COLD, DIVERGED, NONE, READ_DISABLED, PrefillRequest, PrefillResponse
+from radixkv.v1.prefill_pb2 import COLD, DIVERGED, NONE, READ_DISABLED, GenerateRequest, PrefillRequest, PrefillResponse
 from radixkv.v1.prefill_pb2 import Retention as RetentionMessage
 
 from .fake_engine import LIMITS, VOCAB_SIZE, FakeEngine
@@ -303,6 +303,18 @@ def test_no_deadline_is_none():
     assert asyncio.run(run()) is None
 
 
+@pytest.mark.parametrize("metadata", [[], [("traceparent", "00-ab-cd-01")], [("other", "x"), ("traceparent", "y")]])
+def test_the_callers_span_reaches_the_engine(metadata):
+    async def talk(client, engine):
+        await client._prefill.Prefill(PrefillRequest(token_ids=[1]), metadata=metadata)
+        request = GenerateRequest(prefill=PrefillRequest(token_ids=[1]), max_new_tokens=1)
+        async for _ in client._prefill.Generate(request, metadata=metadata):
+            pass
+        return [params.traceparent for params in engine.params]
+
+    assert calling(talk) == [dict(metadata).get("traceparent", "")] * 2
+
+
 def test_a_deadline_that_passes_cancels_the_request():
     async def talk(client, engine):
         refusal = await refusal_of(client.prefill([1], timeout_s=0.1))
@@ -359,6 +371,9 @@ def test_a_cancelled_handler_ends_cancelled():
     class Context:
         def time_remaining(self):
             return None
+
+        def invocation_metadata(self):
+            return ()
 
     async def run():
         engine = FakeEngine(is_gated=True)

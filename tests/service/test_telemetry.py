@@ -1,17 +1,24 @@
 import re
 import socket
+import sys
 import threading
 import urllib.error
 import urllib.request
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixkv.config import Config
 from radixkv.errors import ConfigError
+from radixkv.request import Outcome
 from radixkv.service.cli import main
 from radixkv.service.client import Client
 from radixkv.service.telemetry import Telemetry
+from tests.test_metrics import ended_request
 
 from .fake_engine import FakeEngine
 from .test_cli import LAUNCHER, fake_service, install, launch
@@ -77,6 +84,24 @@ def test_the_port_is_free_again_after_a_failure():
         fail()
     with pytest.raises(urllib.error.URLError):
         scrape(str(caught.value))
+
+
+def test_requests_are_traced_where_opentelemetry_is_set_up(monkeypatch):
+    provider = TracerProvider()
+    exporter = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    assert telemetry().observer is None, "it is installed, and nobody set it up"
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    for settings in ([], ["server.metrics_port=0"]):
+        telemetry(*settings).observer.request_ended(ended_request(), Outcome.CANCELLED, None, 101.0)
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans] == ["queue", "Prefill"] * 2
+    assert spans[0].instrumentation_scope.name == "radixkv"
+
+
+def test_nothing_is_traced_where_opentelemetry_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    assert telemetry().observer is None
 
 
 def test_an_ipv6_address_is_bound():
