@@ -307,6 +307,18 @@ def test_serving_where_grpc_health_is_missing_names_the_extra():
     assert err == "radixkv: the package grpc_health is missing; install radixkv[engine]\n"
 
 
+def test_serving_where_prometheus_client_is_missing_names_the_extra():
+    program = (
+        "import sys, types\n"
+        "sys.modules['radixkv.engine'] = types.SimpleNamespace(build_engine=None)\n"
+        "sys.modules['prometheus_client'] = None\n"
+        "from radixkv.service.cli import main\nsys.exit(main(['serve']))"
+    )
+    code, _, err = launch("-P", "-c", program)
+    assert code == 2
+    assert err == "radixkv: the package prometheus_client is missing; install radixkv[engine]\n"
+
+
 def test_a_port_in_use_is_a_config_error():
     with fake_service() as (_, address):
         port = address.rpartition(":")[2]
