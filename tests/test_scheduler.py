@@ -1,5 +1,7 @@
 """A short question does not wait for a long document, and the document is not forgotten over short questions."""
 
+import pytest
+
 from tests.core_bench import BLOCK_SIZE, Bench
 
 
@@ -93,11 +95,12 @@ def test_a_short_prompt_for_which_there_are_no_blocks_waits() -> None:
     assert short.done()
 
 
-def test_a_short_prompt_is_answered_while_a_big_one_waits_for_blocks() -> None:
-    bench = Bench(num_blocks=20, max_step_tokens=16)
-    bench.submit(range(40))
+@pytest.mark.parametrize("long_tokens", [40, 80], ids=["beside a full step", "in a full step"])
+def test_a_short_prompt_is_answered_while_a_big_one_waits_for_blocks(long_tokens: int) -> None:
+    bench = Bench(num_blocks=30, max_step_tokens=16)
+    bench.submit(range(long_tokens))
     bench.core.step()
-    big = bench.submit(range(100, 100 + 15 * BLOCK_SIZE), tenant="big")
+    big = bench.submit(range(100, 100 + 25 * BLOCK_SIZE), tenant="big")
     bench.core.step()
     short, generation = bench.submit([1000, 1001]), bench.generate([2000, 2001], 5)
     bench.core.step()

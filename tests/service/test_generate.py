@@ -1,6 +1,7 @@
 """Generation over the wire: what is streamed, what is refused, and how it ends."""
 
 import asyncio
+import concurrent.futures
 import json
 
 import grpc
@@ -229,11 +230,12 @@ def test_the_blocking_client_generates_and_closing_it_cancels():
             stream = client.generate([3], max_new_tokens=2)
             next(stream)
             stream.close()
-            return answers
+            concurrent.futures.wait(engine.futures, 5)
+            return answers, engine.futures[1].cancelled()
 
-    answers = serve_and_call(engine, talk)
+    answers, was_cancelled = serve_and_call(engine, talk)
     assert [token for answer in answers for token in answer.token_ids] == continuation([1, 2], 6)
-    assert engine.futures[1].cancelled()
+    assert was_cancelled
 
 
 @pytest.mark.parametrize(
