@@ -13,6 +13,7 @@ from sortedcontainers import SortedList
 
 from radixkv.admission import Admitter
 from radixkv.answers import Answers
+from radixkv.census import Census
 from radixkv.config import EngineConfig
 from radixkv.errors import CapacityError, DeadlineExceeded, OutOfBlocks, RadixKVError, StepFailed
 from radixkv.held_leases import HeldLeases
@@ -27,8 +28,7 @@ from radixkv.retention import Retention
 from radixkv.runner import Chunk, Runner
 from radixkv.scheduler import Scheduler, Slice
 from radixkv.single_flight import SingleFlight
-from radixkv.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TokenStats
-from radixkv.tenants import TenantUsage
+from radixkv.stats import EngineLoad, EngineStats
 from radixkv.token_bytes import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
@@ -78,12 +78,9 @@ class EngineCore:
         self._clock = clock
         self._on_end = on_end
         self._observer = observer or Observer()
-        self._started_s = clock()
         self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals differ
         self._cancelled: deque[Request] = deque()  # other threads append
-        self._num_ended = dict.fromkeys((Outcome.FINISHED, Outcome.FAILED, Outcome.CANCELLED), 0)
-        self._num_pauses = 0
-        self._tokens = TokenStats()
+        self._census = Census(cache, self._scheduler, self.held_leases, runner.storage, clock)
 
     @property
     def has_work(self) -> bool:
@@ -128,49 +125,12 @@ class EngineCore:
         self.held_leases.close()
 
     def load(self) -> EngineLoad:
-        """Say how full it is. Complexity: O(waiting requests)."""
-        pool = self.cache.pool
-        return EngineLoad(
-            blocks=BlockStats(
-                total=pool.num_blocks,
-                free=pool.num_free,
-                leased=pool.num_leased,
-                published=pool.num_published,
-                pinned=self.cache.num_pinned_blocks,
-                retained=self.cache.num_retained_blocks,
-                retainable=self.cache.max_retained_blocks,
-            ),
-            requests=RequestStats(
-                waiting=self._scheduler.num_waiting,
-                running=self._scheduler.num_running,
-                following=self._scheduler.num_following,
-                paused=sum(request.is_paused for request in self._scheduler.idle_requests()),
-                finished=self._num_ended[Outcome.FINISHED],
-                failed=self._num_ended[Outcome.FAILED],
-                cancelled=self._num_ended[Outcome.CANCELLED],
-                pauses=self._num_pauses,
-            ),
-            namespaces=self.cache.num_namespaces,
-            held_leases=len(self.held_leases),
-            evicted_blocks=self.cache.num_evicted_blocks,
-        )
+        """Say how full it is; see `Census.load`."""
+        return self._census.load()
 
     def stats(self) -> EngineStats:
-        """Count everything. Complexity: O(segments)."""
-        load = self.load()
-        return EngineStats(
-            uptime_s=self._clock() - self._started_s,
-            blocks=load.blocks,
-            requests=load.requests,
-            tokens=self._tokens,
-            namespaces=load.namespaces,
-            segments=self.cache.num_segments,
-            held_leases=load.held_leases,
-            evicted_blocks=load.evicted_blocks,
-            block_bytes=self._runner.storage.block_bytes,
-            kv_dtype=self._runner.storage.kv_dtype,
-            tenants=tuple(_tenant_stats(tenant, usage) for tenant, usage in self.cache.tenants.items()),
-        )
+        """Count everything; see `Census.stats`."""
+        return self._census.stats()
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
         """Give a cached range a priority, whatever it had before; see `PrefixCache.retain`."""
@@ -231,7 +191,7 @@ class EngineCore:
         _open_lease(request).close()
         request.lease = None
         self._scheduler.pause(request)
-        self._num_pauses += 1
+        self._census.paused()
         self._observer.request_paused(request)
 
     def _resume(self, followers: list[Request]) -> None:
@@ -327,7 +287,7 @@ class EngineCore:
             self._end(request, Outcome.CANCELLED)
             return
         result = make(_open_lease(request), now)
-        self._tokens = self._tokens.plus(result.usage)
+        self._census.answered(result.usage)
         self._end(request, Outcome.FINISHED)
         cast("Future[PrefillResult | GenerateResult]", request.future).set_result(result)
 
@@ -342,7 +302,7 @@ class EngineCore:
         request.is_over = True
         self._scheduler.remove(request)
         self._resume(self._flights.leave(request))
-        self._num_ended[outcome] += 1
+        self._census.ended(outcome)
         if request.params.deadline_s is not None:
             self._deadlines.remove((request.params.deadline_s, request.arrival, request))
         if request.lease is not None:
@@ -368,21 +328,6 @@ def _append(request: Request, token_id: int) -> FinishReason | None:
 
 def _deadline_passed() -> DeadlineExceeded:
     return DeadlineExceeded("deadline: passed before the answer was known")
-
-
-def _tenant_stats(tenant: str, usage: TenantUsage) -> TenantStats:
-    return TenantStats(
-        tenant=tenant,
-        cached_blocks=usage.num_cached_blocks,
-        pinned_blocks=usage.num_pinned_blocks,
-        leased_blocks=usage.num_leased_blocks,
-        evicted_blocks=usage.num_evicted_blocks,
-        hit_tokens=usage.num_hit_tokens,
-        miss_tokens=usage.num_miss_tokens,
-        retained_blocks=usage.num_retained_blocks,
-        floor_blocks=usage.quota.floor_blocks,
-        ceiling_blocks=usage.quota.ceiling_blocks,
-    )
 
 
 def _chunk(part: Slice) -> Chunk:

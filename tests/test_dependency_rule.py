@@ -64,6 +64,7 @@ ORDER = [
     "runner",
     "model_check",
     "answers",
+    "census",
     "engine_core",
     "watchdog",
     "engine",
