@@ -211,6 +211,34 @@ class TestWaysOut:
         assert bench.core.stats().requests.cancelled == 1
         assert bench.prefill([*range(10), *continuation(range(10), 7), 0]).usage.cached_tokens == 16
 
+    def test_one_that_is_paused_can_be_cancelled(self) -> None:
+        bench = Bench(num_blocks=9)
+        futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
+        while not bench.core.stats().requests.paused:
+            bench.core.step()
+        (paused,) = (request for request in bench.core._scheduler.idle_requests() if request.is_paused)
+        paused.future.cancel()
+        bench.run()
+        assert bench.core.stats().requests.cancelled == 1
+        assert sum(future.cancelled() for future in futures) == 1
+        assert bench.cache.pool.num_leased == 0
+
+    def test_one_that_follows_can_be_cancelled(self) -> None:
+        bench = Bench(num_blocks=4096, max_step_tokens=64)
+        bench.submit([5000] * 2000)
+        bench.core.step()
+        leader = bench.submit([*range(60), *[6000] * 940])
+        bench.core.step()
+        follower = bench.generate([*range(60), 97], 4)
+        bench.core.step()
+        assert bench.core.stats().requests.following == 1
+        follower.cancel()
+        bench.run()
+        assert bench.core.stats().requests.cancelled == 1
+        assert leader.done()
+        assert not bench.core._flights._waits
+        assert bench.cache.pool.num_leased == 0
+
     def test_a_deadline_ends_it_between_tokens(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 50, deadline_s=5.0)
