@@ -227,9 +227,9 @@ class TestWaysOut:
         bench = Bench(num_blocks=4096, max_step_tokens=64)
         bench.submit([5000] * 2000)
         bench.core.step()
-        leader = bench.submit([*range(60), *[6000] * 940])
+        leader = bench.submit([*range(100), *[6000] * 900])
         bench.core.step()
-        follower = bench.generate([*range(60), 97], 4)
+        follower = bench.generate([*range(100), 97], 4)
         bench.core.step()
         assert bench.core.stats().requests.following == 1
         follower.cancel()
