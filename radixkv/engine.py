@@ -8,36 +8,30 @@ import queue
 import secrets
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from radixkv.attention import AttentionKernels, TorchKernels
 from radixkv.config import Config, EngineConfig, TenantConfig
 from radixkv.engine_core import EngineCore
 from radixkv.errors import (
     Draining,
-    InvalidRequest,
     LifecycleError,
-    PromptTooLong,
-    QueueFull,
-    QuotaExceeded,
     RadixKVError,
     StepHangs,
     UnknownAdapter,
 )
 from radixkv.eviction_policies import make_policy
+from radixkv.intake import Intake
 from radixkv.kv_storage import KVStorage
+from radixkv.limits import Limits
 from radixkv.model import Model, load_model
 from radixkv.model_check import check_model
 from radixkv.namespace import Namespace
 from radixkv.observer import Observer
 from radixkv.prefix_cache import PrefixCache, Purged
-from radixkv.request import MAX_REQUEST_PRIORITY, Generation, PrefillParams, Request
+from radixkv.request import Generation, PrefillParams, Request
 from radixkv.result import GeneratedTokens, GenerateResult, PrefillResult, ProbeResult, Retained
 from radixkv.retention import Retention
 from radixkv.runner import Runner
@@ -53,30 +47,7 @@ _T = TypeVar("_T")
 _MAX_FAILED_STEPS = 3
 _RETRY_PERIOD_S = 1.0
 
-# Bounds of the hint when to come back to a full queue.
-_MIN_RETRY_S, _DEFAULT_RETRY_S, _MAX_RETRY_S = 0.05, 1.0, 60.0
-
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the engine serves and accepts.
-
-    Attributes:
-        max_prompt_tokens: what both the model and the whole block pool can hold.
-        max_sequence_tokens: prompt and generated tokens together; a block less of the pool, because a generation goes
-            on in a copy of the block in which its prompt ends.
-        epoch: identifies this life of the block pool; block ids of another epoch mean nothing.
-    """
-
-    model: str
-    device: str
-    vocab_size: int
-    max_prompt_tokens: int
-    max_sequence_tokens: int
-    block_size: int
-    epoch: int
 
 
 class Engine:
@@ -105,26 +76,26 @@ class Engine:
             max_sequence_tokens=min(pool_tokens - cache.block_size, model.max_tokens or pool_tokens),
             block_size=cache.block_size,
             epoch=secrets.randbits(63),
+            ceiling_tokens={
+                tenant: usage.quota.ceiling_blocks * cache.block_size
+                for tenant, usage in cache.tenants.with_quota.items()
+                if usage.quota.ceiling_blocks is not None
+            },
         )
         self._model_fingerprint = model.fingerprint
         self._eos_token_ids = model.eos_token_ids
         self._observer = observer or Observer()
+        self._intake = Intake(config)
         self._core = EngineCore(
-            runner, cache, config, on_end=self._forget_unfinished, observer=self._observer, weights=weights
+            runner, cache, config, on_end=self._intake.leave, observer=self._observer, weights=weights
         )
         self._step_timeout_s = config.step_timeout_s
-        self._max_tenant_requests = config.max_tenant_requests
-        self._max_unfinished = config.max_waiting_requests + config.max_running_requests
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping = False
-        self._is_draining = False
         self._is_stopped = False
-        self._unfinished: set[Future[Any]] = set()
-        self._num_unfinished: Counter[str] = Counter()  # by tenant
-        self._ended_s: deque[float] = deque(maxlen=64)  # when the last requests ended
-        self._unfinished_changed = threading.Condition()
+        self._inbox_lock = threading.Lock()  # of `_is_stopped`: whatever is in the inbox is run
 
     @property
     def is_alive(self) -> bool:
@@ -135,7 +106,7 @@ class Engine:
     def is_healthy(self) -> bool:
         """Whether new requests are taken, and steps neither hang nor fail one after the other."""
         is_working = not self._watchdog.is_hanging and self._core.num_failed_steps < _MAX_FAILED_STEPS
-        return self._thread.is_alive() and not self._is_draining and is_working
+        return self._thread.is_alive() and not self._intake.is_closed and is_working
 
     @property
     def cancellation(self) -> LifecycleError:
@@ -159,7 +130,8 @@ class Engine:
         """
         future: Future[PrefillResult] = Future()
         with self._telling_of_refusal():
-            namespace = self._validated(params, params.num_tokens)
+            namespace = self._namespace(params.tenant, params.adapter, params.salt)
+            self.limits.require_prefill(params)
             self._submit(Request(params, namespace, future, received_s=time.monotonic()))
         return future
 
@@ -179,7 +151,8 @@ class Engine:
         """
         future: Future[GenerateResult] = Future()
         with self._telling_of_refusal():
-            namespace = self._validated_generation(params, sampling)
+            namespace = self._namespace(params.tenant, params.adapter, params.salt)
+            self.limits.require_generation(params, sampling)
             stop_token_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
             generation = Generation(sampling, stop_token_ids, on_tokens)
             self._submit(Request(params, namespace, future, time.monotonic(), generation))
@@ -192,7 +165,7 @@ class Engine:
             InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
         """
         namespace = self._namespace(tenant, adapter, salt)
-        self._validate_tokens(tokens)
+        self.limits.require_tokens(tokens)
 
         def probe() -> ProbeResult:
             cache = self._core.cache
@@ -216,7 +189,7 @@ class Engine:
             InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
         """
         namespace = self._namespace(tenant, adapter, salt)
-        self._validate_tokens(tokens)
+        self.limits.require_tokens(tokens)
         retention.range_in(len(tokens) // TOKEN_BYTES)
         return self._call(lambda: self._core.retain(namespace, tokens, retention))
 
@@ -250,12 +223,9 @@ class Engine:
         Returns:
             Whether all of them finished in time.
         """
-        with self._unfinished_changed:
-            self._is_draining = True
-            finished = self._unfinished_changed.wait_for(lambda: not self._unfinished, timeout_s)
-            left = list(self._unfinished)
-        for future in left:
-            future.cancel()
+        self._intake.close()
+        finished = self._intake.wait_until_empty(timeout_s)
+        self._intake.cancel_all()
         return finished
 
     def stop(self) -> None:
@@ -271,27 +241,10 @@ class Engine:
     def _on_hang(self) -> None:
         """Let nobody wait for a step that hangs. The blocks go back when it ends, and not while it may still write."""
         _log.error("a step takes more than %s s; its requests and all others are cancelled", self._step_timeout_s)
-        with self._unfinished_changed:
-            left = list(self._unfinished)
-        for future in left:
-            future.cancel()
+        self._intake.cancel_all()
 
     def _hanging(self) -> StepHangs:
         return StepHangs(f"engine: a step takes more than {self._step_timeout_s} s")
-
-    def _forget_unfinished(self, request: Request) -> None:
-        with self._unfinished_changed:
-            self._unfinished.discard(request.future)
-            self._num_unfinished -= Counter((request.params.tenant,))
-            self._ended_s.append(time.monotonic())
-            self._unfinished_changed.notify_all()
-
-    def _seconds_to_end(self, num_requests: int) -> float:
-        """How long it takes until so many requests have ended, as fast as the last ones did."""
-        if len(self._ended_s) < 2:
-            return _DEFAULT_RETRY_S
-        seconds_each = (time.monotonic() - self._ended_s[0]) / len(self._ended_s)
-        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, num_requests * seconds_each))
 
     def _namespace(self, tenant: str, adapter: str, salt: str) -> Namespace:
         if adapter:
@@ -306,70 +259,10 @@ class Engine:
             self._observer.request_refused(error)
             raise
 
-    def _validated_generation(self, params: PrefillParams, sampling: Sampling) -> Namespace:
-        sampling.validate(self.limits.vocab_size)
-        params.require_generable()
-        namespace = self._validated(params, params.num_tokens + sampling.max_new_tokens - 1)
-        most_tokens = self.limits.max_sequence_tokens
-        if params.num_tokens + sampling.max_new_tokens > most_tokens:
-            raise PromptTooLong(
-                f"token_ids, max_new_tokens: expected at most {most_tokens} tokens together, got "
-                f"{params.num_tokens} and {sampling.max_new_tokens}"
-            )
-        return namespace
-
-    def _validated(self, params: PrefillParams, num_tokens: int) -> Namespace:
-        """Refuse a request that is wrong, or whose `num_tokens` could never be held; returns its namespace."""
-        namespace = self._namespace(params.tenant, params.adapter, params.salt)
-        self._validate_tokens(params.tokens)
-        if params.retention is not None:
-            params.retention.range_in(params.num_tokens)
-        if not 0 <= params.top_logprobs <= self.limits.vocab_size:
-            raise InvalidRequest(f"top_logprobs: expected 0 to {self.limits.vocab_size}, got {params.top_logprobs}")
-        if not 0 <= params.priority <= MAX_REQUEST_PRIORITY:
-            raise InvalidRequest(f"priority: expected 0 to {MAX_REQUEST_PRIORITY}, got {params.priority}")
-        cache = self._core.cache  # quotas never change
-        bounds = cache.tenants.with_quota.get(params.tenant)
-        ceiling_blocks = None if bounds is None else bounds.quota.ceiling_blocks
-        if ceiling_blocks is not None and num_tokens > ceiling_blocks * cache.block_size:
-            raise QuotaExceeded(
-                f"token_ids: expected at most this tenant's ceiling of {ceiling_blocks * cache.block_size} tokens, got "
-                f"{num_tokens}"
-            )
-        return namespace
-
     def _submit(self, request: Request) -> None:
-        with self._unfinished_changed:
-            if self._is_draining:
-                raise Draining("engine: shutting down, no new requests")
-            if self._watchdog.is_hanging:
-                raise self._hanging()
-            tenant = request.params.tenant
-            for num_unfinished, most, whose in (
-                (len(self._unfinished), self._max_unfinished, ""),
-                (self._num_unfinished[tenant], self._max_tenant_requests, " of this tenant"),
-            ):
-                if num_unfinished >= most:
-                    raise QueueFull(
-                        f"engine: expected fewer than {most} unfinished requests{whose}, got {num_unfinished}",
-                        retry_after_s=self._seconds_to_end(num_unfinished // 2),
-                    )
-            self._unfinished.add(request.future)
-            self._num_unfinished[tenant] += 1
-            self._inbox.put(lambda: self._core.submit(request))
-
-    def _validate_tokens(self, tokens: bytes) -> None:
-        if len(tokens) % TOKEN_BYTES:
-            raise InvalidRequest(f"token_ids: expected little-endian uint32 ids, got {len(tokens)} bytes")
-        ids = np.frombuffer(tokens, dtype="<u4")
-        if ids.size == 0:
-            raise InvalidRequest("token_ids: expected at least 1 token, got 0")
-        if ids.size > self.limits.max_prompt_tokens:
-            raise PromptTooLong(f"token_ids: expected at most {self.limits.max_prompt_tokens} tokens, got {ids.size}")
-        if ids.max() >= self.limits.vocab_size:
-            index = int(np.argmax(ids >= self.limits.vocab_size))
-            vocab_size = self.limits.vocab_size
-            raise InvalidRequest(f"token_ids[{index}]: expected an id below the vocabulary size {vocab_size}, got more")
+        if self._watchdog.is_hanging:
+            raise self._hanging()
+        self._intake.enter(request, lambda: self._inbox.put(lambda: self._core.submit(request)))
 
     def _call(self, function: Callable[[], _T]) -> Future[_T]:
         """Run a short function on the engine's thread, between two steps."""
@@ -382,7 +275,7 @@ class Engine:
                 except Exception as error:  # noqa: BLE001 - it is the caller's, and the engine goes on
                     future.set_exception(error)
 
-        with self._unfinished_changed:
+        with self._inbox_lock:
             if self._is_stopped:
                 raise Draining("engine: stopped")
             self._inbox.put(run)
@@ -398,8 +291,9 @@ class Engine:
                     self._core.try_step()
                 self._watchdog.step_ends()
         finally:
-            with self._unfinished_changed:
-                self._is_draining = self._is_stopped = True  # nothing enters the inbox any more
+            self._intake.close()
+            with self._inbox_lock:
+                self._is_stopped = True  # nothing enters the inbox any more
             self._read_inbox(wait=False)
             self._core.close(Draining("engine: stopped"))
 

@@ -45,6 +45,8 @@ ORDER = [
     "sampling",
     "result",
     "request",
+    "limits",
+    "intake",
     "stats",
     "held_leases",
     "single_flight",
