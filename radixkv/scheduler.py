@@ -230,7 +230,7 @@ class Scheduler:
 
     def _admit(self, queue: TenantQueue, request: Request, admitter: Admitter) -> Admission:
         is_first = request is queue.waiting[0]
-        admission = admitter.admit(request, self._looks.get(request, 0), self._running)
+        admission = admitter.admit(request, self._look(request, admitter), self._running)
         if admission is Admission.ADMITTED:
             queue.waiting.remove(request)
             queue.running.add(request)
@@ -247,12 +247,16 @@ class Scheduler:
         """The first waiting requests of a tenant, with their cached tokens."""
         window: list[tuple[Request, int]] = []
         for request in itertools.islice(queue.waiting, _WINDOW):
-            if request not in self._looks:
-                if len(self._looks) >= _MAX_LOOKS and window:
-                    break
-                self._looks[request] = admitter.look(request)
-            window.append((request, self._looks[request]))
+            if request not in self._looks and len(self._looks) >= _MAX_LOOKS and window:
+                break
+            window.append((request, self._look(request, admitter)))
         return window
+
+    def _look(self, request: Request, admitter: Admitter) -> int:
+        """How many tokens a waiting request could reuse; looks once a step."""
+        if request not in self._looks:
+            self._looks[request] = admitter.look(request)
+        return self._looks[request]
 
     def _is_full(self) -> bool:
         return len(self._running) >= self._max_running_requests

@@ -180,6 +180,20 @@ class TestPressure:
         assert generated(first) == continuation(range(12), 12)
         assert generated(second) == continuation(range(50, 62), 8)
 
+    def test_one_that_waits_for_blocks_is_looked_at_again_in_each_step(self) -> None:
+        bench = Bench(num_blocks=10)
+        shared = bench.generate([*range(16), 96, 97, 98, 99], 12)
+        short = bench.generate(range(50, 58), 2)
+        bench.core.step()
+        waiting = bench.submit([*range(16), 77, 78])
+        bench.core.step()
+        assert short.done()
+        assert not waiting.done(), "the two others need what was left"
+        bench.core.step()
+        assert waiting.done(), "it needs one block, and not five"
+        assert not shared.done()
+        bench.run()
+
     @pytest.mark.parametrize("options", [{"read_cache": False}, {"write_cache": False}])
     def test_a_paused_request_that_may_not_share_computes_all_anew(self, options: dict[str, bool]) -> None:
         bench = Bench(num_blocks=9)
