@@ -250,11 +250,9 @@ class EngineCore:
             self._commit(request, upto)
             self._answer(request, lambda lease, now: self._answers.generation(request, lease, finish_reason, now))
             return
-        if not was_decoding:
+        if not was_decoding or upto % self.cache.block_size == 0:
             self._commit(request, upto)
-            self._resume(self._flights.leave(request))  # what it computes from now on is its own
-        elif upto % self.cache.block_size == 0:
-            self._commit(request, upto)
+        self._resume(self._flights.leave(request))  # what it computes from now on is its own
         self._tell(request, prediction.next_token_id)
 
     def _commit(self, request: Request, upto: int) -> None:

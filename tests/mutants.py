@@ -115,11 +115,7 @@ ENGINE_MUTANTS = (
     Mutant("request.py", "self.received_s - self.params.priority", "self.received_s"),
     Mutant("request.py", "if self.token_ids and self.token_ids[-1] in self.stop_token_ids:", "if False:"),
     Mutant("engine_core.py", "        _open_lease(request).copy = None  # it was made\n", ""),
-    Mutant(
-        "engine_core.py",
-        "        elif upto % self.cache.block_size == 0:\n            self._commit(request, upto)\n",
-        "",
-    ),
+    Mutant("engine_core.py", " or upto % self.cache.block_size == 0:", ":"),
     Mutant(
         "engine_core.py",
         "        _open_lease(request).close()\n        request.lease = None\n",

@@ -194,6 +194,17 @@ class TestPressure:
         assert not shared.done()
         bench.run()
 
+    def test_a_resumed_request_leads_nobody_once_it_decodes(self) -> None:
+        bench = Bench()
+        future = bench.generate(range(8), 40)
+        for _ in range(9):
+            bench.core.step()
+        bench.core._pause(*bench.core._scheduler.running)  # all but its last token is published
+        bench.core.step()
+        assert not bench.core._flights._leads
+        bench.run()
+        assert generated(future) == continuation(range(8), 40)
+
     @pytest.mark.parametrize("options", [{"read_cache": False}, {"write_cache": False}])
     def test_a_paused_request_that_may_not_share_computes_all_anew(self, options: dict[str, bool]) -> None:
         bench = Bench(num_blocks=9)
