@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 help:
 	@echo "make demo    start the service on the embedded model, replay 1,000 requests with and without the cache"
 	@echo "make test    run the tests"
-	@echo "make stress  walk the cache at random against its oracle, STEPS=1000000 steps from SEED=0"
+	@echo "make stress  walk the cache, STEPS=1000000, and simulate the engine, ENGINE_SEEDS=2000, against oracles from SEED=0"
 	@echo "make exact   ask CASES=1000 times for each dtype of model and pool whether a hit changes a bit of the answer"
 	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
 	@echo "make mutants break cache and engine in small ways and see their tests fail"
@@ -31,9 +31,11 @@ test: $(STAMP)
 	$(PY) -m pytest
 
 STEPS ?= 1000000
+ENGINE_SEEDS ?= 2000
 SEED  ?= 0
 stress: $(STAMP)
 	$(PY) -m tests.cache_walk --steps $(STEPS) --seed $(SEED)
+	$(PY) -m tests.engine_walk --seeds $(ENGINE_SEEDS) --seed $(SEED)
 
 CASES ?= 1000
 exact: $(STAMP)

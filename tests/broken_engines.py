@@ -1,0 +1,269 @@
+"""Ways to break the engine on purpose: the simulation must see each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from radixkv import engine_core, prediction
+from radixkv.admission import Admission, Admitter
+from radixkv.engine_core import EngineCore
+from radixkv.errors import RadixKVError, StepFailed
+from radixkv.lease import Lease
+from radixkv.namespace import Namespace
+from radixkv.prediction import Prediction
+from radixkv.prefix_cache import PrefixCache
+from radixkv.request import Outcome, Request
+from radixkv.runner import Chunk
+from radixkv.scheduler import Scheduler, Slice
+from radixkv.single_flight import SingleFlight
+
+Breaks = Callable[[pytest.MonkeyPatch], None]
+
+
+def publishes_before_the_step(patch: pytest.MonkeyPatch) -> None:
+    compute = EngineCore._compute
+
+    def publish_and_compute(core: EngineCore, slices: list[Slice]) -> tuple[list[bool], Iterator[Prediction]]:
+        for part in slices:
+            core._commit(part.request, part.end)
+        return compute(core, slices)
+
+    patch.setattr(EngineCore, "_compute", publish_and_compute)
+
+
+def skips_copies(patch: pytest.MonkeyPatch) -> None:
+    chunk = engine_core._chunk
+
+    def without_copy(part: Slice) -> Chunk:
+        return dataclasses.replace(chunk(part), copy=None)
+
+    patch.setattr(engine_core, "_chunk", without_copy)
+
+
+def makes_copies_again_and_again(patch: pytest.MonkeyPatch) -> None:
+    chunk = engine_core._chunk
+    copies = {}
+
+    def with_first_copy(part: Slice) -> Chunk:
+        copy = copies.setdefault(part.request.lease, chunk(part).copy)
+        return dataclasses.replace(chunk(part), copy=copy)
+
+    patch.setattr(engine_core, "_chunk", with_first_copy)
+
+
+def leads_while_it_is_paused(patch: pytest.MonkeyPatch) -> None:
+    pause, leave = EngineCore._pause, SingleFlight.leave
+
+    def pause_and_lead(core: EngineCore, request: Request) -> None:
+        patch.setattr(SingleFlight, "leave", lambda *_: [])
+        pause(core, request)
+        patch.setattr(SingleFlight, "leave", leave)
+
+    patch.setattr(EngineCore, "_pause", pause_and_lead)
+
+
+def ends_who_is_cancelled_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
+    submit = EngineCore.submit
+
+    def submit_and_listen(core: EngineCore, request: Request) -> None:
+        submit(core, request)
+        request.future.add_done_callback(
+            lambda future: core._end(request, Outcome.CANCELLED) if future.cancelled() and not request.is_over else None
+        )
+
+    patch.setattr(EngineCore, "submit", submit_and_listen)
+
+
+def gives_the_blocks_of_the_cancelled_back_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
+    submit = EngineCore.submit
+
+    def submit_and_listen(core: EngineCore, request: Request) -> None:
+        submit(core, request)
+        request.future.add_done_callback(
+            lambda future: request.lease.close() if future.cancelled() and request.lease else None
+        )
+
+    patch.setattr(EngineCore, "submit", submit_and_listen)
+
+
+def counts_no_recomputed_tokens(patch: pytest.MonkeyPatch) -> None:
+    admit = Admitter.admit
+
+    def admit_and_forget(admitter: Admitter, request: Request, *args: Any) -> Admission:
+        admission = admit(admitter, request, *args)
+        request.recomputed_tokens = 0
+        return admission
+
+    patch.setattr(Admitter, "admit", admit_and_forget)
+
+
+def goes_on_after_a_pause_as_if_nothing_was_evicted(patch: pytest.MonkeyPatch) -> None:
+    admit = Admitter.admit
+
+    def admit_and_go_on(admitter: Admitter, request: Request, *args: Any) -> Admission:
+        computed_upto = request.computed_upto
+        admission = admit(admitter, request, *args)
+        request.computed_upto = max(computed_upto, request.computed_upto)
+        return admission
+
+    patch.setattr(Admitter, "admit", admit_and_go_on)
+
+
+def believes_what_is_not_finite(patch: pytest.MonkeyPatch) -> None:
+    compute = EngineCore._compute
+
+    def compute_and_believe(core: EngineCore, slices: list[Slice]) -> tuple[list[bool], Iterator[Prediction]]:
+        is_finite, predictions = compute(core, slices)
+        return [True] * len(is_finite), predictions
+
+    patch.setattr(EngineCore, "_compute", compute_and_believe)
+
+
+def tells_nobody_that_a_step_failed(patch: pytest.MonkeyPatch) -> None:
+    fail = EngineCore._fail
+
+    def fail_silently(core: EngineCore, request: Request, error: RadixKVError) -> None:
+        if isinstance(error, StepFailed):
+            core._end(request, Outcome.FAILED, error)
+        else:
+            fail(core, request, error)
+
+    patch.setattr(EngineCore, "_fail", fail_silently)
+
+
+def shares_between_salts(patch: pytest.MonkeyPatch) -> None:
+    lease = PrefixCache.lease
+
+    def lease_anywhere(cache: PrefixCache, namespace: Namespace, tokens: bytes, *, read: bool = True) -> Lease:
+        found = lease(cache, namespace._replace(salt=""), tokens, read=read)
+        found.namespace = namespace
+        return found
+
+    patch.setattr(PrefixCache, "lease", lease_anywhere)
+
+
+def draws_by_the_place_in_the_batch(patch: pytest.MonkeyPatch) -> None:
+    predict = engine_core.predict
+
+    def predict_by_place(logits: Any, requests: list[Request]) -> list[Prediction]:
+        draw = prediction.draw
+        patch.setattr(prediction, "draw", lambda row, sampling, position: draw(row, sampling, position + len(requests)))
+        predictions = predict(logits, requests)
+        patch.setattr(prediction, "draw", draw)
+        return predictions
+
+    patch.setattr(engine_core, "predict", predict_by_place)
+
+
+def forgets_followers_when_it_publishes(patch: pytest.MonkeyPatch) -> None:
+    published = SingleFlight.published
+
+    def publish_and_forget(flights: SingleFlight, leader: Request, upto_tokens: int) -> list[Request]:
+        published(flights, leader, upto_tokens)
+        return []
+
+    patch.setattr(SingleFlight, "published", publish_and_forget)
+
+
+def lets_followers_wait_until_their_leader_ends(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SingleFlight, "published", lambda *_: [])
+
+
+def follows_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SingleFlight, "follow", lambda *_: False)
+
+
+def goes_on_in_a_published_block(patch: pytest.MonkeyPatch) -> None:
+    extend = PrefixCache.extend
+
+    def extend_in_place(cache: PrefixCache, lease: Lease, tokens: bytes) -> None:
+        lease.num_published_blocks = min(lease.num_published_blocks, lease.block_ids.size - 1)
+        extend(cache, lease, tokens)
+
+    patch.setattr(PrefixCache, "extend", extend_in_place)
+
+
+def keeps_the_blocks_of_who_failed(patch: pytest.MonkeyPatch) -> None:
+    end = EngineCore._end
+
+    def end_and_keep(core: EngineCore, request: Request, outcome: Outcome, error: RadixKVError | None = None) -> None:
+        if outcome is Outcome.FAILED:
+            request.lease = None
+        end(core, request, outcome, error)
+
+    patch.setattr(EngineCore, "_end", end_and_keep)
+
+
+def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
+    purge = EngineCore.purge
+
+    def purge_and_go_on(core: EngineCore, **names: str | None) -> object:
+        purged = purge(core, **names)
+        for request in core._scheduler.requests():
+            request.is_revoked = False
+        return purged
+
+    patch.setattr(EngineCore, "purge", purge_and_go_on)
+
+
+def tells_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
+    append = engine_core._append
+
+    def append_and_tell(request: Request, token_id: int) -> object:
+        finish_reason = append(request, token_id)
+        if finish_reason is not None and request.generation is not None:
+            request.generation.on_tokens(engine_core.GeneratedTokens((token_id,), request.usage, request.miss_reason))
+        return finish_reason
+
+    patch.setattr(engine_core, "_append", append_and_tell)
+
+
+def knows_no_deadline(patch: pytest.MonkeyPatch) -> None:
+    answer = EngineCore._answer
+
+    def answer_late(core: EngineCore, request: Request, make: Any) -> None:
+        clock, core._clock = core._clock, lambda: request.received_s
+        answer(core, request, make)
+        core._clock = clock
+
+    patch.setattr(EngineCore, "_answer", answer_late)
+
+
+def admits_nobody_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
+    remove = Scheduler.remove
+
+    def remove_and_stay_blocked(scheduler: Scheduler, request: Request) -> None:
+        blocked = scheduler._blocked
+        remove(scheduler, request)
+        scheduler._blocked = blocked
+
+    patch.setattr(Scheduler, "remove", remove_and_stay_blocked)
+
+
+BREAKS: tuple[Breaks, ...] = (
+    publishes_before_the_step,
+    skips_copies,
+    makes_copies_again_and_again,
+    leads_while_it_is_paused,
+    ends_who_is_cancelled_while_a_step_runs,
+    gives_the_blocks_of_the_cancelled_back_while_a_step_runs,
+    counts_no_recomputed_tokens,
+    goes_on_after_a_pause_as_if_nothing_was_evicted,
+    believes_what_is_not_finite,
+    tells_nobody_that_a_step_failed,
+    shares_between_salts,
+    draws_by_the_place_in_the_batch,
+    forgets_followers_when_it_publishes,
+    lets_followers_wait_until_their_leader_ends,
+    follows_nobody,
+    goes_on_in_a_published_block,
+    keeps_the_blocks_of_who_failed,
+    publishes_after_a_purge,
+    tells_the_last_token_twice,
+    knows_no_deadline,
+    admits_nobody_after_a_refusal,
+)

@@ -1,0 +1,212 @@
+"""A model that is arithmetic: its K/V are digests of namespace and token path, and an answer depends on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from types import SimpleNamespace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from xxhash import xxh3_64_intdigest
+
+from radixkv.block_pool import BlockState
+from radixkv.lease import Lease
+from radixkv.namespace import Namespace
+from radixkv.prediction import draw
+from radixkv.prefix_cache import PrefixCache
+from radixkv.runner import Chunk, StepResult
+from radixkv.sampling import Sampling
+from tests.fakes import FakeClock
+
+VOCAB_SIZE = 256
+_MASK = 2**64 - 1
+_random = np.random.default_rng(0)
+_ROWS = 3 * _random.standard_normal((2, 251, VOCAB_SIZE), dtype=np.float32)
+
+Content = npt.NDArray[np.uint64]
+
+
+# -- the model, without cache and blocks -------------------------------------------------------------------------------
+
+
+def chained(before: int, token_ids: Iterable[int]) -> Content:
+    """The K/V of tokens that come after a token whose K/V are `before`."""
+    content = []
+    for token_id in token_ids:
+        before = ((before ^ token_id) * 0x9E3779B97F4A7C15) & _MASK
+        before ^= before >> 31
+        content.append(before)
+    return np.array(content, dtype=np.uint64)
+
+
+@lru_cache(maxsize=20_000)
+def content_of(namespace: Namespace, tokens: bytes) -> Content:
+    """The K/V of a whole path."""
+    return chained(first_digest(namespace), np.frombuffer(tokens, dtype="<u4").tolist())
+
+
+def first_digest(namespace: Namespace) -> int:
+    """What comes before a namespace's first token. Not the cache's word for which namespaces are equal."""
+    return xxh3_64_intdigest(repr(tuple(namespace)).encode())
+
+
+def logits_of(content: Content) -> npt.NDArray[np.float32]:
+    """The logits after a path, float32 `[vocab_size]`: another one, if a single slot is."""
+    digest = xxh3_64_intdigest(content.tobytes())
+    row: npt.NDArray[np.float32] = _ROWS[0, digest % 251] + _ROWS[1, (digest >> 32) % 251]
+    return row
+
+
+@lru_cache(maxsize=20_000)
+def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
+    """What is generated after a prompt: up to a stop token, or as many as are asked for."""
+    tokens, token_ids = prompt, list[int]()
+    while len(token_ids) < sampling.max_new_tokens and not set(token_ids[-1:]) & sampling.stop_token_ids:
+        row = logits_of(content_of(namespace, tokens))
+        if sampling.temperature:
+            token_ids.append(draw(torch.from_numpy(row), sampling, position=len(tokens) // 4))
+        else:
+            token_ids.append(int(row.argmax()))
+        tokens += token_ids[-1].to_bytes(4, "little")
+    return tuple(token_ids)
+
+
+# -- the model over blocks ---------------------------------------------------------------------------------------------
+
+
+class DeviceLost(Exception):
+    """A step failed because the simulation wanted it to."""
+
+
+class SimulatedRunner:
+    """Computes chunks over slots of digests, takes virtual time for it, and fails where it is told to.
+
+    The engine takes what it raises for a failed step; so what it sees go wrong is kept in `violations`.
+
+    Args:
+        cache: who owns which block.
+        clock: is moved on by each step.
+        step_s, token_s: what a step costs, and each of its tokens.
+        failures: how a step fails, by its index: `before` it has done anything, `after` it has scribbled over all that
+            it was to write, or with values that are `not finite` in one chunk.
+        during: is called while a step computes, with how it will fail, if it will.
+
+    Attributes:
+        content: uint64 `[num_blocks, block_size]`; 0 is what nobody wrote.
+        num_steps: how many were begun.
+        num_tokens: how many were computed.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        clock: FakeClock,
+        step_s: float,
+        token_s: float,
+        failures: Mapping[int, str],
+        during: Callable[[Sequence[Chunk], str | None], None],
+    ) -> None:
+        self.model = SimpleNamespace(name="simulated", device=torch.device("cpu"))
+        self.storage = SimpleNamespace(block_bytes=0, kv_dtype="uint64")
+        self.content: Content = np.zeros((cache.pool.num_blocks, cache.block_size), dtype=np.uint64)
+        self.violations: list[str] = []
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.num_copies = 0
+        self._cache = cache
+        self._clock = clock
+        self._step_s, self._token_s = step_s, token_s
+        self._failures = failures
+        self._during = during
+
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+        failure = self._failures.get(self.num_steps)
+        leases = [self._lease_of(chunk) for chunk in chunks]
+        self._verify_writes(chunks, leases)
+        self.num_steps += 1
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        self._clock.now_s += self._step_s + self._token_s * num_tokens
+        if failure != "before":
+            self._compute(chunks, leases, scribbles=failure == "after")
+        self._during(chunks, failure)
+        if failure in ("before", "after"):
+            raise DeviceLost(f"step {self.num_steps - 1}")
+        self.num_tokens += num_tokens
+        rows = [logits_of(self.read(chunk.block_ids, chunk.end)) for chunk in chunks]
+        is_finite = [True] * len(chunks)
+        if failure == "not finite":
+            bad = broken_chunk(chunks)
+            is_finite[bad] = False
+            rows[bad] = np.full(VOCAB_SIZE, np.nan, dtype=np.float32)
+            self._scribble(chunks[bad])
+        wanted = [row for chunk, row in zip(chunks, rows, strict=True) if chunk.wants_logits]
+        logits = torch.from_numpy(np.stack(wanted)) if wanted else torch.empty(0, VOCAB_SIZE)
+        return StepResult(logits, is_finite)
+
+    def read(self, block_ids: npt.NDArray[np.int32], num_tokens: int, start_block: int = 0) -> Content:
+        """The first slots that a block table leads to."""
+        num_blocks = -(-num_tokens // self._cache.block_size)
+        return self.content[block_ids[start_block:num_blocks]].ravel()[
+            : num_tokens - start_block * self._cache.block_size
+        ]
+
+    def _lease_of(self, chunk: Chunk) -> Lease:
+        """Chunks know no namespace; but their block table is the very one of a lease."""
+        return next(lease for lease in self._cache._leases if lease.block_ids is chunk.block_ids)
+
+    def _compute(self, chunks: Sequence[Chunk], leases: Sequence[Lease], *, scribbles: bool) -> None:
+        for chunk in chunks:
+            if chunk.copy is not None:
+                self.content[chunk.copy.target] = self.content[chunk.copy.source]
+                self.num_copies += 1
+        for chunk, lease in zip(chunks, leases, strict=True):
+            held = self.read(chunk.block_ids, chunk.start)
+            expected = content_of(lease.namespace, chunk.tokens)[: chunk.start]
+            for position in np.flatnonzero(held != expected)[:1].tolist():
+                self.violations.append(f"position {position} of [0, {chunk.start}) holds another prefix's K/V")
+            before = int(held[-1]) if chunk.start else first_digest(lease.namespace)
+            token_ids = np.frombuffer(chunk.tokens, dtype="<u4")[chunk.start : chunk.end]
+            self._write(chunk, chained(before, token_ids.tolist()))
+        if scribbles:
+            for chunk in chunks:
+                self._scribble(chunk)
+
+    def _write(self, chunk: Chunk, content: Content | int) -> None:
+        positions = np.arange(chunk.start, chunk.end)
+        blocks, offsets = np.divmod(positions, self._cache.block_size)
+        self.content[chunk.block_ids[blocks], offsets] = content
+
+    def _scribble(self, chunk: Chunk) -> None:
+        self._write(chunk, 666)
+
+    def _verify_writes(self, chunks: Sequence[Chunk], leases: Sequence[Lease]) -> None:
+        """Each block that is written has one writer, who owns it; what is copied is not being written."""
+        written = [self._blocks_to_write(chunk) for chunk in chunks]
+        all_written = [block_id for block_ids in written for block_id in block_ids]
+        if len(set(all_written)) < len(all_written):
+            self.violations.append("two chunks of a step write the same block")
+        for chunk, lease, block_ids in zip(chunks, leases, written, strict=True):
+            if any(self._cache.pool.state(block_id) is not BlockState.LEASED for block_id in block_ids):
+                self.violations.append("a step writes a block that is free or published")
+            if chunk.start // self._cache.block_size < lease.num_published_blocks:
+                self.violations.append("a lease writes a block that belongs to the tree")
+            if not 0 <= chunk.start < chunk.end <= lease.num_tokens:
+                self.violations.append(f"a chunk [{chunk.start}, {chunk.end}) of {lease.num_tokens} tokens")
+            if chunk.copy is not None and chunk.copy.source in all_written:
+                self.violations.append("a block is copied that the same step writes")
+            if chunk.copy is not None and self._cache.pool.state(chunk.copy.source) is BlockState.FREE:
+                self.violations.append("a block is copied that is free")
+
+    def _blocks_to_write(self, chunk: Chunk) -> list[int]:
+        block_size = self._cache.block_size
+        block_ids: list[int] = chunk.block_ids[chunk.start // block_size : -(-chunk.end // block_size)].tolist()
+        if chunk.copy is not None and chunk.copy.target not in block_ids:
+            block_ids.append(chunk.copy.target)
+        return block_ids
+
+
+def broken_chunk(chunks: Sequence[Chunk]) -> int:
+    """Which chunk of a step is not finite, if one is."""
+    return len(chunks) // 2
