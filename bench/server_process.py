@@ -71,6 +71,11 @@ class ServerProcess:
         """Whether the process is there."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None before it was started."""
+        return None if self._process is None else self._process.pid
+
     def stop(self) -> int | None:
         """Send SIGTERM, wait, and kill what is left after the timeout. Safe to call again.
 

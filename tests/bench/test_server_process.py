@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,8 @@ def test_the_address_is_read_past_other_lines() -> None:
     with server as address:
         assert address == "127.0.0.1:4321"
         assert server.is_running
+        assert server.pid is not None
+        assert Path(f"/proc/{server.pid}").exists() or sys.platform != "linux"
     assert not server.is_running
     assert server.stop() == 0
 

@@ -1,0 +1,250 @@
+"""What the service costs a call: the whole of it over a model that costs nothing, beside a bare echo server.
+
+python -m bench.rpc --json bench/results/rpc.json
+
+Both servers are processes of their own, made of the same Python, the same gRPC options and the same generated code.
+Both parse the same requests; the echo server answers each with an answer of the service. One client sends bytes that
+were made before, in short rounds to the one and to the other in turn. A hit is a prompt that is cached but for its last
+token; misses are all different, are published, and evict each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc.aio
+import numpy as np
+
+from bench.environment import describe_run
+from bench.null_service import NEXT_TOKEN_ID, VOCAB_SIZE
+from bench.report import distribution, write_json
+from bench.server_process import ServerProcess
+from radixkv.service.token_ids import write_token_ids
+from radixkv.v1 import prefill_pb2
+
+SERVERS = ("service", "echo")
+_METHOD = "/radixkv.v1.PrefillService/Prefill"
+_TIMEOUT_S = 60.0
+_COUNTER_TOKENS = 32  # bits of a number, so that no two misses share a block
+_VARINT_BYTES = 16  # numbers of an answer may take so many bytes more or less
+
+Row = dict[str, Any]
+
+
+class Call(Protocol):
+    """Sends one request's bytes."""
+
+    def __call__(self, request: bytes, /, *, timeout: float) -> Awaitable[bytes]:
+        """Send."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server under test.
+
+    Attributes:
+        call: how it is called.
+        process: what runs it.
+    """
+
+    call: Call
+    process: ServerProcess
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Calls of one round.
+
+    Attributes:
+        latencies_s: of each call.
+        server_cpu_s, client_cpu_s: processor time of both sides; the server's is None where the system does not say.
+    """
+
+    latencies_s: list[float]
+    wall_s: float
+    server_cpu_s: float | None
+    client_cpu_s: float
+
+
+class Requests:
+    """Bytes of requests with so many tokens. `seed` decides the tokens."""
+
+    def __init__(self, num_tokens: int, seed: int) -> None:
+        ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, num_tokens).astype("<u4")
+        message = prefill_pb2.PrefillRequest()
+        write_token_ids(message, ids.tobytes())
+        self._bytes = message.SerializeToString()
+        self._num_head_bytes = len(self._bytes) - ids.nbytes
+        self._numbers = itertools.count()
+
+    def hit(self) -> bytes:
+        """The same prompt each time."""
+        return self._bytes
+
+    def miss(self) -> bytes:
+        """A prompt that was never sent before."""
+        number, start = next(self._numbers), self._num_head_bytes
+        counter = np.asarray([number >> bit & 1 for bit in range(_COUNTER_TOKENS)], "<u4").tobytes()
+        return self._bytes[:start] + counter + self._bytes[start + len(counter) :]
+
+
+async def send_for(seconds: float, endpoint: Endpoint, make: Callable[[], bytes], concurrency: int) -> Round:
+    """Keep so many calls under way, for so long."""
+    latencies_s: list[float] = []
+    server_cpu_s, client_cpu_s, start_s = _cpu_s(endpoint.process), time.process_time(), time.perf_counter()
+    end_s = start_s + seconds
+
+    async def send() -> None:
+        sent_s = time.perf_counter()
+        while sent_s < end_s:
+            await endpoint.call(make(), timeout=_TIMEOUT_S)
+            answered_s = time.perf_counter()
+            latencies_s.append(answered_s - sent_s)
+            sent_s = answered_s
+
+    await asyncio.gather(*(send() for _ in range(concurrency)))
+    wall_s, after_s = time.perf_counter() - start_s, _cpu_s(endpoint.process)
+    server_cpu_s = None if server_cpu_s is None or after_s is None else after_s - server_cpu_s
+    return Round(latencies_s, wall_s, server_cpu_s, time.process_time() - client_cpu_s)
+
+
+async def check(service: Endpoint, echo: Endpoint, requests: Requests, num_tokens: int) -> None:
+    """See that hits hit and misses miss, and that both servers answer with as many bytes.
+
+    Raises:
+        AssertionError: they do not.
+    """
+    await service.call(requests.hit(), timeout=_TIMEOUT_S)
+    for make, most_cached_tokens in ((requests.hit, num_tokens - 1), (requests.miss, _COUNTER_TOKENS)):
+        data, echoed = [await each.call(make(), timeout=_TIMEOUT_S) for each in (service, echo)]
+        answer = prefill_pb2.PrefillResponse.FromString(data)
+        cached_tokens = answer.usage.cached_tokens
+        assert answer.next_token_id == NEXT_TOKEN_ID, f"next token: expected {NEXT_TOKEN_ID}, got another"
+        assert cached_tokens + answer.usage.computed_tokens == num_tokens, "usage: the tokens do not add up"
+        assert cached_tokens <= most_cached_tokens, f"a miss reuses {cached_tokens} tokens"
+        assert make == requests.miss or cached_tokens == most_cached_tokens, f"a hit reuses {cached_tokens} tokens"
+        assert abs(len(data) - len(echoed)) <= _VARINT_BYTES, f"answers of {len(data)} and {len(echoed)} bytes"
+
+
+async def measure(
+    endpoints: dict[str, Endpoint], make: Callable[[], bytes], concurrency: int, rounds: int, seconds: float
+) -> Row:
+    """Rounds in turn; calls a second are medians of rounds, latencies those of all calls."""
+    measured: dict[str, list[Round]] = {name: [] for name in SERVERS}
+    for number in range(-1, rounds):  # the first one warms up
+        for name in SERVERS if number % 2 else SERVERS[::-1]:
+            sent = await send_for(seconds, endpoints[name], make, concurrency)
+            if number >= 0:
+                measured[name].append(sent)
+    row: Row = {name: _summary(each) for name, each in measured.items()}
+    row["ratio"] = row["service"]["calls_per_s"] / row["echo"]["calls_per_s"]
+    return row
+
+
+def _summary(rounds: Sequence[Round]) -> Row:
+    num_calls = sum(len(each.latencies_s) for each in rounds)
+    server_cpu_s = [each.server_cpu_s for each in rounds if each.server_cpu_s is not None]
+    latency_ms = distribution([latency_s * 1e3 for each in rounds for latency_s in each.latencies_s])
+    return {
+        "calls_per_s": statistics.median(len(each.latencies_s) / each.wall_s for each in rounds),
+        "p50_ms": latency_ms["p50"],
+        "p99_ms": latency_ms["p99"],
+        "server_cpu_us": sum(server_cpu_s) / num_calls * 1e6 if server_cpu_s else None,
+        "client_cpu_us": sum(each.client_cpu_s for each in rounds) / num_calls * 1e6,
+    }
+
+
+async def run(options: argparse.Namespace) -> list[Row]:
+    """Start both servers, check and measure every case."""
+    rows: list[Row] = []
+    async with AsyncExitStack() as channels:
+        with ExitStack() as processes:
+            settings = [argument for setting in options.settings for argument in ("--set", setting)]
+            service = await _start(processes, channels, ["engine", *settings])
+            answer = await service.call(Requests(options.tokens[0], options.seed).hit(), timeout=_TIMEOUT_S)
+            endpoints = {"service": service, "echo": await _start(processes, channels, ["echo", answer.hex()])}
+            for num_tokens, kind, concurrency in _cases(options):
+                requests = Requests(num_tokens, options.seed + len(rows))
+                await check(service, endpoints["echo"], requests, num_tokens)
+                make = getattr(requests, kind)
+                row = await measure(endpoints, make, concurrency, options.rounds, options.seconds)
+                rows.append({"prompt_tokens": num_tokens, "kind": kind, "concurrency": concurrency, **row})
+                print(_line(rows[-1]), flush=True)
+            await channels.aclose()  # before the servers are gone
+    return rows
+
+
+def _cases(options: argparse.Namespace) -> Iterator[tuple[int, str, int]]:
+    return itertools.product(options.tokens, options.kinds, options.concurrency)
+
+
+async def _start(processes: ExitStack, channels: AsyncExitStack, arguments: list[str]) -> Endpoint:
+    process = ServerProcess([sys.executable, "-m", "bench.null_service", *arguments])
+    address = processes.enter_context(process)
+    options = [("grpc.enable_http_proxy", 0)]  # a proxy's latency is not what is measured
+    channel = await channels.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+    return Endpoint(channel.unary_unary(_METHOD, None, None), process)  # without serializers: bytes in, bytes out
+
+
+def _cpu_s(process: ServerProcess) -> float | None:
+    """Processor time that a process has taken so far; None where there is no /proc."""
+    try:
+        after_name = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return None
+
+
+_HEADING = (
+    f"{'tokens':>6} {'kind':>4} {'at once':>7} {'service/s':>9} {'echo/s':>8} {'ratio':>6} "
+    f"{'p50 ms':>15} {'p99 ms':>15} {'server us':>11} {'client us':>11}"
+)
+
+
+def _line(row: Row) -> str:
+    service, echo = row["service"], row["echo"]
+    return (
+        f"{row['prompt_tokens']:>6} {row['kind']:>4} {row['concurrency']:>7} {service['calls_per_s']:9.0f} "
+        f"{echo['calls_per_s']:8.0f} {row['ratio']:6.3f} {service['p50_ms']:7.2f} {echo['p50_ms']:7.2f} "
+        f"{service['p99_ms']:7.2f} {echo['p99_ms']:7.2f} {service['server_cpu_us'] or 0:5.0f} "
+        f"{echo['server_cpu_us'] or 0:5.0f} {service['client_cpu_us']:5.0f} {echo['client_cpu_us']:5.0f}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description="The service over a model that costs nothing, beside an echo server.")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 2048], help="of each prompt")
+    parser.add_argument("--kinds", nargs="+", choices=("hit", "miss"), default=["hit", "miss"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64], help="calls under way")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each round")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=["engine.max_step_tokens=8192"], metavar="A.B=V"
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    command = shlex.join(["python", "-m", "bench.rpc", *(sys.argv[1:] if arguments is None else arguments)])
+    print(_HEADING)
+    rows = asyncio.run(run(options))
+    if options.json:
+        keys = ("rounds", "seconds", "seed", "settings")
+        asked = {key: getattr(options, key) for key in keys}
+        write_json(options.json, {"rows": rows, **asked, "command": command, **describe_run()})
+
+
+if __name__ == "__main__":
+    main()
