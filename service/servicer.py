@@ -16,6 +16,7 @@ import grpc.aio
 
 from radixkv.errors import InvalidRequest
 from radixkv.result import GeneratedTokens
+from radixkv.service.mailbox import Mailbox
 from radixkv.service.messages import (
     grant_message,
     last_response,
@@ -41,11 +42,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._mailbox = Mailbox()
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
         """Compute the suffix of one prompt."""
         params = read_params(request, context.time_remaining(), _traceparent(context))
-        result = await _answer_of(self._engine, self._engine.prefill(params))
+        result = await _answer_of(self._engine, self._mailbox, self._engine.prefill(params))
         return prefill_response(result, self._engine.limits.block_size, self._engine.limits.epoch)
 
     async def Generate(  # noqa: N802
@@ -53,7 +55,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
         """Go on with a prompt. Tokens that come while the caller reads slowly wait, and go out together."""
         params = read_params(request.prefill, context.time_remaining(), _traceparent(context))
-        stream = _TokenStream()
+        stream = _TokenStream(self._mailbox)
         future = self._engine.generate(params, read_sampling(request), stream.put)
         future.add_done_callback(stream.end)
         num_told = 0
@@ -65,7 +67,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     response.usage.CopyFrom(usage_message(news[0].usage))
                 num_told += len(response.token_ids)
                 yield response
-            yield last_response(await _answer_of(self._engine, future), num_told)
+            yield last_response(await _answer_of(self._engine, self._mailbox, future), num_told)
         finally:
             future.cancel()
 
@@ -74,6 +76,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
         result = await _answer_of(
             self._engine,
+            self._mailbox,
             self._engine.probe(
                 read_token_ids(request), tenant=request.tenant, adapter=request.adapter, salt=request.salt
             ),
@@ -87,7 +90,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802
         """Give back a held lease."""
         require_names(tenant=request.tenant, lease_id=request.lease_id)
-        await _answer_of(self._engine, self._engine.release(request.lease_id, tenant=request.tenant))
+        await _answer_of(self._engine, self._mailbox, self._engine.release(request.lease_id, tenant=request.tenant))
         return prefill_pb2.ReleaseResponse()
 
 
@@ -96,6 +99,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._mailbox = Mailbox()
 
     async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
         """Give a cached range a priority."""
@@ -105,6 +109,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             raise InvalidRequest("retention: expected one, got none")
         retained = await _answer_of(
             self._engine,
+            self._mailbox,
             self._engine.retain(
                 read_token_ids(request), retention, tenant=request.tenant, adapter=request.adapter, salt=request.salt
             ),
@@ -116,6 +121,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
         purged = await _answer_of(
             self._engine,
+            self._mailbox,
             self._engine.purge(
                 tenant=request.tenant if request.HasField("tenant") else None,
                 adapter=request.adapter if request.HasField("adapter") else None,
@@ -126,7 +132,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
         """Say what the cache holds and what it did."""
-        limits, stats = self._engine.limits, await _answer_of(self._engine, self._engine.stats())
+        limits, stats = self._engine.limits, await _answer_of(self._engine, self._mailbox, self._engine.stats())
         return cache_pb2.StatsResponse(
             model=limits.model,
             device=limits.device,
@@ -137,21 +143,21 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
 
 class _TokenStream:
-    """Hands tokens from the engine's thread to the event loop that made it."""
+    """Hands tokens from the engine's thread to the event loop."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         self._news: list[GeneratedTokens] = []
         self._has_come = asyncio.Event()
         self._is_over = False
 
     def put(self, tokens: GeneratedTokens) -> None:
         """Called by the engine."""
-        self._loop.call_soon_threadsafe(self._add, tokens)
+        self._mailbox.post(self._add, tokens)
 
     def end(self, _: Future[Any]) -> None:
         """Called when the answer is known; what was not read yet is part of it."""
-        self._loop.call_soon_threadsafe(self._end)
+        self._mailbox.post(self._end)
 
     async def get(self) -> list[GeneratedTokens]:
         """What came since the last time, at least one; nothing when it is over."""
@@ -177,12 +183,15 @@ def _traceparent(context: Context) -> str:
     return ""
 
 
-async def _answer_of(engine: Engine, future: Future[Answer]) -> Answer:
+async def _answer_of(engine: Engine, mailbox: Mailbox, future: Future[Answer]) -> Answer:
     """Await the engine. Cancelling the awaiting task cancels `future`."""
+    is_known = asyncio.Event()
+    future.add_done_callback(lambda _: mailbox.post(is_known.set))
     try:
-        return await asyncio.wrap_future(future)
+        await is_known.wait()
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise  # the caller went away; nobody is there to be answered
-        raise engine.cancellation from None
+        future.cancel()  # the caller went away; nobody is there to be answered
+        raise
+    if future.cancelled():
+        raise engine.cancellation
+    return future.result()
