@@ -6,6 +6,7 @@ from collections import deque
 import numpy as np
 import pytest
 
+from radixkv.service import token_ids
 from radixkv.service.token_ids import MAX_TOKEN_ID, pack_token_ids, read_token_ids, write_token_ids
 from radixkv.v1.prefill_pb2 import PrefillRequest, ProbeRequest
 
@@ -99,6 +100,12 @@ def test_unpacked_ids_and_unknown_fields_are_read_too():
     unknown = b"\xfa\x07\x03abc"  # field 127
     message = PrefillRequest.FromString(unknown + unpacked + PrefillRequest(token_ids=[9]).SerializeToString())
     assert read_token_ids(message) == struct.pack("<3I", 7, 8, 9)
+
+
+def test_fields_in_another_order_are_read_too(monkeypatch):
+    monkeypatch.setattr(token_ids, "_packed_head", lambda num_bytes: b"another field")
+    message = PrefillRequest(tenant="acme", salt="s", token_ids=[1, 2, MAX_TOKEN_ID])
+    assert read_token_ids(message) == struct.pack("<3I", 1, 2, MAX_TOKEN_ID)
 
 
 def test_reading_costs_nothing_a_token():
