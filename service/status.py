@@ -77,23 +77,35 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     without its message, which may hold what other callers sent; the log has it. Other requests go on.
     """
 
+    def __init__(self) -> None:
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}  # by method
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Wrap the handler of one call; gRPC calls this."""
-        handler = await continuation(handler_call_details)
+        """Wrap the handler of one call; gRPC calls this for each, so what was wrapped once is kept."""
         method = handler_call_details.method
-        if handler is not None and handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                _answering(handler, method), response_serializer=handler.response_serializer
-            )
-        if handler is not None and inspect.isasyncgenfunction(handler.unary_stream):
-            return grpc.unary_stream_rpc_method_handler(
-                _streaming(handler, method), response_serializer=handler.response_serializer
-            )
-        return handler
+        if method in self._wrapped:
+            return self._wrapped[method]
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler  # anybody can call names that are not there, so these are not kept
+        self._wrapped[method] = _wrapped(handler, method)
+        return self._wrapped[method]
+
+
+def _wrapped(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    if handler.unary_unary is not None:
+        return grpc.unary_unary_rpc_method_handler(
+            _answering(handler, method), response_serializer=handler.response_serializer
+        )
+    if inspect.isasyncgenfunction(handler.unary_stream):
+        return grpc.unary_stream_rpc_method_handler(
+            _streaming(handler, method), response_serializer=handler.response_serializer
+        )
+    return handler
 
 
 def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Any:
