@@ -32,19 +32,21 @@ def predict(logits: torch.Tensor, requests: Sequence[Request]) -> list[Predictio
     """
     most_likely = logits.argmax(dim=-1).tolist()
     return [
-        Prediction(
-            next_token_id=_choose(row, token_id, request),
-            top_logprobs=_top_logprobs(row, request.params.top_logprobs),
-            logits=row.cpu().numpy().copy() if request.params.return_logits else None,
-        )
-        for row, token_id, request in zip(logits, most_likely, requests, strict=True)
+        _prediction(logits, row, token_id, request)
+        for row, (token_id, request) in enumerate(zip(most_likely, requests, strict=True))
     ]
 
 
-def _choose(logits: torch.Tensor, most_likely: int, request: Request) -> int:
-    if request.generation is None or request.generation.sampling.temperature == 0:
-        return most_likely
-    return draw(logits, request.generation.sampling, position=request.num_tokens)
+def _prediction(logits: torch.Tensor, row: int, most_likely: int, request: Request) -> Prediction:
+    """What one row says. A tensor of the row is made for those only who ask for more than a token: it takes 2 us."""
+    params, generation, next_token_id = request.params, request.generation, most_likely
+    if generation is not None and generation.sampling.temperature > 0:
+        next_token_id = draw(logits[row], generation.sampling, position=request.num_tokens)
+    return Prediction(
+        next_token_id,
+        top_logprobs=_top_logprobs(logits[row], params.top_logprobs) if params.top_logprobs else (),
+        logits=logits[row].cpu().numpy().copy() if params.return_logits else None,
+    )
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
@@ -72,7 +74,5 @@ def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
 
 
 def _top_logprobs(logits: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    if count == 0:
-        return ()
     values, ids = logits.log_softmax(dim=-1).topk(count)
     return tuple(zip(ids.tolist(), values.tolist(), strict=True))
