@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-import uuid
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -49,7 +49,7 @@ def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, 
         tenant=request.tenant,
         adapter=request.adapter,
         salt=request.salt,
-        request_id=request.request_id or uuid.uuid4().hex,
+        request_id=request.request_id or secrets.token_hex(16),
         read_cache=request.read_cache if request.HasField("read_cache") else True,
         write_cache=request.write_cache if request.HasField("write_cache") else True,
         retention=read_retention(request),
