@@ -1,0 +1,267 @@
+"""What engine and tree take of a step beside the model, when nothing can be reused.
+
+python -m bench.bookkeeping --json bench/results/bookkeeping.json
+
+A real `EngineCore` over a random model of a real one's shape. Prompts are all different, so each is matched, leased,
+computed, published and answered in full, and soon others are evicted for it. Bookkeeping is all of a step but the
+forward pass and the reading of its logits; the clock that finds out where it goes, a microsecond a call, is part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import shlex
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.environment import describe_run
+from bench.exactness import BLOCK_SIZE, SHAPES, build_runner
+from bench.report import write_json
+from radixkv import engine_core
+from radixkv.config import EngineConfig
+from radixkv.engine_core import EngineCore
+from radixkv.eviction_policies import make_policy
+from radixkv.namespace import Namespace
+from radixkv.prefix_cache import PrefixCache
+from radixkv.request import Generation, PrefillParams, Request
+from radixkv.runner import Chunk, Runner
+from radixkv.sampling import Sampling
+
+MODEL = "model"
+REST = "rest"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests that are submitted together.
+
+    Attributes:
+        num_new_tokens: 0 for prefills. Of generations, only steps in which all of them decode are measured.
+    """
+
+    num_requests: int
+    prompt_tokens: int
+    num_new_tokens: int = 0
+
+
+class Stopwatch:
+    """Where time goes: a call's own time is its label's, and that of the calls within it is theirs.
+
+    Attributes:
+        seconds: by label.
+        num_calls: by label.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.num_calls: Counter[str] = Counter()
+        self._within_s: list[float] = []  # of the calls that are under way: time of calls within them
+
+    def reset(self) -> None:
+        """Forget what was measured."""
+        self.seconds.clear()
+        self.num_calls.clear()
+
+    @contextlib.contextmanager
+    def watch(self, owner: object, name: str, label: str) -> Iterator[None]:
+        """Measure every call of `owner.name` inside the block."""
+        original = getattr(owner, name)
+        setattr(owner, name, self._timed(original, label))
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
+
+    def _timed(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            self._within_s.append(0.0)
+            start_s = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                took_s = time.perf_counter() - start_s
+                self.seconds[label] += took_s - self._within_s.pop()
+                self.num_calls[label] += 1
+                if self._within_s:
+                    self._within_s[-1] += took_s
+
+        return timed
+
+
+class Bench:
+    """An engine core, its clock, and requests for it."""
+
+    def __init__(self, runner: Runner, step_tokens: int, seed: int) -> None:
+        num_blocks = runner.storage.num_blocks
+        self.cache = PrefixCache(num_blocks, BLOCK_SIZE, policy=make_policy("adaptive", num_blocks))
+        self.core = EngineCore(runner, self.cache, EngineConfig(max_step_tokens=step_tokens))
+        self.stopwatch = Stopwatch()
+        self._runner = runner
+        self._random = np.random.default_rng(seed)
+        self._numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Measure inside the block."""
+        with contextlib.ExitStack() as watches:
+            for owner, name, label in (
+                (self._runner, "run", MODEL),
+                (engine_core, "predict", MODEL),
+                (self.cache, "match", "match"),
+                (self.cache, "lease", "lease"),
+                (self.cache, "extend", "lease"),
+                (self.cache, "close", "close"),
+                (self.cache, "commit", "commit"),
+                (self.core._scheduler, "next_step", "schedule"),
+                (self.core, "_answer", "answer"),
+                (self.core, "_tell", "answer"),
+                (self.core, "step", REST),
+            ):
+                watches.enter_context(self.stopwatch.watch(owner, name, label))
+            yield
+
+    def submit(self, case: Case, **params: Any) -> list[Future[Any]]:
+        """Submit a case's requests; no two prompts that this ever makes begin with the same token."""
+        futures: list[Future[Any]] = []
+        vocab_size = self._runner.model.vocab_size
+        for _ in range(case.num_requests):
+            ids = self._random.integers(0, vocab_size, case.prompt_tokens).astype("<u4")
+            ids[0] = next(self._numbers) % vocab_size
+            generation = None
+            if case.num_new_tokens:
+                sampling = Sampling(case.num_new_tokens, seed=0, ignore_eos=True)
+                generation = Generation(sampling, frozenset(), lambda _: None)
+            futures.append(Future())
+            request = PrefillParams(ids.tobytes(), **params)
+            self.core.submit(Request(request, Namespace("bench"), futures[-1], time.monotonic(), generation))
+        return futures
+
+    def check(self, prompt_tokens: int) -> None:
+        """See that the core, chunk by chunk, gives the bits that the model gives for the whole prompt at once.
+
+        Raises:
+            AssertionError: it does not.
+        """
+        [future] = self.submit(Case(1, prompt_tokens), return_logits=True)
+        request = self.core._scheduler.requests()[0]
+        self.finish([future])
+        with self.cache.lease(Namespace(""), request.tokens, read=False) as lease:
+            chunk = Chunk(request.tokens, 0, prompt_tokens, lease.block_ids, None, wants_logits=True)
+            expected = self._runner.run([chunk]).logits[0]
+        assert torch.equal(torch.from_numpy(future.result().logits), expected.cpu()), "the core gives another answer"
+
+    def finish(self, futures: Sequence[Future[Any]]) -> None:
+        """Step until all are answered, and see that none of them reused anything."""
+        while self.core.has_work:
+            self.core.step()
+        for future in futures:
+            cached_tokens = future.result().usage.cached_tokens
+            assert cached_tokens == 0, f"a prompt that is new reuses {cached_tokens} tokens"
+
+    def measure(self, case: Case) -> Row:
+        """One round: milliseconds a step, in all and beside the model."""
+        futures = self.submit(case)
+        while case.num_new_tokens and not all(each.is_decoding for each in self.core._scheduler.requests()):
+            self.core.step()
+        self.stopwatch.reset()
+        with self.watched():
+            self.finish(futures)
+        num_steps = self.stopwatch.num_calls[REST]
+        ms = {label: seconds * 1e3 / num_steps for label, seconds in self.stopwatch.seconds.items()}
+        step_ms = sum(ms.values())
+        return {
+            "steps": num_steps,
+            "step_ms": step_ms,
+            "bookkeeping_ms": step_ms - ms[MODEL],
+            "share": 1 - ms[MODEL] / step_ms,
+            "parts_ms": {label: each for label, each in ms.items() if label != MODEL},
+        }
+
+
+def measure(bench: Bench, cases: Sequence[Case], rounds: int) -> list[Row]:
+    """Medians of rounds, of which each has all cases in turn; the first round warms up."""
+    measured: dict[Case, list[Row]] = {case: [] for case in cases}
+    for number in range(-1, rounds):
+        for case in cases:
+            row = bench.measure(case)
+            if number >= 0:
+                measured[case].append(row)
+    return [_summary(case, rows) for case, rows in measured.items()]
+
+
+def _summary(case: Case, rounds: list[Row]) -> Row:
+    labels = sorted({label for row in rounds for label in row["parts_ms"]})
+    parts_ms = {label: statistics.median(row["parts_ms"].get(label, 0.0) for row in rounds) for label in labels}
+    return {
+        "kind": "decode" if case.num_new_tokens else "prefill",
+        "requests": case.num_requests,
+        "prompt_tokens": case.prompt_tokens,
+        "steps": rounds[0]["steps"],
+        **{key: statistics.median(row[key] for row in rounds) for key in ("step_ms", "bookkeeping_ms", "share")},
+        "largest_share": max(row["share"] for row in rounds),
+        "parts_ms": parts_ms,
+    }
+
+
+def _line(row: Row) -> str:
+    parts = sorted(row["parts_ms"].items(), key=lambda part: -part[1])
+    return (
+        f"{row['kind']:>7} {row['requests']:>3} x {row['prompt_tokens']:>5} {row['steps']:>5} {row['step_ms']:9.2f} "
+        f"{row['bookkeeping_ms']:8.3f} {row['share']:8.3%}  "
+        + ", ".join(f"{label} {ms * 1e3:.0f}" for label, ms in parts)
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description="What engine and tree take of a step beside the model.")
+    parser.add_argument("--shape", choices=("tiny", *SHAPES), default="0.5b")
+    parser.add_argument("--layers", type=int, default=24, help="of a random model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 2048, 8192], help="tokens, one request each")
+    parser.add_argument("--batches", type=int, nargs="*", default=[4, 16], help="requests that share a step's tokens")
+    parser.add_argument("--generations", type=int, nargs="*", default=[1, 16], help="that decode together")
+    parser.add_argument("--new-tokens", type=int, default=32, help="of each generation")
+    parser.add_argument("--step-tokens", type=int, default=512, help="engine.max_step_tokens")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    cases = [Case(1, num_tokens) for num_tokens in options.prompts]
+    cases += [Case(batch, options.step_tokens // batch) for batch in options.batches]
+    cases += [Case(batch, 64, options.new_tokens) for batch in options.generations]
+    # Room for two rounds at most, so that what was cached is evicted.
+    pool_tokens = 2 * sum(case.num_requests * (case.prompt_tokens + case.num_new_tokens + BLOCK_SIZE) for case in cases)
+    runner = build_runner(
+        options.shape, options.layers, getattr(torch, options.dtype), options.device, pool_tokens, is_exact=True
+    )
+    bench = Bench(runner, options.step_tokens, options.seed)
+    bench.check(options.step_tokens + options.step_tokens // 2)
+    rows = measure(bench, cases, options.rounds)
+    print("   kind  requests   steps  step, ms   beside    share  us a step")
+    for row in rows:
+        print(_line(row))
+    if options.json:
+        asked = {key: getattr(options, key) for key in ("shape", "layers", "dtype", "step_tokens", "rounds", "seed")}
+        command = shlex.join(["python", "-m", "bench.bookkeeping", *(sys.argv[1:] if arguments is None else arguments)])
+        result = {"rows": rows, **asked, "device": str(options.device), "command": command, **describe_run()}
+        write_json(options.json, {**result, "evicted_blocks": bench.cache.num_evicted_blocks})
+
+
+if __name__ == "__main__":
+    main()
