@@ -1,0 +1,175 @@
+"""What continuous batching gains: generated tokens a second, with one request at a time and with several.
+
+python -m bench.batching --json bench/results/batching.json
+
+Over gRPC, against a server of this run. Every level sends the same requests, in rounds in turn; their tokens must be
+the same, whoever shares the batch. Nothing is cached between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+
+from bench.environment import describe_run
+from bench.report import distribution, write_json
+from bench.server_process import ServerProcess, serve_command
+from radixkv.v1 import prefill_pb2
+
+_TIMEOUT_S = 600.0
+
+Row = dict[str, Any]
+GenerateCall = Callable[..., AsyncIterable[prefill_pb2.GenerateResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What came of one request.
+
+    Attributes:
+        ttft_s: call made until the first token came.
+        token_s: from then on, in the mean of its tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    ttft_s: float
+    token_s: float
+
+
+def build_messages(
+    num_requests: int, prompt_tokens: int, new_tokens: int, vocab_size: int, seed: int
+) -> list[prefill_pb2.GenerateRequest]:
+    """Requests with random prompts, that share nothing and leave nothing behind."""
+    prompts = np.random.default_rng(seed).integers(0, vocab_size, (num_requests, prompt_tokens))
+    return [
+        prefill_pb2.GenerateRequest(
+            prefill=prefill_pb2.PrefillRequest(token_ids=prompt.tolist(), read_cache=False, write_cache=False),
+            max_new_tokens=new_tokens,
+            ignore_eos=True,
+        )
+        for prompt in prompts
+    ]
+
+
+async def generate(call: GenerateCall, message: prefill_pb2.GenerateRequest) -> Generated:
+    """Send one request and read its tokens."""
+    token_ids: list[int] = []
+    start_s = first_s = time.perf_counter()
+    async for news in call(message, timeout=_TIMEOUT_S):
+        if not token_ids and news.token_ids:
+            first_s = time.perf_counter()
+        token_ids += news.token_ids
+    num_later = max(1, len(token_ids) - 1)
+    return Generated(tuple(token_ids), first_s - start_s, (time.perf_counter() - first_s) / num_later)
+
+
+async def generate_all(
+    call: GenerateCall, messages: Sequence[prefill_pb2.GenerateRequest], concurrency: int
+) -> tuple[list[Generated], float]:
+    """Send all requests, so many at a time; returns what came of each, and the seconds that it took."""
+    results: dict[int, Generated] = {}
+    indices = iter(range(len(messages)))
+
+    async def send_next() -> None:
+        for index in indices:
+            results[index] = await generate(call, messages[index])
+
+    start_s = time.perf_counter()
+    await asyncio.gather(*(send_next() for _ in range(concurrency)))
+    wall_s = time.perf_counter() - start_s
+    return [results[index] for index in range(len(messages))], wall_s
+
+
+async def measure(
+    address: str, messages: Sequence[prefill_pb2.GenerateRequest], levels: Sequence[int], rounds: int
+) -> list[Row]:
+    """Rounds in turn; tokens a second are medians of rounds, the times those of all requests.
+
+    Raises:
+        AssertionError: a request has other tokens when others are under way.
+    """
+    options = [("grpc.enable_http_proxy", 0)]  # a proxy's latency is not what is measured
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        call: GenerateCall = channel.unary_stream(
+            "/radixkv.v1.PrefillService/Generate",
+            request_serializer=prefill_pb2.GenerateRequest.SerializeToString,
+            response_deserializer=prefill_pb2.GenerateResponse.FromString,
+        )
+        # The first round checks and warms up.
+        expected = [each.token_ids for each in (await generate_all(call, messages, 1))[0]]
+        assert all(len(ids) == message.max_new_tokens for ids, message in zip(expected, messages, strict=True))
+        measured: dict[int, list[tuple[list[Generated], float]]] = {level: [] for level in levels}
+        for number, level in itertools.product(range(-1, rounds), levels):
+            results, wall_s = await generate_all(call, messages, level)
+            assert [each.token_ids for each in results] == expected, f"{level} at a time: other tokens than one by one"
+            if number >= 0:
+                measured[level].append((results, wall_s))
+    rows = [_summary(level, each) for level, each in measured.items()]
+    for row in rows:
+        row["ratio"] = row["tokens_per_s"] / rows[0]["tokens_per_s"]
+    return rows
+
+
+def _summary(level: int, rounds: list[tuple[list[Generated], float]]) -> Row:
+    results = [each for generated, _ in rounds for each in generated]
+    ttft_ms = distribution([each.ttft_s * 1e3 for each in results])
+    token_ms = distribution([each.token_s * 1e3 for each in results])
+    return {
+        "concurrency": level,
+        "tokens_per_s": statistics.median(
+            sum(len(each.token_ids) for each in generated) / wall_s for generated, wall_s in rounds
+        ),
+        "ttft_p50_ms": ttft_ms["p50"],
+        "ttft_p99_ms": ttft_ms["p99"],
+        "token_p50_ms": token_ms["p50"],
+        "token_p99_ms": token_ms["p99"],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description="Generated tokens a second, one request at a time and several.")
+    parser.add_argument("--model", default="tiny", metavar="M", help="tiny, or a directory")
+    parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V", help="of the server")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="the first one is compared with")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vocab-size", type=int, default=256, help="token ids below it; 256 fits any model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    messages = build_messages(
+        options.requests, options.prompt_tokens, options.new_tokens, options.vocab_size, options.seed
+    )
+    with ServerProcess(serve_command(options.model, options.device, options.settings)) as address:
+        rows = asyncio.run(measure(address, messages, options.concurrency, options.rounds))
+    print(f"{'at once':>7} {'tokens/s':>9} {'ratio':>6} {'TTFT p50, p99 ms':>19} {'a token p50, p99 ms':>20}")
+    for row in rows:
+        print(
+            f"{row['concurrency']:>7} {row['tokens_per_s']:9.1f} {row['ratio']:6.2f} {row['ttft_p50_ms']:9.1f} "
+            f"{row['ttft_p99_ms']:9.1f} {row['token_p50_ms']:10.2f} {row['token_p99_ms']:9.2f}"
+        )
+    if options.json:
+        keys = ("model", "device", "settings", "requests", "prompt_tokens", "new_tokens", "rounds", "seed")
+        command = shlex.join(["python", "-m", "bench.batching", *(sys.argv[1:] if arguments is None else arguments)])
+        asked = {key: getattr(options, key) for key in keys}
+        write_json(options.json, {"rows": rows, **asked, "command": command, **describe_run()})
+
+
+if __name__ == "__main__":
+    main()
