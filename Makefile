@@ -58,6 +58,9 @@ bench: $(STAMP)
 	mkdir -p build/bench
 	$(PY) -m bench.replay --workload shared-prefix --groups 8 --requests 400 --prefix-tokens 1024 --suffix-tokens 64 \
 		--json build/bench/shared_prefix.json --plot build/bench/shared_prefix.png
+	$(PY) -m bench.rpc --json build/bench/rpc.json
+	$(PY) -m bench.batching --json build/bench/batching.json
+	$(PY) -m bench.bookkeeping --layers 4 --rounds 3 --json build/bench/bookkeeping.json
 ifdef TRACE
 	$(PY) -m bench.tree --trace $(TRACE) --json build/bench/tree.json
 	$(PY) -m bench.replay --workload mooncake --trace $(TRACE) --limit 300 --scale 0.05 --concurrency 1 \
