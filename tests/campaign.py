@@ -243,6 +243,8 @@ class Workers:
         worker = self._running.pop(self._random.randrange(len(self._running)))
         worker.send_signal(signal.SIGKILL)
         worker.wait()
+        assert worker.stdin is not None
+        worker.stdin.close()
         self.num_killed += 1
         if starts_another:
             self._running.append(self._start())
@@ -267,9 +269,10 @@ class Workers:
 
     def _listen(self, worker: subprocess.Popen[str]) -> None:
         assert worker.stdout is not None
-        for line in worker.stdout:
-            with suppress(json.JSONDecodeError):  # the last line of a killed one
-                self.outcomes.update(json.loads(line))
+        with worker.stdout:
+            for line in worker.stdout:
+                with suppress(json.JSONDecodeError):  # the last line of a killed one
+                    self.outcomes.update(json.loads(line))
 
 
 def run_campaign(num_calls: int, seed: int = 0, kill_period_s: float = 20.0) -> Report:

@@ -126,7 +126,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant("engine_core.py", "            self._deadlines.remove(", "            len("),
     Mutant("engine_core.py", "            if not request.is_over:\n", "            if False:\n"),
-    Mutant("prediction.py", "request.generation.sampling.temperature == 0", "True"),
+    Mutant("prediction.py", "generation.sampling.temperature > 0", "False"),
     Mutant("prediction.py", "probabilities.cumsum(dim=0) - probabilities >=", "probabilities.cumsum(dim=0) >="),
     Mutant("prediction.py", "position=request.num_tokens", "position=0"),
 )
