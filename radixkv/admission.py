@@ -59,20 +59,23 @@ class Admitter:
         release = self._flights.next_release(request)
         return request.num_left if release is None else min(request.num_left, release - request.computed_upto)
 
-    def admit(self, request: Request, cached_tokens: int, running: Collection[Request]) -> Admission:
+    def admit(self, request: Request, cached_tokens: int | None, running: Collection[Request]) -> Admission:
         """Give a request its blocks, if there are enough and nobody computes the same.
 
         A block for each running generation is left, so that what is admitted does not have to be paused at once.
 
         Args:
             request: it waits.
-            cached_tokens: what `look` said in this step.
+            cached_tokens: what `look` said in this step; None if nobody has looked.
             running: requests that have blocks.
         """
         params = request.params
+        num_growing = sum(other.generation is not None for other in running)
+        if cached_tokens is None:
+            is_needed = num_growing or self._flights.has_leaders(request.namespace)
+            cached_tokens = self.look(request) if is_needed else 0
         if params.read_cache and self._flights.follow(request, cached_tokens):
             return Admission.FOLLOWS
-        num_growing = sum(other.generation is not None for other in running)
         num_new_blocks = -(-request.num_tokens // self._cache.block_size) - cached_tokens // self._cache.block_size
         if num_growing and self._num_available_blocks() < num_new_blocks + num_growing:
             return Admission.NO_ROOM
@@ -99,7 +102,8 @@ class Admitter:
         else:
             request.recomputed_tokens += max(0, request.computed_upto - lease.cached_tokens)
         request.computed_upto = lease.cached_tokens
-        if params.read_cache and params.write_cache and not request.is_revoked:
+        # Nobody waits for a last token alone: it is the answer, and everybody's own to compute.
+        if params.read_cache and params.write_cache and not request.is_revoked and request.num_left > 1:
             self._flights.lead(request)
         return Admission.ADMITTED
 

@@ -223,14 +223,14 @@ class Scheduler:
         if self._blocked is not None:
             return self._blocked if self._blocked in queue.waiting else None
         first: Request = queue.waiting[0]
-        if queue.num_passed_over >= _MAX_PASSED_OVER:
+        if queue.num_passed_over >= _MAX_PASSED_OVER or len(queue.waiting) == 1:
             return first
         equals = [look for look in self._window(queue, admitter) if look[0].params.priority == first.params.priority]
         return max(equals, key=lambda look: look[1])[0]  # the first of those with equally much
 
     def _admit(self, queue: TenantQueue, request: Request, admitter: Admitter) -> Admission:
         is_first = request is queue.waiting[0]
-        admission = admitter.admit(request, self._look(request, admitter), self._running)
+        admission = admitter.admit(request, self._looks.get(request), self._running)
         if admission is Admission.ADMITTED:
             queue.waiting.remove(request)
             queue.running.add(request)
@@ -249,14 +249,10 @@ class Scheduler:
         for request in itertools.islice(queue.waiting, _WINDOW):
             if request not in self._looks and len(self._looks) >= _MAX_LOOKS and window:
                 break
-            window.append((request, self._look(request, admitter)))
+            if request not in self._looks:
+                self._looks[request] = admitter.look(request)
+            window.append((request, self._looks[request]))
         return window
-
-    def _look(self, request: Request, admitter: Admitter) -> int:
-        """How many tokens a waiting request could reuse; looks once a step."""
-        if request not in self._looks:
-            self._looks[request] = admitter.look(request)
-        return self._looks[request]
 
     def _is_full(self) -> bool:
         return len(self._running) >= self._max_running_requests

@@ -47,6 +47,10 @@ class SingleFlight:
         self._waits: dict[Request, _Wait] = {}
         self._followers: dict[Request, list[Request]] = {}  # of each leader
 
+    def has_leaders(self, namespace: Namespace) -> bool:
+        """Whether anybody can be followed there."""
+        return namespace in self._leaders
+
     def lead(self, request: Request) -> None:
         """Let others wait for what this request computes of its tokens now. Complexity: hashes them once."""
         lead = self._leads[request] = _Lead(request.tokens, self._fingerprints(request))
