@@ -100,7 +100,7 @@ ENGINE_MUTANTS = (
     Mutant("admission.py", "Admission.NO_ROOM if running else", "Admission.NO_ROOM if False else"),
     Mutant("admission.py", " and not request.is_revoked and ", " and "),
     Mutant("scheduler.py", "            self._queues[request.params.tenant].charge(granted)\n", ""),
-    Mutant("scheduler.py", "        if queue.num_passed_over >= _MAX_PASSED_OVER:", "        if False:"),
+    Mutant("scheduler.py", "queue.num_passed_over >= _MAX_PASSED_OVER or ", ""),
     Mutant("scheduler.py", "max(equals, key=lambda look: look[1])", "min(equals, key=lambda look: look[1])"),
     Mutant("scheduler.py", "                self._blocked = request\n", "                pass\n"),
     Mutant("scheduler.py", " and not self._ends_with(request, tokens, left)):", "):"),
