@@ -35,7 +35,7 @@ SETTINGS = (
     "cache.block_size=32",
     "engine.held_lease_ttl_s=1",
     "engine.max_running_requests=24",
-    "engine.max_waiting_requests=40",
+    "engine.max_waiting_requests=8",  # fewer than there are callers
     "engine.max_step_tokens=256",
 )
 NUM_PROMPTS, MAX_NEW_TOKENS, CONCURRENCY, NUM_WORKERS = 36, 12, 12, 3
@@ -213,6 +213,7 @@ class Report:
     resident_mib: list[float]  # of the server, through the campaign
     last_words: str
     left_behind: dict[str, int]
+    pressure: dict[str, int]
     seconds: float
 
     @property
@@ -290,12 +291,25 @@ def run_campaign(num_calls: int, seed: int = 0, kill_period_s: float = 20.0) -> 
                 next_kill_s = time.monotonic() + kill_period_s
         workers.stop()
         left_behind = wait_until_idle(address)
+        with Client(address, timeout_s=20) as client:
+            stats = client.stats()
+        pressure = {
+            "pauses": stats.requests.pauses,
+            "recomputed tokens": stats.tokens.recomputed,
+            "evicted blocks": stats.evicted_blocks,
+        }
         server.terminate()
         assert server.stdout is not None
         last_words = server.stdout.read().strip()
         server.wait(30)
     return Report(
-        workers.outcomes, workers.num_killed, resident_mib, last_words, left_behind, time.monotonic() - start_s
+        workers.outcomes,
+        workers.num_killed,
+        resident_mib,
+        last_words,
+        left_behind,
+        pressure,
+        time.monotonic() - start_s,
     )
 
 
@@ -340,6 +354,7 @@ def main() -> int:
     print(f"{report.outcomes.total()} calls in {report.seconds:.0f} s, {report.num_killed} callers killed")
     print(json.dumps(dict(report.outcomes.most_common()), indent=2))
     print(f"server's memory in MiB: {[round(mib) for mib in report.resident_mib]}; {report.last_words}")
+    print(report.pressure)
     for mistake in report.mistakes:
         print(f"MISTAKE: {mistake}")
     return 1 if report.mistakes else 0

@@ -18,4 +18,5 @@ def test_two_thousand_calls_leave_nothing_behind_and_get_no_wrong_answer() -> No
         "retained",
     }
     assert {event for event in happened if not report.outcomes[event]} == set()
+    assert report.pressure["evicted blocks"] > 0
     assert report.resident_mib[-1] < 1.1 * report.resident_mib[2]
