@@ -86,7 +86,7 @@ class Admitter:
                 return Admission.OVER_QUOTA
             return self._end(request, error)
         except OutOfBlocks as error:
-            return Admission.NO_ROOM if running else self._end(request, error)
+            return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
         if num_growing and self._num_available_blocks() < num_growing:
             lease.close()
             return Admission.NO_ROOM
@@ -114,6 +114,11 @@ class Admitter:
             error.retry_after_s = max(0.0, expires_s - self._clock())
         self._refuse(request, error)
         return Admission.ENDED
+
+    def _can_fit(self, request: Request) -> bool:
+        """Whether waiting for running requests helps: it does not for blocks that other tenants' floors keep."""
+        num_kept_blocks = self._cache.tenants.num_blocks_kept_from(request.params.tenant)
+        return request.num_tokens <= (self._cache.pool.num_blocks - num_kept_blocks) * self._cache.block_size
 
     def _num_available_blocks(self) -> int:
         return self._cache.pool.num_free + self._cache.num_evictable_blocks

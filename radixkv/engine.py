@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from radixkv.attention import AttentionKernels, TorchKernels
 from radixkv.config import Config, EngineConfig, TenantConfig
@@ -46,6 +46,7 @@ _T = TypeVar("_T")
 # So many failed steps in a row, and the engine is not healthy; it tries a step of its own so often until one works.
 _MAX_FAILED_STEPS = 3
 _RETRY_PERIOD_S = 1.0
+_STOP_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +96,9 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping = False
         self._is_stopped = False
-        self._inbox_lock = threading.Lock()  # of `_is_stopped`: whatever is in the inbox is run
+        self._inbox_lock = threading.Lock()  # of `_is_stopped` and `_calls`: whatever is in the inbox is run
+        self._calls: set[Future[Any]] = set()  # under way
+        self._next_try_s = 0.0
 
     @property
     def is_alive(self) -> bool:
@@ -110,8 +113,10 @@ class Engine:
 
     @property
     def cancellation(self) -> LifecycleError:
-        """Why the engine cancels a future that its caller did not cancel."""
-        return self._hanging() if self._watchdog.is_hanging else Draining("engine: stopped before the answer was known")
+        """Why the engine cancels a future that its caller did not cancel: it stops, or else a step hangs or did."""
+        if self._intake.is_closed:
+            return Draining("engine: stopped before the answer was known")
+        return self._hanging()
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -224,15 +229,17 @@ class Engine:
             Whether all of them finished in time.
         """
         self._intake.close()
-        finished = self._intake.wait_until_empty(timeout_s)
+        finished = self._intake.wait_until_empty(0 if self._watchdog.is_hanging else timeout_s)
         self._intake.cancel_all()
         return finished
 
     def stop(self) -> None:
-        """Cancel what is left and end the thread."""
+        """Cancel what is left and end the thread; it is left behind if its step does not end."""
         self.drain(0)
         self._inbox.put(self._leave_loop)
-        self._thread.join()
+        self._thread.join(_STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.error("a step does not end; its thread is left behind")
         self._watchdog.stop()
 
     def _leave_loop(self) -> None:
@@ -242,6 +249,10 @@ class Engine:
         """Let nobody wait for a step that hangs. The blocks go back when it ends, and not while it may still write."""
         _log.error("a step takes more than %s s; its requests and all others are cancelled", self._step_timeout_s)
         self._intake.cancel_all()
+        with self._inbox_lock:
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
 
     def _hanging(self) -> StepHangs:
         return StepHangs(f"engine: a step takes more than {self._step_timeout_s} s")
@@ -263,6 +274,8 @@ class Engine:
         if self._watchdog.is_hanging:
             raise self._hanging()
         self._intake.enter(request, lambda: self._inbox.put(lambda: self._core.submit(request)))
+        if self._watchdog.is_hanging:  # since a moment ago, and all others have been cancelled
+            request.future.cancel()
 
     def _call(self, function: Callable[[], _T]) -> Future[_T]:
         """Run a short function on the engine's thread, between two steps."""
@@ -278,7 +291,11 @@ class Engine:
         with self._inbox_lock:
             if self._is_stopped:
                 raise Draining("engine: stopped")
+            if self._watchdog.is_hanging:
+                raise self._hanging()
+            self._calls.add(future)
             self._inbox.put(run)
+        future.add_done_callback(self._calls.discard)
         return future
 
     def _loop(self) -> None:
@@ -287,7 +304,8 @@ class Engine:
                 self._read_inbox()
                 self._watchdog.step_begins()
                 self._core.step()
-                if self._core.num_failed_steps >= _MAX_FAILED_STEPS and not self._core.has_work:
+                if self._core.num_failed_steps >= _MAX_FAILED_STEPS and time.monotonic() >= self._next_try_s:
+                    self._next_try_s = time.monotonic() + _RETRY_PERIOD_S
                     self._core.try_step()
                 self._watchdog.step_ends()
         finally:
@@ -295,7 +313,10 @@ class Engine:
             with self._inbox_lock:
                 self._is_stopped = True  # nothing enters the inbox any more
             self._read_inbox(wait=False)
-            self._core.close(Draining("engine: stopped"))
+            try:
+                self._core.close(Draining("engine: stopped"))
+            finally:
+                self._intake.abandon(Draining("engine: stopped"))
 
     def _read_inbox(self, *, wait: bool = True) -> None:
         """Run what is in the inbox now; sleep on it while there is nothing to compute."""

@@ -19,7 +19,7 @@ from radixkv.errors import CapacityError, DeadlineExceeded, OutOfBlocks, RadixKV
 from radixkv.held_leases import HeldLeases
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
-from radixkv.observer import Observer
+from radixkv.observer import Observer, Observers
 from radixkv.prediction import Prediction, predict
 from radixkv.prefix_cache import PrefixCache, Purged
 from radixkv.request import Outcome, Request
@@ -77,7 +77,7 @@ class EngineCore:
         self._answers = Answers(cache, self.held_leases)
         self._clock = clock
         self._on_end = on_end
-        self._observer = observer or Observer()
+        self._observer = Observers(() if observer is None else (observer,))
         self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals differ
         self._cancelled: deque[Request] = deque()  # other threads append
         self._census = Census(cache, self._scheduler, self.held_leases, runner.storage, clock)
@@ -98,6 +98,8 @@ class EngineCore:
         """Drop what nobody waits for, admit what fits, compute one step, publish and answer."""
         self._sweep()
         self._extend_leases()
+        if (youngest := self._scheduler.slot_to_free()) is not None:
+            self._pause(youngest)
         slices = self._scheduler.next_step(self._admitter)
         if slices:
             self._run(slices)
@@ -107,11 +109,11 @@ class EngineCore:
         token = bytes(TOKEN_BYTES)
         try:
             with self.cache.lease(Namespace(""), token, read=False) as lease:
-                self._runner.run([Chunk(token, 0, 1, lease.block_ids, None, wants_logits=True)])
+                step = self._runner.run([Chunk(token, 0, 1, lease.block_ids, None, wants_logits=True)])
         except Exception:  # noqa: BLE001 - whatever a forward pass raises, it does not work yet
             _log.exception("steps still fail")
         else:
-            self.num_failed_steps = 0
+            self.num_failed_steps = 0 if all(step.is_finite) else self.num_failed_steps
 
     def seconds_to_next_expiry(self) -> float | None:
         """How long until a held lease expires; None if none is held."""
@@ -165,7 +167,7 @@ class EngineCore:
         lets go of what it pins and does not need; it comes back with the block, or only held leases stand in its way
         and it is refused. So it gets on by a token at least each time, and after it the next one.
         """
-        for request in sorted(self._scheduler.running, key=lambda running: running.rank):
+        for request in sorted(self._scheduler.running, key=lambda running: running.arrival):
             while request.lease is not None and request.lease.num_tokens < request.num_tokens:
                 try:
                     request.lease.extend(request.tokens[request.lease.num_tokens * TOKEN_BYTES :])
@@ -181,7 +183,7 @@ class EngineCore:
                     for running in self._scheduler.running
                     if isinstance(error, OutOfBlocks) or running.params.tenant == request.params.tenant
                 ),
-                key=lambda holder: holder.rank,
+                key=lambda holder: holder.arrival,
             )
         )
 
@@ -212,7 +214,7 @@ class EngineCore:
             for part in slices:
                 self._fail(part.request, failed)
             return
-        self.num_failed_steps = 0
+        self.num_failed_steps = 0 if any(is_finite) else self.num_failed_steps + 1
         num_decode_tokens = sum(part.request.is_decoding for part in slices)
         num_tokens = sum(part.end - part.start for part in slices)
         self._observer.step_done(
@@ -233,13 +235,14 @@ class EngineCore:
 
     def _go_on(self, request: Request, upto: int, prediction: Prediction | None) -> None:
         """Publish what a request has computed, and answer it or tell its next token."""
-        was_decoding = request.is_decoding
         request.computed_upto = upto
-        _open_lease(request).copy = None  # it was made
+        lease = _open_lease(request)
+        lease.copy = None  # it was made
         if prediction is None:
             self._commit(request, upto)
             return
-        if request.prefilled_s is None:
+        is_first = request.prefilled_s is None
+        if is_first:
             request.prefilled_s = self._clock()
         if request.generation is None:
             self._commit(request, upto)
@@ -250,8 +253,10 @@ class EngineCore:
             self._commit(request, upto)
             self._answer(request, lambda lease, now: self._answers.generation(request, lease, finish_reason, now))
             return
-        if not was_decoding or upto % self.cache.block_size == 0:
-            self._commit(request, upto)
+        # The prompt is published to the token, and then what is full: more would be copied again for the next token.
+        publishable = upto if is_first else upto // self.cache.block_size * self.cache.block_size
+        if publishable > lease.committed_tokens:
+            self._commit(request, publishable)
         self._resume(self._flights.leave(request))  # what it computes from now on is its own
         self._tell(request, prediction.next_token_id)
 

@@ -69,7 +69,7 @@ class OutOfBlocks(CapacityError):
 
 
 class QueueFull(CapacityError):
-    """Too many requests are waiting."""
+    """Too many requests are unfinished, of all or of one tenant."""
 
 
 class QuotaExceeded(CapacityError):

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from radixkv.config import EngineConfig
-from radixkv.errors import Draining, QueueFull
+from radixkv.errors import Draining, QueueFull, RadixKVError
 from radixkv.request import Request
 
 # Bounds of the hint when to come back to a full queue.
@@ -84,6 +84,15 @@ class Intake:
         for future in unfinished:
             future.cancel()
 
+    def abandon(self, error: RadixKVError) -> None:
+        """Answer all requests that are not over, whatever state they are in: nobody else will."""
+        self.cancel_all()
+        with self._changed:
+            unfinished = list(self._unfinished)
+        for future in unfinished:
+            if not future.done():
+                future.set_exception(error)
+
     def _require_room(self, num_unfinished: int, most: int, whose: str) -> None:
         if num_unfinished >= most:
             raise QueueFull(
@@ -95,5 +104,5 @@ class Intake:
         """How long it takes until so many requests have ended, as fast as the last ones did."""
         if len(self._ended_s) < 2:
             return _DEFAULT_RETRY_S
-        seconds_each = (time.monotonic() - self._ended_s[0]) / len(self._ended_s)
+        seconds_each = (self._ended_s[-1] - self._ended_s[0]) / (len(self._ended_s) - 1)
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, num_requests * seconds_each))

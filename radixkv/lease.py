@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from radixkv.token_bytes import TOKEN_BYTES
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -34,9 +36,9 @@ class Lease:
     Attributes:
         namespace: where blocks are published.
         usage: where the tenant's blocks are counted.
-        tokens: the prompt, little-endian uint32 bytes.
+        tokens: the prompt and what it was extended by, little-endian uint32 bytes.
         cached_tokens: tokens whose K/V exist already.
-        block_ids: int32, all blocks of the prompt in order. `commit` may exchange some for equal ones.
+        block_ids: int32, all blocks of the tokens in order. `commit` may exchange some for equal ones.
         num_published_blocks: the first so many of `block_ids` belong to the tree; the others are the lease's own.
         copy: a block copy that must be made before anything is written; the holder clears it when it is made.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
@@ -94,8 +96,8 @@ class Lease:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt length in tokens."""
-        return len(self.tokens) // 4
+        """Length in tokens, extensions included."""
+        return len(self.tokens) // TOKEN_BYTES
 
     def commit(self, upto_tokens: int) -> int:
         """Publish what is finished: the K/V of all tokens before `upto_tokens` are written and final.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -86,6 +87,8 @@ class Limits:
             raise InvalidRequest(f"top_logprobs: expected 0 to {self.vocab_size}, got {params.top_logprobs}")
         if not 0 <= params.priority <= MAX_REQUEST_PRIORITY:
             raise InvalidRequest(f"priority: expected 0 to {MAX_REQUEST_PRIORITY}, got {params.priority}")
+        if params.deadline_s is not None and not math.isfinite(params.deadline_s):
+            raise InvalidRequest(f"deadline_s: expected a finite time, got {params.deadline_s}")
         ceiling_tokens = self.ceiling_tokens.get(params.tenant)
         if ceiling_tokens is not None and num_tokens > ceiling_tokens:
             raise QuotaExceeded(

@@ -185,14 +185,14 @@ class PrefixCache:
 
         Raises:
             InvalidRequest: `tokens` is empty or not whole tokens.
-            OutOfBlocks: free and evictable blocks together are too few.
+            OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
         node, found_bytes, cached_tokens, packed = self._find(namespace, tokens, read)
         usage = self.tenants[namespace.tenant]
         num_new_blocks = -(-len(tokens) // (self.block_size * TOKEN_BYTES)) - cached_tokens // self.block_size
         num_spare_blocks = self._evictor.num_takeable_blocks(namespace.tenant, usage) - num_new_blocks
         if num_spare_blocks < _num_unpinned_blocks(node):
-            node, cached_tokens = self._narrow(node, cached_tokens, num_spare_blocks, usage)
+            node, cached_tokens = self._narrow(node, cached_tokens, num_spare_blocks, namespace.tenant, usage)
         num_whole_blocks, shared_tokens = divmod(cached_tokens, self.block_size)
         node_used_s = 0.0
         if node is not None:
@@ -214,7 +214,7 @@ class PrefixCache:
         return lease
 
     def _narrow(
-        self, node: Node | None, cached_tokens: int, num_spare_blocks: int, usage: TenantUsage
+        self, node: Node | None, cached_tokens: int, num_spare_blocks: int, tenant: str, usage: TenantUsage
     ) -> tuple[Node | None, int]:
         """Pin less of a path that stands in its own way, and if need be reuse less of it.
 
@@ -225,7 +225,7 @@ class PrefixCache:
             node: the deepest node that shares tokens.
             cached_tokens: tokens that could be reused.
             num_spare_blocks: blocks that the tenant could have, less those that the suffix takes.
-            usage: the tenant's.
+            tenant, usage: whose lease it will be.
 
         Returns:
             The node where the path to pin ends, and the tokens to reuse.
@@ -240,14 +240,15 @@ class PrefixCache:
             cached_tokens = num_held_blocks * self.block_size
         num_available_blocks = num_spare_blocks - max(0, num_held_blocks - num_pinned_blocks)
         if num_available_blocks < 0:
-            raise self._shortage(-num_available_blocks, usage)
+            raise self._shortage(-num_available_blocks, tenant, usage)
         if node is None or not cached_tokens:
             return None, 0
         return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens
 
-    def _shortage(self, num_missing_blocks: int, usage: TenantUsage) -> CapacityError:
+    def _shortage(self, num_missing_blocks: int, tenant: str, usage: TenantUsage) -> CapacityError:
         to_ceiling = usage.num_blocks_to_ceiling
-        if to_ceiling is not None and to_ceiling < self.pool.num_free + self.num_evictable_blocks:
+        to_others = self.tenants.num_blocks_kept_from(tenant)
+        if to_ceiling is not None and to_ceiling < self.pool.num_free + self.num_evictable_blocks - to_others:
             return QuotaExceeded(
                 f"blocks: expected {num_missing_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for this "
                 f"tenant, of which leases hold {usage.num_leased_blocks + usage.num_pinned_blocks}"
@@ -272,7 +273,7 @@ class PrefixCache:
         if num_new_blocks:
             num_missing_blocks = num_new_blocks - self._evictor.num_takeable_blocks(lease.namespace.tenant, usage)
             if num_missing_blocks > 0:
-                raise self._shortage(num_missing_blocks, usage)
+                raise self._shortage(num_missing_blocks, lease.namespace.tenant, usage)
             self._evictor.make_room(num_new_blocks, lease.namespace.tenant, usage)
             new = self.pool.acquire(num_new_blocks)
             usage.num_leased_blocks += num_new_blocks

@@ -19,11 +19,11 @@ from radixkv.model import Model
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part `[start, end)` of one prompt, to be computed in one step. K/V of all tokens before it exist.
+    """The part `[start, end)` of one request's tokens, to be computed in one step. K/V of all tokens before it exist.
 
     Attributes:
-        tokens: the whole prompt, little-endian uint32 bytes.
-        block_ids: int32, the prompt's blocks.
+        tokens: all of them so far, little-endian uint32 bytes.
+        block_ids: int32, their blocks.
         copy: a block copy to make first.
         wants_logits: whether the logits after the chunk's last token are wanted.
     """

@@ -42,7 +42,7 @@ _MAX_PASSED_OVER = 16
 class Scheduler:
     """Shares each step between tenants by weight, and a tenant's share between its requests.
 
-        step   [ one token for each decoding request | prefills, a turn for the tenant that is furthest behind ... )
+        step   [ one token for each decoding request | prompts, a turn for the tenant that is furthest behind ... )
         turn   [ running ones, first come first served, then waiting ones | the ones with the fewest tokens left )
 
     Between tenants: whoever was served the fewest tokens by its weight has the next turn (Sheng et al., Fairness in
@@ -50,7 +50,7 @@ class Scheduler:
     another one has cached.
 
     Within a tenant: of the first 16 waiting ones the one with the longest cached prefix is admitted next (of those with
-    the first one's priority), but the first is passed over 16 times at most. While the running ones need more than the
+    the first one's priority), but by this rule the first is passed over 16 times at most. While the running ones need more than the
     turn, half of it goes to those with the fewest tokens left, waiting ones among them: a short question does not wait
     for a long document, which takes at most twice as long for it.
 
@@ -140,15 +140,22 @@ class Scheduler:
             self._blocked = None
         self._queues.close_if_empty(queue)
 
+    def slot_to_free(self) -> Request | None:
+        """Whom to pause because so many run that another tenant can have nobody run; None if there is no need."""
+        if len(self._running) < self._max_running_requests or not any(queue.is_left_out for queue in self._queues):
+            return None
+        greediest = max(self._queues, key=lambda queue: len(queue.running))
+        if len(greediest.running) < 2:
+            return None
+        youngest: Request = max(greediest.running, key=lambda request: request.arrival)
+        return youngest
+
     # -- making a step ---------------------------------------------------------------------------------------------
 
     def next_step(self, admitter: Admitter) -> list[Slice]:
         """Choose the next step's slices, and admit those that get any; `admitter` gives them their blocks."""
         self._budget, self._granted, self._looks = self._max_step_tokens, {}, {}
-        for request in self._running:
-            if request.is_decoding:
-                self._grant(request, 1)
-        self._queues.advance()
+        decoding = self._serve_decodes()
         turns = [(queue.served, queue.serial, queue) for queue in self._queues if queue.has_prefills]
         heapq.heapify(turns)
         while turns and self._budget:
@@ -158,6 +165,9 @@ class Scheduler:
                 turn = min(turn, max(_MIN_TURN_TOKENS, self._max_step_tokens // _MAX_TURNS))
             if self._serve(queue, turn, admitter) == turn:
                 heapq.heappush(turns, (queue.served, serial, queue))
+        for request in decoding:  # those that had to leave their token to prompts that did not need it
+            self._grant(request, 1)
+        self._queues.advance(self._max_step_tokens - self._budget)
         for queue in list(self._queues):
             self._queues.close_if_empty(queue)
         return [
@@ -165,10 +175,22 @@ class Scheduler:
             for request, tokens in self._granted.items()
         ]
 
+    def _serve_decodes(self) -> list[Request]:
+        """A token for each request that decodes, and in turn if there are too many of them; returns all of them."""
+        decoding = [request for request in self._running if request.is_decoding]
+        most = self._max_step_tokens
+        if any(queue.has_prefills for queue in self._queues):
+            most = max(1, most - min(_MIN_TURN_TOKENS, most // 2))
+        if len(decoding) > most:
+            decoding.sort(key=lambda request: (self._queues[request.params.tenant].served, request.num_tokens))
+        for request in decoding[:most]:
+            self._grant(request, 1)
+        return decoding
+
     def _serve(self, queue: TenantQueue, turn: int, admitter: Admitter) -> int:
         """Give a tenant at most so many tokens; returns how many it took."""
         left = turn
-        prefills = [request for request in queue.running if self._left(request)]
+        prefills = [request for request in queue.running if self._left(request) and not request.is_decoding]
         if sum(map(self._left, prefills)) >= turn:
             left -= self._serve_short(queue, prefills, turn // _SHORT_SHARE, admitter)
         for request in prefills:
@@ -196,7 +218,7 @@ class Scheduler:
             if not left or tokens >= self._left(first):
                 break
             if request not in self._running:
-                if self._is_full() or (self._blocked is not None and not self._ends_with(request, tokens, left)):
+                if self._is_full(queue) or (self._blocked is not None and not self._ends_with(request, tokens, left)):
                     continue
                 if self._admit(queue, request, admitter) is not Admission.ADMITTED:
                     continue
@@ -207,7 +229,7 @@ class Scheduler:
         """Serve those that give all their blocks back with the step, while somebody else waits for blocks."""
         left = share
         for request, cached in self._window(queue, admitter):
-            may_pass = not self._is_full() and self._ends_with(request, request.num_tokens - cached, left)
+            may_pass = not self._is_full(queue) and self._ends_with(request, request.num_tokens - cached, left)
             if may_pass and self._admit(queue, request, admitter) is Admission.ADMITTED:
                 left -= self._grant(request, left)
         return share - left
@@ -218,7 +240,7 @@ class Scheduler:
 
     def _next_of(self, queue: TenantQueue, admitter: Admitter) -> Request | None:
         """Who of a tenant is admitted next."""
-        if self._is_full() or not queue.waiting:
+        if self._is_full(queue) or not queue.waiting:
             return None
         if self._blocked is not None:
             return self._blocked if self._blocked in queue.waiting else None
@@ -254,8 +276,10 @@ class Scheduler:
             window.append((request, self._looks[request]))
         return window
 
-    def _is_full(self) -> bool:
-        return len(self._running) >= self._max_running_requests
+    def _is_full(self, queue: TenantQueue) -> bool:
+        """Whether a tenant may have no more running: a tenant that has some leaves room for those that have none."""
+        num_kept = sum(other.is_left_out for other in self._queues) if queue.running else 0
+        return len(self._running) + num_kept >= self._max_running_requests
 
     def _left(self, request: Request) -> int:
         """Tokens of a running request that are not in the step yet."""

@@ -1,5 +1,6 @@
 import threading
 import time
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -268,6 +269,53 @@ def test_a_step_that_hangs_fails_everybody_until_it_ends(runner: GatedRunner) ->
     assert engine.stats().result(5).requests.cancelled == 2
     engine.check().result(5)
     engine.stop()
+
+
+def test_nothing_waits_for_a_step_that_hangs(runner: GatedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.engine._STOP_TIMEOUT_S", 0.1)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=0.05))
+    engine.start()
+    runner.gate.clear()
+    hanging = engine.prefill(params(range(20)))
+    assert runner.entered.wait(5)
+    stats = engine.stats()
+    while not (hanging.cancelled() and stats.cancelled()):
+        time.sleep(0.005)
+    for call in (engine.stats, lambda: engine.probe(tokens(range(4))), lambda: engine.release("x")):
+        with pytest.raises(StepHangs):
+            call()
+    start_s = time.monotonic()
+    assert engine.drain(30) is False
+    engine.stop()
+    assert time.monotonic() - start_s < 5
+    assert isinstance(engine.cancellation, Draining)
+    runner.gate.set()
+    while engine.is_alive:
+        time.sleep(0.005)
+    engine._core.cache.check()
+    assert engine._core.cache.pool.num_leased == 0
+
+
+def test_a_thread_that_dies_leaves_nobody_waiting(runner: GatedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(max_step_tokens=4))
+    runner.gate.clear()
+    engine.start()
+    futures = [engine.prefill(params(range(i, i + 8))) for i in range(3)]
+    assert runner.entered.wait(5)
+    monkeypatch.setattr(engine._core._scheduler, "next_step", lambda _: 1 / 0)
+    monkeypatch.setattr(engine._core, "close", lambda _: 1 / 0)
+    runner.gate.set()
+    wait(futures, 5)
+    assert all(future.done() for future in futures)
+    engine._thread.join(5)
+    with pytest.raises(Draining):
+        engine.prefill(params(range(4)))
+
+
+def test_a_deadline_that_is_none_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="deadline_s: expected a finite time, got nan"):
+        engine.prefill(params(range(4), deadline_s=float("nan")))
 
 
 def test_steps_that_fail_one_after_the_other_make_it_unhealthy_until_one_works(

@@ -7,6 +7,7 @@ import pytest
 from radixkv import engine_core
 from radixkv.errors import DeadlineExceeded, Draining, OutOfBlocks, QuotaExceeded, StepFailed, UnknownLease
 from radixkv.miss_reason import MissReason
+from radixkv.observer import Observer
 from radixkv.radix_tree import RadixTree
 from radixkv.retention import Grant, Retention
 from radixkv.runner import Chunk, StepResult
@@ -295,6 +296,25 @@ class TestWaysOut:
         bench.run()
         assert isinstance(future.exception(0), DeadlineExceeded)
         assert len(bench.core.held_leases) == 0
+
+    def test_an_observer_that_raises_is_nobody_else_s_trouble(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Broken(Observer):
+            def request_ended(self, *_: object) -> None:
+                raise ZeroDivisionError
+
+        bench = Bench(observer=Broken())
+        assert bench.prefill(range(8)).usage.prompt_tokens == 8
+        assert "an observer failed" in caplog.text
+
+    def test_answers_that_are_not_finite_count_as_failed_steps(self) -> None:
+        bench = Bench()
+        bench.runner.not_finite = tokens(range(8))
+        for num_failed in (1, 2):
+            bench.submit(range(8))
+            bench.run()
+            assert bench.core.num_failed_steps == num_failed
+        bench.prefill(range(20, 28))
+        assert bench.core.num_failed_steps == 0
 
     def test_closing_fails_everything_and_frees_every_lease(self) -> None:
         bench = Bench(max_step_tokens=4)

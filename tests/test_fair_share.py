@@ -8,7 +8,9 @@ from concurrent.futures import Future
 
 import pytest
 
+from radixkv.errors import OutOfBlocks
 from radixkv.result import GenerateResult, PrefillResult
+from radixkv.tenants import Quota
 from tests.core_bench import BLOCK_SIZE, Bench
 
 
@@ -213,3 +215,71 @@ def test_nobody_starves(seed: int) -> None:
         num_steps += 1
         assert num_steps < 400
     assert bench.core.stats().requests.waiting > 20, "there was more than could be served"
+
+
+@pytest.mark.parametrize("num_names", [100, 100_000], ids=["tenants come back", "tenants are always new"])
+def test_tenants_that_keep_coming_do_not_starve_one_that_stays(num_names: int) -> None:
+    bench = Bench(num_blocks=8192, max_step_tokens=256)
+    stays = bench.submit([1] * 2000, tenant="stays")
+    comes = 0
+    while not stays.done():
+        for _ in range(4):  # as much as a step has
+            ids = [2 + comes % 200] * 64
+            bench.submit(ids, tenant=f"tenant {comes % num_names}", read_cache=False, write_cache=False)
+            comes += 1
+        bench.core.step()
+        assert len(bench.runner.steps) < 300
+
+
+def test_a_tenant_with_all_slots_gives_one_to_a_tenant_with_none() -> None:
+    bench = Bench(num_blocks=4096, max_step_tokens=64, max_running_requests=4)
+    greedy = [bench.generate([i] * 4, 100, tenant="greedy") for i in range(6)]
+    for _ in range(5):
+        bench.core.step()
+    other = bench.submit(range(50, 54), tenant="other")
+    bench.core.step()
+    bench.core.step()
+    assert other.done()
+    assert bench.core.stats().requests.pauses == 1
+    bench.run()
+    assert all(len(future.result(0).token_ids) == 100 for future in greedy)
+
+
+def test_more_decoding_requests_than_tokens_take_turns_and_leave_some_for_prompts() -> None:
+    bench = Bench(num_blocks=4096, max_step_tokens=4, max_running_requests=16)
+    decoding = [bench.generate([i] * 2, 40, tenant="a") for i in range(8)]
+    for _ in range(40):
+        bench.core.step()
+    prompt = bench.submit(range(100, 120), tenant="b")
+    for _ in range(12):
+        bench.core.step()
+    assert prompt.done()
+    progress = [len(future.told) for future in decoding]
+    assert max(progress) - min(progress) <= 2
+
+
+def test_priorities_do_not_decide_between_tenants_who_is_paused() -> None:
+    ended = []
+    for priority in (50, 100):
+        bench = Bench(num_blocks=10)
+        quiet = bench.generate(range(8), 24, tenant="quiet")
+        bench.clock.now = 1.0
+        loud = bench.generate(range(50, 58), 24, tenant="loud", priority=priority)
+        bench.run()
+        ended.append((quiet.result(0).usage.recomputed_tokens, loud.result(0).usage.recomputed_tokens > 0))
+    assert ended == [(0, True)] * 2
+
+
+def test_what_others_floors_keep_is_waited_for_by_nobody() -> None:
+    bench = Bench(num_blocks=40, quotas={"floored": Quota(floor_blocks=30)}, max_step_tokens=512)
+    bench.prefill(range(120), tenant="floored")
+    decoding = bench.generate(range(4), 10, tenant="decodes")
+    bench.core.step()
+    never = bench.submit(range(300, 300 + 15 * BLOCK_SIZE), tenant="big")
+    bench.core.step()
+    assert isinstance(never.exception(0), OutOfBlocks)
+    small = bench.submit([7], tenant="small")
+    bench.core.step()
+    assert small.done()
+    assert not decoding.done()
+    bench.run()

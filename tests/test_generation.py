@@ -168,6 +168,16 @@ class TestPressure:
         assert bench.core.stats().requests.pauses > 0
         assert other.result(0).usage.recomputed_tokens == 0
 
+    def test_a_generation_at_its_ceiling_is_not_paused_for_every_token(self) -> None:
+        bench = Bench(num_blocks=64, quotas={"acme": Quota(ceiling_blocks=4)})
+        future = bench.generate(range(6), 4 * BLOCK_SIZE - 6 + 1, tenant="acme")
+        bench.run()
+        assert generated(future) == continuation(range(6), 11)
+        usage = future.result(0).usage
+        assert bench.core.stats().requests.pauses <= 1
+        assert usage.recomputed_tokens <= BLOCK_SIZE
+        assert usage.written_tokens <= 6 + 10 + BLOCK_SIZE
+
     def test_nobody_is_admitted_into_the_blocks_that_running_ones_need_next(self) -> None:
         bench = Bench(num_blocks=7)
         first = bench.generate(range(12), 12)
