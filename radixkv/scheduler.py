@@ -50,9 +50,9 @@ class Scheduler:
     another one has cached.
 
     Within a tenant: of the first 16 waiting ones the one with the longest cached prefix is admitted next (of those with
-    the first one's priority), but by this rule the first is passed over 16 times at most. While the running ones need more than the
-    turn, half of it goes to those with the fewest tokens left, waiting ones among them: a short question does not wait
-    for a long document, which takes at most twice as long for it.
+    the first one's priority), but by this rule the first is passed over 16 times at most. While the running ones need
+    more than the turn, half of it goes to those with the fewest tokens left, waiting ones among them: a short question
+    does not wait for a long document, which takes at most twice as long for it.
 
     A request is admitted at the last moment: when there are tokens for it in the step. So it matches the cache after
     everything before it was published. One for which there are no blocks keeps all others from being admitted until
