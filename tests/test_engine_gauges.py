@@ -83,6 +83,8 @@ def test_while_a_step_hangs_a_scrape_says_only_that(engine: Engine, runner: Gate
         time.sleep(0.005)
     assert scrape(engine, timeout_s=0.01) == {"radixkv_up": 0, "radixkv_healthy": 0}
     runner.gate.set()
+    while not engine.is_healthy:
+        time.sleep(0.005)
     assert scrape(engine)["radixkv_up"] == 1
 
 
