@@ -19,7 +19,7 @@ class Usage:
     Attributes:
         written_tokens: made matchable for others.
         generated_tokens: sampled so far; none of them is part of the prompt.
-        recomputed_tokens: computed a second time, because the request was paused and its K/V evicted meanwhile.
+        recomputed_tokens: computed a second time after a pause: what a block that was not full held, or was evicted.
     """
 
     prompt_tokens: int

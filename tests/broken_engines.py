@@ -244,6 +244,10 @@ def admits_nobody_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "remove", remove_and_stay_blocked)
 
 
+def refuses_who_only_has_to_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Admitter, "_can_fit", lambda *_: False)
+
+
 BREAKS: tuple[Breaks, ...] = (
     publishes_before_the_step,
     skips_copies,
@@ -266,4 +270,5 @@ BREAKS: tuple[Breaks, ...] = (
     tells_the_last_token_twice,
     knows_no_deadline,
     admits_nobody_after_a_refusal,
+    refuses_who_only_has_to_wait,
 )

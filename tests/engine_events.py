@@ -38,8 +38,8 @@ class World(_Value):
 
     Attributes:
         step_s, token_s: virtual seconds that a step takes, and each of its tokens.
-        computes_once: nothing is evicted, cancelled or fails, and prompts branch where blocks end: no token of a
-            prompt may be computed twice.
+        computes_once: nothing is evicted, cancelled or fails, and prompts branch where blocks end: no token
+            may be computed twice, but for those in the block that a paused request had not filled.
     """
 
     block_size: int = 4
