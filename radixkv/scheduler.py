@@ -68,7 +68,7 @@ class Scheduler:
         self, max_step_tokens: int, max_running_requests: int, weights: Mapping[str, float] | None = None
     ) -> None:
         self._queues = TenantQueues(weights or {})
-        self._running: dict[Request, None] = {}
+        self._running: dict[Request, None] = {}  # who waits longest for a turn to decode comes first
         self._num_arrived = 0
         self._max_step_tokens = max_step_tokens
         self._max_running_requests = max_running_requests
@@ -80,7 +80,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Request]:
-        """Those that hold blocks, in the order in which they were admitted."""
+        """Those that hold blocks."""
         return list(self._running)
 
     @property
@@ -165,8 +165,7 @@ class Scheduler:
                 turn = min(turn, max(_MIN_TURN_TOKENS, self._max_step_tokens // _MAX_TURNS))
             if self._serve(queue, turn, admitter) == turn:
                 heapq.heappush(turns, (queue.served, serial, queue))
-        for request in decoding:  # those that had to leave their token to prompts that did not need it
-            self._grant(request, 1)
+        self._decode(decoding)  # those that had to leave their token to prompts that did not need it
         self._queues.advance(self._max_step_tokens - self._budget)
         for queue in list(self._queues):
             self._queues.close_if_empty(queue)
@@ -182,10 +181,16 @@ class Scheduler:
         if any(queue.has_prefills for queue in self._queues):
             most = max(1, most - min(_MIN_TURN_TOKENS, most // 2))
         if len(decoding) > most:
-            decoding.sort(key=lambda request: (self._queues[request.params.tenant].served, request.num_tokens))
-        for request in decoding[:most]:
-            self._grant(request, 1)
+            decoding.sort(key=lambda request: self._queues[request.params.tenant].served)
+        self._decode(decoding[:most])
         return decoding
+
+    def _decode(self, requests: list[Request]) -> None:
+        """A token for each, as far as there are any; who gets one is the last to get the next."""
+        for request in requests:
+            if self._grant(request, 1):
+                del self._running[request]
+                self._running[request] = None
 
     def _serve(self, queue: TenantQueue, turn: int, admitter: Admitter) -> int:
         """Give a tenant at most so many tokens; returns how many it took."""

@@ -106,7 +106,7 @@ ENGINE_MUTANTS = (
     Mutant("scheduler.py", " and not self._ends_with(request, tokens, left)):", "):"),
     Mutant("scheduler.py", "if not left or tokens >= self._left(first):", "if not left:"),
     Mutant("scheduler.py", "turn // _SHORT_SHARE", "0"),
-    Mutant("scheduler.py", "        for request in decoding[:most]:\n", "        for request in []:\n"),
+    Mutant("scheduler.py", "        self._decode(decoding[:most])\n", "        self._decode([])\n"),
     Mutant("scheduler.py", "admitter.urgent_tokens(request) - ", "request.num_left - "),
     Mutant("scheduler.py", "        if self._blocked is request:\n            self._blocked = None\n", ""),
     Mutant("tenant_queue.py", "tokens / self.weight", "tokens"),

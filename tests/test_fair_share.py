@@ -247,15 +247,19 @@ def test_a_tenant_with_all_slots_gives_one_to_a_tenant_with_none() -> None:
 
 def test_more_decoding_requests_than_tokens_take_turns_and_leave_some_for_prompts() -> None:
     bench = Bench(num_blocks=4096, max_step_tokens=4, max_running_requests=16)
-    decoding = [bench.generate([i] * 2, 40, tenant="a") for i in range(8)]
+    decoding = [bench.generate([i] * (300 if i == 5 else 2), 200, tenant="a") for i in range(8)]
+    while not all(future.told for future in decoding):
+        bench.core.step()
+    told_before = [len(future.told) for future in decoding]
     for _ in range(40):
         bench.core.step()
     prompt = bench.submit(range(100, 120), tenant="b")
     for _ in range(12):
         bench.core.step()
     assert prompt.done()
-    progress = [len(future.told) for future in decoding]
+    progress = [len(future.told) - before for future, before in zip(decoding, told_before, strict=True)]
     assert max(progress) - min(progress) <= 2
+    assert min(progress) > 10
 
 
 def test_priorities_do_not_decide_between_tenants_who_is_paused() -> None:
