@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
 from radixkv.held_leases import HeldLeases
+from radixkv.lease import Lease
 from radixkv.miss_reason import MissReason
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Request
@@ -90,25 +91,29 @@ class Admitter:
         if num_growing and self._num_available_blocks() < num_growing:
             lease.close()
             return Admission.NO_ROOM
-        request.lease = lease
-        if request.scheduled_s is None:
-            request.scheduled_s = self._clock()
-            request.cached_tokens = lease.cached_tokens
-            request.miss_reason = (
-                self._cache.explain(request.namespace, params.tokens, lease.cached_tokens)
-                if params.read_cache
-                else MissReason.READ_DISABLED
-            )
-        else:
-            request.recomputed_tokens += max(0, request.computed_upto - lease.cached_tokens)
-        request.computed_upto = lease.cached_tokens
+        self._start(request, lease)
         # Nobody waits for a last token alone: it is the answer, and everybody's own to compute.
         if params.read_cache and params.write_cache and not request.is_revoked and request.num_left > 1:
             self._flights.lead(request)
         return Admission.ADMITTED
 
+    def _start(self, request: Request, lease: Lease) -> None:
+        """Let a request go on from what its lease found."""
+        request.lease = lease
+        if request.scheduled_s is None:
+            request.scheduled_s = self._clock()
+            request.cached_tokens = lease.cached_tokens
+            request.miss_reason = (
+                self._cache.explain(request.namespace, request.tokens, lease.cached_tokens)
+                if request.params.read_cache
+                else MissReason.READ_DISABLED
+            )
+        else:
+            request.recomputed_tokens += max(0, request.computed_upto - lease.cached_tokens)
+        request.computed_upto = lease.cached_tokens
+
     def _end(self, request: Request, error: CapacityError) -> Admission:
-        """Refuse a request although nobody runs: only held leases could give blocks back, and not soon."""
+        """Refuse a request that no running one can make room for: only held leases could, or others' floors."""
         expires_s = self._held_leases.next_expiry_s()
         if expires_s is not None:
             error.retry_after_s = max(0.0, expires_s - self._clock())

@@ -85,12 +85,8 @@ class Engine:
         )
         self._model_fingerprint = model.fingerprint
         self._eos_token_ids = model.eos_token_ids
-        self._observer = observer or Observer()
         self._intake = Intake(config)
-        self._core = EngineCore(
-            runner, cache, config, on_end=self._intake.leave, observer=self._observer, weights=weights
-        )
-        self._step_timeout_s = config.step_timeout_s
+        self._core = EngineCore(runner, cache, config, on_end=self._intake.leave, observer=observer, weights=weights)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
@@ -223,7 +219,7 @@ class Engine:
         return self._call(self._core.cache.check)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new prefills and wait for the others; cancel what is left after `timeout_s`.
+        """Refuse new requests and wait for the others; cancel what is left after `timeout_s`.
 
         Returns:
             Whether all of them finished in time.
@@ -247,7 +243,7 @@ class Engine:
 
     def _on_hang(self) -> None:
         """Let nobody wait for a step that hangs. The blocks go back when it ends, and not while it may still write."""
-        _log.error("a step takes more than %s s; its requests and all others are cancelled", self._step_timeout_s)
+        _log.error("a step takes more than %s s; its requests and all others are cancelled", self._watchdog.timeout_s)
         self._intake.cancel_all()
         with self._inbox_lock:
             calls = list(self._calls)
@@ -255,7 +251,7 @@ class Engine:
             call.cancel()
 
     def _hanging(self) -> StepHangs:
-        return StepHangs(f"engine: a step takes more than {self._step_timeout_s} s")
+        return StepHangs(f"engine: a step takes more than {self._watchdog.timeout_s} s")
 
     def _namespace(self, tenant: str, adapter: str, salt: str) -> Namespace:
         if adapter:
@@ -267,7 +263,7 @@ class Engine:
         try:
             yield
         except RadixKVError as error:
-            self._observer.request_refused(error)
+            self._core.observer.request_refused(error)
             raise
 
     def _submit(self, request: Request) -> None:

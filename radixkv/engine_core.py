@@ -54,6 +54,7 @@ class EngineCore:
         weights: by tenant; see `Scheduler`.
 
     Attributes:
+        observer: tells the one that was given, and nothing that it raises gets out.
         num_failed_steps: how many failed since the last one that did not.
     """
 
@@ -77,7 +78,7 @@ class EngineCore:
         self._answers = Answers(cache, self.held_leases)
         self._clock = clock
         self._on_end = on_end
-        self._observer = Observers(() if observer is None else (observer,))
+        self.observer = Observers(() if observer is None else (observer,))
         self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals differ
         self._cancelled: deque[Request] = deque()  # other threads append
         self._census = Census(cache, self._scheduler, self.held_leases, runner.storage, clock)
@@ -164,8 +165,8 @@ class EngineCore:
         """Give each running generation the block for its next token. Without one, the youngest is paused.
 
         The oldest can always pause all others. If it is alone and there is still no block, it is paused itself, which
-        lets go of what it pins and does not need; it comes back with the block, or only held leases stand in its way
-        and it is refused. So it gets on by a token at least each time, and after it the next one.
+        lets go of what it pins and does not need; it comes back with the block, or only held leases and others' floors
+        stand in its way and it is refused. So it gets on by a token at least each time, and after it the next one.
         """
         for request in sorted(self._scheduler.running, key=lambda running: running.arrival):
             while request.lease is not None and request.lease.num_tokens < request.num_tokens:
@@ -194,7 +195,7 @@ class EngineCore:
         request.lease = None
         self._scheduler.pause(request)
         self._census.paused()
-        self._observer.request_paused(request)
+        self.observer.request_paused(request)
 
     def _resume(self, followers: list[Request]) -> None:
         for follower in followers:
@@ -209,7 +210,7 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - whatever a forward pass raises, the other requests go on
             _log.exception("a step of %d requests failed", len(slices))
             self.num_failed_steps += 1
-            self._observer.step_failed(self._clock() - started_s, len(slices))
+            self.observer.step_failed(self._clock() - started_s, len(slices))
             failed = StepFailed(f"step: the forward pass raised {type(error).__name__}")
             for part in slices:
                 self._fail(part.request, failed)
@@ -217,7 +218,7 @@ class EngineCore:
         self.num_failed_steps = 0 if any(is_finite) else self.num_failed_steps + 1
         num_decode_tokens = sum(part.request.is_decoding for part in slices)
         num_tokens = sum(part.end - part.start for part in slices)
-        self._observer.step_done(
+        self.observer.step_done(
             self._clock() - started_s, len(slices), num_tokens - num_decode_tokens, num_decode_tokens
         )
         for part, finite in zip(slices, is_finite, strict=True):
@@ -275,7 +276,7 @@ class EngineCore:
     def _tell(self, request: Request, token_id: int) -> None:
         assert request.generation is not None, "only a generation has news"
         try:
-            request.generation.on_tokens(GeneratedTokens((token_id,), request.usage, request.miss_reason))
+            request.generation.on_tokens(GeneratedTokens((token_id,), request.usage))
         except Exception:  # noqa: BLE001 - the caller's callback; the other requests go on
             _log.exception("a caller failed to take its tokens")
             self._fail(request, StepFailed("generation: the caller's callback raised"))
@@ -311,7 +312,7 @@ class EngineCore:
         if request.lease is not None:
             request.lease.close()
             request.lease = None
-        self._observer.request_ended(request, outcome, error, self._clock())
+        self.observer.request_ended(request, outcome, error, self._clock())
         self._on_end(request)
 
 

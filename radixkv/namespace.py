@@ -36,7 +36,7 @@ class Namespace(NamedTuple):
         return _seed(self)
 
 
-@lru_cache(maxsize=1024)  # each request asks two or three times, and hashing takes 4 us
+@lru_cache(maxsize=1024)  # each request asks two or three times, and hashing takes 0.7 us
 def _seed(namespace: Namespace) -> int:
     digest = xxhash.xxh3_64()
     for field in namespace:

@@ -38,7 +38,7 @@ def predict(logits: torch.Tensor, requests: Sequence[Request]) -> list[Predictio
 
 
 def _prediction(logits: torch.Tensor, row: int, most_likely: int, request: Request) -> Prediction:
-    """What one row says. A tensor of the row is made for those only who ask for more than a token: it takes 2 us."""
+    """What one row says. A tensor of the row is made for those only who ask for more than a token."""
     params, generation, next_token_id = request.params, request.generation, most_likely
     if generation is not None and generation.sampling.temperature > 0:
         next_token_id = draw(logits[row], generation.sampling, position=request.num_tokens)

@@ -130,7 +130,7 @@ class Request:
     received_s: float
     generation: Generation | None = None
     arrival: int = 0
-    tokens: bytes = b""
+    tokens: bytes = field(init=False)
     lease: Lease | None = None
     miss_reason: MissReason = MissReason.COLD
     cached_tokens: int = 0

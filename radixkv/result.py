@@ -132,7 +132,6 @@ class GeneratedTokens:
 
     token_ids: tuple[int, ...]
     usage: Usage
-    miss_reason: MissReason
 
 
 @dataclass(frozen=True, slots=True)

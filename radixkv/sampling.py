@@ -12,6 +12,11 @@ DEFAULT_MAX_NEW_TOKENS = 16
 MAX_STOP_TOKEN_IDS = 1024
 
 
+def random_seed() -> int:
+    """For a caller who gives none: 0 to 2**64 - 1."""
+    return secrets.randbits(64)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """What a caller asks of a generation.
@@ -31,7 +36,7 @@ class Sampling:
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
     temperature: float = 0.0
     top_p: float = 1.0
-    seed: int = field(default_factory=lambda: secrets.randbits(64))
+    seed: int = field(default_factory=random_seed)
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
 

@@ -19,20 +19,23 @@ class Watchdog:
     Args:
         timeout_s: how long a step may take.
         on_hang: called on the watchdog's thread, once for each step that takes longer.
+
+    Attributes:
+        timeout_s: as above.
     """
 
     def __init__(self, timeout_s: float, on_hang: Callable[[], None]) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._on_hang = on_hang
         self._started_s: float | None = None
-        self._hanging: float | None = None  # the start of the step that was told of
+        self._told_start_s: float | None = None  # of the step that was told of
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="radixkv-watchdog", daemon=True)
 
     @property
     def is_hanging(self) -> bool:
         """Whether the step that runs now has taken too long."""
-        return self._hanging is not None and self._hanging == self._started_s
+        return self._told_start_s is not None and self._told_start_s == self._started_s
 
     def start(self) -> None:
         """Start watching."""
@@ -51,9 +54,9 @@ class Watchdog:
         self._started_s = None
 
     def _watch(self) -> None:
-        while not self._stopped.wait(min(_MAX_PERIOD_S, self._timeout_s / _LOOKS_PER_TIMEOUT)):
+        while not self._stopped.wait(min(_MAX_PERIOD_S, self.timeout_s / _LOOKS_PER_TIMEOUT)):
             started_s = self._started_s
-            if started_s is None or started_s == self._hanging or time.monotonic() - started_s < self._timeout_s:
+            if started_s is None or started_s == self._told_start_s or time.monotonic() - started_s < self.timeout_s:
                 continue
-            self._hanging = started_s
+            self._told_start_s = started_s
             self._on_hang()

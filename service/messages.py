@@ -11,7 +11,7 @@ from radixkv.errors import InvalidRequest
 from radixkv.request import DEFAULT_REQUEST_PRIORITY, PrefillParams
 from radixkv.result import GenerateResult, PrefillResult, Retained, Timing, Usage
 from radixkv.retention import Retention
-from radixkv.sampling import DEFAULT_MAX_NEW_TOKENS, Sampling
+from radixkv.sampling import DEFAULT_MAX_NEW_TOKENS, Sampling, random_seed
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, prefill_pb2
 
@@ -64,14 +64,14 @@ def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, 
 
 def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
     """How a generation was asked for."""
-    stop_token_ids = frozenset(request.stop_token_ids)
-    max_new_tokens = request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_MAX_NEW_TOKENS
-    top_p = request.top_p if request.HasField("top_p") else 1.0
-    if not request.HasField("seed"):
-        return Sampling(
-            max_new_tokens, request.temperature, top_p, stop_token_ids=stop_token_ids, ignore_eos=request.ignore_eos
-        )
-    return Sampling(max_new_tokens, request.temperature, top_p, request.seed, stop_token_ids, request.ignore_eos)
+    return Sampling(
+        max_new_tokens=request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_MAX_NEW_TOKENS,
+        temperature=request.temperature,
+        top_p=request.top_p if request.HasField("top_p") else 1.0,
+        seed=request.seed if request.HasField("seed") else random_seed(),
+        stop_token_ids=frozenset(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+    )
 
 
 def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest) -> Retention | None:

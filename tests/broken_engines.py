@@ -216,7 +216,7 @@ def tells_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
     def append_and_tell(request: Request, token_id: int) -> object:
         finish_reason = append(request, token_id)
         if finish_reason is not None and request.generation is not None:
-            request.generation.on_tokens(engine_core.GeneratedTokens((token_id,), request.usage, request.miss_reason))
+            request.generation.on_tokens(engine_core.GeneratedTokens((token_id,), request.usage))
         return finish_reason
 
     patch.setattr(engine_core, "_append", append_and_tell)

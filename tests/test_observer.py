@@ -97,6 +97,16 @@ def test_what_is_refused_at_once_is_told_and_nothing_else_is() -> None:
     assert recorder.told == [("request_refused", error) for error in (PromptTooLong, PromptTooLong, QueueFull)]
 
 
+def test_an_observer_that_raises_does_not_change_why_a_request_is_refused() -> None:
+    class Broken(Observer):
+        def request_refused(self, error: RadixKVError) -> None:
+            raise ZeroDivisionError
+
+    engine = Engine(FakeRunner(8, 4), PrefixCache(8, 4), EngineConfig(), observer=Broken())
+    with pytest.raises(PromptTooLong):
+        engine.prefill(PrefillParams(tokens(range(33))))
+
+
 def test_several_observers_are_told_the_same_in_order() -> None:
     recorder = Recorder()
     bench = Bench(num_blocks=9, observer=Observers([recorder, recorder]))

@@ -108,7 +108,7 @@ class FakeEngine:
             if generated[-1] in sampling.stop_token_ids:
                 break
             if len(generated) < sampling.max_new_tokens:
-                on_tokens(GeneratedTokens((generated[-1],), usage, MissReason.COLD))
+                on_tokens(GeneratedTokens((generated[-1],), usage))
         while self.is_gated and not future.cancelled():
             time.sleep(0.001)
         if not future.set_running_or_notify_cancel():
