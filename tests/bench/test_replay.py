@@ -250,7 +250,8 @@ def test_a_server_is_started_measured_drawn_and_stopped(
 @pytest.mark.parametrize(("signal_number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_the_server_too(signal_number: int, status: int, tmp_path: Path) -> None:
     script = """
-import sys, bench.replay
+import signal, sys, bench.replay
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 fake = [sys.executable, "-m", "tests.bench.fake_service", "--delay-s", "0.05", "--pid-file", sys.argv[1]]
 bench.replay.serve_command = lambda *_: fake
 sys.exit(bench.replay.main(sys.argv[2:]))
