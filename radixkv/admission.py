@@ -73,7 +73,7 @@ class Admitter:
         params = request.params
         num_growing = sum(other.generation is not None for other in running)
         if cached_tokens is None:
-            is_needed = num_growing or self._flights.has_leaders(request.namespace)
+            is_needed = num_growing or self._flights.has_leaders(request)
             cached_tokens = self.look(request) if is_needed else 0
         if params.read_cache and self._flights.follow(request, cached_tokens):
             return Admission.FOLLOWS

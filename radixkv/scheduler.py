@@ -200,7 +200,7 @@ class Scheduler:
             left -= self._serve_short(queue, prefills, turn // _SHORT_SHARE, admitter)
         for request in prefills:
             left -= self._grant(request, left)
-        while left and (request := self._next_of(queue, admitter)) is not None:
+        while left and (request := self._next_of(queue, left, admitter)) is not None:
             admission = self._admit(queue, request, admitter)
             if admission is Admission.ADMITTED:
                 left -= self._grant(request, left)
@@ -243,17 +243,24 @@ class Scheduler:
         """Whether a request gives all its blocks back after a step with so many tokens for it."""
         return tokens <= budget and request.generation is None and not request.params.hold_lease
 
-    def _next_of(self, queue: TenantQueue, admitter: Admitter) -> Request | None:
-        """Who of a tenant is admitted next."""
+    def _next_of(self, queue: TenantQueue, left: int, admitter: Admitter) -> Request | None:
+        """Who of a tenant is admitted next, with so many tokens left for it."""
         if self._is_full(queue) or not queue.waiting:
             return None
         if self._blocked is not None:
             return self._blocked if self._blocked in queue.waiting else None
         first: Request = queue.waiting[0]
-        if queue.num_passed_over >= _MAX_PASSED_OVER or len(queue.waiting) == 1:
+        if len(queue.waiting) == 1 or queue.num_passed_over >= _MAX_PASSED_OVER or self._takes_all(queue, left):
             return first
         equals = [look for look in self._window(queue, admitter) if look[0].params.priority == first.params.priority]
         return max(equals, key=lambda look: look[1])[0]  # the first of those with equally much
+
+    def _takes_all(self, queue: TenantQueue, left: int) -> bool:
+        """Whether so many tokens are enough for all that wait, so that it does not matter who is the first."""
+        if len(queue.waiting) > min(_WINDOW, self._max_running_requests - len(self._running)):
+            return False
+        num_tokens: int = sum(request.num_tokens for request in queue.waiting)
+        return num_tokens <= left
 
     def _admit(self, queue: TenantQueue, request: Request, admitter: Admitter) -> Admission:
         is_first = request is queue.waiting[0]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
-
-from xxhash import xxh3_64
 
 from radixkv.miss_reason import prefix_fingerprint
 from radixkv.namespace import Namespace
@@ -13,10 +12,10 @@ from radixkv.token_bytes import TOKEN_BYTES, shared_bytes
 
 
 class _Lead(NamedTuple):
-    """What a leader computes: its tokens, and the fingerprints of the prefixes that end with each of its blocks."""
+    """What a leader computes: its tokens, and the fingerprint of the prefix that ends with its next block."""
 
     tokens: bytes
-    fingerprints: list[int]
+    fingerprint: int
 
 
 class _Wait(NamedTuple):
@@ -41,23 +40,22 @@ class SingleFlight:
 
     def __init__(self, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
-        # By the fingerprint of a prefix that ends with one of a leader's blocks: it finds a candidate, tokens decide.
-        self._leaders: dict[Namespace, dict[int, Request]] = {}
+        # By the fingerprint of the prefix that a leader publishes next: it finds a candidate, tokens decide.
+        self._leaders: dict[int, Request] = {}
+        self._first_blocks: Counter[tuple[Namespace, bytes]] = Counter()  # of leaders
         self._leads: dict[Request, _Lead] = {}
         self._waits: dict[Request, _Wait] = {}
         self._followers: dict[Request, list[Request]] = {}  # of each leader
 
-    def has_leaders(self, namespace: Namespace) -> bool:
-        """Whether anybody can be followed there."""
-        return namespace in self._leaders
+    def has_leaders(self, request: Request) -> bool:
+        """Whether anybody computes tokens that begin with the same block. Complexity: O(1)."""
+        return self._first_block(request.namespace, request.tokens) in self._first_blocks
 
     def lead(self, request: Request) -> None:
-        """Let others wait for what this request computes of its tokens now. Complexity: hashes them once."""
-        lead = self._leads[request] = _Lead(request.tokens, self._fingerprints(request))
-        blocks = self._leaders.setdefault(request.namespace, {})
-        for fingerprint in lead.fingerprints:
-            blocks.setdefault(fingerprint, request)
+        """Let others wait for what this request computes of its tokens now. Complexity: hashes its first tokens."""
+        self._first_blocks[self._first_block(request.namespace, request.tokens)] += 1
         self._followers[request] = []
+        self._lead_on(request, request.tokens, request.computed_upto)
 
     def follow(self, request: Request, cached_tokens: int) -> bool:
         """Let a request wait if somebody computes at least its next block, or all of what is left of it.
@@ -66,18 +64,16 @@ class SingleFlight:
             request: neither running nor waiting for another.
             cached_tokens: what it could reuse now.
         """
-        blocks = self._leaders.get(request.namespace)
-        if blocks is None:
+        if not self.has_leaders(request):
             return False
         tokens = request.tokens
-        next_end = (cached_tokens * TOKEN_BYTES // self._block_bytes + 1) * self._block_bytes
-        fingerprint = prefix_fingerprint(request.namespace.seed, tokens, min(next_end, len(tokens)))
-        leader = blocks.get(fingerprint)
-        if leader is None:
+        next_end = self._next_end(tokens, cached_tokens)
+        leader = self._leaders.get(prefix_fingerprint(request.namespace.seed, tokens, next_end))
+        if leader is None or leader.namespace != request.namespace:
             return False
         led = self._leads[leader].tokens
         shared = shared_bytes(tokens, led, 0)
-        if shared < min(next_end, len(tokens)):
+        if shared < next_end:
             return False
         # What is shared of a block is published with the block, or with the leader's end.
         upto = min(-(-shared // self._block_bytes) * self._block_bytes, len(led))
@@ -89,6 +85,12 @@ class SingleFlight:
 
     def published(self, leader: Request, upto_tokens: int) -> list[Request]:
         """The followers that have what they waited for, in the order in which they came. They follow no more."""
+        lead = self._leads.get(leader)
+        if lead is None:
+            return []
+        self._lead_no_more(leader, lead)
+        if upto_tokens * TOKEN_BYTES < len(lead.tokens):
+            self._lead_on(leader, lead.tokens, upto_tokens)
         return self._release(leader, upto_tokens)
 
     def next_release(self, leader: Request) -> int | None:
@@ -109,13 +111,21 @@ class SingleFlight:
             return []
         freed = self._release(request, len(lead.tokens) // TOKEN_BYTES)
         del self._followers[request]
-        blocks = self._leaders.get(request.namespace, {})
-        for fingerprint in lead.fingerprints:
-            if blocks.get(fingerprint) is request:  # and not one who leads the same prefix
-                del blocks[fingerprint]
-        if not blocks:
-            self._leaders.pop(request.namespace, None)
+        self._lead_no_more(request, lead)
+        first_block = self._first_block(request.namespace, lead.tokens)  # its own may have become longer
+        self._first_blocks[first_block] -= 1
+        if not self._first_blocks[first_block]:
+            del self._first_blocks[first_block]
         return freed
+
+    def _lead_on(self, request: Request, tokens: bytes, from_tokens: int) -> None:
+        fingerprint = prefix_fingerprint(request.namespace.seed, tokens, self._next_end(tokens, from_tokens))
+        self._leads[request] = _Lead(tokens, fingerprint)
+        self._leaders.setdefault(fingerprint, request)
+
+    def _lead_no_more(self, request: Request, lead: _Lead) -> None:
+        if self._leaders.get(lead.fingerprint) is request:  # and not one who leads the same prefix
+            del self._leaders[lead.fingerprint]
 
     def _release(self, leader: Request, upto_tokens: int) -> list[Request]:
         followers = self._followers.get(leader, [])
@@ -126,11 +136,10 @@ class SingleFlight:
                 del self._waits[follower]
         return freed
 
-    def _fingerprints(self, request: Request) -> list[int]:
-        """Of the prefixes that end with each of its blocks, the last one as full as it is."""
-        tokens, digest = memoryview(request.tokens), xxh3_64(seed=request.namespace.seed)
-        fingerprints = []
-        for start in range(0, len(tokens), self._block_bytes):
-            digest.update(tokens[start : start + self._block_bytes])
-            fingerprints.append(digest.intdigest())
-        return fingerprints
+    def _first_block(self, namespace: Namespace, tokens: bytes) -> tuple[Namespace, bytes]:
+        return namespace, tokens[: self._block_bytes]
+
+    def _next_end(self, tokens: bytes, from_tokens: int) -> int:
+        """Bytes up to the end of the block that comes after so many tokens, the last one as full as it is."""
+        next_end = (from_tokens * TOKEN_BYTES // self._block_bytes + 1) * self._block_bytes
+        return min(next_end, len(tokens))

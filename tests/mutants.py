@@ -86,7 +86,10 @@ CACHE_MUTANTS = (
 
 ENGINE_MUTANTS = (
     Mutant("single_flight.py", "        shared = shared_bytes(tokens, led, 0)\n", "        shared = len(tokens)\n"),
-    Mutant("single_flight.py", "            blocks.setdefault(fingerprint, request)\n", "            pass\n"),
+    Mutant("single_flight.py", "        self._leaders.setdefault(fingerprint, request)\n", "        pass\n"),
+    Mutant("single_flight.py", " or leader.namespace != request.namespace", ""),
+    Mutant("single_flight.py", "        self._lead_no_more(leader, lead)\n", ""),
+    Mutant("single_flight.py", "            del self._first_blocks[first_block]\n", "            pass\n"),
     Mutant("single_flight.py", "            self._followers[wait.leader].remove(request)\n", "            pass\n"),
     Mutant(
         "admission.py", "        if params.read_cache and self._flights.follow(", "        if self._flights.follow("

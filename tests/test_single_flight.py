@@ -173,8 +173,8 @@ def test_followers_resume_as_far_as_their_leader_has_published() -> None:
     leader, near, far = request(range(40)), request([*range(8), 99]), request([*range(30), 99])
     flights.lead(leader)
     assert flights.follow(near, 0)
-    assert flights.follow(far, 4)
     assert flights.published(leader, 4) == []
+    assert flights.follow(far, 4)
     assert flights.published(leader, 8) == [near]
     assert flights.published(leader, 28) == []
     assert flights.published(leader, 32) == [far], "tokens 28 and 29 are published with their block"
@@ -206,12 +206,16 @@ def test_one_of_two_leaders_of_a_prefix_may_leave_first() -> None:
 
 def test_tokens_decide_and_not_their_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
     flights = SingleFlight(BLOCK_SIZE)
-    flights.lead(request(range(12)))
-    (fingerprints,) = flights._leaders.values()
-    monkeypatch.setattr(single_flight, "prefix_fingerprint", lambda *_: next(iter(fingerprints)))
-    assert flights.follow(request([*range(8), 99]), 0)
-    assert not flights.follow(request(range(50, 62)), 0)
-    assert not flights.follow(request(range(12), tenant="another"), 0)
+    leader = request(range(12))
+    flights.lead(leader)
+    flights.published(leader, 4)
+    (fingerprint,) = flights._leaders
+    monkeypatch.setattr(single_flight, "prefix_fingerprint", lambda *_: fingerprint)
+    flights.lead(request(range(12), tenant="another"))
+    assert flights.follow(request([*range(8), 99]), 4)
+    assert not flights.follow(request([*range(4), *range(50, 62)]), 4)
+    assert not flights.follow(request(range(50, 62)), 4)
+    assert not flights.follow(request([*range(8), 99], tenant="another"), 4)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -266,4 +270,5 @@ def test_a_crowd_that_is_cancelled_purged_and_failed_leaves_nobody_behind(seed: 
     assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
     assert not bench.core._flights._waits
     assert not bench.core._flights._leaders
+    assert not bench.core._flights._first_blocks
     assert not bench.core._flights._followers
