@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import cast
 
+import torch
 from sortedcontainers import SortedList
 
 from radixkv.admission import Admitter
 from radixkv.answers import Answers
 from radixkv.census import Census
 from radixkv.config import EngineConfig
-from radixkv.errors import CapacityError, DeadlineExceeded, OutOfBlocks, RadixKVError, StepFailed
+from radixkv.errors import CapacityError, DeadlineExceeded, OutOfBlocks, OutOfMemory, RadixKVError, StepFailed
 from radixkv.held_leases import HeldLeases
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
@@ -29,6 +30,7 @@ from radixkv.runner import Chunk, Runner
 from radixkv.scheduler import Scheduler, Slice
 from radixkv.single_flight import SingleFlight
 from radixkv.stats import EngineLoad, EngineStats
+from radixkv.step_budget import StepBudget
 from radixkv.token_bytes import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ class EngineCore:
         self.held_leases = HeldLeases(config.held_lease_ttl_s)
         self.num_failed_steps = 0
         self._runner = runner
+        self._budget = StepBudget(config.max_step_tokens)
         self._scheduler = Scheduler(config.max_step_tokens, config.max_running_requests, weights)
         self._flights = SingleFlight(cache.block_size)
         self._admitter = Admitter(cache, self._flights, self.held_leases, clock, self._fail)
@@ -101,6 +104,7 @@ class EngineCore:
         self._extend_leases()
         if (youngest := self._scheduler.slot_to_free()) is not None:
             self._pause(youngest)
+        self._scheduler.max_step_tokens = self._budget.num_tokens
         slices = self._scheduler.next_step(self._admitter)
         if slices:
             self._run(slices)
@@ -207,6 +211,10 @@ class EngineCore:
         started_s = self._clock()
         try:
             is_finite, predictions = self._compute(slices)
+        except torch.OutOfMemoryError:
+            self.observer.step_failed(self._clock() - started_s, len(slices))
+            self._try_smaller(slices)
+            return
         except Exception as error:  # noqa: BLE001 - whatever a forward pass raises, the other requests go on
             _log.exception("a step of %d requests failed", len(slices))
             self.num_failed_steps += 1
@@ -215,6 +223,7 @@ class EngineCore:
             for part in slices:
                 self._fail(part.request, failed)
             return
+        self._budget.grow()
         self.num_failed_steps = 0 if any(is_finite) else self.num_failed_steps + 1
         num_decode_tokens = sum(part.request.is_decoding for part in slices)
         num_tokens = sum(part.end - part.start for part in slices)
@@ -227,6 +236,14 @@ class EngineCore:
                 self._go_on(part.request, part.end, prediction)
             else:
                 self._fail(part.request, StepFailed("step: the model's values are not finite; nothing was published"))
+
+    def _try_smaller(self, slices: list[Slice]) -> None:
+        """Let the next steps be smaller. What this one wrote was not published, and is written again."""
+        num_tokens = sum(part.end - part.start for part in slices)
+        _log.warning("the device has no memory for a step of %d tokens in %d requests", num_tokens, len(slices))
+        if not self._budget.shrink(num_tokens):
+            for part in slices:
+                self._fail(part.request, OutOfMemory("step: the device has no memory to compute a single token"))
 
     def _compute(self, slices: list[Slice]) -> tuple[list[bool], Iterator[Prediction]]:
         """Everything that waits for the device, and so everything that can fail there."""

@@ -8,6 +8,7 @@
     │   └── UnknownLease
     ├── CapacityError                the service is full now; `retry_after_s` says when to come back
     │   ├── OutOfBlocks
+    │   ├── OutOfMemory
     │   ├── QueueFull
     │   └── QuotaExceeded
     ├── LifecycleError               something was used outside its life
@@ -66,6 +67,10 @@ class CapacityError(RadixKVError):
 
 class OutOfBlocks(CapacityError):
     """Not enough free or evictable blocks."""
+
+
+class OutOfMemory(CapacityError):
+    """The device has no memory to compute a single token."""
 
 
 class QueueFull(CapacityError):

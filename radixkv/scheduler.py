@@ -59,7 +59,7 @@ class Scheduler:
     there are, but for short prefills that give their blocks back with the step. So nobody starves.
 
     Args:
-        max_step_tokens: tokens a step.
+        max_step_tokens: tokens a step; may be changed between steps.
         max_running_requests: requests that may be admitted at the same time.
         weights: by tenant; 1 for the others.
     """
@@ -70,7 +70,7 @@ class Scheduler:
         self._queues = TenantQueues(weights or {})
         self._running: dict[Request, None] = {}  # who waits longest for a turn to decode comes first
         self._num_arrived = 0
-        self._max_step_tokens = max_step_tokens
+        self.max_step_tokens = max_step_tokens
         self._max_running_requests = max_running_requests
         self._blocked: Request | None = None  # it waits for blocks, and nobody else is admitted
         # Of the step that is being made:
@@ -154,7 +154,7 @@ class Scheduler:
 
     def next_step(self, admitter: Admitter) -> list[Slice]:
         """Choose the next step's slices, and admit those that get any; `admitter` gives them their blocks."""
-        self._budget, self._granted, self._looks = self._max_step_tokens, {}, {}
+        self._budget, self._granted, self._looks = self.max_step_tokens, {}, {}
         decoding = self._serve_decodes()
         turns = [(queue.served, queue.serial, queue) for queue in self._queues if queue.has_prefills]
         heapq.heapify(turns)
@@ -162,11 +162,11 @@ class Scheduler:
             _, serial, queue = heapq.heappop(turns)
             turn = self._budget
             if turns:
-                turn = min(turn, max(_MIN_TURN_TOKENS, self._max_step_tokens // _MAX_TURNS))
+                turn = min(turn, max(_MIN_TURN_TOKENS, self.max_step_tokens // _MAX_TURNS))
             if self._serve(queue, turn, admitter) == turn:
                 heapq.heappush(turns, (queue.served, serial, queue))
         self._decode(decoding)  # those that had to leave their token to prompts that did not need it
-        self._queues.advance(self._max_step_tokens - self._budget)
+        self._queues.advance(self.max_step_tokens - self._budget)
         for queue in list(self._queues):
             self._queues.close_if_empty(queue)
         return [
@@ -177,7 +177,7 @@ class Scheduler:
     def _serve_decodes(self) -> list[Request]:
         """A token for each request that decodes, and in turn if there are too many of them; returns all of them."""
         decoding = [request for request in self._running if request.is_decoding]
-        most = self._max_step_tokens
+        most = self.max_step_tokens
         if any(queue.has_prefills for queue in self._queues):
             most = max(1, most - min(_MIN_TURN_TOKENS, most // 2))
         if len(decoding) > most:

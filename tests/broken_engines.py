@@ -20,6 +20,7 @@ from radixkv.request import Outcome, Request
 from radixkv.runner import Chunk
 from radixkv.scheduler import Scheduler, Slice
 from radixkv.single_flight import SingleFlight
+from radixkv.step_budget import StepBudget
 
 Breaks = Callable[[pytest.MonkeyPatch], None]
 
@@ -244,6 +245,14 @@ def admits_nobody_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "remove", remove_and_stay_blocked)
 
 
+def refuses_who_might_fit_into_a_smaller_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepBudget, "shrink", lambda *_: False)
+
+
+def tries_as_much_again_when_there_is_no_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepBudget, "shrink", lambda _, num_tokens: num_tokens > 1)
+
+
 def refuses_who_only_has_to_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admitter, "_can_fit", lambda *_: False)
 
@@ -270,5 +279,7 @@ BREAKS: tuple[Breaks, ...] = (
     tells_the_last_token_twice,
     knows_no_deadline,
     admits_nobody_after_a_refusal,
+    refuses_who_might_fit_into_a_smaller_step,
+    tries_as_much_again_when_there_is_no_memory,
     refuses_who_only_has_to_wait,
 )

@@ -18,7 +18,7 @@ ANSWER = 0  # the stem of a piece that continues the path before it as the model
 Prompt = tuple[tuple[int, int], ...]  # pieces: (stem, length)
 
 
-HOW_STEPS_FAIL = ("before", "after", "not finite", "cancelled")
+HOW_STEPS_FAIL = ("before", "after", "not finite", "cancelled", "no memory")
 
 
 class _Value:

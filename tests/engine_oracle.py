@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from radixkv.engine_core import EngineCore
-from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
+from radixkv.errors import CapacityError, OutOfBlocks, OutOfMemory, QuotaExceeded
 from radixkv.node import path_to
 from radixkv.observer import Observer
 from radixkv.prefix_cache import PrefixCache
@@ -48,6 +48,7 @@ class EngineOracle(Observer):
         self._news = 0  # how often anything came or ended
         self._steps_without_news = 0
         self._following: set[Request] = set()  # in the last step
+        self._most_tokens = world.max_step_tokens  # of the next step
 
     # -- what is told ----------------------------------------------------------------------------------------------
 
@@ -74,22 +75,40 @@ class EngineOracle(Observer):
 
     def computing(self, chunks: Sequence[Chunk], broken: Sequence[Chunk]) -> list[Asked]:
         """A step computes; `broken` are the chunks that will fail. Returns who is in it."""
-        by_table = {id(request.lease.block_ids): request for request in self.core._scheduler.running if request.lease}
         computing = []
-        for chunk in chunks:
-            if id(chunk.block_ids) in by_table:  # and not the engine's own try
-                computing.append(asked := self._asked[by_table[id(chunk.block_ids)]])
-                asked.computed(chunk)
-                asked.must_fail |= any(chunk is each for each in broken)
+        for chunk, asked in self._computing(chunks):
+            computing.append(asked)
+            asked.computed(chunk)
+            asked.must_fail |= any(chunk is each for each in broken)
         following = set(self.core._flights._waits)
         self.events["follows"] += len(following - self._following)
         self._following = following
         self.events["failed steps"] += len(broken) == len(chunks)
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        if num_tokens > self._world.max_step_tokens:
-            self._runner.violations.append("a step has too many tokens")
-        self.events["tokens"] += num_tokens
+        self.events["tokens"] += self._num_tokens(chunks)
+        self._most_tokens = self._world.max_step_tokens
         return computing
+
+    def out_of_memory(self, chunks: Sequence[Chunk]) -> None:
+        """The device has no memory for a step: the next one is smaller, and if there is no smaller one, it fails."""
+        self.events["steps without memory"] += 1
+        num_tokens = self._num_tokens(chunks)
+        self._most_tokens = max(1, num_tokens // 2)
+        if num_tokens == 1:
+            for _, asked in self._computing(chunks):
+                asked.must_fail = True
+
+    def _num_tokens(self, chunks: Sequence[Chunk]) -> int:
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        if num_tokens > self._most_tokens:
+            self._runner.violations.append("a step has too many tokens")
+        return num_tokens
+
+    def _computing(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Asked]]:
+        """Whose chunks those are, but for the engine's own try."""
+        by_table = {id(request.lease.block_ids): request for request in self.core._scheduler.running if request.lease}
+        for chunk in chunks:
+            if id(chunk.block_ids) in by_table:
+                yield chunk, self._asked[by_table[id(chunk.block_ids)]]
 
     def request_paused(self, request: Request) -> None:
         self.events["pauses"] += 1
@@ -184,6 +203,8 @@ class EngineOracle(Observer):
 
     def _mistake_of_refusal(self, request: Request, error: CapacityError) -> str:
         """Only held leases and others' floors are in the way, and there are not enough blocks beside them."""
+        if isinstance(error, OutOfMemory):
+            return "" if self._asked[request].must_fail else "a request was refused although a smaller step may fit"
         tenant, block_size = request.params.tenant, self._world.block_size
         num_blocks = -(-request.num_tokens // block_size)
         running = [other for other in self.core._scheduler.running if not other.is_over]

@@ -114,8 +114,12 @@ class SimulatedEngine:
         broken: Sequence[Chunk] = []
         if failure == "not finite":
             broken = [chunks[broken_chunk(chunks)]]
-        elif failure != "cancelled" and failure is not None:
+        elif failure in ("before", "after"):
             broken = chunks
+        elif failure == "no memory":
+            self.oracle.out_of_memory(chunks)
+            self._happen(during_step=True)
+            return
         computing = self.oracle.computing(chunks, broken)
         for asked in computing if failure == "cancelled" else ():
             self._give_up(asked)

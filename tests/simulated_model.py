@@ -90,7 +90,7 @@ class SimulatedRunner:
         clock: is moved on by each step.
         step_s, token_s: what a step costs, and each of its tokens.
         failures: how a step fails, by its index: `before` it has done anything, `after` it has scribbled over all that
-            it was to write, or with values that are `not finite` in one chunk.
+            it was to write, with values that are `not finite` in one chunk, or because there was `no memory` for them.
         during: is called while a step computes, with how it will fail, if it will.
 
     Attributes:
@@ -129,10 +129,12 @@ class SimulatedRunner:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         self._clock.now_s += self._step_s + self._token_s * num_tokens
         if failure != "before":
-            self._compute(chunks, leases, scribbles=failure == "after")
+            self._compute(chunks, leases, scribbles=failure in ("after", "no memory"))
         self._during(chunks, failure)
         if failure in ("before", "after"):
             raise DeviceLost(f"step {self.num_steps - 1}")
+        if failure == "no memory":
+            raise torch.OutOfMemoryError
         self.num_tokens += num_tokens
         rows = [logits_of(self.read(chunk.block_ids, chunk.end)) for chunk in chunks]
         is_finite = [True] * len(chunks)

@@ -48,6 +48,7 @@ ORDER = [
     "limits",
     "intake",
     "stats",
+    "step_budget",
     "held_leases",
     "single_flight",
     "admission",

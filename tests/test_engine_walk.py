@@ -30,6 +30,7 @@ INTERESTING = {
     "pauses",
     "recomputed tokens",
     "retained tokens",
+    "steps without memory",
 }
 
 # Walks that failed once, and why.
