@@ -15,7 +15,9 @@ from radixkv.errors import ConfigError
 KV_DTYPES = ("auto", "bf16", "fp8", "int8", "int4")
 EVICTION_POLICIES = ("adaptive", "lru", "slru", "lfu", "priority")
 
-_MAX_INT32 = 2**31 - 1  # block ids, and gRPC's message sizes
+_MAX_INT32 = 2**31 - 1
+MAX_BLOCKS = _MAX_INT32  # block ids are int32
+_DEFAULT_CAPACITY_TOKENS = 131_072
 _YEAR_S = 366 * 24 * 3600  # clocks and time stamps overflow far beyond it
 
 
@@ -47,7 +49,9 @@ class CacheConfig:
 
     Attributes:
         block_size: tokens a block; 16, 32 or 64.
-        capacity_tokens: tokens that the pool holds; rounded down to whole blocks.
+        capacity_tokens: tokens that the pool holds; rounded down to whole blocks. Without it, a GPU's pool is as large
+            as `memory_share` allows, and on a CPU it holds 131,072.
+        memory_share: what part of a GPU's memory may be in use, by weights, steps, pool and other programs together.
         kv_dtype: how K and V are stored; one of `KV_DTYPES`. `auto` is the model's own dtype; fp8, int8 and int4 have
             a scale for each token and head.
         evicted_prefixes: how many evicted prefixes are remembered to explain later misses.
@@ -56,7 +60,8 @@ class CacheConfig:
     """
 
     block_size: int = 64
-    capacity_tokens: int = 131_072
+    capacity_tokens: int | None = None
+    memory_share: float = 0.9
     kv_dtype: str = "auto"
     evicted_prefixes: int = 65_536
     policy: str = "adaptive"
@@ -64,8 +69,11 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _require_one_of("cache.block_size", self.block_size, (16, 32, 64))
-        _require_at_least("cache.capacity_tokens", self.capacity_tokens, self.block_size)
-        _require_at_most("cache.capacity_tokens", self.capacity_tokens, _MAX_INT32 * self.block_size)
+        if self.capacity_tokens is not None:
+            _require_at_least("cache.capacity_tokens", self.capacity_tokens, self.block_size)
+            _require_at_most("cache.capacity_tokens", self.capacity_tokens, MAX_BLOCKS * self.block_size)
+        _require_at_least("cache.memory_share", self.memory_share, 0)
+        _require_at_most("cache.memory_share", self.memory_share, 1)
         _require_one_of("cache.kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_at_least("cache.evicted_prefixes", self.evicted_prefixes, 0)
         _require_one_of("cache.policy", self.policy, EVICTION_POLICIES)
@@ -74,8 +82,9 @@ class CacheConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        return self.capacity_tokens // self.block_size
+        """Blocks in the pool, if it is not as large as a GPU allows."""
+        capacity_tokens = _DEFAULT_CAPACITY_TOKENS if self.capacity_tokens is None else self.capacity_tokens
+        return capacity_tokens // self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +186,7 @@ class Config:
 
     def __post_init__(self) -> None:
         floors = sum(tenant.floor_tokens for tenant in self.tenants.values())
-        if floors > self.cache.capacity_tokens:
+        if self.cache.capacity_tokens is not None and floors > self.cache.capacity_tokens:
             raise ConfigError(
                 f"tenants.*.floor_tokens: expected at most cache.capacity_tokens {self.cache.capacity_tokens} in all, "
                 f"got {floors}"

@@ -16,6 +16,7 @@ from radixkv.attention import AttentionKernels, TorchKernels
 from radixkv.config import Config, EngineConfig, TenantConfig
 from radixkv.engine_core import EngineCore
 from radixkv.errors import (
+    ConfigError,
     Draining,
     LifecycleError,
     RadixKVError,
@@ -30,6 +31,7 @@ from radixkv.model import Model, load_model
 from radixkv.model_check import check_model
 from radixkv.namespace import Namespace
 from radixkv.observer import Observer
+from radixkv.pool_size import choose_num_blocks
 from radixkv.prefix_cache import PrefixCache, Purged
 from radixkv.request import Generation, PrefillParams, Request
 from radixkv.result import GeneratedTokens, GenerateResult, PrefillResult, ProbeResult, Retained
@@ -56,6 +58,10 @@ class Engine:
 
     All methods may be called from any thread. A future that is cancelled cancels its request at the next chunk
     boundary; its blocks go back, and what it had published stays cached.
+
+    Attributes:
+        limits: what it serves and accepts.
+        pool_tokens: what its pool holds.
     """
 
     def __init__(
@@ -68,7 +74,7 @@ class Engine:
         observer: Observer | None = None,
     ) -> None:
         model = runner.model
-        pool_tokens = cache.pool.num_blocks * cache.block_size
+        self.pool_tokens = pool_tokens = cache.pool.num_blocks * cache.block_size
         self.limits = Limits(
             model=model.name,
             device=str(model.device),
@@ -336,7 +342,9 @@ def build_engine(config: Config, observer: Observer | None = None) -> Engine:
     kernels = attention_kernels(model)
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     check_model(model, kernels, config.cache.block_size, kv_shape)
-    storage = KVStorage(config.cache.num_blocks, config.cache.block_size, kv_shape, model.device)
+    num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, config.engine)
+    _require_floors(config, num_blocks)
+    storage = KVStorage(num_blocks, config.cache.block_size, kv_shape, model.device)
     cache = PrefixCache(
         storage.num_blocks,
         storage.block_size,
@@ -347,6 +355,15 @@ def build_engine(config: Config, observer: Observer | None = None) -> Engine:
     )
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     return Engine(Runner(model, storage, kernels), cache, config.engine, weights=weights, observer=observer)
+
+
+def _require_floors(config: Config, num_blocks: int) -> None:
+    """Refuse floors that a pool of this size can't keep; without `cache.capacity_tokens` they meet it only now."""
+    floors = sum(_quota(bounds, config.cache.block_size).floor_blocks for bounds in config.tenants.values())
+    if floors > num_blocks:
+        raise ConfigError(
+            f"tenants.*.floor_tokens: expected at most the pool's {num_blocks} blocks in all, got {floors}"
+        )
 
 
 def _quota(bounds: TenantConfig, block_size: int) -> Quota:

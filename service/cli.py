@@ -181,12 +181,12 @@ def _serve(arguments: argparse.Namespace) -> None:
 
     telemetry = Telemetry(config)
     engine = build_engine(config, telemetry.observer)
-    limits, capacity_tokens = engine.limits, config.cache.num_blocks * config.cache.block_size
+    limits = engine.limits
     _logger.info(
         "model %s on %s, %d tokens of K/V in blocks of %d",
         limits.model,
         limits.device,
-        capacity_tokens,
+        engine.pool_tokens,
         limits.block_size,
     )
     with telemetry.serving(engine):

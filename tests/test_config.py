@@ -180,7 +180,7 @@ def test_every_key_can_be_set():
         values = getattr(Config(), section.name)
         for key in dataclasses.fields(values):
             value = getattr(values, key.name)
-            given = 0 if value is None else value  # TOML has no None
+            given = 6400 if value is None else value  # TOML has no None
             expected = dataclasses.replace(Config(), **{section.name: dataclasses.replace(values, **{key.name: given})})
             assert Config.load(settings=[f"{section.name}.{key.name}={given}"]) == expected, key.name
 
@@ -199,9 +199,9 @@ class TestTenants:
             ("tenants.acme=1", "tenants.acme: expected a table of keys, got 1"),
             ("tenants.acme.floor_tokens=-1", r"tenants.\*.floor_tokens: expected at least 0, got -1"),
             ("tenants.acme.ceiling_tokens=0", r"tenants.\*.ceiling_tokens: expected at least 1, got 0"),
-            ("tenants.acme.floor_tokens=1000000", r"expected at most cache.capacity_tokens 131072 in all, got 1000000"),
+            ("tenants.acme.floor_tokens=6401", r"expected at most cache.capacity_tokens 6400 in all, got 6401"),
         ],
     )
     def test_wrong_bounds_are_refused_by_name(self, setting: str, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
-            Config.load(settings=[setting])
+            Config.load(settings=["cache.capacity_tokens=6400", setting])

@@ -66,6 +66,7 @@ ORDER = [
     "prediction",
     "runner",
     "model_check",
+    "pool_size",
     "answers",
     "census",
     "engine_core",

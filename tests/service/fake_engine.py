@@ -46,6 +46,7 @@ class FakeEngine:
 
     def __init__(self, *, is_gated: bool = False, delay_s: float = 0.0, num_logits: int = VOCAB_SIZE) -> None:
         self.limits = LIMITS
+        self.pool_tokens = 4096
         self.num_logits = num_logits
         self.is_healthy = self.is_alive = True
         self.is_gated = is_gated
