@@ -22,6 +22,7 @@ EXPECTED = {
     "UnknownAdapter": "NOT_FOUND",
     "UnknownLease": "NOT_FOUND",
     "OutOfBlocks": "RESOURCE_EXHAUSTED",
+    "OutOfMemory": "RESOURCE_EXHAUSTED",
     "QueueFull": "RESOURCE_EXHAUSTED",
     "QuotaExceeded": "RESOURCE_EXHAUSTED",
     "LeaseClosed": "INTERNAL",
