@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.staging import to_device
 
 # Keys are walked in tiles that start at multiples of this, so splits and windows do too.
 KEY_ALIGNMENT_TOKENS = 64
@@ -117,8 +119,8 @@ def plan_attention(
         tile_rows=tile_rows,
         group_size=group_size,
         window=window,
-        work=torch.tensor(work, dtype=torch.int32, device=device),
-        merges=torch.tensor(merges, dtype=torch.int32, device=device).view(-1, 5),
+        work=to_device(np.asarray(work, dtype=np.int32), device),
+        merges=to_device(np.asarray(merges, dtype=np.int32).reshape(-1, 5), device),
         num_partials=num_partials,
     )
 

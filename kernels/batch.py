@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from radixkv.kernels.staging import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
@@ -64,8 +66,8 @@ class PagedBatch:
         return cls(
             query_starts=tuple(int(s) for s in starts),
             kv_lens=tuple(kv_lens),
-            block_tables=torch.from_numpy(tables).to(device),
-            slots=torch.from_numpy(slots).to(device),
+            block_tables=to_device(tables, device),
+            slots=to_device(slots, device),
             block_size=block_size,
         )
 

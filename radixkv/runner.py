@@ -12,6 +12,7 @@ import torch
 from radixkv.attention import AttentionKernels, PagedStep
 from radixkv.block_pool import BlockIds
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.staging import to_device
 from radixkv.kv_storage import KVStorage
 from radixkv.lease import BlockCopy
 from radixkv.model import Model
@@ -80,13 +81,13 @@ class Runner:
         input_ids = np.concatenate([np.frombuffer(c.tokens, dtype="<u4")[c.start : c.end] for c in chunks])
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         ends = batch.query_starts[1:]
-        rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
+        rows = np.asarray([end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits], np.int64)
         step = PagedStep(self.storage.pool, batch, self._kernels)
         logits, is_finite = self.model.forward(
-            torch.from_numpy(input_ids.astype(np.int64)).to(device),
-            torch.from_numpy(positions).to(device),
+            to_device(input_ids.astype(np.int64), device),
+            to_device(positions, device),
             step,
-            torch.tensor(rows, dtype=torch.int64, device=device),
+            to_device(rows, device),
         )
         by_chunk = torch.split((is_finite & step.is_finite).cpu(), [chunk.num_tokens for chunk in chunks])
         return StepResult(logits, [bool(tokens.all()) for tokens in by_chunk])
@@ -94,5 +95,5 @@ class Runner:
     def _copy_shared_blocks(self, chunks: Sequence[Chunk]) -> None:
         copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
         if copies:
-            sources, targets = torch.tensor(copies, dtype=torch.int64, device=self.model.device).T.contiguous()
+            sources, targets = to_device(np.asarray(copies, dtype=np.int64).T.copy(), self.model.device)
             self._kernels.copy_blocks(self.storage.pool, sources, targets)
