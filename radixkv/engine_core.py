@@ -294,7 +294,7 @@ class EngineCore:
         assert request.generation is not None, "only a generation has news"
         try:
             request.generation.on_tokens(GeneratedTokens((token_id,), request.usage))
-        except Exception:  # noqa: BLE001 - the caller's callback; the other requests go on
+        except BaseException:  # noqa: BLE001 - the caller's callback, on our thread; the other requests go on
             _log.exception("a caller failed to take its tokens")
             self._fail(request, StepFailed("generation: the caller's callback raised"))
 

@@ -52,8 +52,8 @@ class Sampling:
             raise InvalidRequest(f"temperature: expected a finite number from 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise InvalidRequest(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.seed < 2**64:
-            raise InvalidRequest("seed: expected 0 to 2**64 - 1, got another number")
+        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
+            raise InvalidRequest(f"seed: expected 0 to 2**64 - 1, got {self.seed!r}")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(
                 f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(self.stop_token_ids)}"

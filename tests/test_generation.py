@@ -344,3 +344,18 @@ def test_a_cached_prefix_that_would_be_pinned_is_not_counted_as_room() -> None:
     assert bench.core.stats().requests.pauses == 0
     assert growing.done()
     assert big.done()
+
+
+def test_a_caller_whose_callback_leaves_the_thread_fails_alone() -> None:
+    bench = Bench()
+    future, other = bench.generate(range(10), 7), bench.generate(range(50, 60), 7)
+    request = next(iter(bench.core._scheduler.idle_requests()))
+
+    def leave(_: object) -> None:
+        raise SystemExit
+
+    assert request.generation is not None
+    request.generation.on_tokens = leave
+    bench.run()
+    assert isinstance(future.exception(0), StepFailed)
+    assert generated(other) == continuation(range(50, 60), 7)
