@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from bench.environment import describe_run
 from radixkv.attention import ATTENTION_NAME
-from radixkv.engine import attention_kernels
+from radixkv.engine_builder import attention_kernels
 from radixkv.kv_storage import KVStorage
 from radixkv.model import Model
 from radixkv.runner import Chunk, Runner

@@ -175,7 +175,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     # Only here: a client needs neither a model nor a server.
-    from radixkv.engine import build_engine
+    from radixkv.engine_builder import build_engine
     from radixkv.service.server import run
     from radixkv.service.telemetry import Telemetry
 

@@ -9,7 +9,8 @@ import sys
 import threading
 
 from radixkv.config import Config
-from radixkv.engine import Engine, build_engine
+from radixkv.engine import Engine
+from radixkv.engine_builder import build_engine
 from radixkv.service.server import run
 
 _PERIOD_S = 0.25

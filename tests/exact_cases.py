@@ -23,7 +23,7 @@ import torch
 from transformers import GPT2Config, MixtralConfig, PretrainedConfig
 
 from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
-from radixkv.engine import attention_kernels
+from radixkv.engine_builder import attention_kernels
 from radixkv.engine_core import EngineCore
 from radixkv.errors import OutOfBlocks
 from radixkv.kv_storage import KVStorage

@@ -72,6 +72,7 @@ ORDER = [
     "engine_core",
     "watchdog",
     "engine",
+    "engine_builder",
     "metrics",
     "engine_gauges",
     "tracing",

@@ -10,7 +10,7 @@ import torch
 from radixkv import pool_size
 from radixkv.attention import TorchKernels
 from radixkv.config import CacheConfig, Config, EngineConfig, ModelConfig
-from radixkv.engine import build_engine
+from radixkv.engine_builder import build_engine
 from radixkv.errors import ConfigError
 from radixkv.model import Model, load_model
 from radixkv.pool_size import choose_num_blocks, run_largest_step

@@ -19,7 +19,7 @@ import importlib.abc, sys
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"torch", "triton", "transformers", "peft", "safetensors", "grpc_health",
-                                      "grpc_reflection", "prometheus_client"} or name == "radixkv.engine":
+                                      "grpc_reflection", "prometheus_client"} or name == "radixkv.engine_builder":
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Refuse())
 """

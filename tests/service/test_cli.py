@@ -63,9 +63,9 @@ def launch(*arguments):
 
 def install(monkeypatch, build_engine):
     """Put `build_engine` in the place of the real one."""
-    stand_in = ModuleType("radixkv.engine")
+    stand_in = ModuleType("radixkv.engine_builder")
     stand_in.build_engine = build_engine
-    monkeypatch.setitem(sys.modules, "radixkv.engine", stand_in)
+    monkeypatch.setitem(sys.modules, "radixkv.engine_builder", stand_in)
 
 
 def usage_error(capsys, *arguments):
@@ -297,9 +297,9 @@ def test_a_module_of_ours_that_is_missing_is_no_missing_extra(monkeypatch):
 
 
 def test_serving_where_grpc_health_is_missing_names_the_extra():
-    program = WITHOUT_ENGINE.replace(' or name == "radixkv.engine"', "") + (
+    program = WITHOUT_ENGINE.replace(' or name == "radixkv.engine_builder"', "") + (
         "import types\n"
-        "sys.modules['radixkv.engine'] = types.SimpleNamespace(build_engine=None)\n"
+        "sys.modules['radixkv.engine_builder'] = types.SimpleNamespace(build_engine=None)\n"
         "from radixkv.service.cli import main\nsys.exit(main(['serve']))"
     )
     code, _, err = launch("-P", "-c", program)
@@ -310,7 +310,7 @@ def test_serving_where_grpc_health_is_missing_names_the_extra():
 def test_serving_where_prometheus_client_is_missing_names_the_extra():
     program = (
         "import sys, types\n"
-        "sys.modules['radixkv.engine'] = types.SimpleNamespace(build_engine=None)\n"
+        "sys.modules['radixkv.engine_builder'] = types.SimpleNamespace(build_engine=None)\n"
         "sys.modules['prometheus_client'] = None\n"
         "from radixkv.service.cli import main\nsys.exit(main(['serve']))"
     )

@@ -1,0 +1,69 @@
+"""Makes an engine of a configuration: model, pool, cache."""
+
+from __future__ import annotations
+
+from radixkv.attention import AttentionKernels, TorchKernels
+from radixkv.config import Config, TenantConfig
+from radixkv.engine import Engine
+from radixkv.errors import ConfigError
+from radixkv.eviction_policies import make_policy
+from radixkv.kv_storage import KVStorage
+from radixkv.model import Model, load_model
+from radixkv.model_check import check_model
+from radixkv.observer import Observer
+from radixkv.pool_size import choose_num_blocks
+from radixkv.prefix_cache import PrefixCache
+from radixkv.runner import Runner
+from radixkv.tenants import Quota
+
+
+def build_engine(config: Config, observer: Observer | None = None) -> Engine:
+    """Load the model, check it, allocate the pool; the engine still has to be started.
+
+    Raises:
+        ConfigError: the model can't be loaded or served, or the pool does not fit into memory.
+    """
+    model = load_model(config.model)
+    kernels = attention_kernels(model)
+    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
+    check_model(model, kernels, config.cache.block_size, kv_shape)
+    num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, config.engine)
+    _require_floors(config, num_blocks)
+    storage = KVStorage(num_blocks, config.cache.block_size, kv_shape, model.device)
+    cache = PrefixCache(
+        storage.num_blocks,
+        storage.block_size,
+        policy=make_policy(config.cache.policy, storage.num_blocks),
+        quotas={tenant: _quota(bounds, storage.block_size) for tenant, bounds in config.tenants.items()},
+        max_retained_blocks=int(config.cache.max_retained_share * storage.num_blocks),
+        evicted_prefixes=config.cache.evicted_prefixes,
+    )
+    weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
+    return Engine(Runner(model, storage, kernels), cache, config.engine, weights=weights, observer=observer)
+
+
+def _require_floors(config: Config, num_blocks: int) -> None:
+    """Refuse floors that a pool of this size can't keep; without `cache.capacity_tokens` they meet it only now."""
+    floors = sum(_quota(bounds, config.cache.block_size).floor_blocks for bounds in config.tenants.values())
+    if floors > num_blocks:
+        raise ConfigError(
+            f"tenants.*.floor_tokens: expected at most the pool's {num_blocks} blocks in all, got {floors}"
+        )
+
+
+def _quota(bounds: TenantConfig, block_size: int) -> Quota:
+    ceiling, retained = bounds.ceiling_tokens, bounds.max_retained_tokens
+    return Quota(
+        floor_blocks=-(-bounds.floor_tokens // block_size),
+        ceiling_blocks=None if ceiling is None else ceiling // block_size,
+        max_retained_blocks=None if retained is None else retained // block_size,
+    )
+
+
+def attention_kernels(model: Model) -> AttentionKernels:
+    """What works on the pool, where the model runs."""
+    if model.device.type == "cuda":
+        from radixkv.triton_kernels import TritonKernels  # Triton is not there on every platform
+
+        return TritonKernels(is_exact=model.is_exact)
+    return TorchKernels()
