@@ -68,6 +68,18 @@ def test_a_pause_earns_nothing() -> None:
     assert computed_by_tenant(bench)["stays"] >= 30 * 64 - 128
 
 
+def test_who_comes_back_has_what_it_was_served_before() -> None:
+    """A tenant of little weight gets no more than its share by coming with one short request at a time."""
+    bench = Bench(num_blocks=8192, max_step_tokens=64, weights={"comes": 0.1})
+    bench.submit([9] * 6000, tenant="stays")
+    comes: list[Future[PrefillResult]] = []
+    for _ in range(66):
+        if not comes or comes[-1].done():
+            comes.append(bench.submit([1000 + len(comes)] * 64, tenant="comes"))
+        bench.core.step()
+    assert computed_by_tenant(bench)["stays"] == pytest.approx(66 * 64 * 10 / 11, abs=128)
+
+
 def test_decoding_is_charged_too() -> None:
     bench = Bench(num_blocks=8192, max_step_tokens=128, max_running_requests=64)
     for i in range(32):
@@ -243,6 +255,32 @@ def test_a_tenant_with_all_slots_gives_one_to_a_tenant_with_none() -> None:
     assert bench.core.stats().requests.pauses == 1
     bench.run()
     assert all(len(future.result(0).token_ids) == 100 for future in greedy)
+
+
+def test_a_place_is_left_for_a_tenant_that_has_none() -> None:
+    bench = Bench(num_blocks=4096, max_running_requests=2, weights={"greedy": 100.0})
+    bench.generate([1] * 4, 100, tenant="greedy")
+    served = bench.submit([9] * 64, tenant="other")  # so that the other one's turn comes first
+    while not served.done():
+        bench.core.step()
+    bench.generate([2] * 4, 100, tenant="greedy")
+    bench.generate([3] * 4, 100, tenant="other")
+    for _ in range(3):
+        bench.core.step()
+    assert {request.params.tenant for request in bench.core._scheduler.running} == {"greedy", "other"}
+    assert bench.core.stats().requests.pauses == 0
+
+
+def test_tenants_share_the_tokens_of_decoding_requests_too() -> None:
+    bench = Bench(num_blocks=4096, max_step_tokens=4, max_running_requests=16)
+    many = [bench.generate([i] * 2, 300, tenant="many") for i in range(9)]
+    single = bench.generate([50] * 2, 300, tenant="single")
+    while not (single.told and all(future.told for future in many)):
+        bench.core.step()
+    told_before = len(single.told)
+    for _ in range(50):
+        bench.core.step()
+    assert len(single.told) - told_before == 50, "it has fewer than a share of two"
 
 
 def test_more_decoding_requests_than_tokens_take_turns_and_leave_some_for_prompts() -> None:
