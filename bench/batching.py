@@ -24,7 +24,8 @@ import grpc.aio
 import numpy as np
 
 from bench.environment import describe_run
-from bench.report import distribution, write_json
+from bench.report import distribution
+from bench.result_file import write_json
 from bench.server_process import ServerProcess, serve_command
 from radixkv.v1 import prefill_pb2
 

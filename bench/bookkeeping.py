@@ -28,7 +28,7 @@ import torch
 
 from bench.environment import describe_run
 from bench.exactness import BLOCK_SIZE, SHAPES, build_runner
-from bench.report import write_json
+from bench.result_file import write_json
 from radixkv import engine_core
 from radixkv.config import EngineConfig
 from radixkv.engine_core import EngineCore

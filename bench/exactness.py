@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import shlex
 import statistics
 import sys
@@ -20,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from bench.environment import describe_run
+from bench.result_file import write_json
 from radixkv.attention import ATTENTION_NAME
 from radixkv.engine_builder import attention_kernels
 from radixkv.kv_storage import KVStorage
@@ -136,7 +136,7 @@ def main() -> None:
             "command": f"python -m bench.exactness {shlex.join(sys.argv[1:])}",
             **describe_run(),
         }
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, result)
 
 
 if __name__ == "__main__":

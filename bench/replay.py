@@ -25,7 +25,8 @@ from tqdm import tqdm
 from bench.environment import describe_run
 from bench.load_generator import OK, Pass, PrefillCall, Traffic, build_message, prefill_call, replay
 from bench.options import DEFAULT_CONCURRENCY, Options, parse_options
-from bench.report import Summary, compare_answers, format_table, speedup, summarize, ttft_ms, write_json
+from bench.report import Summary, compare_answers, format_table, speedup, summarize, ttft_ms
+from bench.result_file import write_json
 from bench.server_process import ServerProcess, serve_command
 from bench.workloads import WorkItem, evenly_spaced, median_prompt_tokens, sample, unrelated_prompts
 from radixkv.errors import ConfigError, RadixKVError

@@ -1,13 +1,9 @@
-"""The numbers of a replay: summary, JSON, and the table for people."""
+"""The numbers of a replay: summary, and the table for people."""
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,22 +70,6 @@ def compare_answers(with_cache: Sequence[Outcome], without_cache: Sequence[Outco
 def describe_served(report: Summary) -> str:
     """Name the model and the device."""
     return f"model {report['model'] or 'unknown'} on {report['device'] or 'unknown device'}"
-
-
-def write_json(path: Path, report: Summary) -> None:
-    """Write the report; a reader finds the old file or the whole new one, never a part."""
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2, allow_nan=False)
-            file.write("\n")
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(partial).chmod(0o666 & ~umask)  # mkstemp makes it private
-        Path(partial).replace(path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
 
 
 def format_table(report: Summary) -> str:

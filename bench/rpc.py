@@ -29,7 +29,8 @@ import numpy as np
 
 from bench.environment import describe_run
 from bench.null_service import NEXT_TOKEN_ID, VOCAB_SIZE
-from bench.report import distribution, write_json
+from bench.report import distribution
+from bench.result_file import write_json
 from bench.server_process import ServerProcess
 from radixkv.service.token_ids import write_token_ids
 from radixkv.v1 import prefill_pb2

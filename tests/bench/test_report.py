@@ -1,15 +1,13 @@
-"""Numbers are what their names say, files are whole, and the table shows what the JSON says."""
+"""Numbers are what their names say, and the table shows what the JSON says."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
 
 import pytest
 
 from bench.load_generator import Outcome, Pass
-from bench.report import compare_answers, distribution, speedup, summarize, write_json
+from bench.report import compare_answers, distribution, speedup, summarize
 
 
 def answered(ttft_s: float, prompt_tokens: int = 10, cached_tokens: int = 4, next_token_id: int = 0) -> Outcome:
@@ -79,20 +77,3 @@ def test_answers_are_compared_where_both_came() -> None:
     with_cache = [answered(1, next_token_id=1), answered(1, next_token_id=2), failed("INTERNAL")]
     without_cache = [answered(1, next_token_id=1), answered(1, next_token_id=3), answered(1)]
     assert compare_answers(with_cache, without_cache) == {"compared": 2, "different": 1}
-
-
-def test_json_replaces_the_old_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    file = tmp_path / "replay.json"
-    file.write_text("old")
-    write_json(file, {"a": 1})
-    assert json.loads(file.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_a_report_that_is_not_json_leaves_the_old_file(tmp_path: Path) -> None:
-    file = tmp_path / "replay.json"
-    file.write_text("old")
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(file, {"a": [1, float("nan")]})
-    assert file.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [file]

@@ -1,0 +1,26 @@
+"""Results as JSON files: a reader finds a whole one or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result; a reader finds the old file or the whole new one, never a part."""
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=2, allow_nan=False)
+            file.write("\n")
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(partial).chmod(0o666 & ~umask)  # mkstemp makes it private
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
