@@ -68,7 +68,9 @@ def quantize(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     if dtype not in LARGEST:
         raise ValueError(f"dtype: expected one of {', '.join(map(str, LARGEST))}, got {dtype}")
     vectors = vectors.float()
-    scales = (vectors.abs().amax(dim=-1) / LARGEST[dtype]).clamp_min(SMALLEST_SCALE)
+    # By a tensor: a GPU multiplies by the rounded reciprocal of a plain number, and so would be a bit off the kernel.
+    largest = torch.full((), LARGEST[dtype], device=vectors.device)
+    scales = (vectors.abs().amax(dim=-1) / largest).clamp_min(SMALLEST_SCALE)
     values = vectors / scales[..., None]
     if dtype == torch.float8_e4m3fn:
         return values.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype), scales
