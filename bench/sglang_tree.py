@@ -5,9 +5,7 @@ Get it with `pip download --no-deps sglang==0.5.23` and unzip the wheel; nothing
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import sys
 from array import array
 from pathlib import Path
 from types import ModuleType
@@ -16,12 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from bench.sglang_wheel import load_alone
+
 _FULL_ATTENTION = 0  # the tree's component; the others are for hybrid models
 
 # The tree written in Python is one module with a few neighbours that need no more than torch. Their packages would run
-# the whole engine's imports, so they are empty; the other modules lend names to annotations, events and metrics, which
+# the whole engine's imports, so they stay empty; these modules lend names to annotations, events and metrics, which
 # are off, or to methods that are not called here.
-_EMPTY_PACKAGES = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
 _STAND_INS = (
     "sglang.kernels.ops.kvcache.mla_buffer",
     "sglang.srt.disaggregation.kv_events",
@@ -178,15 +177,4 @@ def _load_native(wheel: Path) -> Any:
 
 
 def _load_python(wheel: Path) -> Any:
-    """Import the one module from the wheel, and leave no trace of it in `sys.modules`."""
-    if not (wheel / "sglang/srt/mem_cache/radix_cache.py").exists():
-        raise FileNotFoundError(f"--sglang: expected an unpacked wheel with srt/mem_cache/radix_cache.py, got {wheel}")
-    for name in _EMPTY_PACKAGES:
-        sys.modules[name] = package = ModuleType(name)
-        package.__path__ = [str(wheel / name.replace(".", "/"))]
-    sys.modules |= {name: _StandIn(name) for name in _STAND_INS}
-    try:
-        return importlib.import_module("sglang.srt.mem_cache.radix_cache")
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
-            del sys.modules[name]
+    return load_alone(wheel, "sglang.srt.mem_cache.radix_cache", {name: _StandIn(name) for name in _STAND_INS})

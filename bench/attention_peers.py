@@ -1,0 +1,205 @@
+"""Other people's attention kernels on the same queries, K and V as ours. Each says why if it can't be had."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.attention_inputs import AttentionInputs
+from bench.sglang_attention import load_extend_attention
+
+# A call for each input set; a call returns `[suffix_tokens, num_query_heads, head_dim]`.
+Calls = list[Callable[[], torch.Tensor]]
+Prepare = Callable[[AttentionInputs], Calls]
+
+NAMES = ("sdpa_flash", "sdpa_cudnn", "cudnn_merged", "flex", "sglang", "flashinfer_fa2", "flashinfer_fa3")
+
+_FLASHINFER_WORKSPACE_BYTES = 1 << 28
+
+
+class Unavailable(Exception):
+    """A peer can't be had here; the message says why."""
+
+
+def peer(name: str, sglang: Path | None) -> Prepare:
+    """How the input sets are prepared for a peer.
+
+        sdpa_flash      torch's SDPA with the FlashAttention back end, on contiguous K/V
+        sdpa_cudnn      torch's SDPA with the cuDNN back end, on contiguous K/V; a mask where there is a prefix
+        cudnn_merged    cuDNN over the prefix, cuDNN over the suffix, and both joined by torch: no mask is read
+        flex            torch's flex_attention, compiled for the shape, on contiguous K/V
+        sglang          SGLang's Triton kernel, from a pool of single tokens, in the order of our blocks
+        flashinfer_*    FlashInfer over our own pool and block table
+
+    Args:
+        name: one of `NAMES`.
+        sglang: folder of SGLang's unpacked wheel; None if it is not there.
+    """
+    prepare: dict[str, Prepare] = {
+        "sdpa_flash": _sdpa_flash,
+        "sdpa_cudnn": _sdpa_cudnn,
+        "cudnn_merged": _cudnn_merged,
+        "flex": _flex,
+        "sglang": partial(_sglang, wheel=sglang),
+        "flashinfer_fa2": partial(_flashinfer, backend="fa2"),
+        "flashinfer_fa3": partial(_flashinfer, backend="fa3"),
+    }
+    return prepare[name]
+
+
+def _by_head(tokens: torch.Tensor) -> torch.Tensor:
+    """Lay `[num_tokens, num_heads, head_dim]` out as a contiguous `[1, num_heads, num_tokens, head_dim]`."""
+    return tokens.transpose(0, 1).contiguous()[None]
+
+
+def _by_token(heads: torch.Tensor) -> torch.Tensor:
+    """Undo `_by_head`, without a copy."""
+    return heads[0].transpose(0, 1)
+
+
+def _contiguous(inputs: AttentionInputs) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    sets = zip(inputs.queries, inputs.keys, inputs.values, strict=True)
+    return [(_by_head(query), _by_head(key), _by_head(value)) for query, key, value in sets]
+
+
+def _calls(inputs: AttentionInputs, attend: Callable[..., torch.Tensor]) -> Calls:
+    """Have each set laid out by head and attended from."""
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return _by_token(attend(query, key, value))
+
+    return [partial(call, *each) for each in _contiguous(inputs)]
+
+
+def _sdpa_flash(inputs: AttentionInputs) -> Calls:
+    # Not `is_causal`, which begins at the first key: the last query sees the last key.
+    mask: Any = causal_lower_right(inputs.case.suffix_tokens, inputs.case.num_tokens)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(query, key, value, mask, scale=inputs.scale, enable_gqa=True)
+
+    return _calls(inputs, attend)
+
+
+def _sdpa_cudnn(inputs: AttentionInputs) -> Calls:
+    _require_gpu(inputs)
+    case, device = inputs.case, inputs.queries[0].device
+    mask = None
+    if case.prefix_tokens:
+        mask = torch.ones(case.suffix_tokens, case.num_tokens, dtype=torch.bool, device=device)
+        mask = mask.tril(case.prefix_tokens)[None, None]
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(
+                query, key, value, mask, is_causal=mask is None, scale=inputs.scale, enable_gqa=True
+            )
+
+    return _calls(inputs, attend)
+
+
+def _cudnn_merged(inputs: AttentionInputs) -> Calls:
+    _require_gpu(inputs)
+    prefix = inputs.case.prefix_tokens
+    if not prefix:
+        raise Unavailable("without a prefix there is nothing to join")
+
+    def part(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
+        attended = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, is_causal=is_causal, scale=inputs.scale
+        )
+        return [attended[0], attended[1].reshape(*query.shape[:3], 1)]
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        cached, cached_lse = part(query, key[:, :, :prefix], value[:, :, :prefix], is_causal=False)
+        new, new_lse = part(query, key[:, :, prefix:], value[:, :, prefix:], is_causal=True)
+        return torch.lerp(new, cached, torch.sigmoid(cached_lse - new_lse).to(new.dtype))
+
+    return _calls(inputs, attend)
+
+
+def _flex(inputs: AttentionInputs) -> Calls:
+    prefix, device = inputs.case.prefix_tokens, inputs.queries[0].device
+
+    def is_visible(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return key <= query + prefix
+
+    mask = create_block_mask(is_visible, None, None, inputs.case.suffix_tokens, inputs.case.num_tokens, device=device)
+    attend: Any = flex_attention
+    if device.type == "cuda":
+        torch._dynamo.reset()  # it compiles few shapes of one function, and then none
+        attend = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+    def quietly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a CPU has it uncompiled, and is told so
+            attended = attend(query, key, value, block_mask=mask, scale=inputs.scale, enable_gqa=True)
+        return attended
+
+    return _calls(inputs, quietly)
+
+
+def _sglang(inputs: AttentionInputs, wheel: Path | None) -> Calls:
+    if wheel is None:
+        raise Unavailable("--sglang names no unpacked wheel")
+    attend, case, device = load_extend_attention(wheel), inputs.case, inputs.queries[0].device
+    blocks = inputs.batch.block_tables[0].long()
+    offsets = torch.arange(inputs.heads.block_size, device=device)
+    slots = (blocks[:, None] * inputs.heads.block_size + offsets).flatten()[: case.num_tokens]
+    starts = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (case.suffix_tokens, case.prefix_tokens)]
+
+    def call(query: torch.Tensor, new: list[torch.Tensor], buffers: list[torch.Tensor]) -> torch.Tensor:
+        output = torch.empty_like(query)
+        arguments = (query, *new, output, *buffers, *starts, slots[: case.prefix_tokens])
+        # no mask; the longest suffix; the scales of K and V
+        attend(*arguments, None, True, None, case.suffix_tokens, 1.0, 1.0, sm_scale=inputs.scale)
+        return output
+
+    calls: Calls = []
+    num_slots = blocks.numel() * inputs.heads.block_size
+    for query, *tokens in zip(inputs.queries, inputs.keys, inputs.values, strict=True):
+        buffers = [each.new_zeros(num_slots, *each.shape[1:]).index_copy_(0, slots, each) for each in tokens]
+        calls.append(partial(call, query, [each[case.prefix_tokens :] for each in tokens], buffers))
+    return calls
+
+
+def _flashinfer(inputs: AttentionInputs, backend: str) -> Calls:
+    _require_gpu(inputs)
+    import flashinfer  # not there in most places
+
+    case, heads, device = inputs.case, inputs.heads, inputs.queries[0].device
+    blocks = inputs.batch.block_tables[0]
+    workspace = torch.empty(_FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
+    ends = [[0, case.suffix_tokens], [0, blocks.numel()]]
+    wrapper.plan(
+        *(torch.tensor(each, dtype=torch.int32, device=device) for each in ends),
+        blocks,
+        torch.tensor([(case.num_tokens - 1) % heads.block_size + 1], dtype=torch.int32, device=device),
+        heads.num_query_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        heads.block_size,
+        causal=True,
+        sm_scale=inputs.scale,
+        q_data_type=torch.bfloat16,
+    )
+    # Of one layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], as it takes it.
+    layers = (inputs.pool.values[:, layer] for layer in range(inputs.pool.num_layers))
+    return [partial(wrapper.run, query, layer) for query, layer in zip(inputs.queries, layers, strict=True)]
+
+
+def _require_gpu(inputs: AttentionInputs) -> None:
+    if inputs.queries[0].device.type != "cuda":
+        raise Unavailable("needs a CUDA device")

@@ -1,0 +1,119 @@
+"""How long a device takes, and what it can do at best: medians by device events, and two rates to hold them against."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+_LEAST_SAMPLES, _MOST_SAMPLES = 10, 50
+_SAMPLING_S = 0.1
+
+# What the device waits for while the host gets ahead, in cycles: at 2 GHz the host has half a second at most.
+_CYCLES_PER_S = 2e9
+_MOST_WAIT_S = 0.5
+
+# Two buffers of the copy are many times the cache; the product is large enough for a library's best kernel.
+_COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
+_MATRIX_SIZE = {"cuda": 8192, "cpu": 128}
+
+# On a CPU nothing is measured in earnest, so that it need not have a cache of a known size.
+_CPU_CACHE_BYTES = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Medians over the samples of one thing.
+
+    Attributes:
+        device_ms: from its begin on the device to its end.
+        host_ms: until the host had handed all of it to the device.
+    """
+
+    device_ms: float
+    host_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the device reached in this run.
+
+    Attributes:
+        flops_per_s: of a large product of square bfloat16 matrices of random numbers.
+        bytes_per_s: of a large copy from and to its own memory, bytes read and bytes written counted.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of the largest cache of a device: inputs of more bytes than that, used in turn, come from its memory."""
+    if device.type == "cpu":
+        return _CPU_CACHE_BYTES
+    size: int = torch.cuda.get_device_properties(device).L2_cache_size
+    return size
+
+
+def measure(calls: Sequence[Call], device: torch.device) -> Timing:
+    """Time calls that do the same on different inputs, in turn; each is made once before, to warm up.
+
+    On a GPU the device first waits until the host is done with all of it, so that no launch is waited for. On a CPU
+    the two times are one.
+
+    Args:
+        calls: at least one; what they read and write is together larger than the cache.
+        device: where they run.
+    """
+    for call in calls:
+        call()
+    if device.type == "cpu":
+        samples_s = [_host_s(call) for call in calls]
+        return Timing(statistics.median(samples_s) * 1e3, statistics.median(samples_s) * 1e3)
+    torch.cuda.synchronize(device)
+    first, _ = _sampled(calls, len(calls), wait_s=0.0)
+    num_samples = min(_MOST_SAMPLES, max(_LEAST_SAMPLES, int(_SAMPLING_S * 1e3 / max(first))))
+    _, enqueued_s = _sampled(calls, num_samples, wait_s=0.0)
+    device_ms, host_s = _sampled(calls, num_samples, wait_s=min(_MOST_WAIT_S, 1.5 * enqueued_s))
+    return Timing(statistics.median(device_ms), host_s * 1e3 / num_samples)
+
+
+def _host_s(call: Call) -> float:
+    start_s = time.perf_counter()
+    call()
+    return time.perf_counter() - start_s
+
+
+def _sampled(calls: Sequence[Call], num_samples: int, wait_s: float) -> tuple[list[float], float]:
+    """Milliseconds of each sample on the device, and the host's seconds for all of them."""
+    events = [(_event(), _event()) for _ in range(num_samples)]
+    torch.cuda._sleep(int(wait_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
+    start_s = time.perf_counter()
+    for number, (begin, end) in enumerate(events):
+        begin.record()
+        calls[number % len(calls)]()
+        end.record()
+    host_s = time.perf_counter() - start_s
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in events], host_s
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def measure_rates(device: torch.device) -> Rates:
+    """Find out what the device can do at best; on a CPU in so small a size that it says nothing."""
+    size, num_bytes = _MATRIX_SIZE[device.type], _COPY_BYTES[device.type]
+    matrices = torch.randn(2, size, size, dtype=torch.bfloat16, device=device)
+    product = torch.empty(size, size, dtype=torch.bfloat16, device=device)
+    product_ms = measure([lambda: torch.mm(matrices[0], matrices[1], out=product)], device).device_ms
+    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_ms = measure([lambda: target.copy_(source)], device).device_ms
+    return Rates(2 * size**3 / product_ms * 1e3, 2 * num_bytes / copy_ms * 1e3)

@@ -1,0 +1,220 @@
+"""The Triton kernels beside their peers: right or not, how fast, and what part of the device's own rates that is.
+
+python -m bench.kernels --sglang UNPACKED_WHEEL --json bench/results/kernels.json        # on a GPU
+python -m bench.kernels --dry-run                                                        # anywhere; says nothing
+
+Shapes are those of one layer of an 8B model. Each kernel's answer is held against its twin in `kernels/reference.py`
+first, on the device. Only then it is timed, over input sets that together are larger than the cache, and so are its
+peers. Results are medians by device events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench.attention_inputs import AttentionCase, Heads, expected_answer, make_inputs, worst_error
+from bench.attention_peers import NAMES, peer
+from bench.copy_inputs import BlockCopies, TokenWrites
+from bench.device_time import Rates, cache_bytes, measure_rates
+from bench.environment import describe_run
+from bench.kernel_row import HEADER, Contestant, Row, Work, format_failures, format_row, guarded_row, measure_row
+from bench.result_file import write_json
+from radixkv.kernels import reference
+from radixkv.kernels.copy_blocks import copy_blocks
+from radixkv.kernels.quantization import INT4
+from radixkv.kernels.write_kv import write_kv
+from radixkv.triton_kernels import TritonKernels
+
+KERNELS = ("write_kv", "copy_blocks", "paged_attention")
+QUANTIZED = (torch.float8_e4m3fn, torch.int8, INT4)
+
+# Of a vector of the answer: bfloat16 rounds weights and answers by 0.4 % each; a wrong K or V is off by 100 %.
+_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        heads: of one layer.
+        num_layers: of a block that is copied.
+        written_tokens: of each step that writes K and V.
+        copied_blocks: of each step that copies blocks.
+        attentions: suffix and prefix tokens of each request.
+    """
+
+    heads: Heads
+    num_layers: int
+    written_tokens: tuple[int, ...]
+    copied_blocks: tuple[int, ...]
+    attentions: tuple[tuple[int, int], ...]
+
+
+GPU_SIZES = Sizes(
+    Heads(num_query_heads=32, num_kv_heads=8, head_dim=128, block_size=64),
+    num_layers=32,
+    written_tokens=(64, 2048),
+    copied_blocks=(1, 16),
+    attentions=(
+        *((2048, 8192), (2048, 32_768), (8192, 0)),
+        *((suffix, prefix) for prefix in (8192, 32_768, 65_536) for suffix in (16, 64, 128)),
+    ),
+)
+DRY_SIZES = Sizes(Heads(4, 2, 32, 64), 1, (20,), (2,), ((20, 70),))
+
+
+class Bench:
+    """Measures on one device.
+
+    Args:
+        sizes: what is measured.
+        peers: names of the attention peers.
+        sglang: folder of SGLang's unpacked wheel, or None.
+    """
+
+    def __init__(self, device: torch.device, sizes: Sizes, peers: Sequence[str], sglang: Path | None) -> None:
+        self.rates: Rates = measure_rates(device)
+        self._device = device
+        self._sizes = sizes
+        self._peers = peers
+        self._sglang = sglang
+
+    def rows(self, kernels: Sequence[str]) -> Iterator[Row]:
+        """Measure the kernels with these names."""
+        sizes = self._sizes
+        if "write_kv" in kernels:
+            for kv_dtype, num_tokens in itertools.product((torch.bfloat16, *QUANTIZED), sizes.written_tokens):
+                case = f"{num_tokens} tokens, {_name(kv_dtype)} pool"
+                yield guarded_row("write_kv", case, partial(self._write, num_tokens, kv_dtype))
+        if "copy_blocks" in kernels:
+            for num_copies in sizes.copied_blocks:
+                case = f"{num_copies} blocks of {sizes.num_layers} layers"
+                yield guarded_row("copy_blocks", case, partial(self._copy, num_copies))
+        if "paged_attention" in kernels:
+            for suffix_tokens, prefix_tokens in sizes.attentions:
+                yield from self._attentions(AttentionCase(suffix_tokens, prefix_tokens))
+
+    def _write(self, num_tokens: int, kv_dtype: torch.dtype) -> Row:
+        writes = TokenWrites(num_tokens, kv_dtype, self._sizes.heads, cache_bytes(self._device), self._device)
+        work = Work(0, writes.num_bytes, writes.tolerance)
+        peers = {"torch": partial(writes.contestant, reference.write_kv)}
+        return measure_row(work, partial(writes.contestant, write_kv), peers, self.rates, self._device)
+
+    def _copy(self, num_copies: int) -> Row:
+        sizes = self._sizes
+        copies = BlockCopies(num_copies, sizes.num_layers, sizes.heads, cache_bytes(self._device), self._device)
+        work = Work(0, copies.num_bytes, 0)
+        peers = {"torch": partial(copies.contestant, reference.copy_blocks)}
+        return measure_row(work, partial(copies.contestant, copy_blocks), peers, self.rates, self._device)
+
+    def _attentions(self, case: AttentionCase) -> Iterator[Row]:
+        """A row beside the peers, then variants of it beside that row's own time."""
+        first = guarded_row("paged_attention", _describe(case), partial(self._attention, case, self._peers))
+        yield first
+        variants = [replace(case, is_shuffled=False), replace(case, is_exact=True)]
+        for variant in (*variants, *(replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED)):
+            row = guarded_row("paged_attention", _describe(variant), partial(self._attention, variant, ()))
+            if first["is_right"] and row["is_right"]:
+                known = {key: first[key] for key in ("is_right", "error", "ms", "host_ms")}
+                row["peers"]["ours in bf16"] = {**known, "ratio": first["ms"] / row["ms"]}
+            yield row
+
+    def _attention(self, case: AttentionCase, peers: Sequence[str]) -> Row:
+        inputs = make_inputs(case, self._sizes.heads, cache_bytes(self._device), self._device)
+        expected = expected_answer(inputs)
+        kernels = TritonKernels(is_exact=case.is_exact)
+
+        def own(layer: int) -> torch.Tensor:
+            return kernels.paged_attention(
+                inputs.queries[layer], inputs.pool, layer, inputs.batch, scale=inputs.scale, window=None, softcap=None
+            )
+
+        def our_contestant() -> Contestant:
+            calls = [partial(own, layer) for layer in range(inputs.pool.num_layers)]
+            return Contestant([*calls], lambda: worst_error(calls[0](), expected))
+
+        def peer_contestant(name: str) -> Contestant:
+            calls = peer(name, self._sglang)(inputs)
+            return Contestant([*calls], lambda: worst_error(calls[0](), expected))
+
+        work = Work(case.flops(inputs.heads), inputs.num_bytes, _TOLERANCE)
+        others = {name: partial(peer_contestant, name) for name in peers}
+        return measure_row(work, our_contestant, others, self.rates, self._device)
+
+
+def _describe(case: AttentionCase) -> str:
+    order = "" if case.is_shuffled else ", blocks in order"
+    mode = ", exact" if case.is_exact else ""
+    return f"{case.suffix_tokens} after {case.prefix_tokens}, {_name(case.kv_dtype)}{order}{mode}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print row by row; the file is whole after each. 1 if a kernel's answer is wrong or it failed."""
+    parser = argparse.ArgumentParser(description="Our Triton kernels beside their peers.")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
+    parser.add_argument("--peers", nargs="*", choices=NAMES, default=NAMES, help="of attention")
+    parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter and in small")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    with _interpreted() if options.dry_run else contextlib.nullcontext():
+        bench = Bench(device, DRY_SIZES if options.dry_run else GPU_SIZES, options.peers, options.sglang)
+        result = {
+            "is_dry_run": options.dry_run,
+            "matrix_tflops": bench.rates.flops_per_s / 1e12,
+            "copy_gb_per_s": bench.rates.bytes_per_s / 1e9,
+            "cache_bytes": cache_bytes(device),
+            "command": shlex.join(
+                ["python", "-m", "bench.kernels", *(sys.argv[1:] if arguments is None else arguments)]
+            ),
+            **describe_run(),
+        }
+        if options.dry_run:
+            print("A dry run: the answers are checked, the times mean nothing.")
+        print(f"this device: {result['matrix_tflops']:.4g} TFLOP/s, copies {result['copy_gb_per_s']:.4g} GB/s")
+        print(HEADER)
+        rows: list[Row] = []
+        for row in bench.rows(options.kernels):
+            rows.append(row)
+            print(format_row(row), flush=True)
+            if options.json:
+                write_json(options.json, {**result, "is_finished": False, "rows": rows})
+    for line in format_failures(rows):
+        print(line)
+    if options.json:
+        write_json(options.json, {**result, "is_finished": True, "rows": rows})
+    wrong = [row for row in rows if not row["is_right"]]
+    print(f"{len(rows) - len(wrong)} of {len(rows)} right")
+    return 1 if wrong else 0
+
+
+@contextlib.contextmanager
+def _interpreted() -> Iterator[None]:
+    """Run Triton kernels on the CPU, as the tests do."""
+    import pytest
+
+    from tests.kernels.interpreter import interpret_kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        interpret_kernels(patch)
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""A dry run: right answers are right, wrong ones fail their row and no other, and whoever is missing says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bench.kernels
+from bench.attention_inputs import AttentionCase, AttentionInputs, Heads, expected_answer, make_inputs, worst_error
+from bench.attention_peers import Calls
+from bench.copy_inputs import TokenWrites
+from bench.device_time import measure
+from bench.kernels import main
+from bench.sglang_attention import load_extend_attention
+from radixkv.kernels import reference
+
+CPU = torch.device("cpu")
+HEADS = Heads(4, 2, 32, 16)
+
+
+def dry_run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    file = tmp_path / "kernels.json"
+    status = main(["--dry-run", "--json", str(file), *options])
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return status, result
+
+
+def test_every_kernel_is_checked_and_timed_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, result = dry_run(tmp_path)
+    assert status == 0
+    assert result["is_finished"]
+    assert result["is_dry_run"]
+    assert [row["kernel"] for row in result["rows"]] == ["write_kv"] * 4 + ["copy_blocks"] + ["paged_attention"] * 6
+    for row in result["rows"]:
+        assert row["is_right"], row
+        assert row["tflops"] == pytest.approx(row["matrix_share"] * result["matrix_tflops"])
+        assert row["gb_per_s"] == pytest.approx(row["copy_share"] * result["copy_gb_per_s"])
+        for peer in row["peers"].values():
+            assert (peer.get("reason") is None) == peer["is_right"]
+            assert not peer["is_right"] or peer["ratio"] == pytest.approx(peer["ms"] / row["ms"])
+    peers = result["rows"][5]["peers"]
+    assert [name for name, peer in peers.items() if peer["is_right"]] == ["sdpa_flash", "flex"]
+    printed = capsys.readouterr().out
+    assert "the times mean nothing" in printed
+    assert "flashinfer_fa3, not measured in 1 of them: Unavailable: needs a CUDA device" in printed
+    assert "11 of 11 right" in printed
+
+
+def test_a_wrong_answer_fails_its_row_and_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench.kernels, "copy_blocks", lambda pool, sources, targets: None)
+    status, result = dry_run(tmp_path, "--kernels", "write_kv", "copy_blocks")
+    assert status == 1
+    *writes, copy = result["rows"]
+    assert all(row["is_right"] for row in writes)
+    assert not copy["is_right"]
+    assert "ms" not in copy
+    assert copy["peers"]["torch"]["is_right"]
+    assert "FAILED  wrong: off by inf, at most 0" in capsys.readouterr().out
+
+
+def test_what_raises_fails_its_row_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("illegal memory access\nand more")
+
+    monkeypatch.setattr(bench.kernels, "write_kv", broken)
+    monkeypatch.setattr(bench.kernels, "BlockCopies", broken)
+    status, result = dry_run(tmp_path, "--kernels", "write_kv", "copy_blocks", "paged_attention", "--peers")
+    assert status == 1
+    failed = [row for row in result["rows"] if not row["is_right"]]
+    assert [row["kernel"] for row in failed] == ["write_kv"] * 4 + ["copy_blocks"]
+    assert {row["reason"] for row in failed} == {"RuntimeError: illegal memory access"}
+    assert len(result["rows"]) == 11
+
+
+def test_a_peer_with_a_wrong_answer_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(inputs: AttentionInputs) -> Calls:
+        return [lambda: inputs.queries[0]]
+
+    monkeypatch.setattr(bench.kernels, "peer", lambda name, sglang: prepare)
+    status, result = dry_run(tmp_path, "--kernels", "paged_attention", "--peers", "flex")
+    peer = result["rows"][0]["peers"]["flex"]
+    assert status == 0
+    assert peer["reason"].startswith("wrong: off by ")
+    assert "ms" not in peer
+
+
+def test_input_sets_are_larger_than_the_cache_and_all_take_their_turn() -> None:
+    inputs = make_inputs(AttentionCase(20, 40), HEADS, cache_bytes=20_000, device=CPU)
+    assert len(inputs.queries) == inputs.pool.num_layers
+    assert inputs.pool.num_layers * inputs.num_bytes > 60_000
+    assert inputs.num_bytes == 2 * 20 * 4 * 32 * 2 + 60 * 2 * 2 * 32 * 2
+    turns: list[int] = []
+    measure([lambda: turns.append(0), lambda: turns.append(1)], CPU)
+    assert turns == [0, 1, 0, 1]
+
+
+def test_the_expected_answer_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(AttentionCase(20, 40), HEADS, cache_bytes=1, device=CPU)
+    whole = reference.paged_attention(inputs.queries[0], inputs.pool, 0, inputs.batch, scale=inputs.scale)
+    monkeypatch.setattr("bench.attention_inputs._REFERENCE_ROWS", 7)
+    assert worst_error(expected_answer(inputs), whole) < 0.01
+
+
+def test_the_worst_vector_counts() -> None:
+    right = torch.randn(50, 4, 32)
+    assert worst_error(right, right) == 0
+    wrong = right.clone()
+    wrong[17, 3] *= 1.5
+    assert worst_error(wrong, right) == pytest.approx(0.5, rel=1e-3)
+    wrong[0, 0, 0] = float("nan")
+    assert worst_error(wrong, right) == float("inf")
+
+
+def test_a_write_that_touches_another_slot_is_wrong() -> None:
+    writes = TokenWrites(20, torch.int8, HEADS, cache_bytes=1, device=CPU)
+
+    def untidy(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: Any, layer: int) -> None:
+        reference.write_kv(key, value, slots, pool, layer)
+        pool.values[0, 1] ^= 1
+
+    assert writes.contestant(reference.write_kv).error() == 0
+    assert writes.contestant(untidy).error() == float("inf")
+
+
+FAKE_EXTEND_ATTENTION = """
+from sglang.kernels.ops.attention.neighbour import NEIGHBOUR  # a file that needs nothing
+from sglang.srt.environ import envs
+from sglang.srt.utils import is_hip
+
+def extend_attention_fwd(answers):
+    answers.append((NEIGHBOUR, is_hip()))
+"""
+
+
+def test_sglangs_kernel_is_loaded_from_the_wheel_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "sglang/kernels/ops/attention"
+    folder.mkdir(parents=True)
+    for package in ("sglang", "sglang/kernels", "sglang/kernels/ops", "sglang/kernels/ops/attention"):
+        (tmp_path / package / "__init__.py").write_text("raise ImportError('this is the engine')")
+    (folder / "neighbour.py").write_text("NEIGHBOUR = 7")
+    (folder / "extend_attention.py").write_text(FAKE_EXTEND_ATTENTION)
+    answers: list[tuple[int, bool]] = []
+    load_extend_attention(tmp_path)(answers)
+    assert answers == [(7, False)]
+
+
+def test_a_folder_without_sglangs_kernel_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--sglang: expected an unpacked wheel"):
+        load_extend_attention(tmp_path)
