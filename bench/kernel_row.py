@@ -88,7 +88,7 @@ def guarded_row(kernel: str, case: str, make: Callable[[], Row]) -> Row:
             "case": case,
             "is_right": False,
             "error": None,
-            "reason": _reason(raised),
+            "reason": describe_error(raised),
             "peers": {},
         }
 
@@ -103,11 +103,12 @@ def _attempt(prepare: Prepare, tolerance: float, device: torch.device) -> Row:
             return {"is_right": False, "error": known, "reason": f"wrong: off by {error:.3g}, at most {tolerance:g}"}
         timing = measure(contestant.calls, device)
     except Exception as raised:  # noqa: BLE001 - whatever one kernel raises, the others are measured
-        return {"is_right": False, "error": None, "reason": _reason(raised)}
+        return {"is_right": False, "error": None, "reason": describe_error(raised)}
     return {"is_right": True, "error": error, "ms": timing.device_ms, "host_ms": timing.host_ms}
 
 
-def _reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """Its type and the first line of its message."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
 
