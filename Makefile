@@ -4,7 +4,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test stress exact campaign mutants check bench proto clean
+.PHONY: help demo test stress exact campaign mutants check bench gpu proto clean
 
 help:
 	@echo "make demo    start the service on the embedded model, replay 1,000 requests with and without the cache"
@@ -15,6 +15,7 @@ help:
 	@echo "make mutants break cache and engine in small ways and see their tests fail"
 	@echo "make check   lint, format check, types"
 	@echo "make bench   all benchmarks that need no GPU, into build/bench/; with TRACE=FILE also those that replay a trace"
+	@echo "make gpu     answers, kernels, time to first token and exact mode on a GPU, in nine minutes, into build/gpu/"
 	@echo "make proto   regenerate radixkv/v1 from proto/"
 
 $(STAMP): pyproject.toml
@@ -66,6 +67,10 @@ ifdef TRACE
 	$(PY) -m bench.replay --workload mooncake --trace $(TRACE) --limit 300 --scale 0.05 --concurrency 1 \
 		--set cache.capacity_tokens=524288 --json build/bench/mooncake.json
 endif
+
+# SGLANG is a folder with SGLang's unpacked wheel. Without make: python -m bench.gpu, which needs no installation.
+gpu: $(STAMP)
+	$(PY) -m bench.gpu --out build/gpu $(if $(SGLANG),--sglang $(SGLANG))
 
 # Types are checked on the one import namespace that users see, laid out by links.
 check: $(STAMP)

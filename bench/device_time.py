@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,10 +77,11 @@ def measure(calls: Sequence[Call], device: torch.device) -> Timing:
         samples_s = [_host_s(call) for call in calls]
         return Timing(statistics.median(samples_s) * 1e3, statistics.median(samples_s) * 1e3)
     torch.cuda.synchronize(device)
-    first, _ = _sampled(calls, len(calls), wait_s=0.0)
-    num_samples = min(_MOST_SAMPLES, max(_LEAST_SAMPLES, int(_SAMPLING_S * 1e3 / max(first))))
-    _, enqueued_s = _sampled(calls, num_samples, wait_s=0.0)
-    device_ms, host_s = _sampled(calls, num_samples, wait_s=min(_MOST_WAIT_S, 1.5 * enqueued_s))
+    turns = itertools.cycle(calls)  # goes on where it was: what was used just now is in the cache
+    first_ms, _ = _sampled(turns, len(calls), wait_s=0.0)
+    num_samples = min(_MOST_SAMPLES, max(_LEAST_SAMPLES, int(_SAMPLING_S * 1e3 / statistics.median(first_ms))))
+    _, enqueued_s = _sampled(turns, num_samples, wait_s=0.0)
+    device_ms, host_s = _sampled(turns, num_samples, wait_s=min(_MOST_WAIT_S, 1.5 * enqueued_s))
     return Timing(statistics.median(device_ms), host_s * 1e3 / num_samples)
 
 
@@ -89,14 +91,20 @@ def _host_s(call: Call) -> float:
     return time.perf_counter() - start_s
 
 
-def _sampled(calls: Sequence[Call], num_samples: int, wait_s: float) -> tuple[list[float], float]:
-    """Milliseconds of each sample on the device, and the host's seconds for all of them."""
+def _sampled(turns: Iterator[Call], num_samples: int, wait_s: float) -> tuple[list[float], float]:
+    """Milliseconds of each sample on the device, and the host's seconds for all of them.
+
+    Args:
+        turns: whose turn it is; taken from.
+        num_samples: how many to take.
+        wait_s: how long the device waits before the first, at a clock of 2 GHz.
+    """
     events = [(_event(), _event()) for _ in range(num_samples)]
     torch.cuda._sleep(int(wait_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
     start_s = time.perf_counter()
-    for number, (begin, end) in enumerate(events):
+    for begin, end in events:
         begin.record()
-        calls[number % len(calls)]()
+        next(turns)()
         end.record()
     host_s = time.perf_counter() - start_s
     torch.cuda.synchronize()

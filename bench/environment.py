@@ -14,9 +14,12 @@ _VERSIONED = ("radixkv", "numpy", "torch", "transformers", "triton", "grpcio", "
 
 
 def describe_run() -> dict[str, object]:
-    """What a result has to say of where it comes from, beside its command."""
+    """What a result has to say of where it comes from, beside its command.
+
+    Outside of a git checkout the commit is what the environment variable RADIXKV_COMMIT says.
+    """
     return {
-        "commit": current_commit(Path(__file__).parent),
+        "commit": current_commit(Path(__file__).parent) or os.environ.get("RADIXKV_COMMIT"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "versions": describe_versions(),

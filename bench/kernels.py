@@ -81,14 +81,18 @@ class Bench:
         sizes: what is measured.
         peers: names of the attention peers.
         sglang: folder of SGLang's unpacked wheel, or None.
+        has_variants: whether attention is also measured over other pools, over blocks in order and in exact mode.
     """
 
-    def __init__(self, device: torch.device, sizes: Sizes, peers: Sequence[str], sglang: Path | None) -> None:
+    def __init__(
+        self, device: torch.device, sizes: Sizes, peers: Sequence[str], sglang: Path | None, *, has_variants: bool
+    ) -> None:
         self.rates: Rates = measure_rates(device)
         self._device = device
         self._sizes = sizes
         self._peers = peers
         self._sglang = sglang
+        self._has_variants = has_variants
 
     def rows(self, kernels: Sequence[str]) -> Iterator[Row]:
         """Measure the kernels with these names."""
@@ -122,6 +126,8 @@ class Bench:
         """A row beside the peers, then variants of it beside that row's own time."""
         first = guarded_row("paged_attention", _describe(case), partial(self._attention, case, self._peers))
         yield first
+        if not self._has_variants:
+            return
         variants = [replace(case, is_shuffled=False), replace(case, is_exact=True)]
         for variant in (*variants, *(replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED)):
             row = guarded_row("paged_attention", _describe(variant), partial(self._attention, variant, ()))
@@ -169,12 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--peers", nargs="*", choices=NAMES, default=NAMES, help="of attention")
     parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
+    parser.add_argument("--variants", action=argparse.BooleanOptionalAction, default=True, help="of attention")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter and in small")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     device = torch.device("cpu" if options.dry_run else "cuda")
     with _interpreted() if options.dry_run else contextlib.nullcontext():
-        bench = Bench(device, DRY_SIZES if options.dry_run else GPU_SIZES, options.peers, options.sglang)
+        sizes = DRY_SIZES if options.dry_run else GPU_SIZES
+        bench = Bench(device, sizes, options.peers, options.sglang, has_variants=options.variants)
         result = {
             "is_dry_run": options.dry_run,
             "matrix_tflops": bench.rates.flops_per_s / 1e12,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +85,8 @@ def test_a_peer_with_a_wrong_answer_is_not_timed(tmp_path: Path, monkeypatch: py
         return [lambda: inputs.queries[0]]
 
     monkeypatch.setattr(bench.kernels, "peer", lambda name, sglang: prepare)
-    status, result = dry_run(tmp_path, "--kernels", "paged_attention", "--peers", "flex")
+    status, result = dry_run(tmp_path, "--kernels", "paged_attention", "--peers", "flex", "--no-variants")
+    assert len(result["rows"]) == 1
     peer = result["rows"][0]["peers"]["flex"]
     assert status == 0
     assert peer["reason"].startswith("wrong: off by ")
@@ -98,6 +101,39 @@ def test_input_sets_are_larger_than_the_cache_and_all_take_their_turn() -> None:
     turns: list[int] = []
     measure([lambda: turns.append(0), lambda: turns.append(1)], CPU)
     assert turns == [0, 1, 0, 1]
+
+
+class FakeEvent:
+    """A device that is done with everything at once."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.time_s - self.time_s) * 1e3
+
+
+def test_samples_on_a_gpu_take_inputs_that_were_not_used_just_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", waits.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    turns: list[int] = []
+
+    def call(number: int) -> None:
+        turns.append(number)
+        time.sleep(2e-3)
+
+    timing = measure([partial(call, number) for number in range(70)], torch.device("cuda"))
+    assert turns == [number % 70 for number in range(70 + 70 + 2 * 50)][: len(turns)]
+    assert len(turns) >= 70 + 70 + 2 * 10
+    assert waits[:2] == [0, 0]
+    assert waits[2] > 0
+    assert 2 <= timing.device_ms < 20
+    assert 2 <= timing.host_ms < 20
 
 
 def test_the_expected_answer_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

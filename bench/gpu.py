@@ -1,0 +1,266 @@
+"""Everything that wants a GPU, in one go of less than nine minutes: answers, kernels, time to first token, exact mode.
+
+    python -m bench.gpu --out build/gpu [--sglang UNPACKED_WHEEL]
+    python -m bench.gpu --out build/gpu --dry-run                        # anywhere; says nothing
+
+Needs no installed radixkv and no network. Each stage is a process with a time of its own; what is missing, fails or
+runs out of time is named at the end, and the other stages run. Each leaves its results in a file of its name, whole:
+one that ran out of time leaves the rows it had, with `is_finished` false. `gpu.json` has all outcomes and the end of
+what each stage printed. Where there is no git checkout, RADIXKV_COMMIT names the commit for all files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.environment import describe_run
+from bench.result_file import write_json
+
+ROOT = Path(__file__).parent.parent
+
+_KERNEL_IMPORTS = ("numpy", "torch", "triton")
+_ENGINE_IMPORTS = (*_KERNEL_IMPORTS, "safetensors", "sortedcontainers", "transformers", "xxhash")
+# The service's, which no stage needs, and the peer's that is only used if it is there.
+_OTHER_IMPORTS = ("flashinfer", "google.protobuf", "grpc", "pytest")
+
+_SGLANG = "sglang_wheel"  # where stages find it
+
+_OUTPUT_CHARACTERS = 20_000
+_SHOWN_LINES = 100
+
+Outcome = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One process.
+
+    Attributes:
+        name: of the stage and of its file.
+        budget_s: when it is ended, finished or not.
+        needs: modules without which it is not begun.
+        command: what follows `python`.
+        dry_command: the same in small and on the CPU; None for the command with `--dry-run`.
+        has_result: whether it takes `--json FILE`.
+        takes_sglang: whether it takes `--sglang FOLDER`.
+    """
+
+    name: str
+    budget_s: float
+    needs: tuple[str, ...]
+    command: str
+    dry_command: str | None = None
+    has_result: bool = True
+    takes_sglang: bool = False
+
+
+def missing_imports(names: Sequence[str]) -> list[str]:
+    """Those that can't be imported here."""
+    return [name for name in names if not _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+# Each test compiles kernels of its own, which takes one core.
+_PYTEST = "-m pytest -q -p no:cacheprovider" + ("" if missing_imports(["xdist"]) else " -n 8")
+
+# What the others rest on comes first, and what compares comes last. All budgets together are more than there is time:
+# they are for what hangs. Kernels have a process each, since an illegal access ends all work of a process on a GPU.
+STAGES = (
+    Stage(
+        "kernel_tests",
+        90,
+        (*_KERNEL_IMPORTS, "pytest"),
+        f"{_PYTEST} -W default --maxfail 20 tests/kernels/test_write_kv.py tests/kernels/test_copy_blocks.py "
+        "tests/kernels/test_paged_attention.py tests/kernels/test_linear.py tests/kernels/test_norm.py",
+        f"{_PYTEST} tests/kernels/test_copy_blocks.py",
+        has_result=False,
+    ),
+    Stage("write_kv", 40, _KERNEL_IMPORTS, "-m bench.kernels --kernels write_kv"),
+    Stage("copy_blocks", 40, _KERNEL_IMPORTS, "-m bench.kernels --kernels copy_blocks"),
+    Stage("attention", 80, _KERNEL_IMPORTS, "-m bench.kernels --kernels paged_attention --peers"),
+    Stage(
+        "exact_cases",
+        75,
+        _ENGINE_IMPORTS,
+        "-m tests.exact_cases --device cuda --dtype bfloat16 --cases 80",
+        "-m tests.exact_cases --device cpu --cases 64",
+        has_result=False,
+    ),
+    Stage("gpu_prefill", 140, _ENGINE_IMPORTS, "-m bench.gpu_prefill --rounds 3"),
+    Stage(
+        "attention_peers",
+        120,
+        _KERNEL_IMPORTS,
+        "-m bench.kernels --kernels paged_attention --no-variants",
+        takes_sglang=True,
+    ),
+    Stage(
+        "exactness",
+        60,
+        _ENGINE_IMPORTS,
+        "-m bench.exactness --device cuda --shape 8b --layers 32 --dtypes bfloat16 --rounds 3",
+        "-m bench.exactness --shape tiny --dtypes float32 --rounds 1 --prompts 70 --suffixes 3",
+    ),
+    Stage(
+        "bookkeeping",
+        40,
+        _ENGINE_IMPORTS,
+        "-m bench.bookkeeping --device cuda --shape 8b --layers 32 --dtype bfloat16 --rounds 3",
+        "-m bench.bookkeeping --shape tiny --rounds 1 --prompts 100 --batches 4 --generations 2 --new-tokens 5",
+    ),
+)
+
+
+def lay_out(folder: Path, sglang: Path | None) -> None:
+    """Lay the import namespace out by links, as an installation would: the kernels and the service inside radixkv.
+
+    Args:
+        folder: an empty one.
+        sglang: folder of SGLang's unpacked wheel, to be found there too.
+    """
+    package = folder / "radixkv"
+    package.mkdir()
+    for source in (*(ROOT / "radixkv").iterdir(), ROOT / "kernels", ROOT / "service"):
+        if source.name != "__pycache__":
+            (package / source.name).symlink_to(source)
+    for name in ("bench", "tests", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    if sglang is not None:
+        (folder / _SGLANG).symlink_to(sglang.resolve())
+
+
+def run_stage(stage: Stage, command: Sequence[str], folder: Path, out: Path, budget_s: float) -> Outcome:
+    """Run one stage to its end or to the end of its time, and keep what it wrote.
+
+    Args:
+        stage: what is run.
+        command: what follows `python`, without the file for its results.
+        folder: where the namespace is laid out; also has the stage's files until they are whole.
+        out: where its results go.
+        budget_s: seconds after which it and all processes that it began are killed.
+
+    Returns:
+        `outcome` in words (`ran` if all went well), `seconds`, `command`, and the end of its `output`.
+    """
+    written, printed = folder / f"{stage.name}.json", folder / f"{stage.name}.log"
+    arguments = [sys.executable, *command, *(("--json", str(written)) if stage.has_result else ())]
+    start_s = time.monotonic()
+    with printed.open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            arguments,
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout=budget_s)
+            outcome = "ran" if status == 0 else f"failed with status {status}"
+        except subprocess.TimeoutExpired:
+            outcome = f"out of time after {budget_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    seconds, shown = time.monotonic() - start_s, shlex.join(["python", *command])
+    has_result = written.exists()
+    if has_result:
+        write_json(out / written.name, {**json.loads(written.read_text(encoding="utf-8")), "command": shown})
+    return {
+        "outcome": outcome,
+        "seconds": seconds,
+        "command": shown,
+        "has_result": has_result,
+        "output": printed.read_text(encoding="utf-8", errors="replace")[-_OUTPUT_CHARACTERS:],
+    }
+
+
+def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) -> int:
+    """Run the stages, print what each printed, and a table. 1 if one did not run to a good end."""
+    options = _parse(arguments, stages)
+    options.out.mkdir(parents=True, exist_ok=True)
+    end_s = time.monotonic() + options.seconds
+    missing = missing_imports((*_ENGINE_IMPORTS, *_OTHER_IMPORTS))
+    report: dict[str, Any] = {
+        "is_dry_run": options.dry_run,
+        "missing_imports": missing,
+        "command": shlex.join(["python", "-m", "bench.gpu", *(sys.argv[1:] if arguments is None else arguments)]),
+        **describe_run(),
+        "stages": {},
+    }
+    print(f"{report['machine']['gpu'] or 'no GPU'}, {report['versions']}")
+    print(f"can't be imported here: {', '.join(missing) or 'nothing'}")
+    for stage in stages:
+        if options.only and stage.name not in options.only:
+            continue
+        budget_s = min(stage.budget_s, end_s - time.monotonic())
+        print(f"\n== {stage.name}", flush=True)
+        if lacking := missing_imports(stage.needs):
+            outcome = _not_run(f"not run: {', '.join(lacking)} can't be imported")
+        elif budget_s <= 0:
+            outcome = _not_run("not run: no time left")
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                lay_out(Path(folder), options.sglang)
+                outcome = run_stage(stage, _command(stage, options), Path(folder), options.out, budget_s)
+        print("\n".join(outcome["output"].splitlines()[-_SHOWN_LINES:]))
+        report["stages"][stage.name] = outcome
+        write_json(options.out / "gpu.json", report)
+    print("\n" + format_outcomes(report["stages"]))
+    return 0 if all(outcome["outcome"] == "ran" for outcome in report["stages"].values()) else 1
+
+
+def _not_run(why: str) -> Outcome:
+    return {"outcome": why, "seconds": 0.0, "command": None, "has_result": False, "output": ""}
+
+
+def _command(stage: Stage, options: argparse.Namespace) -> list[str]:
+    command = stage.command
+    if options.dry_run:
+        command = stage.dry_command or f"{command} --dry-run"
+    if stage.takes_sglang and options.sglang:
+        command += f" --sglang {_SGLANG}"
+    return shlex.split(command)
+
+
+def format_outcomes(outcomes: dict[str, Outcome]) -> str:
+    """Say of each stage how it ended, how long it took and where its results are."""
+    lines = [f"{'stage':<16} {'seconds':>7}  {'results':<22} outcome"]
+    for name, outcome in outcomes.items():
+        file = f"{name}.json" if outcome["has_result"] else "-"
+        lines.append(f"{name:<16} {outcome['seconds']:>7.1f}  {file:<22} {outcome['outcome']}")
+    return "\n".join(lines)
+
+
+def _parse(arguments: Sequence[str] | None, stages: Sequence[Stage]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Everything that wants a GPU, in one go.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in stages], help="these stages")
+    parser.add_argument("--seconds", type=float, default=510, help="for all stages together")
+    parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
+    parser.add_argument("--dry-run", action="store_true", help="in small, on the CPU")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
