@@ -171,17 +171,11 @@ def _name(dtype: torch.dtype) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print row by row; the file is whole after each. 1 if a kernel's answer is wrong or it failed."""
-    parser = argparse.ArgumentParser(description="Our Triton kernels beside their peers.")
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
-    parser.add_argument("--peers", nargs="*", choices=NAMES, default=NAMES, help="of attention")
-    parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
-    parser.add_argument("--variants", action=argparse.BooleanOptionalAction, default=True, help="of attention")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter and in small")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+    options = _parse(arguments)
     device = torch.device("cpu" if options.dry_run else "cuda")
+    sizes = DRY_SIZES if options.dry_run else GPU_SIZES
+    rows: list[Row] = []
     with _interpreted() if options.dry_run else contextlib.nullcontext():
-        sizes = DRY_SIZES if options.dry_run else GPU_SIZES
         bench = Bench(device, sizes, options.peers, options.sglang, has_variants=options.variants)
         result = {
             "is_dry_run": options.dry_run,
@@ -192,24 +186,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ["python", "-m", "bench.kernels", *(sys.argv[1:] if arguments is None else arguments)]
             ),
             **describe_run(),
+            "rows": rows,
         }
         if options.dry_run:
             print("A dry run: the answers are checked, the times mean nothing.")
         print(f"this device: {result['matrix_tflops']:.4g} TFLOP/s, copies {result['copy_gb_per_s']:.4g} GB/s")
         print(HEADER)
-        rows: list[Row] = []
         for row in bench.rows(options.kernels):
             rows.append(row)
             print(format_row(row), flush=True)
             if options.json:
-                write_json(options.json, {**result, "is_finished": False, "rows": rows})
-    for line in format_failures(rows):
-        print(line)
+                write_json(options.json, {**result, "is_finished": False})
     if options.json:
-        write_json(options.json, {**result, "is_finished": True, "rows": rows})
-    wrong = [row for row in rows if not row["is_right"]]
-    print(f"{len(rows) - len(wrong)} of {len(rows)} right")
-    return 1 if wrong else 0
+        write_json(options.json, {**result, "is_finished": True})
+    num_right = sum(row["is_right"] for row in rows)
+    print("\n".join([*format_failures(rows), f"{num_right} of {len(rows)} right"]))
+    return 0 if num_right == len(rows) else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Our Triton kernels beside their peers.")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
+    parser.add_argument("--peers", nargs="*", choices=NAMES, default=NAMES, help="of attention")
+    parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
+    parser.add_argument("--variants", action=argparse.BooleanOptionalAction, default=True, help="of attention")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter and in small")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(arguments)
 
 
 @contextlib.contextmanager

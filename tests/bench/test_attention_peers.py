@@ -1,0 +1,102 @@
+"""Peers that are not here, played by torch: what they are given is what their own documentation asks for."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from bench import attention_peers
+from bench.attention_inputs import AttentionCase, AttentionInputs, Heads, expected_answer, make_inputs, worst_error
+from bench.attention_peers import Unavailable, peer
+
+HEADS = Heads(num_query_heads=4, num_kv_heads=2, head_dim=32, block_size=16)
+
+
+@pytest.fixture
+def inputs(monkeypatch: pytest.MonkeyPatch) -> AttentionInputs:
+    monkeypatch.setattr(attention_peers, "_require_gpu", lambda inputs: None)
+    return make_inputs(AttentionCase(20, 43), HEADS, cache_bytes=1, device=torch.device("cpu"))
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_visible: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over `[num_heads, num_tokens, head_dim]` in float32, and the logarithm of each softmax's sum."""
+    groups = query.shape[0] // key.shape[0]
+    scores = query.float() @ key.float().repeat_interleave(groups, 0).mT * scale
+    if is_visible is not None:
+        scores = scores.masked_fill(~is_visible, float("-inf"))
+    return scores.softmax(-1) @ value.float().repeat_interleave(groups, 0), scores.logsumexp(-1)
+
+
+def error_of(name: str, inputs: AttentionInputs) -> float:
+    return worst_error(peer(name, None)(inputs)[0](), expected_answer(inputs))
+
+
+def test_cudnns_two_parts_are_joined_by_their_shares(inputs: AttentionInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cudnn(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: None,
+        wants_lse: bool,
+        *,
+        is_causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert wants_lse
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if is_causal else None
+        output, lse = attend(query[0], key[0], value[0], scale, visible)
+        return output.to(query.dtype)[None], lse[None, ..., None]
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn)
+    assert error_of("cudnn_merged", inputs) < 0.02
+
+
+def test_cudnn_has_nothing_to_join_without_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_peers, "_require_gpu", lambda inputs: None)
+    with pytest.raises(Unavailable, match="nothing to join"):
+        peer("cudnn_merged", None)(make_inputs(AttentionCase(20, 0), HEADS, 1, torch.device("cpu")))
+
+
+class PagedWrapper:
+    """What FlashInfer's documentation says of `BatchPrefillWithPagedKVCacheWrapper` with one request."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        assert (workspace.dtype, layout, backend) == (torch.uint8, "HND", "fa2")
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        *shape: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+    ) -> None:
+        assert shape == (HEADS.num_query_heads, HEADS.num_kv_heads, HEADS.head_dim, HEADS.block_size)
+        assert causal
+        assert q_data_type == torch.bfloat16
+        assert paged_kv_indices.dtype == qo_indptr.dtype == torch.int32
+        assert paged_kv_indptr.tolist() == [0, len(paged_kv_indices)]
+        self.num_tokens = (len(paged_kv_indices) - 1) * HEADS.block_size + int(paged_kv_last_page_len)
+        self.num_queries, self.pages, self.scale = int(qo_indptr[1]), paged_kv_indices, sm_scale
+
+    def run(self, query: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
+        kv = paged_kv_cache[self.pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.num_tokens]
+        visible = torch.ones(self.num_queries, self.num_tokens, dtype=torch.bool)
+        visible = visible.tril(self.num_tokens - self.num_queries)
+        return attend(query.transpose(0, 1), kv[0], kv[1], self.scale, visible)[0].transpose(0, 1)
+
+
+def test_flashinfer_reads_our_own_pool(inputs: AttentionInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = PagedWrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    assert error_of("flashinfer_fa2", inputs) < 0.02
