@@ -135,17 +135,16 @@ def _flex(inputs: AttentionInputs) -> Calls:
         return key <= query + prefix
 
     mask = create_block_mask(is_visible, None, None, inputs.case.suffix_tokens, inputs.case.num_tokens, device=device)
-    attend: Any = flex_attention
+    options: dict[str, Any] = {"block_mask": mask, "scale": inputs.scale, "enable_gqa": True}
     if device.type == "cuda":
         torch._dynamo.reset()  # it compiles few shapes of one function, and then none
-        attend = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+        return _calls(inputs, partial(torch.compile(flex_attention, fullgraph=True, dynamic=False), **options))
 
     def quietly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        attended: torch.Tensor
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a CPU has it uncompiled, and is told so
-            attended = attend(query, key, value, block_mask=mask, scale=inputs.scale, enable_gqa=True)
-        return attended
+            warnings.simplefilter("ignore")  # it is not compiled, and says so
+            attended: Any = flex_attention(query, key, value, **options)
+        return attended  # type: ignore[no-any-return]
 
     return _calls(inputs, quietly)
 

@@ -38,6 +38,9 @@ _OTHER_IMPORTS = ("flashinfer", "google.protobuf", "grpc", "pytest")
 
 _SGLANG = "sglang_wheel"  # where stages find it
 
+# What a stage printed is there when it is killed, and nothing is looked for in the network.
+_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+
 _OUTPUT_CHARACTERS = 20_000
 _SHOWN_LINES = 100
 
@@ -96,7 +99,7 @@ STAGES = (
     ),
     Stage("write_kv", 40, _KERNEL_IMPORTS, "-m bench.kernels --kernels write_kv"),
     Stage("copy_blocks", 40, _KERNEL_IMPORTS, "-m bench.kernels --kernels copy_blocks"),
-    Stage("attention", 80, _KERNEL_IMPORTS, "-m bench.kernels --kernels paged_attention --peers"),
+    Stage("attention", 100, _KERNEL_IMPORTS, "-m bench.kernels --kernels paged_attention --peers"),
     Stage(
         "exact_cases",
         75,
@@ -108,7 +111,7 @@ STAGES = (
     Stage("gpu_prefill", 140, _ENGINE_IMPORTS, "-m bench.gpu_prefill --rounds 3"),
     Stage(
         "attention_peers",
-        120,
+        130,
         _KERNEL_IMPORTS,
         "-m bench.kernels --kernels paged_attention --no-variants",
         takes_sglang=True,
@@ -171,6 +174,7 @@ def run_stage(stage: Stage, command: Sequence[str], folder: Path, out: Path, bud
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
+            env={**os.environ, **_ENVIRONMENT},
             start_new_session=True,
         )
         try:
@@ -215,6 +219,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
             continue
         budget_s = min(stage.budget_s, end_s - time.monotonic())
         print(f"\n== {stage.name}", flush=True)
+        (options.out / f"{stage.name}.json").unlink(missing_ok=True)  # of an earlier run
         if lacking := missing_imports(stage.needs):
             outcome = _not_run(f"not run: {', '.join(lacking)} can't be imported")
         elif budget_s <= 0:

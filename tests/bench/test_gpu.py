@@ -85,6 +85,12 @@ def test_no_stage_begins_without_time(tmp_path: Path) -> None:
     assert report["stages"]["late"]["outcome"] == "not run: no time left"
 
 
+def test_no_result_of_an_earlier_run_is_left(tmp_path: Path) -> None:
+    assert run(tmp_path, stage("one", WRITE))[0] == 0
+    assert run(tmp_path, stage("one", "raise SystemExit(5)"))[0] == 1
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["gpu.json"]
+
+
 def test_a_real_stage_runs_dry_from_links_alone(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["--dry-run", "--only", "copy_blocks", "--out", str(out)]) == 0
