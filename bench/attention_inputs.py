@@ -58,11 +58,11 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Input sets of one shape, one for each layer of the pool.
+    """Input sets of one shape, one for each of the first layers of the pool.
 
     Attributes:
         queries: for each layer bfloat16 `[suffix_tokens, num_query_heads, head_dim]`.
-        pool: the K/V of all layers.
+        pool: their K/V, and zeros in the layers that have no set.
         batch: the one request.
         keys, values: for each layer bfloat16 `[num_tokens, num_kv_heads, head_dim]`, what was written into the pool;
             empty for a quantized pool, which no peer reads.
@@ -88,22 +88,34 @@ class AttentionInputs:
         return queries + self.case.num_tokens * _token_bytes(self.pool)
 
 
-def make_inputs(case: AttentionCase, heads: Heads, cache_bytes: int, device: torch.device) -> AttentionInputs:
-    """Draw as many input sets as are needed to be larger than a cache, with the same numbers each time."""
+def make_inputs(
+    case: AttentionCase, heads: Heads, cache_bytes: int, device: torch.device, *, num_layers: int = 1
+) -> AttentionInputs:
+    """Draw as many input sets as are needed to be larger than a cache, with the same numbers each time.
+
+    Args:
+        case: what is drawn.
+        heads: of each layer.
+        cache_bytes: of that cache.
+        device: where it goes.
+        num_layers: of the pool, or more if there are more sets. Kernels are compiled for its strides, so that with the
+            same number they are compiled once for all cases.
+    """
     torch.manual_seed(0)
     num_blocks = -(-case.num_tokens // heads.block_size)
     block_size = (num_blocks, 1, heads.num_kv_heads, heads.block_size, heads.head_dim)
     token_bytes = _token_bytes(KVPool.allocate(1, *block_size[1:], dtype=case.kv_dtype))
     num_sets = max(2, -(-_CACHES * cache_bytes // (case.num_tokens * token_bytes)))
-    pool = KVPool.allocate(num_blocks, num_sets, *block_size[2:], dtype=case.kv_dtype, device=device)
+    size = (num_blocks, max(num_sets, num_layers), *block_size[2:])
+    pool = KVPool.allocate(*size, dtype=case.kv_dtype, device=device)
     order = torch.randperm(num_blocks) if case.is_shuffled else torch.arange(num_blocks)
     table = order.to(torch.int32).numpy()
     whole = PagedBatch.build([case.num_tokens], [case.num_tokens], [table], heads.block_size, device)
     batch = PagedBatch.build([case.suffix_tokens], [case.num_tokens], [table], heads.block_size, device)
     keys, values = [], []
     for layer in range(num_sets):
-        size = (case.num_tokens, heads.num_kv_heads, heads.head_dim)
-        key, value = torch.randn(2, *size, dtype=torch.bfloat16, device=device).unbind()
+        kv_size = (2, case.num_tokens, heads.num_kv_heads, heads.head_dim)
+        key, value = torch.randn(kv_size, dtype=torch.bfloat16, device=device).unbind()
         reference.write_kv(key, value, whole.slots, pool, layer)
         if not is_quantized(case.kv_dtype):
             keys.append(key)

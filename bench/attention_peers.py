@@ -96,8 +96,9 @@ def _sdpa_cudnn(inputs: AttentionInputs) -> Calls:
     case, device = inputs.case, inputs.queries[0].device
     mask = None
     if case.prefix_tokens:
-        mask = torch.ones(case.suffix_tokens, case.num_tokens, dtype=torch.bool, device=device)
-        mask = mask.tril(case.prefix_tokens)[None, None]
+        # Added to the scores: a mask of booleans would be turned into this one at each call.
+        mask = torch.full((case.suffix_tokens, case.num_tokens), float("-inf"), dtype=torch.bfloat16, device=device)
+        mask = mask.triu(case.prefix_tokens + 1)[None, None]
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -195,8 +196,7 @@ def _flashinfer(inputs: AttentionInputs, backend: str) -> Calls:
         q_data_type=torch.bfloat16,
     )
     # Of one layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], as it takes it.
-    layers = (inputs.pool.values[:, layer] for layer in range(inputs.pool.num_layers))
-    return [partial(wrapper.run, query, layer) for query, layer in zip(inputs.queries, layers, strict=True)]
+    return [partial(wrapper.run, query, inputs.pool.values[:, i]) for i, query in enumerate(inputs.queries)]
 
 
 def _require_gpu(inputs: AttentionInputs) -> None:

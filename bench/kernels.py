@@ -48,7 +48,7 @@ class Sizes:
 
     Attributes:
         heads: of one layer.
-        num_layers: of a block that is copied.
+        num_layers: of the blocks.
         written_tokens: of each step that writes K and V.
         copied_blocks: of each step that copies blocks.
         attentions: suffix and prefix tokens of each request.
@@ -137,7 +137,8 @@ class Bench:
             yield row
 
     def _attention(self, case: AttentionCase, peers: Sequence[str]) -> Row:
-        inputs = make_inputs(case, self._sizes.heads, cache_bytes(self._device), self._device)
+        sizes = self._sizes
+        inputs = make_inputs(case, sizes.heads, cache_bytes(self._device), self._device, num_layers=sizes.num_layers)
         expected = expected_answer(inputs)
         kernels = TritonKernels(is_exact=case.is_exact)
 
@@ -147,7 +148,7 @@ class Bench:
             )
 
         def our_contestant() -> Contestant:
-            calls = [partial(own, layer) for layer in range(inputs.pool.num_layers)]
+            calls = [partial(own, layer) for layer in range(len(inputs.queries))]
             return Contestant([*calls], lambda: worst_error(calls[0](), expected))
 
         def peer_contestant(name: str) -> Contestant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -55,6 +56,15 @@ def test_cudnns_two_parts_are_joined_by_their_shares(inputs: AttentionInputs, mo
 
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn)
     assert error_of("cudnn_merged", inputs) < 0.02
+
+
+@pytest.mark.parametrize("prefix_tokens", [43, 0])
+def test_cudnn_is_given_what_is_visible(prefix_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any back end, since cuDNN is not here: the mask is what is tested."""
+    monkeypatch.setattr(attention_peers, "_require_gpu", lambda inputs: None)
+    monkeypatch.setattr(attention_peers, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    inputs = make_inputs(AttentionCase(20, prefix_tokens), HEADS, 1, torch.device("cpu"))
+    assert error_of("sdpa_cudnn", inputs) < 0.02
 
 
 def test_cudnn_has_nothing_to_join_without_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,10 @@ def test_input_sets_are_larger_than_the_cache_and_all_take_their_turn() -> None:
     assert len(inputs.queries) == inputs.pool.num_layers
     assert inputs.pool.num_layers * inputs.num_bytes > 60_000
     assert inputs.num_bytes == 2 * 20 * 4 * 32 * 2 + 60 * 2 * 2 * 32 * 2
+    with_more_layers = make_inputs(AttentionCase(20, 40), HEADS, cache_bytes=20_000, device=CPU, num_layers=32)
+    assert with_more_layers.pool.num_layers == 32
+    assert with_more_layers.num_bytes == inputs.num_bytes
+    assert torch.equal(torch.stack(with_more_layers.queries), torch.stack(inputs.queries))
     turns: list[int] = []
     measure([lambda: turns.append(0), lambda: turns.append(1)], CPU)
     assert turns == [0, 1, 0, 1]
