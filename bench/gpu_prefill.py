@@ -25,24 +25,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache
 
 from bench.device_time import Rates, measure_rates
 from bench.environment import describe_run
 from bench.exactness import BLOCK_SIZE, MODES, SHAPES, build_runner
 from bench.kernel_row import Row, describe_error
 from bench.result_file import write_json
-from radixkv.attention import ATTENTION_NAME
+from bench.transformers_prefix import Tokens, TransformersPrefix
 from radixkv.config import EngineConfig
 from radixkv.engine_core import EngineCore
-from radixkv.model import Model
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import PrefillParams, Request
 from radixkv.result import PrefillResult
 from radixkv.runner import Runner
-
-Tokens = npt.NDArray[np.uint32]
 
 # Of logits, over their length: what rounding in bfloat16 may add up to in 32 layers. Other tokens give more than 1.
 _TOLERANCE = 0.1
@@ -156,56 +152,6 @@ class Bench:
         embeddings = module.get_input_embeddings().weight
         num_bytes: int = sum(each.nbytes for each in module.parameters() if each is not embeddings)
         return num_bytes / self._rates.bytes_per_s * 1e3
-
-
-class TransformersPrefix:
-    """The same model as transformers runs it, with SDPA, and K and V of one long prompt.
-
-    Args:
-        model: with our attention, which it has again after each call.
-        tokens: the prompt.
-        step_tokens: computed at a time.
-    """
-
-    def __init__(self, model: Model, tokens: Tokens, step_tokens: int) -> None:
-        self._module = model.module
-        self._device = model.device
-        self._cache = DynamicCache()
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for start in range(0, len(tokens), step_tokens):
-            self.logits(tokens[start : start + step_tokens], start)
-        self._layers = [(layer.keys, layer.values) for layer in self._cache.layers]
-
-    def restore(self, num_tokens: int) -> None:
-        """Hold the K and V of so many tokens again, and of no others."""
-        self._cache = DynamicCache()
-        for index, (keys, values) in enumerate(self._layers if num_tokens else ()):
-            self._cache.update(keys[:, :, :num_tokens], values[:, :, :num_tokens], index)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def next_token(self, suffix: Tokens, start: int) -> int:
-        """The most likely token after the suffix; waits for the device."""
-        return int(self._forward(suffix, start).argmax())
-
-    def logits(self, suffix: Tokens, start: int) -> npt.NDArray[np.float32]:
-        """Logits after the suffix, whose first token is at position `start`."""
-        logits: npt.NDArray[np.float32] = self._forward(suffix, start).float().cpu().numpy()
-        return logits
-
-    @torch.inference_mode()
-    def _forward(self, suffix: Tokens, start: int) -> torch.Tensor:
-        ids = torch.from_numpy(suffix.astype(np.int64)).to(self._device)[None]
-        positions = torch.arange(start, start + len(suffix), device=self._device)[None]
-        self._module.set_attn_implementation("sdpa")
-        try:
-            output = self._module(
-                input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-            )
-        finally:
-            self._module.set_attn_implementation(ATTENTION_NAME)
-        logits: torch.Tensor = output.logits[0, -1]
-        return logits
 
 
 def _difference(got: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:

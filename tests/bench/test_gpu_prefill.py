@@ -12,7 +12,8 @@ import torch
 from bench import gpu_prefill
 from bench.device_time import Rates
 from bench.exactness import build_runner
-from bench.gpu_prefill import Bench, TransformersPrefix, main
+from bench.gpu_prefill import Bench, main
+from bench.transformers_prefix import TransformersPrefix
 from radixkv.errors import ConfigError
 
 
