@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from radixkv.kernels import specialized_attention
+from radixkv.kernels.attention_merge import Partials
 from radixkv.kernels.attention_plan import AttentionPlan
+from radixkv.kernels.attention_softmax import base_2, softmax_step
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
-
-_LOG2_E = 1.4426950408889634
-_MERGE_ROWS = 16
 
 
 def paged_attention(
@@ -26,6 +26,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    is_specialized: bool = False,
 ) -> torch.Tensor:
     """Attend as `reference.paged_attention` does, with one launch, or two where the plan splits.
 
@@ -44,12 +45,14 @@ def paged_attention(
         window: visible tokens, the query token included; None for all.
         softcap: bends each scaled score `s` into `softcap * tanh(s / softcap)`; None for none.
 
+        is_specialized: whether warps specialize, see `specialized_attention`, which must support these tensors.
+
     Returns:
         A new contiguous tensor shaped and typed like `query`.
 
     Raises:
-        ValueError: the last dimension of `query` is strided, or `plan` was made for another window or another number
-            of query heads.
+        ValueError: the last dimension of `query` is strided, `plan` was made for another window or another number of
+            query heads, or warps can't specialize for these tensors.
     """
     if query.stride(-1) != 1:
         raise ValueError("query: expected a contiguous last dimension, got a strided one")
@@ -59,67 +62,20 @@ def paged_attention(
     num_kv_heads = pool.num_kv_heads
     if num_query_heads != plan.group_size * num_kv_heads:
         raise ValueError(f"plan: expected one for {num_query_heads} query heads, got {plan.group_size * num_kv_heads}")
-    padded_dim = triton.next_power_of_2(head_dim)
-    shape = _launch_shape(query.dtype, padded_dim, plan.tile_rows)
-    output = query.new_empty(query.shape)
-    partials = query.new_empty((plan.num_partials, num_kv_heads, plan.tile_rows, head_dim), dtype=torch.float32)
-    partial_lses = query.new_empty((plan.num_partials, num_kv_heads, plan.tile_rows), dtype=torch.float32)
-    _attend_tile[(plan.work.shape[0], num_kv_heads)](
-        query,
-        pool.values,
-        pool.scales,
-        output,
-        partials,
-        partial_lses,
-        batch.block_tables,
-        plan.work,
-        query.stride(0),
-        query.stride(1),
-        batch.block_tables.stride(0),
-        layer,
-        window,
-        *_base_2(scale, softcap),
-        VALUE_BLOCK_STRIDE=pool.values.stride(0),
-        SCALE_BLOCK_STRIDE=0 if pool.scales is None else pool.scales.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP_SIZE=plan.group_size,
-        BLOCK_SIZE=pool.block_size,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=padded_dim,
-        NUMBERS_PER_VALUE=head_dim // pool.values.shape[-1],
-        TILE_ROWS=plan.tile_rows,
-        TILE_KEYS=shape.tile_keys,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        enable_fp_fusion=True,  # triton's default changes with 3.10
-    )
-    if plan.num_partials:
-        _merge_partials[(plan.merges.shape[0], num_kv_heads, plan.tile_rows // _MERGE_ROWS)](
-            partials,
-            partial_lses,
-            output,
-            plan.merges,
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP_SIZE=plan.group_size,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=padded_dim,
-            TILE_ROWS=plan.tile_rows,
-            MERGE_ROWS=_MERGE_ROWS,
-            num_warps=4,
-            enable_fp_fusion=True,
+    if is_specialized and not specialized_attention.supports(
+        query.dtype, pool.dtype, head_dim, pool.block_size, plan.tile_rows
+    ):
+        raise ValueError(
+            f"plan: expected tensors for which warps can specialize, got queries in {query.dtype}, a pool in "
+            f"{pool.dtype} with {pool.block_size} tokens a block, {head_dim} dimensions, {plan.tile_rows} rows a tile"
         )
+    output = query.new_empty(query.shape)
+    partials = Partials.allocate(plan, num_kv_heads, head_dim, query.device)
+    attend = specialized_attention.launch if is_specialized else _launch
+    base_2_scale, base_2_softcap = base_2(scale, softcap)
+    attend(query, pool, layer, batch, plan, output, partials, scale=base_2_scale, softcap=base_2_softcap)
+    partials.merge_into(output, plan)
     return output
-
-
-def _base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
-    """Return the kernel's scale and softcap, both in base-2 logarithms.
-
-    With c = softcap, c * tanh(s * scale / c) = c - 2c / (1 + 2^(s * 2 log2(e) scale / c)): one exp2, and right where it
-    overflows or vanishes.
-    """
-    if softcap is None:
-        return scale * _LOG2_E, None
-    return 2 * _LOG2_E * scale / softcap, softcap * _LOG2_E
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +94,53 @@ def _launch_shape(dtype: torch.dtype, padded_dim: int, tile_rows: int) -> _Launc
     if padded_dim > 128:
         return _LaunchShape(tile_keys=32, num_warps=4 if tile_rows == 16 else 8, num_stages=3)
     return _LaunchShape(tile_keys=64, num_warps=8 if tile_rows == 128 else 4, num_stages=3)
+
+
+def _launch(
+    query: torch.Tensor,
+    pool: KVPool,
+    layer: int,
+    batch: PagedBatch,
+    plan: AttentionPlan,
+    output: torch.Tensor,
+    partials: Partials,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    head_dim = query.shape[-1]
+    padded_dim = triton.next_power_of_2(head_dim)
+    shape = _launch_shape(query.dtype, padded_dim, plan.tile_rows)
+    _attend_tile[(plan.work.shape[0], pool.num_kv_heads)](
+        query,
+        pool.values,
+        pool.scales,
+        output,
+        partials.rows,
+        partials.lses,
+        batch.block_tables,
+        plan.work,
+        query.stride(0),
+        query.stride(1),
+        batch.block_tables.stride(0),
+        layer,
+        plan.window,
+        scale,
+        softcap,
+        VALUE_BLOCK_STRIDE=pool.values.stride(0),
+        SCALE_BLOCK_STRIDE=0 if pool.scales is None else pool.scales.stride(0),
+        NUM_KV_HEADS=pool.num_kv_heads,
+        GROUP_SIZE=plan.group_size,
+        BLOCK_SIZE=pool.block_size,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
+        NUMBERS_PER_VALUE=head_dim // pool.values.shape[-1],
+        TILE_ROWS=plan.tile_rows,
+        TILE_KEYS=shape.tile_keys,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        enable_fp_fusion=True,  # triton's default changes with 3.10
+    )
 
 
 @triton.jit(do_not_specialize=["table_stride", "layer", "window"])  # type: ignore[untyped-decorator]
@@ -214,22 +217,9 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         if scales is not None:
             scale_pointers = scales + block_ids * SCALE_BLOCK_STRIDE + key_rows
             scores = scores * tl.load(scale_pointers)[None, :]
-        if softcap is not None:
-            scores = softcap - 2 * softcap / (1.0 + tl.exp2(scores * scale))
-            to_log2 = 1.0
-        else:
-            to_log2 = scale
-        visible = positions[None, :] <= query_positions
-        if window is not None:
-            visible = visible & (positions[None, :] > query_positions - window)
-        scores = tl.where(visible, scores, float("-inf"))
-
-        # A row may have seen nothing yet: its maximum is then -inf, which must not be subtracted from itself.
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * to_log2)
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2(row_max - shift)
-        weights = tl.exp2(scores * to_log2 - shift[:, None])
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        weights, row_max, row_sum, rescale = softmax_step(
+            scores, positions, query_positions, row_max, row_sum, window, scale, softcap
+        )
         # Slots past the end may hold anything: a weight of 0 does not silence a NaN in V, so V is zeroed by position.
         is_written = positions < kv_end
         value_mask = is_written[:, None] & is_stored_dim[None, :]
@@ -239,7 +229,6 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         weight_dtype = tl.bfloat16 if scales is not None and q.dtype == tl.float16 else q.dtype
         v = _numbers(v, weight_dtype, NUMBERS_PER_VALUE)
         acc = tl.dot(weights.to(weight_dtype), v, acc * rescale[:, None], input_precision="ieee")
-        row_max = new_max
 
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / safe_sum[:, None]
@@ -263,51 +252,3 @@ def _numbers(values, dtype: tl.constexpr, NUMBERS_PER_VALUE: tl.constexpr):  # t
     if values.dtype == dtype:
         return values
     return values.to(tl.float32).to(dtype)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _merge_partials(  # type: ignore[no-untyped-def]
-    partials,
-    partial_lses,
-    output,
-    merges,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-):
-    """Weigh the partial results of some rows of a split tile by their share of the softmax sum, in split order."""
-    item = merges + tl.program_id(0) * 5
-    kv_head = tl.program_id(1)
-    first_token = tl.load(item)
-    num_tokens = tl.load(item + 1)
-    first_row = tl.load(item + 2)
-    first_partial = tl.load(item + 3)
-    end_partial = first_partial + tl.load(item + 4)
-
-    tile_rows = tl.program_id(2) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
-    dims = tl.arange(0, PADDED_DIM)
-    is_dim = dims < HEAD_DIM
-    total_max = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
-    for partial in range(first_partial, end_partial):
-        part_rows = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * TILE_ROWS + tile_rows
-        total_max = tl.maximum(total_max, tl.load(partial_lses + part_rows))
-    shift = tl.where(total_max == float("-inf"), 0.0, total_max)  # only rows past the suffix see nothing at all
-    total = tl.zeros([MERGE_ROWS], tl.float32)
-    acc = tl.zeros([MERGE_ROWS, PADDED_DIM], tl.float32)
-    for partial in range(first_partial, end_partial):
-        part_rows = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * TILE_ROWS + tile_rows
-        share = tl.exp2(tl.load(partial_lses + part_rows) - shift)
-        part = tl.load(partials + part_rows[:, None] * HEAD_DIM + dims[None, :], mask=is_dim[None, :], other=0.0)
-        acc += part * share[:, None]
-        total += share
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-
-    rows = first_row + tile_rows
-    tokens = rows // GROUP_SIZE
-    out_rows = (first_token + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + kv_head * GROUP_SIZE
-    out_offsets = (out_rows + rows % GROUP_SIZE) * HEAD_DIM
-    in_request = (tokens < num_tokens)[:, None] & is_dim[None, :]
-    tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=in_request)

@@ -37,7 +37,7 @@ from radixkv.kernels.paged_attention import paged_attention
 from radixkv.kernels.write_kv import write_kv
 
 _TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
-_INSTRUCTIONS = ("HGMMA", "HMMA", "FFMA", "UTMALDG", "LDGSTS", "LDG.E.128", "STG.E.128", "LDL", "STL")
+_INSTRUCTIONS = ("HGMMA", "HMMA", "FFMA", "UTMALDG", "USETMAXREG", "LDGSTS", "LDG.E.128", "STG.E.128", "LDL", "STL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,13 @@ class AttentionCase:
     split: bool = False
     kv_dtype: torch.dtype | None = None
     num_tokens: int = 40
+    is_specialized: bool = False
 
     def __str__(self) -> str:
         name = f"{str(self.dtype)[6:]} D{self.head_dim} rows{self.tile_rows} block{self.block_size} G{self.group_size}"
         extras = [name for name in ("window", "softcap", "split") if getattr(self, name)]
         extras += [f"pool {str(self.kv_dtype)[6:]}"] if self.kv_dtype else []
+        extras += ["specialized"] if self.is_specialized else []
         return " ".join([name, *extras]) + f", rows of {self.num_tokens} tokens"
 
     def launch(self) -> None:
@@ -95,7 +97,8 @@ class AttentionCase:
             tile_rows=self.tile_rows,
             split_tokens=256 if self.split else 4096,
         )
-        paged_attention(query, pool, 0, batch, plan, scale=0.1, window=self.window, softcap=self.softcap)
+        options = {"window": self.window, "softcap": self.softcap, "is_specialized": self.is_specialized}
+        paged_attention(query, pool, 0, batch, plan, scale=0.1, **options)
 
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -129,6 +132,23 @@ ATTENTION_CASES = [
     AttentionCase(bf16, 128, 128, num_tokens=1),
     AttentionCase(bf16, 128, 128, num_tokens=17),
     AttentionCase(bf16, 128, 128, num_tokens=48),
+]
+
+# With roles for warps: whatever these can do, and the same again for other tokens.
+SPECIALIZED_CASES = [
+    AttentionCase(bf16, 128, 128, is_specialized=True),
+    AttentionCase(bf16, 128, 128, window=4096, softcap=50.0, group_size=2, is_specialized=True),
+    AttentionCase(bf16, 64, 128, window=4096, group_size=7, is_specialized=True),
+    AttentionCase(fp16, 80, 128, group_size=1, block_size=128, softcap=50.0, is_specialized=True),
+    *(AttentionCase(bf16, 128, 128, num_tokens=num_tokens, is_specialized=True) for num_tokens in (1, 48)),
+]
+
+ALL_SPECIALIZED_CASES = [
+    AttentionCase(dtype, head_dim, 128, window=window, softcap=softcap, group_size=group_size, is_specialized=True)
+    for dtype in (bf16, fp16)
+    for head_dim in (40, 64, 80, 96, 128)
+    for group_size in (1, 4, 7)
+    for window, softcap in ((None, None), (4096, None), (None, 50.0), (4096, 50.0))
 ]
 
 ALL_ATTENTION_CASES = [
@@ -285,7 +305,9 @@ def main() -> None:
     """Print one JSON line a compiled kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every head_dim, block size and tile, not only the tested")
-    attention_cases = ALL_ATTENTION_CASES if parser.parse_args().all else ATTENTION_CASES
+    attention_cases = [*ATTENTION_CASES, *SPECIALIZED_CASES]
+    if parser.parse_args().all:
+        attention_cases = [*ALL_ATTENTION_CASES, *ALL_SPECIALIZED_CASES]
     assert not os.environ.get("TRITON_INTERPRET"), "the interpreter does not compile"
     for name, launch in cases(attention_cases):
         for compiled in compile_case(name, launch):

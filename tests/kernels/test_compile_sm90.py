@@ -25,7 +25,7 @@ def compiled() -> list[dict[str, Any]]:
 
 
 def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
-    attention = {"_attend_tile", "_merge_partials", "_write_tile", "_copy_span"}
+    attention = {"_attend_tile", "_attend_tile_specialized", "_merge_partials", "_write_tile", "_copy_span"}
     exact = {"_multiply_tiles", "_mean_row", "_norm_row"}
     assert {row["kernel"] for row in compiled} == attention | exact
 
@@ -57,6 +57,18 @@ def test_keys_and_values_arrive_by_asynchronous_copy(compiled: list[dict[str, An
     assert all(row["instructions"]["LDGSTS"] for row in compiled if row["kernel"] == "_attend_tile")
 
 
+def test_where_warps_specialize_some_only_load_and_others_only_multiply(compiled: list[dict[str, Any]]) -> None:
+    specialized = [row for row in compiled if row["kernel"] == "_attend_tile_specialized"]
+    assert specialized
+    for row in specialized:
+        instructions = row["instructions"]
+        assert row["num_warps"] == 12, row  # were there no roles, it would be the 4 that the launch asks for
+        assert instructions["USETMAXREG"], row  # those that load hand their registers to those that multiply
+        assert instructions["UTMALDG"] == 4, row  # the queries of two groups of warps, keys and values
+        assert instructions["HGMMA"], row
+        assert not instructions["LDGSTS"], row
+
+
 def test_block_copies_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
     (copy,) = [row for row in compiled if row["kernel"] == "_copy_span"]
     assert copy["instructions"]["LDG.E.128"] == copy["instructions"]["STG.E.128"] == 8
@@ -78,7 +90,8 @@ def test_tiles_come_by_tma_where_the_weight_permits(compiled: list[dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("kernel", "num_variants"), [("_multiply_tiles", 2), ("_mean_row", 1), ("_norm_row", 1), ("_attend_tile", 1)]
+    ("kernel", "num_variants"),
+    [("_multiply_tiles", 2), ("_mean_row", 1), ("_norm_row", 1), ("_attend_tile", 1), ("_attend_tile_specialized", 1)],
 )
 def test_one_machine_code_serves_any_number_of_rows_wherever_they_start(
     kernel: str, num_variants: int, compiled: list[dict[str, Any]]

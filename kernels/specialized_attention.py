@@ -1,0 +1,223 @@
+"""Paged attention for Hopper, where warps specialize: some only load, the others only compute.
+
+    4 warps   load      q | k 0  v 0 | k 1  v 1 | k 2  v 2 | ...         tiles into a ring of shared memory
+    4 warps   compute           rows  0 to  63 of tile 0 | tile 1 | ...
+    4 warps   compute           rows 64 to 127 of tile 0 | tile 1 | ...
+
+Tiles come by the tensor memory accelerator (TMA): one instruction brings all of one. The compiler makes the roles. It
+does so only for 4 warps, one loop with everything in it, all its tensors loaded through two-dimensional descriptors
+that the kernel itself makes, and no branch around what uses the results; otherwise all warps do everything, without a
+word. `test_compile_sm90` looks at the number of warps.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from radixkv.kernels.attention_merge import Partials
+from radixkv.kernels.attention_plan import KEY_ALIGNMENT_TOKENS, AttentionPlan
+from radixkv.kernels.attention_softmax import softmax_step
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+
+# Rows of a tile: 64 for each of the two groups of warps that compute.
+TILE_ROWS = 128
+
+_TILE_KEYS = KEY_ALIGNMENT_TOKENS
+
+# Tiles of K, and of V, in shared memory: with 128 dimensions 192 of 227 KiB are taken, and a fourth does not fit. A
+# program fills a multiprocessor by its registers, so a smaller one would leave room for nothing.
+_NUM_STAGES = 3
+
+_TMA_ALIGNMENT_BYTES = 16  # of addresses and strides
+
+
+def supports(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, tile_rows: int = TILE_ROWS
+) -> bool:
+    """Whether `launch` computes this, on a GPU that has TMA.
+
+    Not 256 dimensions, which spill, nor quantized pools, whose blocks are no rows of one matrix because of their
+    scales, and whose products take other instructions than these.
+
+    Args:
+        dtype: of the queries.
+        kv_dtype: of the pool.
+        head_dim: numbers in a vector of one head.
+        block_size: tokens a block; a tile of keys must lie inside one block.
+        tile_rows: of the plan.
+    """
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and kv_dtype == dtype
+        and 32 < head_dim <= 128
+        and head_dim * dtype.itemsize % _TMA_ALIGNMENT_BYTES == 0
+        and block_size % _TILE_KEYS == 0
+        and tile_rows == TILE_ROWS
+    )
+
+
+def launch(
+    query: torch.Tensor,
+    pool: KVPool,
+    layer: int,
+    batch: PagedBatch,
+    plan: AttentionPlan,
+    output: torch.Tensor,
+    partials: Partials,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """Write what each item of the plan computes into the output, or into the partial results.
+
+    The queries are copied first, one KV head after the other: rows of a tile then follow each other in memory, as a
+    descriptor needs it. Reading and writing them takes as many bytes as the K and V of `group_size` tokens for each
+    new token.
+
+    Args:
+        query: `[num_tokens, num_query_heads, head_dim]`, bfloat16 or float16.
+        pool: the K/V, in the same dtype.
+        layer: index into the pool's layers.
+        batch: the step.
+        plan: of that step.
+        output: contiguous, like `query`.
+        partials: of that plan.
+        scale: for base 2, see `base_2`.
+        softcap: for base 2, see `base_2`.
+    """
+    num_tokens, _, head_dim = query.shape
+    num_kv_heads, group_size = pool.num_kv_heads, plan.group_size
+    packed = query.new_empty(num_kv_heads, num_tokens, group_size, head_dim)
+    packed.copy_(query.view(num_tokens, num_kv_heads, group_size, head_dim).transpose(0, 1))
+    triton.set_allocator(_allocate)  # of this thread
+    _attend_tile_specialized[(plan.work.shape[0], num_kv_heads)](
+        packed,
+        pool.values,
+        output,
+        partials.rows,
+        partials.lses,
+        batch.block_tables,
+        plan.work,
+        num_tokens,
+        pool.values.numel() // head_dim,
+        batch.block_tables.stride(0),
+        layer,
+        plan.window,
+        scale,
+        softcap,
+        BLOCK_ROWS=pool.values.stride(0) // head_dim,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP_SIZE=group_size,
+        BLOCK_SIZE=pool.block_size,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        TILE_ROWS=TILE_ROWS,
+        TILE_KEYS=_TILE_KEYS,
+        num_warps=4,
+        num_stages=_NUM_STAGES,
+        enable_fp_fusion=True,  # triton's default changes with 3.10
+    )
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory for the descriptors that the programs of a launch make. Torch aligns to 512 bytes."""
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+# Specialized by these, a kernel would be compiled for several kinds of numbers, and perhaps have other bits.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_tokens", "num_pool_rows", "table_stride", "layer", "window"]
+)
+def _attend_tile_specialized(  # type: ignore[no-untyped-def]
+    packed,
+    values,
+    output,
+    partials,
+    partial_lses,
+    block_tables,
+    work,
+    num_tokens,
+    num_pool_rows,
+    table_stride,
+    layer,
+    window,
+    scale,
+    softcap,
+    BLOCK_ROWS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Attend from one tile of packed rows over one range of keys: an item of the plan, for one KV head.
+
+    The pool is a matrix here, whose rows are vectors; their numbers fit into int32 on any GPU that has TMA.
+    """
+    item = work + tl.program_id(0) * 8
+    kv_head = tl.program_id(1)
+    request = tl.load(item)
+    first_token = tl.load(item + 1)
+    num_request_tokens = tl.load(item + 2)
+    prefix_len = tl.load(item + 3)
+    first_row = tl.load(item + 4)
+    kv_start = tl.load(item + 5)
+    kv_end = tl.load(item + 6)
+    partial = tl.load(item + 7)
+
+    rows = first_row + tl.arange(0, TILE_ROWS)
+    tokens = rows // GROUP_SIZE
+    query_positions = (prefix_len + tokens)[:, None]
+    dims = tl.arange(0, PADDED_DIM)
+    is_dim = (dims < HEAD_DIM)[None, :]
+
+    table = block_tables + request.to(tl.int64) * table_stride
+    first_key = (layer * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE  # rows from the beginning of a block
+    V_ROWS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE  # from a key to its value
+    last_block_row = tl.load(table + (kv_end - 1) // BLOCK_SIZE) * BLOCK_ROWS + first_key
+    end_of_values = last_block_row + V_ROWS + (kv_end - 1) % BLOCK_SIZE + 1
+
+    # What a tile has past the end of its matrix arrives as 0: of dimensions, and of `last_values` also of slots. These
+    # may hold anything, and a weight of 0 does not silence a NaN in V.
+    queries = tl.make_tensor_descriptor(
+        packed, [NUM_KV_HEADS * num_tokens * GROUP_SIZE, HEAD_DIM], [HEAD_DIM, 1], [TILE_ROWS, PADDED_DIM]
+    )
+    vectors = tl.make_tensor_descriptor(values, [num_pool_rows, HEAD_DIM], [HEAD_DIM, 1], [TILE_KEYS, PADDED_DIM])
+    last_values = tl.make_tensor_descriptor(values, [end_of_values, HEAD_DIM], [HEAD_DIM, 1], [TILE_KEYS, PADDED_DIM])
+
+    # The last tile of a request goes on into rows of others, whose results are thrown away.
+    q = queries.load([(kv_head * num_tokens + first_token) * GROUP_SIZE + first_row, 0])  # [TILE_ROWS, PADDED_DIM]
+    row_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE_ROWS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    for tile_start in tl.range(kv_start, kv_end, TILE_KEYS, warp_specialize=True):
+        key_row = tl.load(table + tile_start // BLOCK_SIZE) * BLOCK_ROWS + first_key + tile_start % BLOCK_SIZE
+        k = vectors.load([key_row, 0])
+        scores = tl.dot(q, k.T)  # [TILE_ROWS, TILE_KEYS]
+        positions = tile_start + tl.arange(0, TILE_KEYS)
+        weights, row_max, row_sum, rescale = softmax_step(
+            scores, positions, query_positions, row_max, row_sum, window, scale, softcap
+        )
+        tile_values = vectors
+        if tile_start + TILE_KEYS > kv_end:
+            tile_values = last_values
+        v = tile_values.load([key_row + V_ROWS, 0])
+        acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None])
+
+    # Each item writes to one of two places. A branch would take the roles away.
+    safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
+    acc = acc / safe_sum[:, None]
+    out_rows = (first_token + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + kv_head * GROUP_SIZE
+    out_offsets = (out_rows + rows % GROUP_SIZE) * HEAD_DIM
+    is_whole = (tokens < tl.where(partial < 0, num_request_tokens, 0))[:, None]
+    tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=is_whole & is_dim)
+    tile_rows = tl.arange(0, TILE_ROWS)
+    is_split = tile_rows < tl.where(partial < 0, 0, TILE_ROWS)
+    partial_rows = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * TILE_ROWS + tile_rows
+    tl.store(partial_lses + partial_rows, row_max + tl.log2(safe_sum), mask=is_split)  # -inf where nothing was seen
+    tl.store(partials + partial_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_split[:, None] & is_dim)
