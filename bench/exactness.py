@@ -63,7 +63,7 @@ def build_runner(
             module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
     model = Model(shape, module, device, is_exact=is_exact)
     storage = KVStorage(-(-max_tokens // BLOCK_SIZE), BLOCK_SIZE, model.kv_shape, device)
-    return Runner(model, storage, attention_kernels(model))
+    return Runner(model, storage, attention_kernels(model, model.kv_shape, BLOCK_SIZE))
 
 
 def prefill_s(runner: Runner, num_tokens: int, cached_tokens: int, chunk_tokens: int) -> float:

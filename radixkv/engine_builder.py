@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from radixkv.attention import AttentionKernels, TorchKernels
+from radixkv.attention_choice import choose_attention
 from radixkv.config import Config, TenantConfig
 from radixkv.engine import Engine
 from radixkv.errors import ConfigError
 from radixkv.eviction_policies import make_policy
-from radixkv.kv_storage import KVStorage
+from radixkv.kv_storage import KVShape, KVStorage
 from radixkv.model import Model, load_model
 from radixkv.model_check import check_model
 from radixkv.observer import Observer
@@ -24,8 +27,8 @@ def build_engine(config: Config, observer: Observer | None = None) -> Engine:
         ConfigError: the model can't be loaded or served, or the pool does not fit into memory.
     """
     model = load_model(config.model)
-    kernels = attention_kernels(model)
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
+    kernels = attention_kernels(model, kv_shape, config.cache.block_size)
     check_model(model, kernels, config.cache.block_size, kv_shape)
     num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, config.engine)
     _require_floors(config, num_blocks)
@@ -60,10 +63,19 @@ def _quota(bounds: TenantConfig, block_size: int) -> Quota:
     )
 
 
-def attention_kernels(model: Model) -> AttentionKernels:
-    """What works on the pool, where the model runs."""
-    if model.device.type == "cuda":
-        from radixkv.triton_kernels import TritonKernels  # Triton is not there on every platform
+def attention_kernels(model: Model, kv_shape: KVShape, block_size: int) -> AttentionKernels:
+    """What works on the pool, where the model runs. On a GPU a short trial decides, see `choose_attention`.
 
-        return TritonKernels(is_exact=model.is_exact)
-    return TorchKernels()
+    Args:
+        model: that will be served.
+        kv_shape: its K and V as the pool stores them.
+        block_size: tokens a block.
+    """
+    if model.device.type != "cuda":
+        return TorchKernels()
+    from radixkv.triton_kernels import candidates  # Triton is not there on every platform
+
+    dtype, device, is_exact = model.kv_shape.dtype, model.device, model.is_exact
+    capability = torch.cuda.get_device_capability(device)
+    kernels = candidates(dtype, kv_shape, block_size, capability, is_exact=is_exact)
+    return choose_attention(kernels, model.attention_kinds, dtype, kv_shape, block_size, device, is_exact=is_exact)

@@ -8,6 +8,8 @@ from radixkv.kernels import copy_blocks, paged_attention, write_kv
 from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.specialized_attention import supports
+from radixkv.kv_storage import KVShape
 
 # Keys of a split in exact mode. More splits fill the device when few tokens follow a long prefix, and cost more partial
 # results when many do: of 2,048 new tokens after 8,192, as many bytes as 5 times their queries in float32.
@@ -20,13 +22,16 @@ class TritonKernels:
     Args:
         is_exact: whether tiles and splits are the same for every batch, so that a token's attention depends on its
             prefix alone; otherwise they fit the batch.
+        is_specialized: whether warps specialize where `supports` says that they can, which in exact mode does not
+            depend on the batch either.
     """
 
     write_kv = staticmethod(write_kv.write_kv)
     copy_blocks = staticmethod(copy_blocks.copy_blocks)
 
-    def __init__(self, *, is_exact: bool) -> None:
+    def __init__(self, *, is_exact: bool, is_specialized: bool = False) -> None:
         self._is_exact = is_exact
+        self._is_specialized = is_specialized
         self._batch: PagedBatch | None = None
         self._plans: dict[int | None, AttentionPlan] = {}  # of `_batch`, by window
 
@@ -54,9 +59,40 @@ class TritonKernels:
                 tile_rows=_tile_rows(query.dtype) if self._is_exact else None,
                 split_tokens=_SPLIT_TOKENS if self._is_exact else None,
             )
+        plan = self._plans[window]
+        shape = (query.dtype, pool.dtype, pool.head_dim, pool.block_size, plan.tile_rows)
         return paged_attention.paged_attention(
-            query, pool, layer, batch, self._plans[window], scale=scale, window=window, softcap=softcap
+            query,
+            pool,
+            layer,
+            batch,
+            plan,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            is_specialized=self._is_specialized and supports(*shape),
         )
+
+
+def candidates(
+    dtype: torch.dtype, shape: KVShape, block_size: int, capability: tuple[int, int], *, is_exact: bool
+) -> dict[str, TritonKernels]:
+    """Choose what is worth a trial on a GPU.
+
+    Args:
+        dtype: of the queries.
+        shape: K and V as the pool stores them.
+        block_size: tokens a block.
+        capability: of the GPU, major and minor; (9, 0) is Hopper.
+        is_exact: see `TritonKernels`.
+
+    Returns:
+        Kernels by the name of their attention, the fastest first. The last ones need nothing of the GPU or the shape.
+    """
+    kernels = {}
+    if capability[0] == 9 and supports(dtype, shape.dtype, shape.head_dim, block_size):
+        kernels["warp-specialized attention"] = TritonKernels(is_exact=is_exact, is_specialized=True)
+    return kernels | {"attention through pointers": TritonKernels(is_exact=is_exact)}
 
 
 def _tile_rows(dtype: torch.dtype) -> int:

@@ -84,7 +84,7 @@ class Cases:
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
         storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device)
         storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
-        self.runner = Runner(self.model, storage, attention_kernels(self.model))
+        self.runner = Runner(self.model, storage, attention_kernels(self.model, kv_shape, self.block_size))
         self.cache = PrefixCache(NUM_BLOCKS, self.block_size)
         self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
         self.counts: Counter[str] = Counter()

@@ -58,6 +58,7 @@ ORDER = [
     "kv_storage",
     "attention",
     "attention_check",
+    "attention_choice",
     "triton_kernels",
     "tiny_model",
     "triton_exactness",

@@ -10,12 +10,12 @@ from radixkv.exactness import ExactFunctions, pointwise_functions
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.linear import linear
-from radixkv.kv_storage import KVStorage
+from radixkv.kv_storage import KVShape, KVStorage
 from radixkv.lease import BlockCopy
 from radixkv.model import load_model
 from radixkv.runner import Chunk, Runner
 from radixkv.triton_exactness import row_functions
-from radixkv.triton_kernels import TritonKernels
+from radixkv.triton_kernels import TritonKernels, candidates
 from tests.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
 from tests.kernels.interpreter import interpret_kernels
 
@@ -101,3 +101,37 @@ def test_in_exact_mode_tiles_and_splits_do_not_fit_themselves_to_the_batch(monke
     assert {plan.tile_rows for plan in plans} == {128}
     last_tiles = [plan.work[plan.work[:, 4] == plan.work[:, 4].max()].sort(dim=0).values for plan in plans]
     assert [tile[:, 5:7].tolist() for tile in last_tiles] == 3 * [[[0, 2048], [2048, 4096], [4096, 5000]]]
+
+
+@pytest.mark.parametrize(("is_exact", "expected"), [(True, [True, True]), (False, [False, True])])
+def test_warps_specialize_where_tiles_have_the_rows_for_it(
+    is_exact: bool, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In exact mode that is everywhere, so that the batch does not decide it."""
+    chosen = []
+
+    def attend(*inputs: object, is_specialized: bool, **options: object) -> None:
+        chosen.append(is_specialized)
+
+    monkeypatch.setattr("radixkv.kernels.paged_attention.paged_attention", attend)
+    pool = KVPool.allocate(2, 1, 2, 64, 64, dtype=torch.bfloat16)
+    for is_specialized in (False, True):
+        kernels = TritonKernels(is_exact=is_exact, is_specialized=is_specialized)
+        for query_len in (1, 100):
+            batch = PagedBatch.build([query_len], [100], [np.arange(2, dtype=np.int32)], 64)
+            query = torch.zeros(query_len, 4, 64, dtype=torch.bfloat16)
+            kernels.paged_attention(query, pool, 0, batch, scale=1.0, window=None, softcap=None)
+    assert chosen == [False, False, *expected]
+
+
+@pytest.mark.parametrize(
+    ("capability", "kv_dtype", "block_size", "num_candidates"),
+    [((9, 0), "auto", 64, 2), ((9, 0), "fp8", 64, 1), ((9, 0), "auto", 32, 1), ((8, 0), "auto", 64, 1)],
+)
+def test_pointers_are_always_there_and_warps_specialize_on_hopper(
+    capability: tuple[int, int], kv_dtype: str, block_size: int, num_candidates: int
+) -> None:
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16).stored_as(kv_dtype)
+    kernels = candidates(torch.bfloat16, shape, block_size, capability, is_exact=True)
+    names = ["warp-specialized attention", "attention through pointers"]
+    assert list(kernels) == names[-num_candidates:]

@@ -1,0 +1,155 @@
+"""Kernels that do not run, or are wrong, are not served with: tried with the CPU's own, broken in one way each."""
+
+import logging
+
+import pytest
+import torch
+
+from radixkv.attention import TorchKernels
+from radixkv.attention_check import AttentionKind, check_attention
+from radixkv.attention_choice import choose_attention
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kv_storage import KVShape
+from radixkv.triton_kernels import TritonKernels
+from tests.kernels.interpreter import interpret_kernels
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=32, dtype=BF16)
+KIND = AttentionKind(4, window=None, softcap=None)
+
+
+class Broken(TorchKernels):
+    """Right until `spoil` is overridden. Counts its calls."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def paged_attention(  # type: ignore[override]
+        self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, *, window: int | None, **options: object
+    ) -> torch.Tensor:
+        self.num_calls += 1
+        rows = TorchKernels.paged_attention(query, pool, layer, batch, window=window, **options)
+        return self.spoil(rows, pool, batch, window)
+
+    def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
+        return rows
+
+
+class DoesNotCompile(Broken):
+    def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
+        raise RuntimeError("PassManager::run failed\nand a long dump")
+
+
+class WrongNumbers(Broken):
+    def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
+        return rows * 1.05
+
+
+class OneWrongRow(Broken):
+    def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
+        rows[-1] *= 1.5
+        return rows
+
+
+class OneNaN(Broken):
+    def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
+        rows[3, 1, 7] = float("nan")
+        return rows
+
+
+class WrongForTwoRequests(Broken):
+    def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
+        return rows * 1.5 if batch.num_requests > 1 else rows
+
+
+class WrongWithWindow(Broken):
+    def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
+        return rows if window is None else rows + 1
+
+
+class ReadsPastTheEnd(Broken):
+    """A weight of 0 for slots that nobody wrote does not silence what they hold."""
+
+    def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
+        last_block = batch.block_tables[-1, -(-batch.kv_lens[-1] // batch.block_size) - 1]
+        return rows + 0 * pool.values[last_block, 0, 1].sum()
+
+
+class OtherBitsInCompany(Broken):
+    """A rounding apart, as another order of sums would be."""
+
+    def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
+        return rows * (1 + 2**-7) if batch.num_requests > 1 else rows
+
+
+def choose(*candidates: TorchKernels, kinds: tuple[AttentionKind, ...] = (KIND,), is_exact: bool = True) -> object:
+    named = {f"{type(kernels).__name__} {i}": kernels for i, kernels in enumerate(candidates)}
+    return choose_attention(named, kinds, BF16, SHAPE, 16, CPU, is_exact=is_exact)
+
+
+def test_the_first_that_is_right_serves(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = Broken(), Broken()
+    assert choose(first, second) is first
+    assert first.num_calls
+    assert not second.num_calls
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (DoesNotCompile(), "does not run there: RuntimeError: PassManager::run failed"),
+        (WrongNumbers(), "expected a relative distance of at most 0.03 from the reference, got 0.05"),
+        (OneWrongRow(), "expected a relative distance of at most 0.03 from the reference, got 0.5"),
+        (OneNaN(), "expected a relative distance of at most 0.03 from the reference, got nan"),
+        (WrongForTwoRequests(), "expected a relative distance of at most 0.03 from the reference, got 0.5"),
+        (ReadsPastTheEnd(), "expected a relative distance of at most 0.03 from the reference, got nan"),
+        (OtherBitsInCompany(), "expected the same bits computed at once and in parts, got others"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_broken_is_passed_over_and_named(broken: Broken, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    sound = TorchKernels()
+    assert choose(broken, sound) is sound
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    message = record.getMessage()
+    assert message.startswith(f"{type(broken).__name__} 0 is not used: attention over bf16 on cpu: {reason}")
+    assert "\n" not in message
+
+
+def test_each_kind_of_layer_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+    kinds = (KIND, AttentionKind(4, window=100, softcap=None))
+    broken, sound = WrongWithWindow(), TorchKernels()
+    assert choose(broken, sound) is broken
+    assert choose(broken, sound, kinds=kinds) is sound
+
+
+def test_other_bits_in_company_do_where_no_bits_are_promised() -> None:
+    broken = OtherBitsInCompany()
+    assert choose(broken, TorchKernels(), is_exact=False) is broken
+
+
+def test_several_may_be_broken(caplog: pytest.LogCaptureFixture) -> None:
+    sound = TorchKernels()
+    assert choose(DoesNotCompile(), WrongNumbers(), sound) is sound
+    assert [record.getMessage().partition(" is not used")[0] for record in caplog.records] == [
+        "DoesNotCompile 0",
+        "WrongNumbers 1",
+    ]
+
+
+def test_the_last_is_left_to_the_check_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    last = WrongNumbers()
+    assert choose(WrongNumbers(), last) is last
+    assert not last.num_calls
+    assert len(caplog.records) == 1
+
+
+def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_kernels(monkeypatch)
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
+    kernels = TritonKernels(is_exact=True, is_specialized=True)
+    check_attention(kernels, AttentionKind(2, 100, 30.0), BF16, shape, 64, CPU, is_exact=True)
