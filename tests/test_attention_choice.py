@@ -1,6 +1,8 @@
 """Kernels that do not run, or are wrong, are not served with: tried with the CPU's own, broken in one way each."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from radixkv.attention import TorchKernels
 from radixkv.attention_check import AttentionKind, check_attention
 from radixkv.attention_choice import choose_attention
+from radixkv.engine import attention_kernels
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kv_storage import KVShape
@@ -153,3 +156,21 @@ def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
     kernels = TritonKernels(is_exact=True, is_specialized=True)
     check_attention(kernels, AttentionKind(2, 100, 30.0), BF16, shape, 64, CPU, is_exact=True)
+
+
+def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(candidates: dict[str, TritonKernels], *trial: object, **options: object) -> Any:
+        return list(candidates), trial, options
+
+    monkeypatch.setattr("radixkv.engine.choose_attention", take)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
+    model: Any = SimpleNamespace(device=torch.device("cuda"), kv_shape=shape, attention_kinds=(KIND,), is_exact=True)
+    for stored, names in (
+        (shape, ["warp-specialized attention", "attention through pointers"]),
+        (shape.stored_as("int8"), ["attention through pointers"]),
+    ):
+        trial = ((KIND,), BF16, stored, 64, model.device)
+        assert attention_kernels(model, stored, 64) == (names, trial, {"is_exact": True})
+    model.device = CPU
+    assert isinstance(attention_kernels(model, shape, 64), TorchKernels)
