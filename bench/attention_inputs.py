@@ -36,6 +36,7 @@ class AttentionCase:
         kv_dtype: of the pool; the queries are bfloat16.
         is_shuffled: whether blocks are in random order; otherwise block i is the i-th of the request.
         is_exact: whether the attention is planned as in exact mode.
+        is_specialized: whether warps specialize, where they can.
     """
 
     suffix_tokens: int
@@ -43,6 +44,7 @@ class AttentionCase:
     kv_dtype: torch.dtype = torch.bfloat16
     is_shuffled: bool = True
     is_exact: bool = False
+    is_specialized: bool = False
 
     @property
     def num_tokens(self) -> int:

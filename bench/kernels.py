@@ -71,7 +71,7 @@ GPU_SIZES = Sizes(
         *((suffix, prefix) for prefix in (8192, 32_768, 65_536) for suffix in (16, 64, 128)),
     ),
 )
-DRY_SIZES = Sizes(Heads(4, 2, 32, 64), 1, (20,), (2,), ((20, 70),))
+DRY_SIZES = Sizes(Heads(4, 2, 64, 64), 1, (20,), (2,), ((20, 70),))
 
 
 class Bench:
@@ -81,7 +81,8 @@ class Bench:
         sizes: what is measured.
         peers: names of the attention peers.
         sglang: folder of SGLang's unpacked wheel, or None.
-        has_variants: whether attention is also measured over other pools, over blocks in order and in exact mode.
+        has_variants: whether attention is also measured over other pools, over blocks in order, in exact mode, and on
+            a Hopper GPU with warps that specialize.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Bench:
         self._peers = peers
         self._sglang = sglang
         self._has_variants = has_variants
+        self._may_specialize = device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
 
     def rows(self, kernels: Sequence[str]) -> Iterator[Row]:
         """Measure the kernels with these names."""
@@ -129,6 +131,8 @@ class Bench:
         if not self._has_variants:
             return
         variants = [replace(case, is_shuffled=False), replace(case, is_exact=True)]
+        if self._may_specialize:
+            variants += [replace(case, is_specialized=True), replace(case, is_specialized=True, is_exact=True)]
         for variant in (*variants, *(replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED)):
             row = guarded_row("paged_attention", _describe(variant), partial(self._attention, variant, ()))
             if first["is_right"] and row["is_right"]:
@@ -140,7 +144,7 @@ class Bench:
         sizes = self._sizes
         inputs = make_inputs(case, sizes.heads, cache_bytes(self._device), self._device, num_layers=sizes.num_layers)
         expected = expected_answer(inputs)
-        kernels = TritonKernels(is_exact=case.is_exact)
+        kernels = TritonKernels(is_exact=case.is_exact, is_specialized=case.is_specialized)
 
         def own(layer: int) -> torch.Tensor:
             return kernels.paged_attention(
@@ -162,8 +166,9 @@ class Bench:
 
 def _describe(case: AttentionCase) -> str:
     order = "" if case.is_shuffled else ", blocks in order"
+    kernel = ", specialized" if case.is_specialized else ""
     mode = ", exact" if case.is_exact else ""
-    return f"{case.suffix_tokens} after {case.prefix_tokens}, {_name(case.kv_dtype)}{order}{mode}"
+    return f"{case.suffix_tokens} after {case.prefix_tokens}, {_name(case.kv_dtype)}{order}{kernel}{mode}"
 
 
 def _name(dtype: torch.dtype) -> str:

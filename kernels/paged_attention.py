@@ -44,7 +44,6 @@ def paged_attention(
         scale: what the dot products are multiplied with, above 0.
         window: visible tokens, the query token included; None for all.
         softcap: bends each scaled score `s` into `softcap * tanh(s / softcap)`; None for none.
-
         is_specialized: whether warps specialize, see `specialized_attention`, which must support these tensors.
 
     Returns:

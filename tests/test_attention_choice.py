@@ -10,7 +10,7 @@ import torch
 from radixkv.attention import TorchKernels
 from radixkv.attention_check import AttentionKind, check_attention
 from radixkv.attention_choice import choose_attention
-from radixkv.engine import attention_kernels
+from radixkv.engine_builder import attention_kernels
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kv_storage import KVShape
@@ -162,7 +162,7 @@ def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.
     def take(candidates: dict[str, TritonKernels], *trial: object, **options: object) -> Any:
         return list(candidates), trial, options
 
-    monkeypatch.setattr("radixkv.engine.choose_attention", take)
+    monkeypatch.setattr("radixkv.engine_builder.choose_attention", take)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
     model: Any = SimpleNamespace(device=torch.device("cuda"), kv_shape=shape, attention_kinds=(KIND,), is_exact=True)
