@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from typing import TYPE_CHECKING
@@ -117,11 +118,14 @@ def run(engine: Engine, config: ServerConfig) -> None:
     """Serve until SIGTERM or SIGINT, drain, and return.
 
     Starts the engine and stops it on every way out. Prints one line, `listening on HOST:PORT`, on stdout when ready.
+    Garbage collection leaves alone what is in memory now.
 
     Raises:
         ConfigError: the address can't be bound.
         InvariantViolation: the engine's thread ended by itself; a supervisor should start the server again.
     """
+    gc.collect()
+    gc.freeze()  # modules and model stay: a collection that goes through them stops every request for 0.2 s
     engine.start()
     try:
         asyncio.run(_serve_until_signal(engine, config))

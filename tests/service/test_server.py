@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import socket
 
 import grpc
@@ -33,6 +34,20 @@ def test_every_service_is_healthy_once_started():
             return await health_of(address)
 
     assert asyncio.run(run()) == {SERVING}
+
+
+def test_what_is_there_before_serving_is_left_alone_by_garbage_collection(monkeypatch):
+    frozen = []
+
+    async def serve(engine, config):
+        frozen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(server_module, "_serve_until_signal", serve)
+    try:
+        server_module.run(FakeEngine(), ServerConfig())
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 10_000
 
 
 def test_an_unknown_service_has_no_health_and_asking_is_no_error_of_ours(caplog):
