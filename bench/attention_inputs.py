@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.device_time import num_input_sets
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import is_quantized
-
-# Together the input sets are this many times the cache, so that none of a set is left in it when its turn comes.
-_CACHES = 3
 
 # The rows whose scores the reference holds at once: 1 GiB of float32 for 32 heads and 32,768 keys.
 _REFERENCE_ROWS = 256
@@ -107,7 +105,7 @@ def make_inputs(
     num_blocks = -(-case.num_tokens // heads.block_size)
     block_size = (num_blocks, 1, heads.num_kv_heads, heads.block_size, heads.head_dim)
     token_bytes = _token_bytes(KVPool.allocate(1, *block_size[1:], dtype=case.kv_dtype))
-    num_sets = max(2, -(-_CACHES * cache_bytes // (case.num_tokens * token_bytes)))
+    num_sets = num_input_sets(case.num_tokens * token_bytes, cache_bytes)
     size = (num_blocks, max(num_sets, num_layers), *block_size[2:])
     pool = KVPool.allocate(*size, dtype=case.kv_dtype, device=device)
     order = torch.randperm(num_blocks) if case.is_shuffled else torch.arange(num_blocks)

@@ -8,13 +8,11 @@ from functools import partial
 import torch
 
 from bench.attention_inputs import Heads, worst_error
+from bench.device_time import num_input_sets
 from bench.kernel_row import Contestant
 from radixkv.kernels import reference
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize, is_quantized
-
-# Together the input sets are this many times the cache.
-_CACHES = 3
 
 # Of a vector that is quantized another way at one number: a step of int4 is a 7th of the largest, 5 % of its length.
 _QUANTIZED_TOLERANCE = 0.1
@@ -45,7 +43,7 @@ class TokenWrites:
         read_bytes = 2 * num_tokens * heads.num_kv_heads * heads.head_dim * torch.bfloat16.itemsize
         self.num_bytes = stored_bytes + read_bytes + num_tokens * _SLOT_BYTES
         self.tolerance = _QUANTIZED_TOLERANCE if is_quantized(kv_dtype) else 0.0
-        num_sets = max(2, -(-_CACHES * cache_bytes // self.num_bytes))
+        num_sets = num_input_sets(self.num_bytes, cache_bytes)
         self._pool = KVPool.allocate(num_blocks, num_sets, *layer_size, dtype=kv_dtype, device=device)
         self._pool.blocks.random_()
         self._tokens = torch.randn(num_sets, 2, *size, dtype=torch.bfloat16, device=device)
@@ -81,16 +79,15 @@ class BlockCopies:
     """Pairs of blocks of a pool, in random order: some for each step.
 
     Attributes:
-        block_bytes: of one block, all layers.
         num_bytes: read and written by one step.
     """
 
     def __init__(self, num_copies: int, num_layers: int, heads: Heads, cache_bytes: int, device: torch.device) -> None:
         torch.manual_seed(0)
         block_size = (num_layers, heads.num_kv_heads, heads.block_size, heads.head_dim)
-        self.block_bytes = KVPool.allocate(1, *block_size, dtype=torch.bfloat16).blocks.numel()
-        self.num_bytes = 2 * num_copies * self.block_bytes
-        num_sets = max(2, -(-_CACHES * cache_bytes // self.num_bytes))
+        block_bytes = KVPool.allocate(1, *block_size, dtype=torch.bfloat16).blocks.numel()
+        self.num_bytes = 2 * num_copies * block_bytes
+        num_sets = num_input_sets(self.num_bytes, cache_bytes)
         num_blocks = 2 * num_copies * num_sets
         self._pool = KVPool.allocate(num_blocks, *block_size, dtype=torch.bfloat16, device=device)
         self._pool.blocks.random_()

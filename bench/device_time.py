@@ -23,6 +23,8 @@ _MOST_WAIT_S = 0.5
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 128}
 
+_CACHES = 3
+
 # On a CPU nothing is measured in earnest, so that it need not have a cache of a known size.
 _CPU_CACHE_BYTES = 1 << 12
 
@@ -59,6 +61,11 @@ def cache_bytes(device: torch.device) -> int:
         return _CPU_CACHE_BYTES
     size: int = torch.cuda.get_device_properties(device).L2_cache_size
     return size
+
+
+def num_input_sets(set_bytes: int, cache_bytes: int) -> int:
+    """How many input sets are together so many times the cache that none of a set is left in it at its next turn."""
+    return max(2, -(-_CACHES * cache_bytes // set_bytes))
 
 
 def measure(calls: Sequence[Call], device: torch.device) -> Timing:

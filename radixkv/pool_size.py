@@ -78,15 +78,21 @@ def run_largest_step(
 ) -> None:
     """Compute a step of as many tokens and requests as there can be, the first at the end of the longest sequence.
 
+    No sequence is longer than the model allows: beyond that some look for positions that they do not have.
+
     The allocator keeps what it needed, so that it is no longer free. All requests use the same block, over and over:
     what is computed means nothing. Many long sequences in one step may need more; such a step is tried smaller.
     """
     storage = KVStorage(1, block_size, kv_shape, model.device)
     num_requests = min(engine.max_running_requests, engine.max_step_tokens)
-    num_first = engine.max_step_tokens - num_requests + 1
-    longest = max(min(model.max_tokens or _DRY_RUN_TOKENS, _DRY_RUN_TOKENS), num_first)
-    chunks = [_chunk(longest - num_first, longest, block_size)]
-    chunks += [_chunk(block_size - 1, block_size, block_size) for _ in range(num_requests - 1)]
+    longest = min(model.max_tokens or _DRY_RUN_TOKENS, _DRY_RUN_TOKENS)
+    chunks: list[Chunk] = []
+    num_left = engine.max_step_tokens
+    for num_others in reversed(range(num_requests)):
+        num_tokens = min(longest, num_left - num_others)  # a token at least is left for each of the others
+        end = num_tokens if chunks else longest
+        chunks.append(_chunk(end - num_tokens, end, block_size))
+        num_left -= num_tokens
     Runner(model, storage, kernels).run(chunks)
 
 

@@ -11,6 +11,7 @@ from radixkv.attention import TorchKernels
 from radixkv.attention_check import AttentionKind, check_attention
 from radixkv.attention_choice import choose_attention
 from radixkv.engine_builder import attention_kernels
+from radixkv.kernels import specialized_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kv_storage import KVShape
@@ -153,9 +154,17 @@ def test_the_last_is_left_to_the_check_of_the_model(caplog: pytest.LogCaptureFix
 
 def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_kernels(monkeypatch)
+    launch, launches = specialized_attention.launch, []
+
+    def noted(*inputs: Any, **scaling: Any) -> None:
+        launches.append(inputs[4].tile_rows)
+        launch(*inputs, **scaling)
+
+    monkeypatch.setattr(specialized_attention, "launch", noted)
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
     kernels = TritonKernels(is_exact=True, is_specialized=True)
     check_attention(kernels, AttentionKind(2, 100, 30.0), BF16, shape, 64, CPU, is_exact=True)
+    assert set(launches) == {specialized_attention.TILE_ROWS}, "all of it went through pointers"
 
 
 def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,13 +45,23 @@ def test_the_largest_step_has_every_token_and_request_and_the_longest_sequence(m
     kernels = Watched()
     run_largest_step(model, kernels, model.kv_shape, 16, ENGINE)
     assert model.max_tokens is not None
-    assert kernels.lens == {((21, 1, 1, 1), (model.max_tokens, 16, 16, 16))}
+    assert kernels.lens == {((21, 1, 1, 1), (model.max_tokens, 1, 1, 1))}
 
 
 def test_a_step_may_have_fewer_tokens_than_there_may_be_requests(model: Model) -> None:
     kernels = Watched()
     run_largest_step(model, kernels, model.kv_shape, 16, EngineConfig(max_step_tokens=2, max_running_requests=9))
-    assert kernels.lens == {((1, 1), (model.max_tokens, 16))}
+    assert kernels.lens == {((1, 1), (model.max_tokens, 1))}
+
+
+def test_no_sequence_is_longer_than_the_model_allows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "max_tokens", 10)
+    kernels = Watched()
+    run_largest_step(model, kernels, model.kv_shape, 16, ENGINE)
+    assert kernels.lens == {((10, 10, 3, 1), (10, 10, 3, 1))}
+    kernels.lens.clear()
+    run_largest_step(model, kernels, model.kv_shape, 16, EngineConfig(max_step_tokens=64, max_running_requests=2))
+    assert kernels.lens == {((10, 10), (10, 10))}
 
 
 def test_what_is_configured_is_what_there_is(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
