@@ -50,7 +50,7 @@ class NullRunner:
         num_rows = sum(chunk.wants_logits for chunk in chunks)
         if num_rows not in self._logits:
             self._logits[num_rows] = self._row.repeat(num_rows, 1)
-        return StepResult(self._logits[num_rows], [True] * len(chunks))
+        return StepResult(self._logits[num_rows], [NEXT_TOKEN_ID] * num_rows, [True] * len(chunks))
 
 
 def build_null_engine(config: Config) -> Engine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from radixkv.kernels.batch import PagedBatch
@@ -119,8 +118,8 @@ def plan_attention(
         tile_rows=tile_rows,
         group_size=group_size,
         window=window,
-        work=to_device(np.asarray(work, dtype=np.int32), device),
-        merges=to_device(np.asarray(merges, dtype=np.int32).reshape(-1, 5), device),
+        work=to_device(torch.tensor(work, dtype=torch.int32), device),
+        merges=to_device(torch.tensor(merges, dtype=torch.int32).view(len(merges), 5), device),
         num_partials=num_partials,
     )
 

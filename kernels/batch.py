@@ -66,8 +66,8 @@ class PagedBatch:
         return cls(
             query_starts=tuple(int(s) for s in starts),
             kv_lens=tuple(kv_lens),
-            block_tables=to_device(tables, device),
-            slots=to_device(slots, device),
+            block_tables=to_device(torch.from_numpy(tables), device),
+            slots=to_device(torch.from_numpy(slots), device),
             block_size=block_size,
         )
 

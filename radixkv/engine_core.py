@@ -248,7 +248,7 @@ class EngineCore:
     def _compute(self, slices: list[Slice]) -> tuple[list[bool], Iterator[Prediction]]:
         """Everything that waits for the device, and so everything that can fail there."""
         step = self._runner.run([_chunk(part) for part in slices])
-        predictions = predict(step.logits, [part.request for part in slices if part.is_last])
+        predictions = predict(step.logits, step.most_likely, [part.request for part in slices if part.is_last])
         return step.is_finite, iter(predictions)
 
     def _go_on(self, request: Request, upto: int, prediction: Prediction | None) -> None:

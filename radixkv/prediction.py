@@ -22,15 +22,15 @@ class Prediction(NamedTuple):
     logits: npt.NDArray[np.float32] | None
 
 
-def predict(logits: torch.Tensor, requests: Sequence[Request]) -> list[Prediction]:
-    """Read what was asked for off the logits; waits for the device.
+def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence[Request]) -> list[Prediction]:
+    """Read what was asked for off the logits; waits for the device only if that is more than the most likely token.
 
     Args:
         logits: float32 `[len(requests), vocab_size]`.
+        most_likely: of each row, the token with the largest.
         requests: say for each row whether to draw or to take the most likely token, how many log probabilities to
             report, and whether the row itself.
     """
-    most_likely = logits.argmax(dim=-1).tolist()
     return [
         _prediction(logits, row, token_id, request)
         for row, (token_id, request) in enumerate(zip(most_likely, requests, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from radixkv.attention import AttentionKernels, PagedStep
+from radixkv.attention import AttentionKernels
 from radixkv.block_pool import BlockIds
+from radixkv.forward import StepInputs, compute_step
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.staging import to_device
 from radixkv.kv_storage import KVStorage
@@ -46,11 +48,13 @@ class StepResult(NamedTuple):
     """What a step computed.
 
     Attributes:
-        logits: float32 `[n, vocab_size]` on the model's device.
+        logits: float32 `[n, vocab_size]` on the model's device; valid until the next step.
+        most_likely: for each row of logits, the token with the largest.
         is_finite: for each chunk, whether K, V and the last hidden states of all its tokens are finite.
     """
 
     logits: torch.Tensor
+    most_likely: list[int]
     is_finite: list[bool]
 
 
@@ -70,30 +74,37 @@ class Runner:
             out finite. Waits for the device.
         """
         self._copy_shared_blocks(chunks)
-        device = self.model.device
-        batch = PagedBatch.build(
-            query_lens=[chunk.num_tokens for chunk in chunks],
-            kv_lens=[chunk.end for chunk in chunks],
-            block_tables=[chunk.block_ids for chunk in chunks],
-            block_size=self.storage.block_size,
-            device=device,
-        )
-        input_ids = np.concatenate([np.frombuffer(c.tokens, dtype="<u4")[c.start : c.end] for c in chunks])
-        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        ends = batch.query_starts[1:]
-        rows = np.asarray([end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits], np.int64)
-        step = PagedStep(self.storage.pool, batch, self._kernels)
-        logits, is_finite = self.model.forward(
-            to_device(input_ids.astype(np.int64), device),
-            to_device(positions, device),
-            step,
-            to_device(rows, device),
-        )
-        by_chunk = torch.split((is_finite & step.is_finite).cpu(), [chunk.num_tokens for chunk in chunks])
-        return StepResult(logits, [bool(tokens.all()) for tokens in by_chunk])
+        inputs = _lay_out(chunks, self.storage.block_size)
+        outputs = compute_step(self.model, self.storage.pool, self._kernels, inputs.to(self.model.device))
+        summary = outputs.summary.tolist()
+        most_likely = summary[len(summary) - len(outputs.logits) :]
+        starts = inputs.batch.query_starts
+        is_finite = [all(summary[start:end]) for start, end in itertools.pairwise(starts)]
+        num_rows = len(inputs.logit_rows)
+        return StepResult(outputs.logits[:num_rows], most_likely[:num_rows], is_finite)
 
     def _copy_shared_blocks(self, chunks: Sequence[Chunk]) -> None:
         copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
         if copies:
-            sources, targets = to_device(np.asarray(copies, dtype=np.int64).T.copy(), self.model.device)
+            sources, targets = to_device(torch.tensor(copies).T.contiguous(), self.model.device)
             self._kernels.copy_blocks(self.storage.pool, sources, targets)
+
+
+def _lay_out(chunks: Sequence[Chunk], block_size: int) -> StepInputs:
+    """Pack the chunks' tokens, on the host."""
+    batch = PagedBatch.build(
+        query_lens=[chunk.num_tokens for chunk in chunks],
+        kv_lens=[chunk.end for chunk in chunks],
+        block_tables=[chunk.block_ids for chunk in chunks],
+        block_size=block_size,
+    )
+    input_ids = np.concatenate([np.frombuffer(c.tokens, dtype="<u4")[c.start : c.end] for c in chunks])
+    positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+    ends = batch.query_starts[1:]
+    logit_rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
+    return StepInputs(
+        torch.from_numpy(input_ids.astype(np.int64)),
+        torch.from_numpy(positions),
+        torch.tensor(logit_rows, dtype=torch.int64),
+        batch,
+    )

@@ -150,10 +150,10 @@ def shares_between_salts(patch: pytest.MonkeyPatch) -> None:
 def draws_by_the_place_in_the_batch(patch: pytest.MonkeyPatch) -> None:
     predict = engine_core.predict
 
-    def predict_by_place(logits: Any, requests: list[Request]) -> list[Prediction]:
+    def predict_by_place(logits: Any, most_likely: list[int], requests: list[Request]) -> list[Prediction]:
         draw = prediction.draw
         patch.setattr(prediction, "draw", lambda row, sampling, position: draw(row, sampling, position + len(requests)))
-        predictions = predict(logits, requests)
+        predictions = predict(logits, most_likely, requests)
         patch.setattr(prediction, "draw", draw)
         return predictions
 

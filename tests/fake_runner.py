@@ -57,7 +57,7 @@ class FakeRunner:
         self.steps.append([(chunk.start, chunk.end) for chunk in chunks])
         rows = [self.logits_scale * one_hot(next_token(chunk.tokens)) for chunk in chunks if chunk.wants_logits]
         logits = torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
-        return StepResult(logits, [chunk.tokens != self.not_finite for chunk in chunks])
+        return StepResult(logits, logits.argmax(dim=-1).tolist(), [chunk.tokens != self.not_finite for chunk in chunks])
 
     def forget_everything(self) -> None:
         """Wipe the K/V of all blocks: whoever reads a cached one fails."""

@@ -145,7 +145,7 @@ class SimulatedRunner:
             self._scribble(chunks[bad])
         wanted = [row for chunk, row in zip(chunks, rows, strict=True) if chunk.wants_logits]
         logits = torch.from_numpy(np.stack(wanted)) if wanted else torch.empty(0, VOCAB_SIZE)
-        return StepResult(logits, is_finite)
+        return StepResult(logits, logits.argmax(dim=-1).tolist(), is_finite)
 
     def read(self, block_ids: npt.NDArray[np.int32], num_tokens: int, start_block: int = 0) -> Content:
         """The first slots that a block table leads to."""

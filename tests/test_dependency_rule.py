@@ -64,6 +64,7 @@ ORDER = [
     "triton_exactness",
     "exactness",
     "model",
+    "forward",
     "prediction",
     "runner",
     "model_check",
