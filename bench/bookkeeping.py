@@ -33,10 +33,11 @@ from radixkv import engine_core
 from radixkv.config import EngineConfig
 from radixkv.engine_core import EngineCore
 from radixkv.eviction_policies import make_policy
+from radixkv.forward import Chunk
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Generation, PrefillParams, Request
-from radixkv.runner import Chunk, Runner
+from radixkv.runner import Runner
 from radixkv.sampling import Sampling
 
 MODEL = "model"

@@ -21,10 +21,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from bench.environment import describe_run
 from bench.result_file import write_json
 from radixkv.attention import ATTENTION_NAME
-from radixkv.engine_builder import attention_kernels
+from radixkv.config import EngineConfig
+from radixkv.engine_builder import attention_kernels, make_runner
+from radixkv.forward import Chunk
 from radixkv.kv_storage import KVStorage
 from radixkv.model import Model
-from radixkv.runner import Chunk, Runner
+from radixkv.runner import Runner
 from radixkv.tiny_model import build_tiny_model
 
 BLOCK_SIZE = 64
@@ -63,7 +65,8 @@ def build_runner(
             module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
     model = Model(shape, module, device, is_exact=is_exact)
     storage = KVStorage(-(-max_tokens // BLOCK_SIZE), BLOCK_SIZE, model.kv_shape, device)
-    return Runner(model, storage, attention_kernels(model, model.kv_shape, BLOCK_SIZE))
+    kernels = attention_kernels(model, model.kv_shape, BLOCK_SIZE)
+    return make_runner(model, storage, kernels, EngineConfig())
 
 
 def prefill_s(runner: Runner, num_tokens: int, cached_tokens: int, chunk_tokens: int) -> float:

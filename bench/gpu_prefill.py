@@ -3,8 +3,9 @@
     python -m bench.gpu_prefill --json bench/results/gpu_prefill.json        # on a GPU
     python -m bench.gpu_prefill --dry-run                                    # anywhere; says nothing
 
-Each prompt is computed three ways in turn: after the prefix that is cached, without the cache by the same engine, and
-by transformers itself with a cache that holds the prefix already. The answers are compared before anything is timed.
+Each prompt is computed several ways in turn: after the prefix that is cached, the same without recorded steps (CUDA
+graphs), without the cache by the same engine, and by transformers itself with a cache that holds the prefix already.
+The answers are compared before anything is timed.
 What no way can beat is reading the weights once, at the rate at which this device copies.
 """
 
@@ -63,9 +64,9 @@ class Bench:
         self._model = runner.model
         self._step_tokens = step_tokens
         self._rates = rates
-        self._core = EngineCore(
-            runner, PrefixCache(runner.storage.num_blocks, BLOCK_SIZE), EngineConfig(max_step_tokens=step_tokens)
-        )
+        cache, config = PrefixCache(runner.storage.num_blocks, BLOCK_SIZE), EngineConfig(max_step_tokens=step_tokens)
+        self._core = EngineCore(runner, cache, config)
+        self._core_without_graphs = EngineCore(runner.without_graphs(), cache, config) if runner.has_graphs else None
         self._random = np.random.default_rng(0)
         self._stem = self._draw(longest_prefix)
         self._numbers = itertools.count()
@@ -87,13 +88,16 @@ class Bench:
         assert suffix[0] < self._model.vocab_size, "the vocabulary has no token left that no suffix began with"
         return np.concatenate((self._stem[:prefix_tokens], suffix))
 
-    def ask(self, prompt: Tokens, *, reads: bool = True, wants_logits: bool = False) -> PrefillResult:
+    def ask(
+        self, prompt: Tokens, *, reads: bool = True, wants_logits: bool = False, core: EngineCore | None = None
+    ) -> PrefillResult:
         """Answer one prompt; without reading from the cache, nothing is written to it either."""
+        core = core or self._core
         future: Future[PrefillResult] = Future()
         params = PrefillParams(prompt.tobytes(), return_logits=wants_logits, read_cache=reads, write_cache=reads)
-        self._core.submit(Request(params, Namespace("bench"), future, time.monotonic()))
-        while self._core.has_work:
-            self._core.step()
+        core.submit(Request(params, Namespace("bench"), future, time.monotonic()))
+        while core.has_work:
+            core.step()
         return future.result(0)
 
     def measure(self, suffix_tokens: int, prefix_tokens: int, rounds: int) -> Row:
@@ -105,12 +109,16 @@ class Bench:
             "ttft": self.ask,
             "recompute": lambda prompt: self.ask(prompt, reads=False),
         }
+        if (core := self._core_without_graphs) is not None:
+            ways["launched"] = lambda prompt: self.ask(prompt, core=core)
         if row["transformers_reason"] is None:
             ways["transformers"] = lambda prompt: self._rival.next_token(prompt[prefix_tokens:], prefix_tokens)
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(rounds):
             prompt = self.prompt(suffix_tokens, prefix_tokens)
             for way, answer in ways.items():
+                if way == "launched":  # the first way has cached its prompt
+                    prompt = self.prompt(suffix_tokens, prefix_tokens)
                 if way == "transformers":
                     self._rival.restore(prefix_tokens)
                 start_s = time.perf_counter()
@@ -165,7 +173,7 @@ def _number(error: float) -> float | None:
 
 
 _HEADER = (
-    f"{'mode':<6} {'suffix':>6} {'prefix':>6} {'TTFT ms':>9} {'recomputed':>11} {'transformers':>13} "
+    f"{'mode':<6} {'suffix':>6} {'prefix':>6} {'TTFT ms':>9} {'no graphs':>10} {'recomputed':>11} {'transformers':>13} "
     f"{'of weights':>11} {'recomputed /':>13} {'transformers /':>15}"
 )
 
@@ -174,7 +182,8 @@ def _line(row: Row) -> str:
     start = f"{row['mode']:<6} {row['suffix_tokens']:>6} {row['prefix_tokens']:>6} "
     if not row["is_right"]:
         return f"{start}FAILED  {row['reason']}"
-    line = f"{start}{row['ttft_ms']:>9.2f} {row['recompute_ms']:>11.2f} "
+    launched = f"{row['launched_ms']:>10.2f}" if "launched_ms" in row else f"{'-':>10}"
+    line = f"{start}{row['ttft_ms']:>9.2f} {launched} {row['recompute_ms']:>11.2f} "
     end = f"{row['weights_ratio']:>11.2f} {row['recompute_ratio']:>13.2f} "
     if "transformers_ms" not in row:
         return f"{line}{'-':>13} {end}{'-':>15}  transformers: {row['transformers_reason']}"

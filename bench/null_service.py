@@ -19,8 +19,9 @@ import torch
 from radixkv.config import Config
 from radixkv.engine import Engine
 from radixkv.eviction_policies import make_policy
+from radixkv.forward import Chunk
 from radixkv.prefix_cache import PrefixCache
-from radixkv.runner import Chunk, Runner, StepResult
+from radixkv.runner import Runner, StepResult
 from radixkv.service.server import run
 from radixkv.v1 import prefill_pb2, prefill_pb2_grpc
 

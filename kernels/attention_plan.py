@@ -16,6 +16,10 @@ KEY_ALIGNMENT_TOKENS = 64
 # Two programs for each of the 132 multiprocessors of an H100 or H200.
 _TARGET_PROGRAMS = 264
 
+# Work and a merge that read no key and write nothing: what fills up the lists of a recorded step.
+NO_WORK = (0, 0, 0, 0, 0, 1, 1, -1)
+NO_MERGE = (0, 0, 0, 0, 0)
+
 # A shorter split would spend more on its float32 partial result than on its keys.
 _MIN_SPLIT_TOKENS = 256
 
@@ -58,6 +62,15 @@ class _Tile:
     kv_end: int
 
 
+def usual_partials(num_requests: int, num_kv_heads: int) -> int:
+    """How many partial results of one KV head are room enough for nearly every plan of a short step.
+
+    A batch that is spread over the whole device has two for each share of a program at most, and two more for each
+    request whose window is cut. With splits of 2,048 tokens, a tile or two have them at the end of 131,072.
+    """
+    return 2 * -(-_TARGET_PROGRAMS // num_kv_heads) + max(2 * num_requests, 64)
+
+
 def plan_attention(
     batch: PagedBatch,
     *,
@@ -92,7 +105,7 @@ def plan_attention(
     if remainder or not group_size:
         raise ValueError(f"num_query_heads: expected a multiple of {num_kv_heads} KV heads, got {num_query_heads}")
     if tile_rows is None:
-        tile_rows = _fitting_tile_rows(batch, group_size, dtype)
+        tile_rows = fitting_tile_rows(group_size * batch.most_query_tokens, dtype)
     tiles = list(_tiles(batch, group_size, tile_rows, window))
     if split_tokens is None:
         split_tokens = _balanced_split_tokens(sum(tile.kv_end - tile.kv_start for tile in tiles) * num_kv_heads)
@@ -128,9 +141,13 @@ def _query_len(batch: PagedBatch, request: int) -> int:
     return batch.query_starts[request + 1] - batch.query_starts[request]
 
 
-def _fitting_tile_rows(batch: PagedBatch, group_size: int, dtype: torch.dtype) -> int:
-    """Return the tile that the longest suffix fills; larger ones spill in float32, which has no tensor cores."""
-    most_rows = group_size * max(_query_len(batch, i) for i in range(batch.num_requests))
+def fitting_tile_rows(most_rows: int, dtype: torch.dtype) -> int:
+    """Return the tile that the longest suffix fills; larger ones spill in float32, which has no tensor cores.
+
+    Args:
+        most_rows: packed rows of the longest suffix of a batch.
+        dtype: of the queries.
+    """
     if most_rows <= 16 or dtype == torch.float32:
         return 16
     return 64 if most_rows <= 64 else 128

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,10 +73,21 @@ class PagedBatch:
             block_size=block_size,
         )
 
+    def to(self, device: torch.device) -> PagedBatch:
+        """The same on a device; see `to_device`."""
+        return dataclasses.replace(
+            self, block_tables=to_device(self.block_tables, device), slots=to_device(self.slots, device)
+        )
+
     @property
     def num_requests(self) -> int:
         """Requests in the batch."""
         return len(self.kv_lens)
+
+    @property
+    def most_query_tokens(self) -> int:
+        """Suffix tokens of the request with the longest suffix."""
+        return max(end - start for start, end in itertools.pairwise(self.query_starts))
 
     @property
     def num_tokens(self) -> int:

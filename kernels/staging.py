@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
 import torch
+
+_ALIGNMENT_BYTES = 16  # what kernels may assume of an address
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -18,3 +23,48 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class StagedArrays:
+    """Arrays that the host fills again and again, in one region, so that one copy brings them all to the device.
+
+        host      [ input_ids )[ slots )[ block_tables ............ )    pinned
+                     │ upload
+        device    [ input_ids )[ slots )[ block_tables ............ )    always at the same addresses
+
+    Attributes:
+        host: by name, all zeros at first.
+        device: the same, as they were when they were brought there.
+    """
+
+    def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+        """Allocate both sides.
+
+        Args:
+            arrays: shapes and dtypes by name.
+            device: where they are wanted.
+        """
+        num_bytes = [_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in arrays.values()]
+        region = torch.zeros(sum(num_bytes), dtype=torch.uint8)
+        self._host_region = region.pin_memory() if device.type == "cuda" else region
+        self._device_region = torch.zeros_like(region, device=device)
+        self.host = _views(self._host_region, arrays, num_bytes)
+        self.device = _views(self._device_region, arrays, num_bytes)
+
+    def upload(self) -> None:
+        """Bring all that the host has written to the device. The host must not write again before that is done."""
+        self._device_region.copy_(self._host_region, non_blocking=True)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _views(
+    region: torch.Tensor, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]], num_bytes: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    parts = torch.split(region, list(num_bytes))
+    return {
+        name: part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for part, (name, (shape, dtype)) in zip(parts, arrays.items(), strict=True)
+    }

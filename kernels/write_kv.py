@@ -20,7 +20,8 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: 
         key: `[num_tokens, num_kv_heads, head_dim]` with a contiguous last dimension, rounded or quantized to the
             pool's dtype on the way.
         value: like `key`.
-        slots: int64 `[num_tokens]`, contiguous, `block_id * block_size + offset`, all different.
+        slots: int64 `[num_tokens]`, contiguous, `block_id * block_size + offset`, all different; what has a negative
+            one is padding and not written.
         pool: the K/V.
         layer: index into the pool's layers.
 
@@ -84,8 +85,8 @@ def _write_tile(  # type: ignore[no-untyped-def]
     """Write K and V of some tokens of one KV head: whole vectors, so that each can have its scale."""
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     kv_head = tl.program_id(1).to(tl.int64)
-    is_token = tokens < num_tokens
-    slot = tl.load(slots + tokens, mask=is_token, other=0)
+    slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1)
+    is_token = slot >= 0
     dims, stored_dims = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // NUMBERS_PER_VALUE)
     mask = is_token[:, None] & (dims < HEAD_DIM)[None, :]
     STORED_DIM: tl.constexpr = HEAD_DIM // NUMBERS_PER_VALUE

@@ -98,6 +98,7 @@ class EngineConfig:
         max_tenant_requests: of these a single tenant may have so many unfinished.
         held_lease_ttl_s: seconds after which a held lease is released by itself.
         step_timeout_s: a step that takes longer hangs: all requests are cancelled, and new ones refused until it ends.
+        cuda_graphs: whether short steps are recorded at load, on a GPU, so that each is a single launch.
     """
 
     max_step_tokens: int = 512
@@ -106,6 +107,7 @@ class EngineConfig:
     max_tenant_requests: int = 2048
     held_lease_ttl_s: float = 60.0
     step_timeout_s: float = 300.0
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         _require_at_least("engine.max_step_tokens", self.max_step_tokens, 1)
@@ -265,8 +267,9 @@ def _require_kind(path: str, value: object, kind: str) -> None:
         "int": (int,),
         "int | None": (int,),
         "float": (float, int),
+        "bool": (bool,),
     }
-    if isinstance(value, bool) or not isinstance(value, allowed[kind]):
+    if isinstance(value, bool) != (kind == "bool") or not isinstance(value, allowed[kind]):
         raise ConfigError(f"{path}: expected {kind}, got {value!r}")
 
 

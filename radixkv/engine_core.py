@@ -17,6 +17,7 @@ from radixkv.answers import Answers
 from radixkv.census import Census
 from radixkv.config import EngineConfig
 from radixkv.errors import CapacityError, DeadlineExceeded, OutOfBlocks, OutOfMemory, RadixKVError, StepFailed
+from radixkv.forward import Chunk
 from radixkv.held_leases import HeldLeases
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
@@ -26,7 +27,7 @@ from radixkv.prefix_cache import PrefixCache, Purged
 from radixkv.request import Outcome, Request
 from radixkv.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult, Retained
 from radixkv.retention import Retention
-from radixkv.runner import Chunk, Runner
+from radixkv.runner import Runner
 from radixkv.scheduler import Scheduler, Slice
 from radixkv.single_flight import SingleFlight
 from radixkv.stats import EngineLoad, EngineStats

@@ -11,14 +11,11 @@ import torch
 from radixkv.attention import ATTENTION_NAME, AttentionKernels
 from radixkv.attention_check import check_attention
 from radixkv.errors import UnsupportedModel
+from radixkv.forward import LOGITS_TOLERANCE, Chunk
 from radixkv.kv_storage import KVShape, KVStorage
 from radixkv.model import Model
-from radixkv.runner import Chunk, Runner
+from radixkv.runner import Runner
 from radixkv.token_bytes import TOKEN_BYTES
-
-# Relative distance of the logits. Summation order costs about 1e-6 in float32 and 1e-2 in bfloat16; a window, mask or
-# state that got lost costs 1e-1 and more (see tests/test_model_check.py).
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_shape: KVShape | None = None) -> None:
@@ -115,7 +112,7 @@ def _eager_logits(model: Model, tokens: bytes) -> torch.Tensor:
 
 def _require_close(model: Model, cached_tokens: int, got: torch.Tensor, expected: torch.Tensor) -> None:
     distance = float((got - expected).norm() / expected.norm())
-    tolerance = _TOLERANCE[model.kv_shape.dtype]
+    tolerance = LOGITS_TOLERANCE[model.kv_shape.dtype]
     if not distance <= tolerance:
         raise UnsupportedModel(
             f"{type(model.module).__name__}: computed over {cached_tokens} cached tokens, the logits differ from those "

@@ -11,9 +11,11 @@ import torch
 from radixkv.attention import AttentionKernels
 from radixkv.config import MAX_BLOCKS, CacheConfig, EngineConfig
 from radixkv.errors import ConfigError
+from radixkv.forward import Chunk
 from radixkv.kv_storage import KVShape, KVStorage
 from radixkv.model import Model
-from radixkv.runner import Chunk, Runner
+from radixkv.runner import Runner
+from radixkv.step_graphs import record_graphs
 from radixkv.token_bytes import TOKEN_BYTES
 
 # How long a sequence the dry run has if the model does not say how long it may be.
@@ -33,9 +35,10 @@ def choose_num_blocks(
     """Say how many blocks the pool has.
 
     Without `cache.capacity_tokens` a GPU's pool takes what `cache.memory_share` of its memory leaves beside everything
-    that is there: the weights, other programs, and what the largest step needs, which is computed once to find out.
+    that is there: the weights, other programs, and what recorded steps and the largest step need, which are recorded
+    and computed once to find out.
 
-        total    [ other programs | weights | largest step | pool .................. | 1 - memory_share )
+        total    [ other programs | weights | recorded steps | largest step | pool ........ | 1 - memory_share )
 
     Args:
         model: as loaded.
@@ -53,14 +56,17 @@ def choose_num_blocks(
     if cache.capacity_tokens is not None or memory is None:
         return cache.num_blocks
     torch.cuda.empty_cache()  # of what loading needed; does nothing without a GPU
+    storage = KVStorage(1, cache.block_size, kv_shape, model.device)
+    graphs = record_graphs(model, storage, kernels, engine, _longest(model))  # first, since it empties the cache, too
     try:
-        run_largest_step(model, kernels, kv_shape, cache.block_size, engine)
+        run_largest_step(model, kernels, storage, engine)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"engine.max_step_tokens: expected steps that {model.device} has memory for beside the model, got "
             f"{engine.max_step_tokens}"
         ) from error
     free_bytes, total_bytes = memory()
+    del graphs
     block_bytes = cache.block_size * kv_shape.token_bytes
     pool_bytes = free_bytes - (1 - cache.memory_share) * total_bytes
     num_blocks = min(int(pool_bytes // block_bytes), MAX_BLOCKS)
@@ -73,27 +79,29 @@ def choose_num_blocks(
     return num_blocks
 
 
-def run_largest_step(
-    model: Model, kernels: AttentionKernels, kv_shape: KVShape, block_size: int, engine: EngineConfig
-) -> None:
+def run_largest_step(model: Model, kernels: AttentionKernels, storage: KVStorage, engine: EngineConfig) -> None:
     """Compute a step of as many tokens and requests as there can be, the first at the end of the longest sequence.
 
     No sequence is longer than the model allows: beyond that some look for positions that they do not have.
 
-    The allocator keeps what it needed, so that it is no longer free. All requests use the same block, over and over:
+    The allocator keeps what it needed, so that it is no longer free. All requests use the first block, over and over:
     what is computed means nothing. Many long sequences in one step may need more; such a step is tried smaller.
     """
-    storage = KVStorage(1, block_size, kv_shape, model.device)
     num_requests = min(engine.max_running_requests, engine.max_step_tokens)
-    longest = min(model.max_tokens or _DRY_RUN_TOKENS, _DRY_RUN_TOKENS)
+    longest = _longest(model)
     chunks: list[Chunk] = []
     num_left = engine.max_step_tokens
     for num_others in reversed(range(num_requests)):
         num_tokens = min(longest, num_left - num_others)  # a token at least is left for each of the others
         end = num_tokens if chunks else longest
-        chunks.append(_chunk(end - num_tokens, end, block_size))
+        chunks.append(_chunk(end - num_tokens, end, storage.block_size))
         num_left -= num_tokens
     Runner(model, storage, kernels).run(chunks)
+
+
+def _longest(model: Model) -> int:
+    """Tokens of the longest sequence."""
+    return min(model.max_tokens or _DRY_RUN_TOKENS, _DRY_RUN_TOKENS)
 
 
 def _chunk(start: int, end: int, block_size: int) -> Chunk:

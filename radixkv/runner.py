@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from radixkv.attention import AttentionKernels
-from radixkv.block_pool import BlockIds
-from radixkv.forward import StepInputs, compute_step
-from radixkv.kernels.batch import PagedBatch
+from radixkv.forward import Chunk, compute_step, lay_out
 from radixkv.kernels.staging import to_device
 from radixkv.kv_storage import KVStorage
-from radixkv.lease import BlockCopy
 from radixkv.model import Model
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The part `[start, end)` of one request's tokens, to be computed in one step. K/V of all tokens before it exist.
-
-    Attributes:
-        tokens: all of them so far, little-endian uint32 bytes.
-        block_ids: int32, their blocks.
-        copy: a block copy to make first.
-        wants_logits: whether the logits after the chunk's last token are wanted.
-    """
-
-    tokens: bytes
-    start: int
-    end: int
-    block_ids: BlockIds
-    copy: BlockCopy | None
-    wants_logits: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed by this chunk."""
-        return self.end - self.start
+from radixkv.step_graphs import StepGraphs
 
 
 class StepResult(NamedTuple):
@@ -59,12 +31,31 @@ class StepResult(NamedTuple):
 
 
 class Runner:
-    """Owns the model and the K/V memory; knows nothing of trees and requests."""
+    """Owns the model and the K/V memory; knows nothing of trees and requests.
 
-    def __init__(self, model: Model, storage: KVStorage, kernels: AttentionKernels) -> None:
+    Args:
+        model: the weights.
+        storage: the K/V memory.
+        kernels: what works on it.
+        graphs: steps that are recorded over all three; None if there are none.
+    """
+
+    def __init__(
+        self, model: Model, storage: KVStorage, kernels: AttentionKernels, graphs: StepGraphs | None = None
+    ) -> None:
         self.model = model
         self.storage = storage
         self._kernels = kernels
+        self._graphs = graphs
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether any steps are recorded."""
+        return self._graphs is not None and bool(self._graphs.shapes)
+
+    def without_graphs(self) -> Runner:
+        """The same model over the same memory, where every step is launched kernel by kernel."""
+        return Runner(self.model, self.storage, self._kernels)
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
         """Copy shared blocks, then compute all chunks in one forward pass.
@@ -74,8 +65,10 @@ class Runner:
             out finite. Waits for the device.
         """
         self._copy_shared_blocks(chunks)
-        inputs = _lay_out(chunks, self.storage.block_size)
-        outputs = compute_step(self.model, self.storage.pool, self._kernels, inputs.to(self.model.device))
+        inputs = lay_out(chunks, self.storage.block_size)
+        outputs = None if self._graphs is None else self._graphs.compute(inputs)
+        if outputs is None:
+            outputs = compute_step(self.model, self.storage.pool, self._kernels, inputs.to(self.model.device))
         summary = outputs.summary.tolist()
         most_likely = summary[len(summary) - len(outputs.logits) :]
         starts = inputs.batch.query_starts
@@ -88,23 +81,3 @@ class Runner:
         if copies:
             sources, targets = to_device(torch.tensor(copies).T.contiguous(), self.model.device)
             self._kernels.copy_blocks(self.storage.pool, sources, targets)
-
-
-def _lay_out(chunks: Sequence[Chunk], block_size: int) -> StepInputs:
-    """Pack the chunks' tokens, on the host."""
-    batch = PagedBatch.build(
-        query_lens=[chunk.num_tokens for chunk in chunks],
-        kv_lens=[chunk.end for chunk in chunks],
-        block_tables=[chunk.block_ids for chunk in chunks],
-        block_size=block_size,
-    )
-    input_ids = np.concatenate([np.frombuffer(c.tokens, dtype="<u4")[c.start : c.end] for c in chunks])
-    positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-    ends = batch.query_starts[1:]
-    logit_rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
-    return StepInputs(
-        torch.from_numpy(input_ids.astype(np.int64)),
-        torch.from_numpy(positions),
-        torch.tensor(logit_rows, dtype=torch.int64),
-        batch,
-    )

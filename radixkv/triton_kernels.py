@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from radixkv.kernels import copy_blocks, paged_attention, write_kv
-from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
+from radixkv.kernels.attention_plan import AttentionPlan, fitting_tile_rows, plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.specialized_attention import supports
@@ -48,16 +48,11 @@ class TritonKernels:
     ) -> torch.Tensor:
         """Attend over prefix and suffix; see `kernels/reference.py`."""
         if batch is not self._batch:
-            self._batch, self._plans = batch, {}
+            self.use_plans(batch, {})
         if window not in self._plans:
-            self._plans[window] = plan_attention(
-                batch,
-                num_query_heads=query.shape[1],
-                num_kv_heads=pool.num_kv_heads,
-                dtype=query.dtype,
-                window=window,
-                tile_rows=_tile_rows(query.dtype) if self._is_exact else None,
-                split_tokens=_SPLIT_TOKENS if self._is_exact else None,
+            tile_rows = self.tile_rows(query.shape[1] // pool.num_kv_heads * batch.most_query_tokens, query.dtype)
+            self._plans[window] = self.plan(
+                batch, query.shape[1], pool.num_kv_heads, query.dtype, window=window, tile_rows=tile_rows
             )
         plan = self._plans[window]
         shape = (query.dtype, pool.dtype, pool.head_dim, pool.block_size, plan.tile_rows)
@@ -72,6 +67,38 @@ class TritonKernels:
             softcap=softcap,
             is_specialized=self._is_specialized and supports(*shape),
         )
+
+    def tile_rows(self, most_rows: int, dtype: torch.dtype) -> int:
+        """Rows of the tiles for a batch whose longest request has so many packed rows."""
+        if not self._is_exact:
+            return fitting_tile_rows(most_rows, dtype)
+        # What suits long suffixes, since short ones wait for memory anyway.
+        return 16 if dtype == torch.float32 else 128
+
+    def plan(
+        self,
+        batch: PagedBatch,
+        num_query_heads: int,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        *,
+        window: int | None,
+        tile_rows: int,
+    ) -> AttentionPlan:
+        """Lay out the attention of all layers with one window; see `plan_attention`."""
+        return plan_attention(
+            batch,
+            num_query_heads=num_query_heads,
+            num_kv_heads=num_kv_heads,
+            dtype=dtype,
+            window=window,
+            tile_rows=tile_rows,
+            split_tokens=_SPLIT_TOKENS if self._is_exact else None,
+        )
+
+    def use_plans(self, batch: PagedBatch, plans: dict[int | None, AttentionPlan]) -> None:
+        """Attend for a batch by these plans, by window; what is missing is planned."""
+        self._batch, self._plans = batch, plans
 
 
 def candidates(
@@ -93,8 +120,3 @@ def candidates(
     if capability[0] == 9 and supports(dtype, shape.dtype, shape.head_dim, block_size):
         kernels["warp-specialized attention"] = TritonKernels(is_exact=is_exact, is_specialized=True)
     return kernels | {"attention through pointers": TritonKernels(is_exact=is_exact)}
-
-
-def _tile_rows(dtype: torch.dtype) -> int:
-    """Rows of a tile in exact mode: what suits long suffixes, since short ones wait for memory anyway."""
-    return 16 if dtype == torch.float32 else 128

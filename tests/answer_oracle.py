@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from radixkv.errors import CapacityError, DeadlineExceeded, Draining, StepFailed
+from radixkv.forward import Chunk
 from radixkv.miss_reason import MissReason
 from radixkv.request import Request
 from radixkv.result import FinishReason, GeneratedTokens, GenerateResult, HeldLease, PrefillResult, Usage
-from radixkv.runner import Chunk
 from tests.engine_events import Ask
 from tests.simulated_model import content_of, continuation, logits_of
 

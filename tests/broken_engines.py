@@ -12,12 +12,12 @@ from radixkv import engine_core, prediction
 from radixkv.admission import Admission, Admitter
 from radixkv.engine_core import EngineCore
 from radixkv.errors import RadixKVError, StepFailed
+from radixkv.forward import Chunk
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
 from radixkv.prediction import Prediction
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Outcome, Request
-from radixkv.runner import Chunk
 from radixkv.scheduler import Scheduler, Slice
 from radixkv.single_flight import SingleFlight
 from radixkv.step_budget import StepBudget

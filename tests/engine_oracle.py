@@ -9,12 +9,12 @@ import numpy as np
 
 from radixkv.engine_core import EngineCore
 from radixkv.errors import CapacityError, OutOfBlocks, OutOfMemory, QuotaExceeded
+from radixkv.forward import Chunk
 from radixkv.node import path_to
 from radixkv.observer import Observer
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Outcome, Request
 from radixkv.result import GeneratedTokens
-from radixkv.runner import Chunk
 from tests.answer_oracle import Asked
 from tests.engine_events import World
 from tests.fakes import FakeClock

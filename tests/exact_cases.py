@@ -23,7 +23,7 @@ import torch
 from transformers import GPT2Config, MixtralConfig, PretrainedConfig
 
 from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
-from radixkv.engine_builder import attention_kernels
+from radixkv.engine_builder import attention_kernels, make_runner
 from radixkv.engine_core import EngineCore
 from radixkv.errors import OutOfBlocks
 from radixkv.kv_storage import KVStorage
@@ -32,7 +32,6 @@ from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Generation, PrefillParams, Request
 from radixkv.result import GenerateResult, PrefillResult
-from radixkv.runner import Runner
 from radixkv.sampling import Sampling
 from tests.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
 
@@ -83,8 +82,9 @@ class Cases:
         self.model = load_model(ModelConfig(path=str(directory), dtype=dtype, exactness=exactness, device=device))
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
         storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device)
+        kernels = attention_kernels(self.model, kv_shape, self.block_size)
+        self.runner = make_runner(self.model, storage, kernels, EngineConfig())
         storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
-        self.runner = Runner(self.model, storage, attention_kernels(self.model, kv_shape, self.block_size))
         self.cache = PrefixCache(NUM_BLOCKS, self.block_size)
         self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
         self.counts: Counter[str] = Counter()

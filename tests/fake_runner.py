@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from radixkv.runner import Chunk, StepResult
+from radixkv.forward import Chunk
+from radixkv.runner import StepResult
 
 VOCAB_SIZE = 256
 

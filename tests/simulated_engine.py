@@ -9,10 +9,10 @@ from radixkv.config import EngineConfig
 from radixkv.engine_core import EngineCore
 from radixkv.errors import Draining, UnknownLease
 from radixkv.eviction_policies import make_policy
+from radixkv.forward import Chunk
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Generation, PrefillParams, Request
 from radixkv.result import GeneratedTokens
-from radixkv.runner import Chunk
 from tests.answer_oracle import Asked
 from tests.engine_events import Ask, Cancel, Close, Event, Fail, Purge, Release, Retain, World, tokens_of
 from tests.engine_oracle import EngineOracle

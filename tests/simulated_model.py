@@ -12,11 +12,12 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from radixkv.block_pool import BlockState
+from radixkv.forward import Chunk
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
 from radixkv.prediction import draw
 from radixkv.prefix_cache import PrefixCache
-from radixkv.runner import Chunk, StepResult
+from radixkv.runner import StepResult
 from radixkv.sampling import Sampling
 from tests.fakes import FakeClock
 

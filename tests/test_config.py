@@ -85,6 +85,7 @@ def test_an_unknown_key_in_a_file_is_refused_too(toml):
         ("server.port=1.5", "server.port: expected int, got 1.5"),
         ("server.port=true", "server.port: expected int, got True"),
         ('server.port="1"', "server.port: expected int, got '1'"),
+        ("engine.cuda_graphs=1", "engine.cuda_graphs: expected bool, got 1"),
         ("server.drain_timeout_s=true", "server.drain_timeout_s: expected float, got True"),
         ("model.path=7", "model.path: expected str, got 7"),
         ("model.path=[1]", r"model.path: expected str, got \[1\]"),
@@ -180,9 +181,10 @@ def test_every_key_can_be_set():
         values = getattr(Config(), section.name)
         for key in dataclasses.fields(values):
             value = getattr(values, key.name)
-            given = 6400 if value is None else value  # TOML has no None
+            given = 6400 if value is None else not value if value is True else value  # TOML has no None
             expected = dataclasses.replace(Config(), **{section.name: dataclasses.replace(values, **{key.name: given})})
-            assert Config.load(settings=[f"{section.name}.{key.name}={given}"]) == expected, key.name
+            text = "false" if given is False else given
+            assert Config.load(settings=[f"{section.name}.{key.name}={text}"]) == expected, key.name
 
 
 class TestTenants:

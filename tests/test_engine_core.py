@@ -6,11 +6,12 @@ import pytest
 
 from radixkv import engine_core
 from radixkv.errors import DeadlineExceeded, Draining, OutOfBlocks, QuotaExceeded, StepFailed, UnknownLease
+from radixkv.forward import Chunk
 from radixkv.miss_reason import MissReason
 from radixkv.observer import Observer
 from radixkv.radix_tree import RadixTree
 from radixkv.retention import Grant, Retention
-from radixkv.runner import Chunk, StepResult
+from radixkv.runner import StepResult
 from radixkv.tenants import Quota
 from tests.core_bench import Bench
 from tests.fake_runner import next_token, tokens

@@ -21,11 +21,12 @@ from transformers import (
 from radixkv.attention import TorchKernels
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, UnsupportedModel
+from radixkv.forward import Chunk
 from radixkv.kv_storage import KVStorage
 from radixkv.lease import BlockCopy
 from radixkv.model import Model, _probe_attention, load_model
 from radixkv.model_check import check_model
-from radixkv.runner import Chunk, Runner
+from radixkv.runner import Runner
 from tests.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
 
 BLOCK_SIZE = 16

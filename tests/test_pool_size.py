@@ -12,6 +12,7 @@ from radixkv.attention import TorchKernels
 from radixkv.config import CacheConfig, Config, EngineConfig, ModelConfig
 from radixkv.engine_builder import build_engine
 from radixkv.errors import ConfigError
+from radixkv.kv_storage import KVStorage
 from radixkv.model import Model, load_model
 from radixkv.pool_size import choose_num_blocks, run_largest_step
 
@@ -36,6 +37,10 @@ class Watched(TorchKernels):
         return super().paged_attention(query, pool, layer, batch, **how)
 
 
+def one_block(model: Model) -> KVStorage:
+    return KVStorage(1, 16, model.kv_shape, model.device)
+
+
 def choose(model: Model, memory: tuple[int, int] | None, **cache: Any) -> int:
     asked = None if memory is None else lambda: memory
     return choose_num_blocks(model, TorchKernels(), model.kv_shape, CacheConfig(**cache), ENGINE, asked)
@@ -43,24 +48,24 @@ def choose(model: Model, memory: tuple[int, int] | None, **cache: Any) -> int:
 
 def test_the_largest_step_has_every_token_and_request_and_the_longest_sequence(model: Model) -> None:
     kernels = Watched()
-    run_largest_step(model, kernels, model.kv_shape, 16, ENGINE)
+    run_largest_step(model, kernels, one_block(model), ENGINE)
     assert model.max_tokens is not None
     assert kernels.lens == {((21, 1, 1, 1), (model.max_tokens, 1, 1, 1))}
 
 
 def test_a_step_may_have_fewer_tokens_than_there_may_be_requests(model: Model) -> None:
     kernels = Watched()
-    run_largest_step(model, kernels, model.kv_shape, 16, EngineConfig(max_step_tokens=2, max_running_requests=9))
+    run_largest_step(model, kernels, one_block(model), EngineConfig(max_step_tokens=2, max_running_requests=9))
     assert kernels.lens == {((1, 1), (model.max_tokens, 1))}
 
 
 def test_no_sequence_is_longer_than_the_model_allows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "max_tokens", 10)
     kernels = Watched()
-    run_largest_step(model, kernels, model.kv_shape, 16, ENGINE)
+    run_largest_step(model, kernels, one_block(model), ENGINE)
     assert kernels.lens == {((10, 10, 3, 1), (10, 10, 3, 1))}
     kernels.lens.clear()
-    run_largest_step(model, kernels, model.kv_shape, 16, EngineConfig(max_step_tokens=64, max_running_requests=2))
+    run_largest_step(model, kernels, one_block(model), EngineConfig(max_step_tokens=64, max_running_requests=2))
     assert kernels.lens == {((10, 10), (10, 10))}
 
 

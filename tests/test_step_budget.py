@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from radixkv.errors import OutOfMemory
-from radixkv.runner import Chunk, StepResult
+from radixkv.forward import Chunk
+from radixkv.runner import StepResult
 from radixkv.step_budget import StepBudget
 from tests.core_bench import Bench
 from tests.fake_runner import next_token, tokens

@@ -7,13 +7,14 @@ from torch.nn import functional
 
 from radixkv.config import ModelConfig
 from radixkv.exactness import ExactFunctions, pointwise_functions
+from radixkv.forward import Chunk
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.linear import linear
 from radixkv.kv_storage import KVShape, KVStorage
 from radixkv.lease import BlockCopy
 from radixkv.model import load_model
-from radixkv.runner import Chunk, Runner
+from radixkv.runner import Runner
 from radixkv.triton_exactness import row_functions
 from radixkv.triton_kernels import TritonKernels, candidates
 from tests.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint

@@ -15,6 +15,7 @@ from bench.exactness import build_runner
 from bench.gpu_prefill import Bench, main
 from bench.transformers_prefix import TransformersPrefix
 from radixkv.errors import ConfigError
+from radixkv.runner import Runner
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,16 @@ def test_it_measures_all_ways_in_both_modes(tmp_path: Path, capsys: pytest.Captu
         assert row["recompute_ratio"] == pytest.approx(row["recompute_ms"] / row["ttft_ms"])
         assert row["transformers_ratio"] == pytest.approx(row["transformers_ms"] / row["ttft_ms"])
     assert "the times mean nothing" in capsys.readouterr().out
+
+
+def test_recorded_steps_are_timed_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "has_graphs", True)
+    runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
+    bench = Bench(runner, 200, step_tokens=64, rates=Rates(1e12, 1e9))
+    row = bench.measure(9, 77, rounds=2)
+    assert row["launched_ratio"] == pytest.approx(row["launched_ms"] / row["ttft_ms"])
+    assert bench._core_without_graphs is not None
+    assert bench._core_without_graphs._runner is not runner
 
 
 def test_a_prompt_reuses_its_prefix_and_nothing_else(bench: Bench) -> None:

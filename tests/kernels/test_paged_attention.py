@@ -1,10 +1,11 @@
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from radixkv.kernels import reference
-from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
+from radixkv.kernels.attention_plan import NO_MERGE, NO_WORK, AttentionPlan, plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.paged_attention import paged_attention
 
@@ -184,3 +185,23 @@ def test_plan_for_another_head_count_is_refused() -> None:
     plan = plan_of(step, num_query_heads=4)
     with pytest.raises(ValueError, match="expected one for 6 query heads, got 4"):
         paged_attention(step.query, step.pool, LAYER, step.batch, plan, scale=1.0)
+
+
+@pytest.mark.parametrize("is_specialized", [False, True])
+def test_what_fills_up_a_recorded_step_changes_no_bit(is_specialized: bool, kernel_device: str) -> None:
+    """Padding has queries of its own, behind the others."""
+    step = make_step([150, 0], [37, 5], GQA, block_size=64, head_dim=64, dtype=torch.bfloat16, device=kernel_device)
+    plan = plan_of(step, tile_rows=128, split_tokens=64)
+    assert plan.num_partials
+    filled = dataclasses.replace(
+        plan,
+        work=torch.cat((plan.work, plan.work.new_tensor([NO_WORK] * 3))),
+        merges=torch.cat((plan.merges, plan.merges.new_tensor([NO_MERGE] * 2))),
+        num_partials=plan.num_partials + 3,
+    )
+    padding = step.query.new_full((7, *step.query.shape[1:]), 100.0)
+    whole, padded = (
+        paged_attention(query, step.pool, LAYER, step.batch, each, scale=0.1, is_specialized=is_specialized)
+        for query, each in ((step.query, plan), (torch.cat((step.query, padding)), filled))
+    )
+    assert torch.equal(padded[: len(whole)], whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixkv.kernels.staging import to_device
+from radixkv.kernels.staging import StagedArrays, to_device
 
 
 def test_on_a_cpu_the_memory_is_shared() -> None:
@@ -29,3 +29,29 @@ def test_to_a_gpu_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     device = torch.device("cuda", 1)
     assert to_device(torch.arange(3), device).tolist() == [0, 1, 2]
     assert asked == ["pinned", (device, True)]
+
+
+def test_arrays_that_are_filled_again_come_over_together() -> None:
+    arrays = StagedArrays({"bytes": ((3,), torch.uint8), "table": ((2, 5), torch.int32)}, torch.device("cpu"))
+    addresses = [tensor.data_ptr() for tensor in arrays.device.values()]
+    for number in (1, 2):
+        arrays.host["bytes"][1] = number
+        arrays.host["table"][1] = 10 * number
+        assert arrays.device["table"][1].tolist() == [10 * (number - 1)] * 5, "nothing comes over by itself"
+        arrays.upload()
+        assert arrays.device["bytes"].tolist() == [0, number, 0]
+        assert arrays.device["table"].tolist() == [[0] * 5, [10 * number] * 5]
+    assert [tensor.data_ptr() for tensor in arrays.device.values()] == addresses
+    assert all((address - addresses[0]) % 16 == 0 for address in addresses)
+
+
+def test_a_gpu_fills_from_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    arrays = StagedArrays({"ids": ((3,), torch.int64)}, torch.device("cpu"))
+
+    def copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+        asked.append((target.numel(), source.numel(), non_blocking))
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    arrays.upload()
+    assert asked == [(32, 32, True)]

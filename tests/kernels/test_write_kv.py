@@ -81,3 +81,17 @@ def test_key_and_value_may_be_views_of_different_layout(kernel_device: str) -> N
     reference.write_kv(key, value, step.batch.slots, expected, LAYER)
     write_kv(key, value, step.batch.slots, step.pool, LAYER)
     assert torch.equal(step.pool.blocks, expected.blocks)
+
+
+def test_padding_is_not_written(kernel_device: str) -> None:
+    """Tokens in the middle and at the end have no slot; their K/V may be anything."""
+    step = make_step([5], [20], GQA, kv_dtype=torch.int8, device=kernel_device)
+    key, value = torch.randn(2, 20, 2, 32, device=kernel_device).unbind(0)
+    is_padding = torch.zeros(20, dtype=torch.bool, device=kernel_device)
+    is_padding[[3, 16, 18, 19]] = True
+    key[is_padding] = torch.nan
+    expected = clone(step.pool)
+    real = ~is_padding
+    reference.write_kv(key[real], value[real], step.batch.slots[real], expected, LAYER)
+    write_kv(key, value, torch.where(is_padding, -1, step.batch.slots), step.pool, LAYER)
+    assert torch.equal(step.pool.blocks, expected.blocks)

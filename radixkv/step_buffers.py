@@ -1,0 +1,122 @@
+"""Where recorded steps read what is to be computed: the same memory each time, filled anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from radixkv.forward import StepInputs
+from radixkv.kernels.attention_plan import NO_MERGE, NO_WORK, AttentionPlan
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.staging import StagedArrays
+from radixkv.step_shape import StepShape
+
+_NO_SLOT = -1
+
+
+class StepBuffers:
+    """Inputs and attention plans of one step at a time, as large as the largest shape needs them.
+
+    A step with less is filled up: with tokens that are written nowhere, rows of logits that nobody reads, and work that
+    reads nothing.
+
+        shape    [ 32 tokens .............................. )    4 rows of logits
+        step     [ 20 tokens ........... )[ padding ....... )    2 rows, and two that nobody reads
+
+    Args:
+        shapes: that are filled; at least one.
+        windows: of the model's layers, each once.
+        group_size: query heads a KV head.
+        table_blocks: blocks of the longest sequence.
+        block_size: tokens a block.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[StepShape],
+        windows: Sequence[int | None],
+        group_size: int,
+        table_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._group_size = group_size
+        self._block_size = block_size
+        num_tokens = max(shape.num_tokens for shape in shapes)
+        num_requests = max(shape.num_requests for shape in shapes)
+        num_items = max(shape.num_items for shape in shapes)
+        num_merges = max(shape.num_tiles for shape in shapes)
+        arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "input_ids": ((num_tokens,), torch.int64),
+            "positions": ((num_tokens,), torch.int64),
+            "slots": ((num_tokens,), torch.int64),
+            "logit_rows": ((num_requests,), torch.int64),
+            "tables": ((num_requests, table_blocks), torch.int32),
+        }
+        for window in windows:
+            arrays[f"work {window}"] = (num_items, len(NO_WORK)), torch.int32
+            arrays[f"merges {window}"] = (num_merges, len(NO_MERGE)), torch.int32
+        self._arrays = StagedArrays(arrays, device)
+        self._windows = windows
+        self._arrays.host["slots"].fill_(_NO_SLOT)
+        for window in windows:  # a step that computes nothing
+            self._arrays.host[f"work {window}"][:] = torch.tensor(NO_WORK)
+        self._arrays.upload()
+
+    def inputs(self, shape: StepShape) -> StepInputs:
+        """The inputs on the device, of a shape. The host's numbers of its batch mean nothing: see `plans`."""
+        arrays = self._arrays.device
+        batch = PagedBatch(
+            query_starts=(0, shape.num_tokens),
+            kv_lens=(shape.num_tokens,),
+            block_tables=arrays["tables"][: shape.num_requests],
+            slots=arrays["slots"][: shape.num_tokens],
+            block_size=self._block_size,
+        )
+        return StepInputs(
+            arrays["input_ids"][: shape.num_tokens],
+            arrays["positions"][: shape.num_tokens],
+            arrays["logit_rows"][: shape.num_requests],
+            batch,
+        )
+
+    def plans(self, shape: StepShape) -> dict[int | None, AttentionPlan]:
+        """The plans on the device, of a shape, by window."""
+        arrays = self._arrays.device
+        return {
+            window: AttentionPlan(
+                tile_rows=shape.tile_rows,
+                group_size=self._group_size,
+                window=window,
+                work=arrays[f"work {window}"][: shape.num_items],
+                merges=arrays[f"merges {window}"][: shape.num_tiles],
+                num_partials=shape.num_partials,
+            )
+            for window in self._windows
+        }
+
+    def fill(self, shape: StepShape, inputs: StepInputs, plans: Mapping[int | None, AttentionPlan]) -> None:
+        """Bring a step to the device. The step before must be done, and this one must have room in the shape.
+
+        Args:
+            shape: whose inputs and plans are filled.
+            inputs: on the host.
+            plans: of that step, for each window, on the host.
+        """
+        batch, arrays = inputs.batch, self._arrays.host
+        arrays["tables"][: batch.num_requests, : batch.block_tables.shape[1]] = batch.block_tables
+        _fill(arrays["input_ids"][: shape.num_tokens], inputs.input_ids, 0)
+        _fill(arrays["positions"][: shape.num_tokens], inputs.positions, 0)
+        _fill(arrays["slots"][: shape.num_tokens], batch.slots, _NO_SLOT)
+        _fill(arrays["logit_rows"][: shape.num_requests], inputs.logit_rows, 0)
+        for window, plan in plans.items():
+            _fill(arrays[f"work {window}"][: shape.num_items], plan.work, NO_WORK)
+            _fill(arrays[f"merges {window}"][: shape.num_tiles], plan.merges, NO_MERGE)
+        self._arrays.upload()
+
+
+def _fill(array: torch.Tensor, rows: torch.Tensor, padding: int | tuple[int, ...]) -> None:
+    array[: len(rows)] = rows
+    array[len(rows) :] = torch.tensor(padding, dtype=array.dtype)

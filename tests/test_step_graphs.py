@@ -1,0 +1,393 @@
+"""Recorded steps, on the CPU: what a graph would do again is done again, over the same memory that a graph reads."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from radixkv import step_graphs, step_shape
+from radixkv.attention import TorchKernels
+from radixkv.config import EngineConfig, ModelConfig
+from radixkv.exactness import ExactFunctions, pointwise_functions
+from radixkv.forward import Chunk, StepOutputs, lay_out
+from radixkv.graph_check import drop_wrong_graphs
+from radixkv.kernels.linear import linear
+from radixkv.kv_storage import KVStorage
+from radixkv.lease import BlockCopy
+from radixkv.model import Model, load_model
+from radixkv.runner import Runner
+from radixkv.step_graphs import CudaRecorder, StepGraphs, record_graphs
+from radixkv.step_shape import StepShape, step_shapes
+from radixkv.triton_exactness import row_functions
+from radixkv.triton_kernels import TritonKernels
+from tests.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
+from tests.kernels.interpreter import interpret_kernels
+
+# Attention of padding is what its memory held before. The interpreter says so when that overflows; a GPU is silent.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+BLOCK_SIZE = 16
+MAX_TOKENS = 128
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program of a launch takes milliseconds in the interpreter, also one with nothing to do."""
+    interpret_kernels(monkeypatch)
+    monkeypatch.setattr(step_shape, "usual_partials", lambda *_: 6)
+
+
+class Recorded:
+    """A graph that computes again when it is replayed, into the same tensors."""
+
+    def __init__(self, compute: Callable[[], StepOutputs]) -> None:
+        self.num_replays = 0
+        self._compute = compute
+        self._outputs = StepOutputs(*(each.clone() for each in compute()))
+
+    def __call__(self) -> StepOutputs:
+        self.num_replays += 1
+        for mine, new in zip(self._outputs, self._compute(), strict=True):
+            mine.copy_(new)
+        return self._outputs
+
+
+class Recorder:
+    """Notes what it records."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Recorded] = []
+
+    def __call__(self, compute: Callable[[], StepOutputs]) -> Recorded:
+        self.recorded.append(Recorded(compute))
+        return self.recorded[-1]
+
+    @property
+    def num_replays(self) -> int:
+        return sum(each.num_replays for each in self.recorded)
+
+
+def load(family: str, folder: Path, *, is_exact: bool = False) -> Model:
+    directory = write_checkpoint(CONFIGS[family], folder)
+    model = load_model(ModelConfig(str(directory), device="cpu", exactness="exact" if is_exact else "fast"))
+    if is_exact:  # as on a GPU
+        model._mode = ExactFunctions(pointwise_functions() | {functional.linear: linear} | row_functions())
+    return model
+
+
+def record(
+    model: Model,
+    storage: KVStorage,
+    kernels: TritonKernels,
+    recorder: Any = None,
+    *,
+    max_tokens: int = 16,
+    max_requests: int = 4,
+) -> StepGraphs:
+    return StepGraphs(
+        model,
+        storage,
+        kernels,
+        max_sequence_tokens=MAX_TOKENS,
+        max_step_tokens=max_tokens,
+        max_requests=max_requests,
+        recorder=recorder or Recorder(),
+    )
+
+
+def poisoned(model: Model, num_blocks: int = 24) -> KVStorage:
+    storage = KVStorage(num_blocks, BLOCK_SIZE, model.kv_shape, model.device)
+    storage.pool.blocks.fill_(0xFF)
+    return storage
+
+
+def random_tokens(seed: int) -> bytes:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, MAX_TOKENS).astype("<u4").tobytes()
+
+
+def steps_of_three_requests() -> Iterator[list[Chunk]]:
+    """Long prompts first, then short ones over the cache with a copied block, then decoding."""
+    first, second, third = (random_tokens(seed) for seed in (0, 1, 2))
+    second, third = first[: 21 * 4] + second[21 * 4 :], first[: 21 * 4] + third[21 * 4 :]
+    blocks = np.random.default_rng(3).permutation(24).astype(np.int32)
+    mine = blocks[:4]
+    others = [np.concatenate((blocks[:1], blocks[start : start + 3])) for start in (4, 7)]
+    copies = [BlockCopy(int(blocks[1]), int(other[1])) for other in others]
+    yield [Chunk(first, 0, 23, mine, None, wants_logits=True)]
+    yield [
+        Chunk(second, 21, 27, others[0], copies[0], wants_logits=False),
+        Chunk(third, 21, 24, others[1], copies[1], wants_logits=True),
+    ]
+    yield [
+        Chunk(first, 23, 24, mine, None, wants_logits=True),
+        Chunk(third, 24, 25, others[1], None, wants_logits=True),
+        Chunk(second, 27, 36, others[0], None, wants_logits=True),
+    ]
+
+
+def test_recorded_steps_answer_as_others_do(tmp_path: Path) -> None:
+    """Gemma2 alternates layers with and without a window, so that a step has two plans."""
+    model = load("gemma2", tmp_path)
+    storages, recorder = [poisoned(model), poisoned(model)], Recorder()
+    kernels = TritonKernels(is_exact=False)
+    runners = [
+        Runner(model, storages[0], kernels, record(model, storages[0], kernels, recorder)),
+        Runner(model, storages[1], kernels),
+    ]
+    num_replays = []
+    for chunks in steps_of_three_requests():
+        got, expected = (runner.run(chunks) for runner in runners)
+        assert (got.logits - expected.logits).abs().max() <= 1e-4
+        assert got.most_likely == expected.most_likely
+        assert got.is_finite == expected.is_finite == [True] * len(chunks)
+        num_replays.append(recorder.num_replays)
+    assert num_replays == [0, 1, 2], "23 tokens are more than any recorded step has; the others have room"
+
+
+def test_in_exact_mode_recorded_steps_have_the_bits_of_others(tmp_path: Path) -> None:
+    model = load("llama", tmp_path, is_exact=True)
+    storages, recorder = [poisoned(model), poisoned(model)], Recorder()
+    kernels = TritonKernels(is_exact=True)
+    runners = [
+        Runner(model, storages[0], kernels, record(model, storages[0], kernels, recorder)),
+        Runner(model, storages[1], kernels),
+    ]
+    for chunks in steps_of_three_requests():
+        got, expected = (runner.run(chunks) for runner in runners)
+        assert torch.equal(got.logits, expected.logits)
+    assert torch.equal(storages[0].pool.blocks, storages[1].pool.blocks), "padding is written nowhere"
+    assert recorder.num_replays == 2
+
+
+def test_a_value_that_is_not_finite_fails_its_own_request(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
+    runner = Runner(model, storage, kernels, record(model, storage, kernels, recorder))
+    bad, good = random_tokens(0), random_tokens(1)
+    blocks = np.arange(2, dtype=np.int32)
+    model.module.get_input_embeddings().weight[np.frombuffer(bad, "<u4")[1]] = torch.nan
+    step = runner.run(
+        [
+            Chunk(good, 0, 2, blocks[:1], None, wants_logits=True),
+            Chunk(bad, 0, 2, blocks[1:], None, wants_logits=True),
+        ]
+    )
+    assert step.is_finite == [True, False]
+    assert step.logits.shape == (2, VOCAB_SIZE)
+    assert recorder.num_replays == 1
+
+
+def test_the_smallest_step_with_room_is_taken(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
+    storage.pool.blocks.fill_(0)  # what is cached
+    graphs = record(model, storage, kernels, recorder, max_tokens=32)
+    sizes = [(shape.num_tokens, shape.num_requests) for shape in graphs.shapes]
+    assert sizes == [(1, 1), (2, 2), (4, 4), (16, 4), (32, 4)]
+
+    def replayed(*lens: tuple[int, int]) -> tuple[int, int] | None:
+        """The step that is replayed for requests of so many new and cached tokens."""
+        chunks = [
+            Chunk(random_tokens(0), start, start + num_new, np.arange(6 * i, 6 * i + 6, dtype=np.int32), None, False)
+            for i, (num_new, start) in enumerate(lens)
+        ]
+        before = [each.num_replays for each in recorder.recorded]
+        if graphs.compute(lay_out(chunks, BLOCK_SIZE)) is None:
+            return None
+        after = [each.num_replays for each in recorder.recorded]
+        return sizes[::-1][[a - b for a, b in zip(after, before, strict=True)].index(1)]  # the largest comes first
+
+    assert replayed((1, 5)) == (1, 1)
+    assert replayed((1, 5), (1, 80)) == (2, 2)
+    assert replayed((1, 5), (2, 0)) == (4, 4)
+    assert replayed((5, 0)) == (16, 4)
+    assert replayed((16, 70)) == (16, 4)
+    assert replayed((17, 0), (1, 1)) == (32, 4)
+    assert replayed((33, 0)) is None
+    assert replayed((33, 3), (1, 1)) is None
+
+
+def test_a_step_whose_plan_is_too_long_is_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.triton_kernels._SPLIT_TOKENS", 64)
+    model = load("llama", tmp_path)
+    storage, kernels = poisoned(model, 32), TritonKernels(is_exact=True)
+    storage.pool.blocks.fill_(0)  # what is cached
+    graphs = StepGraphs(
+        model,
+        storage,
+        kernels,
+        max_sequence_tokens=512,
+        max_step_tokens=1,
+        max_requests=1,
+        recorder=Recorder(),
+    )
+    tokens = bytes(512 * 4)
+    for num_cached, has_room in ((6 * 64 - 1, True), (6 * 64, False)):
+        chunk = Chunk(tokens, num_cached, num_cached + 1, np.arange(32, dtype=np.int32), None, wants_logits=True)
+        assert (graphs.compute(lay_out([chunk], BLOCK_SIZE)) is not None) == has_room
+
+
+def test_shapes_double_and_keep_within_the_limits() -> None:
+    def sizes(dtype: torch.dtype, *, is_exact: bool, max_tokens: int = 512, max_requests: int = 64) -> list[Any]:
+        shapes = step_shapes(
+            TritonKernels(is_exact=is_exact), dtype, 32, 8, max_tokens=max_tokens, max_requests=max_requests
+        )
+        assert all(shape.num_tiles >= shape.num_requests for shape in shapes)
+        return [(shape.num_tokens, shape.num_requests, shape.tile_rows) for shape in shapes]
+
+    bf16 = torch.bfloat16
+    decoding = [(1, 1, 16), (2, 2, 16), (4, 4, 16), (8, 8, 16)]
+    assert sizes(bf16, is_exact=False, max_requests=8) == [
+        *decoding,
+        *[(16, 4, 64), (16, 8, 64), (32, 4, 128), (32, 8, 128), (64, 4, 128), (64, 8, 128), (128, 4, 128)],
+        (128, 8, 128),
+    ]
+    assert sizes(bf16, is_exact=True, max_requests=1) == [(n, 1, 128) for n in (1, 16, 32, 64, 128)]
+    assert sizes(torch.float32, is_exact=False, max_tokens=20, max_requests=2) == [(1, 1, 16), (2, 2, 16), (16, 2, 16)]
+    assert max(sizes(bf16, is_exact=False, max_requests=500))[:2] == (128, 64)
+
+
+class TestCheckAtLoad:
+    def test_right_ones_stay(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        model = load("gemma2", tmp_path)
+        storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
+        graphs = record(model, storage, kernels, recorder)
+        shapes = graphs.shapes
+        drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
+        assert graphs.shapes == shapes
+        assert not caplog.records
+        assert {each.num_replays for each in recorder.recorded} == {1}
+
+    def test_those_too_large_for_the_pool_go(self, tmp_path: Path) -> None:
+        model = load("llama", tmp_path)
+        storage, kernels = poisoned(model, 2), TritonKernels(is_exact=False)
+        graphs = record(model, storage, kernels)
+        drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
+        assert [shape.num_tokens for shape in graphs.shapes] == [1, 2]
+
+    @pytest.mark.parametrize("is_exact", [True, False])
+    def test_a_graph_that_does_not_read_its_inputs_goes(
+        self, is_exact: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = load("llama", tmp_path, is_exact=is_exact)
+        storage, kernels = poisoned(model), TritonKernels(is_exact=is_exact)
+
+        def once(compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+            outputs = StepOutputs(*(each.clone() for each in compute()))
+            return lambda: outputs
+
+        graphs = record(model, storage, kernels, once, max_tokens=1, max_requests=2)
+        assert len(graphs.shapes) == 2
+        with caplog.at_level(logging.WARNING):
+            drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
+        assert graphs.shapes == []
+        assert caplog.messages == [
+            f"a recorded step of {number} tokens is not used: its answers differ" for number in (1, 2)
+        ]
+
+    def test_in_exact_mode_a_single_bit_in_the_pool_counts(self, tmp_path: Path) -> None:
+        model = load("llama", tmp_path, is_exact=True)
+        storage, kernels = poisoned(model), TritonKernels(is_exact=True)
+
+        def spoiling(compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+            def compute_and_spoil() -> StepOutputs:
+                outputs = compute()
+                storage.pool.blocks[1, 0] ^= 1
+                return outputs
+
+            return compute_and_spoil
+
+        graphs = record(model, storage, kernels, spoiling, max_tokens=1, max_requests=1)
+        drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
+        assert graphs.shapes == []
+
+
+class TestRecording:
+    """There is no GPU here, so what is asked of torch is noted."""
+
+    def test_a_graph_is_recorded_after_a_warm_up_on_a_stream_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[object] = []
+
+        @contextlib.contextmanager
+        def entered(*what: object, **options: object) -> Iterator[None]:
+            asked.append(("enter", *what, *options.items()))
+            yield
+            asked.append("exit")
+
+        graph = SimpleNamespace(replay=lambda: asked.append("replay"))
+        aside = SimpleNamespace(wait_stream=lambda stream: asked.append(("aside waits for", stream)))
+        current = SimpleNamespace(wait_stream=lambda stream: asked.append(("current waits for", stream)))
+        for name, stand_in in {
+            "graph_pool_handle": lambda: "memory",
+            "Stream": lambda: aside,
+            "current_stream": lambda: current,
+            "stream": entered,
+            "CUDAGraph": lambda: graph,
+            "graph": entered,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        outputs = StepOutputs(torch.zeros(1), torch.zeros(2))
+
+        def compute() -> StepOutputs:
+            asked.append("compute")
+            return outputs
+
+        replay = CudaRecorder()(compute)
+        assert asked == [
+            ("aside waits for", current),
+            ("enter", aside),
+            "compute",
+            "exit",
+            ("current waits for", aside),
+            ("enter", graph, ("pool", "memory")),
+            "compute",
+            "exit",
+        ]
+        asked.clear()
+        assert replay() is outputs
+        assert asked == ["replay"]
+
+    @pytest.fixture
+    def on_gpu(self, tmp_path: Path) -> Model:
+        """A model that says that it is on a GPU."""
+        model = load("llama", tmp_path)
+        model.device = torch.device("cuda")
+        return model
+
+    def test_a_model_that_can_t_be_recorded_is_served_without(
+        self, on_gpu: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Refuses:
+            def __init__(self, *_: object, **__: object) -> None:
+                raise RuntimeError("operation not permitted when stream is capturing")
+
+        monkeypatch.setattr(step_graphs, "StepGraphs", Refuses)
+        monkeypatch.setattr(step_graphs, "CudaRecorder", Recorder)
+        storage = SimpleNamespace()
+        assert record_graphs(on_gpu, storage, TritonKernels(is_exact=False), EngineConfig(), 128) is None  # type: ignore[arg-type]
+        assert caplog.messages == [
+            "no step is recorded as a CUDA graph: RuntimeError: operation not permitted when stream is capturing"
+        ]
+
+    def test_graphs_can_be_switched_off_and_there_are_none_on_a_cpu(
+        self, on_gpu: Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(step_graphs, "StepGraphs", lambda *_, **__: pytest.fail("nothing is to be recorded"))
+        storage: Any = None
+        assert record_graphs(on_gpu, storage, TorchKernels(), EngineConfig(cuda_graphs=False), 128) is None
+        on_gpu.device = torch.device("cpu")
+        assert record_graphs(on_gpu, storage, TorchKernels(), EngineConfig(), 128) is None
+
+
+def test_room_is_counted_for_every_list_of_a_plan() -> None:
+    shape = StepShape(num_tokens=4, num_requests=2, tile_rows=16, num_tiles=3, num_partials=5)
+    assert shape.num_items == 8
