@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixkv import step_graphs, step_shape
 from radixkv.attention import TorchKernels
 from radixkv.config import EngineConfig, ModelConfig
 from radixkv.exactness import ExactFunctions, pointwise_functions
-from radixkv.forward import Chunk, StepOutputs, lay_out
+from radixkv.forward import Chunk, StepOutputs, compute_step, lay_out
 from radixkv.graph_check import drop_wrong_graphs
 from radixkv.kernels.linear import linear
 from radixkv.kv_storage import KVStorage
@@ -254,6 +255,48 @@ def test_shapes_double_and_keep_within_the_limits() -> None:
     assert sizes(bf16, is_exact=True, max_requests=1) == [(n, 1, 128) for n in (1, 16, 32, 64, 128)]
     assert sizes(torch.float32, is_exact=False, max_tokens=20, max_requests=2) == [(1, 1, 16), (2, 2, 16), (16, 2, 16)]
     assert max(sizes(bf16, is_exact=False, max_requests=500))[:2] == (128, 64)
+
+
+class _Launched:
+    """Stands in for the kernels, which ask the device nothing."""
+
+    def write_kv(self, *_: object) -> None:
+        pass
+
+    def paged_attention(self, query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return torch.empty_like(query)
+
+
+class _OnHost(TorchDispatchMode):
+    """Notes what brings a tensor of the host to the device. What brings a value to the host raises: there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.on_host: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        self.num_calls += 1
+        tensors = [each for each in (*args, outputs) if isinstance(each, torch.Tensor)]
+        if len({tensor.device for tensor in tensors}) > 1:
+            self.on_host.append(str(func))
+        return outputs
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_step_can_be_recorded_since_it_asks_the_device_nothing(family: str, tmp_path: Path) -> None:
+    """The device here is `meta`: shapes without values."""
+    model = load(family, tmp_path)
+    storage, meta = poisoned(model, 1), torch.device("meta")
+    model.module.to(meta)
+    chunk = Chunk(random_tokens(0), 3, 10, np.zeros(1, dtype=np.int32), None, wants_logits=True)
+    inputs = lay_out([chunk], BLOCK_SIZE).to(meta)
+    with _OnHost() as seen:
+        outputs = compute_step(model, storage.pool, _Launched(), inputs)  # type: ignore[arg-type]
+    assert outputs.summary.shape == (8,)
+    assert seen.num_calls > 100
+    assert seen.on_host == []
 
 
 class TestCheckAtLoad:
