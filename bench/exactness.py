@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from bench.environment import describe_run
 from bench.result_file import write_json
 from radixkv.attention import ATTENTION_NAME
+from radixkv.attention_trial import try_attention_here
 from radixkv.config import EngineConfig
 from radixkv.engine_builder import attention_kernels, make_runner
 from radixkv.forward import Chunk
@@ -65,7 +66,7 @@ def build_runner(
             module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
     model = Model(shape, module, device, is_exact=is_exact)
     storage = KVStorage(-(-max_tokens // BLOCK_SIZE), BLOCK_SIZE, model.kv_shape, device)
-    kernels = attention_kernels(model, model.kv_shape, BLOCK_SIZE)
+    kernels = attention_kernels(model, model.kv_shape, BLOCK_SIZE, try_attention_here)
     return make_runner(model, storage, kernels, EngineConfig())
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from radixkv.attention import AttentionKernels, TorchKernels
 from radixkv.attention_choice import choose_attention
+from radixkv.attention_trial import try_attention
 from radixkv.config import Config, EngineConfig, TenantConfig
 from radixkv.engine import Engine
 from radixkv.errors import ConfigError
@@ -31,7 +34,12 @@ def build_engine(config: Config, observer: Observer | None = None) -> Engine:
     model = load_model(config.model)
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     kernels = attention_kernels(model, kv_shape, config.cache.block_size)
-    check_model(model, kernels, config.cache.block_size, kv_shape)
+    try:
+        check_model(model, kernels, config.cache.block_size, kv_shape)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"model.path: expected a model that leaves {model.device} memory for a short prompt, got {model.name}"
+        ) from error
     num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, config.engine)
     _require_floors(config, num_blocks)
     storage = KVStorage(num_blocks, config.cache.block_size, kv_shape, model.device)
@@ -83,13 +91,19 @@ def _quota(bounds: TenantConfig, block_size: int) -> Quota:
     )
 
 
-def attention_kernels(model: Model, kv_shape: KVShape, block_size: int) -> AttentionKernels:
+def attention_kernels(
+    model: Model,
+    kv_shape: KVShape,
+    block_size: int,
+    attempt: Callable[..., None] = try_attention,
+) -> AttentionKernels:
     """What works on the pool, where the model runs. On a GPU a short trial decides, see `choose_attention`.
 
     Args:
         model: that will be served.
         kv_shape: its K and V as the pool stores them.
         block_size: tokens a block.
+        attempt: tries kernels by name; called as `try_attention`.
     """
     if model.device.type != "cuda":
         return TorchKernels()
@@ -98,4 +112,5 @@ def attention_kernels(model: Model, kv_shape: KVShape, block_size: int) -> Atten
     dtype, device, is_exact = model.kv_shape.dtype, model.device, model.is_exact
     capability = torch.cuda.get_device_capability(device)
     kernels = candidates(dtype, kv_shape, block_size, capability, is_exact=is_exact)
-    return choose_attention(kernels, model.attention_kinds, dtype, kv_shape, block_size, device, is_exact=is_exact)
+    trial = (model.attention_kinds, dtype, kv_shape, block_size, device)
+    return choose_attention(kernels, lambda name: attempt(name, *trial, is_exact=is_exact))

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from transformers import GPT2Config, MixtralConfig, PretrainedConfig
 
+from radixkv.attention_trial import try_attention_here
 from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
 from radixkv.engine_builder import attention_kernels, make_runner
 from radixkv.engine_core import EngineCore
@@ -82,7 +83,7 @@ class Cases:
         self.model = load_model(ModelConfig(path=str(directory), dtype=dtype, exactness=exactness, device=device))
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
         storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device)
-        kernels = attention_kernels(self.model, kv_shape, self.block_size)
+        kernels = attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
         self.runner = make_runner(self.model, storage, kernels, EngineConfig())
         storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
         self.cache = PrefixCache(NUM_BLOCKS, self.block_size)

@@ -11,6 +11,7 @@ from radixkv.attention import TorchKernels
 from radixkv.attention_check import AttentionKind, check_attention
 from radixkv.attention_choice import choose_attention
 from radixkv.engine_builder import attention_kernels
+from radixkv.errors import UnsupportedModel
 from radixkv.kernels import specialized_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
@@ -90,7 +91,12 @@ class OtherBitsInCompany(Broken):
 
 def choose(*candidates: TorchKernels, kinds: tuple[AttentionKind, ...] = (KIND,), is_exact: bool = True) -> object:
     named = {f"{type(kernels).__name__} {i}": kernels for i, kernels in enumerate(candidates)}
-    return choose_attention(named, kinds, BF16, SHAPE, 16, CPU, is_exact=is_exact)
+
+    def attempt(name: str) -> None:
+        for kind in kinds:
+            check_attention(named[name], kind, BF16, SHAPE, 16, CPU, is_exact=is_exact)
+
+    return choose_attention(named, attempt)
 
 
 def test_the_first_that_is_right_serves(caplog: pytest.LogCaptureFixture) -> None:
@@ -168,18 +174,19 @@ def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take(candidates: dict[str, TritonKernels], *trial: object, **options: object) -> Any:
-        return list(candidates), trial, options
+    tried: list[object] = []
 
-    monkeypatch.setattr("radixkv.engine_builder.choose_attention", take)
+    def refuse(*trial: object, **options: object) -> None:
+        tried.append((trial, options))
+        raise UnsupportedModel("not here")
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
     model: Any = SimpleNamespace(device=torch.device("cuda"), kv_shape=shape, attention_kinds=(KIND,), is_exact=True)
-    for stored, names in (
-        (shape, ["warp-specialized attention", "attention through pointers"]),
-        (shape.stored_as("int8"), ["attention through pointers"]),
-    ):
-        trial = ((KIND,), BF16, stored, 64, model.device)
-        assert attention_kernels(model, stored, 64) == (names, trial, {"is_exact": True})
+    assert isinstance(attention_kernels(model, shape, 64, refuse), TritonKernels)
+    assert tried == [(("warp-specialized attention", (KIND,), BF16, shape, 64, model.device), {"is_exact": True})]
+    tried.clear()
+    assert isinstance(attention_kernels(model, shape.stored_as("int8"), 64, refuse), TritonKernels)
+    assert tried == [], "nothing else does"
     model.device = CPU
-    assert isinstance(attention_kernels(model, shape, 64), TorchKernels)
+    assert isinstance(attention_kernels(model, shape, 64, refuse), TorchKernels)

@@ -60,6 +60,7 @@ ORDER = [
     "attention_check",
     "attention_choice",
     "triton_kernels",
+    "attention_trial",
     "tiny_model",
     "triton_exactness",
     "exactness",

@@ -113,6 +113,15 @@ def test_without_memory_for_the_largest_step_the_service_does_not_start(
         choose(model, (GIB, GIB))
 
 
+def test_without_memory_for_the_check_of_the_model_the_service_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("radixkv.engine_builder.check_model", run_out)
+    with pytest.raises(ConfigError, match=r"model\.path: expected a model that leaves cpu memory for a short prompt"):
+        build_engine(Config.load(None, ["model.device=cpu"]))
+
+
 def test_floors_must_fit_into_the_pool_that_there_is() -> None:
     settings = ["model.device=cpu", "tenants.acme.floor_tokens=131000", "tenants.other.floor_tokens=100"]
     with pytest.raises(ConfigError, match=r"tenants\.\*\.floor_tokens: .* pool's 2048 blocks in all, got 2049"):

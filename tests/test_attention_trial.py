@@ -1,0 +1,58 @@
+"""Kernels that are tried in a process of their own can't do any harm."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixkv.attention_check import AttentionKind
+from radixkv.attention_choice import choose_attention
+from radixkv.attention_trial import try_attention
+from radixkv.errors import UnsupportedModel
+from radixkv.kv_storage import KVShape
+from radixkv.triton_kernels import TritonKernels
+
+SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+
+
+def attempt(name: str, program: str | None = None, timeout_s: float = 60, shape: KVShape = SHAPE) -> None:
+    """Try kernels, or another program in their place."""
+    command = {} if program is None else {"command": [sys.executable, "-c", program]}
+    kinds = [AttentionKind(1, window=300, softcap=None)]
+    cpu = torch.device("cpu")
+    try_attention(name, kinds, torch.float32, shape, 16, cpu, is_exact=False, timeout_s=timeout_s, **command)  # type: ignore[arg-type]
+
+
+def test_kernels_that_are_right_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    attempt("attention through pointers")
+
+
+def test_kernels_that_are_refused_say_why() -> None:
+    """Without the interpreter Triton finds no device here."""
+    with pytest.raises(UnsupportedModel, match="attention over int8 on cpu: does not run there: "):
+        attempt("attention through pointers", shape=SHAPE.stored_as("int8"))
+
+
+def test_a_process_that_hangs_is_killed(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    program = f"import time; time.sleep(2); open({str(alive)!r}, 'w').close(); time.sleep(60)"
+    start_s = time.monotonic()
+    with pytest.raises(UnsupportedModel, match=r"^its trial did not end within 0\.5 s$"):
+        attempt("any", program, timeout_s=0.5)
+    assert time.monotonic() - start_s < 30
+    time.sleep(2.5)
+    assert not alive.exists()
+
+
+def test_a_process_that_breaks_down_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    program = "import os, sys; print('an illegal memory access', file=sys.stderr, flush=True); os.abort()"
+    first, last = TritonKernels(is_exact=False), TritonKernels(is_exact=False)
+    with caplog.at_level(logging.WARNING):
+        assert choose_attention({"first": first, "last": last}, lambda name: attempt(name, program)) is last
+    assert caplog.messages == ["first is not used: its trial ended with status -6: an illegal memory access"]
