@@ -66,9 +66,9 @@ def usual_partials(num_requests: int, num_kv_heads: int) -> int:
     """How many partial results of one KV head are room enough for nearly every plan of a short step.
 
     A batch that is spread over the whole device has two for each share of a program at most, and two more for each
-    request whose window is cut. With splits of 2,048 tokens, a tile or two have them at the end of 131,072.
+    request whose window is cut. More room is not for free: a program that finds nothing to do has to start.
     """
-    return 2 * -(-_TARGET_PROGRAMS // num_kv_heads) + max(2 * num_requests, 64)
+    return 2 * (-(-_TARGET_PROGRAMS // num_kv_heads) + num_requests)
 
 
 def plan_attention(

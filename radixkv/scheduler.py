@@ -290,8 +290,11 @@ class Scheduler:
 
     def _is_full(self, queue: TenantQueue) -> bool:
         """Whether a tenant may have no more running: a tenant that has some leaves room for those that have none."""
-        num_kept = sum(other.is_left_out for other in self._queues) if queue.running else 0
-        return len(self._running) + num_kept >= self._max_running_requests
+        num_free = self._max_running_requests - len(self._running)
+        if num_free <= 0 or not queue.running:
+            return num_free <= 0
+        left_out = (other for other in self._queues if other.is_left_out)
+        return len(list(itertools.islice(left_out, num_free))) == num_free
 
     def _left(self, request: Request) -> int:
         """Tokens of a running request that are not in the step yet."""

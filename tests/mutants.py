@@ -131,7 +131,7 @@ ENGINE_MUTANTS = (
     Mutant("prediction.py", "probabilities.cumsum(dim=0) - probabilities >=", "probabilities.cumsum(dim=0) >="),
     Mutant("prediction.py", "position=request.num_tokens", "position=0"),
     Mutant("tenant_queue.py", "max(self._fair_share + tokens / weights, least_served)", "least_served"),
-    Mutant("scheduler.py", "        return len(self._running) + num_kept >=", "        return len(self._running) >="),
+    Mutant("scheduler.py", "if num_free <= 0 or not queue.running:", "if True:"),
     Mutant("scheduler.py", "if len(decoding) > most:", "if False:"),
     Mutant("admission.py", " and self._can_fit(request) else", " else"),
     Mutant("engine_core.py", "upto if is_first else ", "upto if request.num_left > 0 else "),
