@@ -9,7 +9,14 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize, quantize
 
 
-def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: KVPool, layer: int) -> None:
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    pool: KVPool,
+    layer: int,
+    largest: torch.Tensor | None = None,
+) -> None:
     """Put the K and V of new tokens into their slots of one layer, in place.
 
     Every other slot, layer and block keeps its bits.
@@ -20,7 +27,12 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: 
         slots: int64 `[num_tokens]`, `block_id * block_size + offset`, all different.
         pool: the K/V.
         layer: index into the pool's layers.
+        largest: float32 `[num_tokens, num_kv_heads]`, the largest magnitude of all layers so far, NaN if one was NaN;
+            those of this layer are taken in. None if nobody wants to know.
     """
+    if largest is not None:
+        magnitudes = torch.maximum(key.abs().amax(dim=-1), value.abs().amax(dim=-1))
+        torch.maximum(largest, magnitudes, out=largest)
     block_ids, offsets = slots // pool.block_size, slots % pool.block_size
     for k_or_v, vectors in enumerate((key, value)):
         if pool.scales is None:

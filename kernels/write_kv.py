@@ -13,7 +13,14 @@ from radixkv.kernels.quantization import LARGEST, SMALLEST_SCALE
 _TILE_TOKENS = 16
 
 
-def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: KVPool, layer: int) -> None:
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    pool: KVPool,
+    layer: int,
+    largest: torch.Tensor | None = None,
+) -> None:
     """Write as `reference.write_kv` does, in one launch.
 
     Args:
@@ -24,6 +31,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: 
             one is padding and not written.
         pool: the K/V.
         layer: index into the pool's layers.
+        largest: float32 `[num_tokens, num_kv_heads]`, contiguous, or None; see the reference. Padding is left out.
 
     Raises:
         ValueError: the last dimension of `key` or `value` is strided.
@@ -37,6 +45,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: 
         slots,
         pool.values,
         pool.scales,
+        largest,
         num_tokens,
         key.stride(0),
         key.stride(1),
@@ -65,6 +74,7 @@ def _write_tile(  # type: ignore[no-untyped-def]
     slots,
     values,
     scales,
+    largest,
     num_tokens,
     key_token_stride,
     key_head_stride,
@@ -89,6 +99,8 @@ def _write_tile(  # type: ignore[no-untyped-def]
     is_token = slot >= 0
     dims, stored_dims = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // NUMBERS_PER_VALUE)
     mask = is_token[:, None] & (dims < HEAD_DIM)[None, :]
+    if largest is not None:
+        largest_so_far = tl.load(largest + tokens * NUM_KV_HEADS + kv_head, mask=is_token, other=0.0)
     STORED_DIM: tl.constexpr = HEAD_DIM // NUMBERS_PER_VALUE
     stored_mask = is_token[:, None] & (stored_dims < STORED_DIM)[None, :]
     for k_or_v in tl.static_range(2):
@@ -98,6 +110,8 @@ def _write_tile(  # type: ignore[no-untyped-def]
             sources = value + tokens.to(tl.int64) * value_token_stride + kv_head * value_head_stride
         row = ((layer * 2 + k_or_v) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE  # within its block
         numbers = tl.load(sources[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        if largest is not None:
+            largest_so_far = _larger(largest_so_far, numbers)
         if LARGEST is not None:
             vector_scales = _scales(numbers, LARGEST, SMALLEST_SCALE)
             tl.store(scales + slot // BLOCK_SIZE * SCALE_BLOCK_STRIDE + row, vector_scales, mask=is_token)
@@ -108,6 +122,15 @@ def _write_tile(  # type: ignore[no-untyped-def]
             numbers = (evens & 15) | (odds << 4)
         targets = values + (slot // BLOCK_SIZE * VALUE_BLOCK_STRIDE + row * STORED_DIM)[:, None] + stored_dims[None, :]
         tl.store(targets, numbers.to(values.dtype.element_ty), mask=stored_mask)
+    if largest is not None:
+        tl.store(largest + tokens * NUM_KV_HEADS + kv_head, largest_so_far, mask=is_token)
+
+
+@triton.jit
+def _larger(magnitudes, numbers):  # type: ignore[no-untyped-def]
+    """The largest of magnitudes and of the numbers in their rows; NaN if one is, which a maximum would pass over."""
+    is_nan = (magnitudes != magnitudes) | (tl.max((numbers != numbers).to(tl.int32), 1) > 0)
+    return tl.where(is_nan, float("nan"), tl.maximum(magnitudes, tl.max(tl.abs(numbers), 1)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -53,8 +53,16 @@ class AttentionStep(Protocol):
 class AttentionKernels(Protocol):
     """The operations on the pool, as `kernels/reference.py` defines them."""
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: KVPool, layer: int) -> None:
-        """Write K and V of new tokens into their slots."""
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        pool: KVPool,
+        layer: int,
+        largest: torch.Tensor | None = None,
+    ) -> None:
+        """Write K and V of new tokens into their slots, and note how large they are."""
         ...
 
     def paged_attention(
@@ -97,7 +105,7 @@ class PagedStep:
         self._pool = pool
         self._batch = batch
         self._kernels = kernels
-        self._largest: torch.Tensor | None = None  # magnitude in K and V of each token, all layers so far
+        self._largest: torch.Tensor | None = None  # magnitude in K and V of each token and KV head, all layers so far
 
     def attend(
         self,
@@ -111,9 +119,9 @@ class PagedStep:
         softcap: float | None,
     ) -> torch.Tensor:
         """See `AttentionStep.attend`. K and V are read back from the pool, also those just written."""
-        largest = torch.cat((key, value), dim=1).flatten(1).abs().amax(dim=1)
-        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
-        self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer)
+        if self._largest is None:
+            self._largest = key.new_zeros(key.shape[:2], dtype=torch.float32)
+        self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, self._largest)
         return self._kernels.paged_attention(
             query, self._pool, layer, self._batch, scale=scale, window=window, softcap=softcap
         )
@@ -123,7 +131,8 @@ class PagedStep:
         """Whether all K and V written so far are finite as the pool stores them, bool `[num_tokens]`."""
         if self._largest is None:
             raise InvariantViolation("attention: no layer of the model has attended")
-        return (self._largest if self._pool.scales is not None else self._largest.to(self._pool.dtype)).isfinite()
+        largest = self._largest.amax(dim=1)
+        return (largest if self._pool.scales is not None else largest.to(self._pool.dtype)).isfinite()
 
 
 class PaddedStep:

@@ -221,7 +221,7 @@ def _launch_norms(dtype: torch.dtype, num_columns: int, first_row: int) -> None:
 def _launch_write(dtype: torch.dtype, head_dim: int) -> None:
     pool = KVPool.allocate(2, 2, 8, 64, head_dim, dtype=dtype)
     key, value = torch.empty(2, 40, 8, head_dim, dtype=bf16).unbind(0)
-    write_kv(key, value, torch.arange(40), pool, 0)
+    write_kv(key, value, torch.arange(40), pool, 0, torch.zeros(40, pool.num_kv_heads))
 
 
 def _launch_copy(dtype: torch.dtype) -> None:

@@ -95,3 +95,26 @@ def test_padding_is_not_written(kernel_device: str) -> None:
     reference.write_kv(key[real], value[real], step.batch.slots[real], expected, LAYER)
     write_kv(key, value, torch.where(is_padding, -1, step.batch.slots), step.pool, LAYER)
     assert torch.equal(step.pool.blocks, expected.blocks)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter says so; a GPU is silent
+@pytest.mark.parametrize("kv_dtype", [None, torch.int4], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_magnitude_is_noted(dtype: torch.dtype, kv_dtype: torch.dtype | None, kernel_device: str) -> None:
+    """What is not finite stays, whatever comes after; so does what was noted before."""
+    step = make_step([5], [37], GQA, head_dim=80, dtype=dtype, kv_dtype=kv_dtype, device=kernel_device)
+    largest = torch.zeros(2, 37, 2, device=kernel_device)  # of the reference and of the kernel
+    largest[:, 4, 1] = 1e6
+    for layer in range(2):
+        key, value = torch.randn(2, 37, 2, 80, device=kernel_device).to(dtype).unbind(0)
+        if layer == 0:
+            key[0, 0, 79] = torch.nan
+            value[1, 1, 0] = torch.nan
+            key[2, 0, 3] = -torch.inf
+        reference.write_kv(key, value, step.batch.slots, clone(step.pool), layer, largest[0])
+        write_kv(key, value, step.batch.slots, step.pool, layer, largest[1])
+    assert torch.equal(*largest.nan_to_num(nan=-1.0))
+    assert largest[1].isnan().nonzero().tolist() == [[0, 0], [1, 1]]
+    assert largest[1, 2, 0] == torch.inf
+    assert largest[1, 4, 1] == 1e6
+    assert (largest[1, 5:] > 1).all()
