@@ -48,8 +48,9 @@ class KVPool:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        is_zeroed: bool = True,
     ) -> KVPool:
-        """Zeroed blocks.
+        """Blocks of zeros, or of anything if they need not be zeroed.
 
         Raises:
             ValueError: the dtype is none of those above, or int4 with an odd `head_dim`.
@@ -58,7 +59,8 @@ class KVPool:
         num_vectors = num_layers * 2 * num_kv_heads * block_size
         value_bytes = num_vectors * stored_dim(head_dim, dtype) * stored_dtype(dtype).itemsize
         scale_bytes = num_vectors * _SCALE_BYTES if is_quantized(dtype) else 0
-        blocks = torch.zeros(num_blocks, value_bytes + scale_bytes, dtype=torch.uint8, device=device)
+        fill = torch.zeros if is_zeroed else torch.empty
+        blocks = fill(num_blocks, value_bytes + scale_bytes, dtype=torch.uint8, device=device)
         values = blocks[:, :value_bytes].view(stored_dtype(dtype)).view(num_blocks, *size, -1)
         scales = blocks[:, value_bytes:].view(torch.float32).view(num_blocks, *size) if scale_bytes else None
         return cls(dtype, head_dim, blocks, values, scales)

@@ -104,3 +104,23 @@ def copy_blocks(pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> N
         targets: int64 `[num_copies]` block ids, all different and none of them a source.
     """
     pool.blocks[targets] = pool.blocks[sources]
+
+
+def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
+    """What one layer of some blocks stands for, as a pool of its own.
+
+    Args:
+        pool: the K/V, quantized.
+        layer: index into the pool's layers.
+        block_ids: int32 `[num_blocks]`.
+        dtype: what the numbers are rounded to.
+
+    Returns:
+        A new pool of one layer. Its block `i` is block `block_ids[i]` of `pool`.
+    """
+    assert pool.scales is not None
+    size = (block_ids.shape[0], 1, pool.num_kv_heads, pool.block_size, pool.head_dim)
+    plain = KVPool.allocate(*size, dtype=dtype, device=pool.blocks.device)
+    where = (block_ids.long(), layer)
+    plain.values[:, 0] = dequantize(pool.values[where], pool.scales[where], pool.dtype, dtype)
+    return plain

@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 from radixkv.kernels.attention_plan import plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.copy_blocks import copy_blocks
+from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.linear import linear
 from radixkv.kernels.norm import rms_norm, row_mean
@@ -211,6 +212,12 @@ LINEAR_CASES = [
 # (dtype, num_columns, first_row): one block, one warp, several blocks, and views whose start is not aligned.
 NORM_CASES = [(bf16, 4096, 0), (fp32, 128, 0), (bf16, 14336, 0), (bf16, 37, 0), (bf16, 37, 1)]
 
+# (kv_dtype, dtype, head_dim, block_size)
+DEQUANTIZE_CASES = [
+    *((kv_dtype, bf16, head_dim, 64) for kv_dtype in (fp8, int8, int4) for head_dim in (64, 80, 128, 256)),
+    *((kv_dtype, fp16, 128, 16) for kv_dtype in (fp8, int8, int4)),
+]
+
 
 def _launch_norms(dtype: torch.dtype, num_columns: int, first_row: int) -> None:
     rows = torch.empty(16, num_columns, dtype=dtype)[first_row:]
@@ -228,6 +235,11 @@ def _launch_copy(dtype: torch.dtype) -> None:
     copy_blocks(KVPool.allocate(4, 2, 8, 64, 128, dtype=dtype), torch.tensor([0, 1]), torch.tensor([2, 3]))
 
 
+def _launch_dequantize(kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+    pool = KVPool.allocate(2, 2, 8, block_size, head_dim, dtype=kv_dtype)
+    dequantize_blocks(pool, 0, torch.zeros(3, dtype=torch.int32), dtype)
+
+
 def cases(attention_cases: list[AttentionCase]) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield each case's name and a function that launches its kernels."""
     for case in attention_cases:
@@ -236,6 +248,9 @@ def cases(attention_cases: list[AttentionCase]) -> Iterator[tuple[str, Callable[
         for head_dim in (80, 128):
             yield f"{str(dtype)[6:]} D{head_dim}", partial(_launch_write, dtype, head_dim)
     yield "bfloat16", partial(_launch_copy, bf16)
+    for kv_dtype, dtype, head_dim, block_size in DEQUANTIZE_CASES:
+        name = f"{str(kv_dtype)[6:]} to {str(dtype)[6:]} D{head_dim} block{block_size}"
+        yield name, partial(_launch_dequantize, kv_dtype, dtype, head_dim, block_size)
     for linear_case in LINEAR_CASES:
         yield str(linear_case), linear_case.launch
     for dtype, num_columns, first_row in NORM_CASES:

@@ -27,7 +27,7 @@ def compiled() -> list[dict[str, Any]]:
 def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
     attention = {"_attend_tile", "_attend_tile_specialized", "_merge_partials", "_write_tile", "_copy_span"}
     exact = {"_multiply_tiles", "_mean_row", "_norm_row"}
-    assert {row["kernel"] for row in compiled} == attention | exact
+    assert {row["kernel"] for row in compiled} == attention | exact | {"_dequantize_tile"}
 
 
 def test_no_kernel_spills(compiled: list[dict[str, Any]]) -> None:
@@ -72,6 +72,15 @@ def test_where_warps_specialize_some_only_load_and_others_only_multiply(compiled
 def test_block_copies_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
     (copy,) = [row for row in compiled if row["kernel"] == "_copy_span"]
     assert copy["instructions"]["LDG.E.128"] == copy["instructions"]["STG.E.128"] == 8
+
+
+def test_what_is_dequantized_moves_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
+    dequantized = [row for row in compiled if row["kernel"] == "_dequantize_tile"]
+    assert dequantized
+    for row in dequantized:
+        assert row["instructions"]["STG.E.128"], row
+        has_short_vectors = row["case"].startswith("int4") and "D80" in row["case"]  # 40 bytes
+        assert bool(row["instructions"]["LDG.E.128"]) != has_short_vectors, row
 
 
 def test_half_precision_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:

@@ -1,0 +1,89 @@
+"""Blocks of a quantized pool as plain numbers, on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from radixkv.kernels.kv_pool import KVPool
+
+# Vectors a program: 64 of 128 bfloat16 numbers make 16 KiB, eight 16-byte stores a thread.
+_TILE_VECTORS = 64
+
+
+def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
+    """Dequantize as `reference.dequantize_blocks` does, in one launch.
+
+    Args:
+        pool: the K/V, quantized.
+        layer: index into the pool's layers.
+        block_ids: int32 `[num_blocks]`, contiguous.
+        dtype: what the numbers are rounded to: bfloat16, float16 or float32.
+
+    Returns:
+        A new pool of one layer, the caller's. Its block `i` is block `block_ids[i]` of `pool`.
+
+    Raises:
+        ValueError: the pool is not quantized, or `block_ids` is strided.
+    """
+    if pool.scales is None:
+        raise ValueError(f"pool: expected a quantized one, got {pool.dtype}")
+    if not block_ids.is_contiguous():
+        raise ValueError("block_ids: expected a contiguous tensor, got a strided one")
+    size = (block_ids.shape[0], 1, pool.num_kv_heads, pool.block_size, pool.head_dim)
+    plain = KVPool.allocate(*size, dtype=dtype, device=pool.blocks.device, is_zeroed=False)
+    block_vectors = 2 * pool.num_kv_heads * pool.block_size
+    tiles_per_block = triton.cdiv(block_vectors, _TILE_VECTORS)
+    _dequantize_tile[(block_ids.shape[0] * tiles_per_block,)](
+        pool.values,
+        pool.scales,
+        plain.values,
+        block_ids,
+        layer,
+        VALUE_BLOCK_STRIDE=pool.values.stride(0),
+        SCALE_BLOCK_STRIDE=pool.scales.stride(0),
+        BLOCK_VECTORS=block_vectors,
+        TILES_PER_BLOCK=tiles_per_block,
+        HEAD_DIM=pool.head_dim,
+        PADDED_DIM=triton.next_power_of_2(pool.head_dim),
+        NUMBERS_PER_VALUE=pool.head_dim // pool.values.shape[-1],
+        TILE_VECTORS=_TILE_VECTORS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return plain
+
+
+@triton.jit(do_not_specialize=["layer"])  # type: ignore[untyped-decorator]
+def _dequantize_tile(  # type: ignore[no-untyped-def]
+    values,
+    scales,
+    plain,
+    block_ids,
+    layer,
+    VALUE_BLOCK_STRIDE: tl.constexpr,
+    SCALE_BLOCK_STRIDE: tl.constexpr,
+    BLOCK_VECTORS: tl.constexpr,
+    TILES_PER_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    NUMBERS_PER_VALUE: tl.constexpr,
+    TILE_VECTORS: tl.constexpr,
+):
+    """Dequantize some vectors of one block: those of a layer lie side by side, K first, and so do their scales."""
+    STORED_DIM: tl.constexpr = HEAD_DIM // NUMBERS_PER_VALUE
+    index = tl.program_id(0) // TILES_PER_BLOCK
+    block_id = tl.load(block_ids + index).to(tl.int64)
+    vectors = tl.program_id(0) % TILES_PER_BLOCK * TILE_VECTORS + tl.arange(0, TILE_VECTORS)
+    is_vector = vectors < BLOCK_VECTORS
+    dims, stored_dims = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // NUMBERS_PER_VALUE)
+    stored_vectors = layer * BLOCK_VECTORS + vectors
+    sources = values + block_id * VALUE_BLOCK_STRIDE + (stored_vectors * STORED_DIM)[:, None] + stored_dims[None, :]
+    numbers = tl.load(sources, mask=is_vector[:, None] & (stored_dims < STORED_DIM)[None, :], other=0.0)
+    if NUMBERS_PER_VALUE == 2:
+        numbers = tl.interleave((numbers << 4) >> 4, numbers >> 4)
+    vector_scales = tl.load(scales + block_id * SCALE_BLOCK_STRIDE + stored_vectors, mask=is_vector, other=0.0)
+    numbers = numbers.to(tl.float32) * vector_scales[:, None]  # [TILE_VECTORS, PADDED_DIM]
+    targets = plain + (index.to(tl.int64) * BLOCK_VECTORS + vectors)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(targets, numbers.to(plain.dtype.element_ty), mask=is_vector[:, None] & (dims < HEAD_DIM)[None, :])
