@@ -137,6 +137,12 @@ def plan_attention(
     )
 
 
+def first_key(position: int, window: int | None) -> int:
+    """Where a tile begins to read keys whose first query stands at `position`."""
+    first_seen = 0 if window is None else max(0, position + 1 - window)
+    return first_seen // KEY_ALIGNMENT_TOKENS * KEY_ALIGNMENT_TOKENS
+
+
 def _query_len(batch: PagedBatch, request: int) -> int:
     return batch.query_starts[request + 1] - batch.query_starts[request]
 
@@ -160,8 +166,7 @@ def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | Non
         for first_row in range(0, num_tokens * group_size, tile_rows):
             first_token = first_row // group_size
             last_token = min((first_row + tile_rows - 1) // group_size, num_tokens - 1)
-            first_seen = 0 if window is None else max(0, prefix_len + first_token + 1 - window)
-            kv_start = first_seen // KEY_ALIGNMENT_TOKENS * KEY_ALIGNMENT_TOKENS
+            kv_start = first_key(prefix_len + first_token, window)
             yield _Tile(request, first_row, kv_start, prefix_len + last_token + 1)
 
 

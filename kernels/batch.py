@@ -28,6 +28,7 @@ class PagedBatch:
         block_tables: int32 `[num_requests, max_blocks]` on the device, rows padded with block 0.
         slots: int64 `[num_tokens]` on the device: `block_id * block_size + offset` of each packed row.
         block_size: tokens a block.
+        host_tables: the block tables on the host; on a CPU in the same memory.
     """
 
     query_starts: tuple[int, ...]
@@ -35,6 +36,7 @@ class PagedBatch:
     block_tables: torch.Tensor
     slots: torch.Tensor
     block_size: int
+    host_tables: npt.NDArray[np.int32]
 
     @classmethod
     def build(
@@ -71,6 +73,7 @@ class PagedBatch:
             block_tables=to_device(torch.from_numpy(tables), device),
             slots=to_device(torch.from_numpy(slots), device),
             block_size=block_size,
+            host_tables=tables,
         )
 
     def to(self, device: torch.device) -> PagedBatch:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from radixkv.attention import AttentionKernels
 from radixkv.errors import UnsupportedModel
 
+_Kernels = TypeVar("_Kernels", bound=AttentionKernels)
+
 _log = logging.getLogger(__name__)
 
 
-def choose_attention(candidates: Mapping[str, AttentionKernels], attempt: Callable[[str], None]) -> AttentionKernels:
+def choose_attention(candidates: Mapping[str, _Kernels], attempt: Callable[[str], None]) -> _Kernels:
     """Try kernels until some are right, and log a warning for each that are not.
 
     Args:

@@ -113,4 +113,4 @@ def attention_kernels(
     capability = torch.cuda.get_device_capability(device)
     kernels = candidates(dtype, kv_shape, block_size, capability, is_exact=is_exact)
     trial = (model.attention_kinds, dtype, kv_shape, block_size, device)
-    return choose_attention(kernels, lambda name: attempt(name, *trial, is_exact=is_exact))
+    return choose_attention(kernels, lambda name: attempt(name, *trial, is_exact=is_exact)).for_service()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from radixkv.forward import StepInputs
@@ -74,6 +75,7 @@ class StepBuffers:
             block_tables=arrays["tables"][: shape.num_requests],
             slots=arrays["slots"][: shape.num_tokens],
             block_size=self._block_size,
+            host_tables=np.empty((0, 0), dtype=np.int32),
         )
         return StepInputs(
             arrays["input_ids"][: shape.num_tokens],

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from radixkv.kernels import copy_blocks, paged_attention, write_kv
 from radixkv.kernels.attention_plan import AttentionPlan, fitting_tile_rows, plan_attention
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.dequantize_blocks import dequantize_blocks
+from radixkv.kernels.dequantize_plan import DequantizePlan, plan_dequantize
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import is_quantized
 from radixkv.kernels.specialized_attention import supports
 from radixkv.kv_storage import KVShape
 
@@ -24,16 +29,35 @@ class TritonKernels:
             prefix alone; otherwise they fit the batch.
         is_specialized: whether warps specialize where `supports` says that they can, which in exact mode does not
             depend on the batch either.
+        dequantizes_first: whether the blocks of a quantized pool are dequantized before attention rather than in it,
+            see `kernels/dequantize_plan.py`; "always" is for trials. Never in exact mode: it depends on the batch.
     """
 
     write_kv = staticmethod(write_kv.write_kv)
     copy_blocks = staticmethod(copy_blocks.copy_blocks)
 
-    def __init__(self, *, is_exact: bool, is_specialized: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        is_exact: bool,
+        is_specialized: bool = False,
+        dequantizes_first: Literal["never", "if it pays", "always"] = "never",
+    ) -> None:
+        assert not is_exact or dequantizes_first == "never"
         self._is_exact = is_exact
         self._is_specialized = is_specialized
+        self._dequantizes_first = dequantizes_first
         self._batch: PagedBatch | None = None
         self._plans: dict[int | None, AttentionPlan] = {}  # of `_batch`, by window
+        self._dequantize_plans: dict[int | None, DequantizePlan | None] = {}  # likewise
+
+    def for_service(self) -> TritonKernels:
+        """What serves once these have passed a trial: these, or those that dequantize first only if it pays."""
+        if self._dequantizes_first != "always":
+            return self
+        return TritonKernels(
+            is_exact=self._is_exact, is_specialized=self._is_specialized, dequantizes_first="if it pays"
+        )
 
     def paged_attention(
         self,
@@ -54,7 +78,11 @@ class TritonKernels:
             self._plans[window] = self.plan(
                 batch, query.shape[1], pool.num_kv_heads, query.dtype, window=window, tile_rows=tile_rows
             )
-        plan = self._plans[window]
+            self._dequantize_plans[window] = self._plan_dequantize(query, pool, batch, window)
+        plan, dequantize_plan = self._plans[window], self._dequantize_plans.get(window)
+        if dequantize_plan is not None:
+            pool = dequantize_blocks(pool, layer, dequantize_plan.block_ids, query.dtype)
+            layer, batch = 0, dequantize_plan.batch
         shape = (query.dtype, pool.dtype, pool.head_dim, pool.block_size, plan.tile_rows)
         return paged_attention.paged_attention(
             query,
@@ -98,7 +126,21 @@ class TritonKernels:
 
     def use_plans(self, batch: PagedBatch, plans: dict[int | None, AttentionPlan]) -> None:
         """Attend for a batch by these plans, by window; what is missing is planned."""
-        self._batch, self._plans = batch, plans
+        self._batch, self._plans, self._dequantize_plans = batch, plans, {}
+
+    def _plan_dequantize(
+        self, query: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None
+    ) -> DequantizePlan | None:
+        if self._dequantizes_first == "never":
+            return None
+        return plan_dequantize(
+            batch,
+            pool,
+            num_query_heads=query.shape[1],
+            dtype=query.dtype,
+            window=window,
+            is_forced=self._dequantizes_first == "always",
+        )
 
 
 def candidates(
@@ -114,9 +156,18 @@ def candidates(
         is_exact: see `TritonKernels`.
 
     Returns:
-        Kernels by the name of their attention, the fastest first. The last ones need nothing of the GPU or the shape.
+        Kernels by the name of their attention, the fastest first, for a trial; then `for_service` gives those that
+        serve. The last ones need nothing of the GPU or the shape.
     """
     kernels = {}
-    if capability[0] == 9 and supports(dtype, shape.dtype, shape.head_dim, block_size):
+    is_hopper = capability[0] == 9
+    if is_hopper and supports(dtype, shape.dtype, shape.head_dim, block_size):
         kernels["warp-specialized attention"] = TritonKernels(is_exact=is_exact, is_specialized=True)
+    if not is_exact and is_quantized(shape.dtype) and dtype != torch.float32:
+        name = "attention over blocks dequantized first"
+        if is_hopper and supports(dtype, dtype, shape.head_dim, block_size):
+            kernels[f"warp-specialized {name}"] = TritonKernels(
+                is_exact=False, is_specialized=True, dequantizes_first="always"
+            )
+        kernels[name] = TritonKernels(is_exact=False, dequantizes_first="always")
     return kernels | {"attention through pointers": TritonKernels(is_exact=is_exact)}

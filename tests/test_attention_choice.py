@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from radixkv import attention_check
 from radixkv.attention import TorchKernels
 from radixkv.attention_check import AttentionKind, check_attention
 from radixkv.attention_choice import choose_attention
@@ -14,9 +15,10 @@ from radixkv.engine_builder import attention_kernels
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels import specialized_attention
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kv_storage import KVShape
-from radixkv.triton_kernels import TritonKernels
+from radixkv.triton_kernels import TritonKernels, candidates
 from tests.kernels.interpreter import interpret_kernels
 
 CPU = torch.device("cpu")
@@ -173,6 +175,33 @@ def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(launches) == {specialized_attention.TILE_ROWS}, "all of it went through pointers"
 
 
+@pytest.mark.parametrize("is_specialized", [False, True])
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
+def test_blocks_dequantized_first_pass(kv_dtype: str, is_specialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_kernels(monkeypatch)
+    monkeypatch.setitem(attention_check._TOLERANCE, BF16, 0.015)  # far below the bound
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16).stored_as(kv_dtype)
+    kernels = TritonKernels(is_exact=False, is_specialized=is_specialized, dequantizes_first="always")
+    check_attention(kernels, AttentionKind(2, 100, 30.0), BF16, shape, 64, CPU, is_exact=False)
+
+
+def test_a_trial_notices_blocks_that_are_dequantized_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    interpret_kernels(monkeypatch)
+
+    def of_the_next_block(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
+        return dequantize_blocks(pool, layer, block_ids.roll(1), dtype)
+
+    monkeypatch.setattr("radixkv.triton_kernels.dequantize_blocks", of_the_next_block)
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=32, dtype=BF16).stored_as("int8")
+    tried = candidates(BF16, shape, 64, (8, 0), is_exact=False)
+    chosen = choose_attention(tried, (KIND,), BF16, shape, 64, CPU, is_exact=False)
+    assert chosen is tried["attention through pointers"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("attention over blocks dequantized first is not used: attention over int8")
+
+
 def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
 
@@ -188,5 +217,9 @@ def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.
     tried.clear()
     assert isinstance(attention_kernels(model, shape.stored_as("int8"), 64, refuse), TritonKernels)
     assert tried == [], "nothing else does"
+    model.is_exact = False
+    kernels = attention_kernels(model, shape.stored_as("int8"), 64, lambda *_, **__: None)
+    assert isinstance(kernels, TritonKernels)
+    assert kernels._dequantizes_first == "if it pays"
     model.device = CPU
     assert isinstance(attention_kernels(model, shape, 64, refuse), TorchKernels)

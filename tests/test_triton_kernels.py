@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from radixkv.config import ModelConfig
 from radixkv.exactness import ExactFunctions, pointwise_functions
 from radixkv.forward import Chunk
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.dequantize_plan import plan_dequantize
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.linear import linear
 from radixkv.kv_storage import KVShape, KVStorage
@@ -125,14 +127,122 @@ def test_warps_specialize_where_tiles_have_the_rows_for_it(
     assert chosen == [False, False, *expected]
 
 
+def test_a_whole_model_answers_alike_whether_blocks_are_dequantized_first_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["gemma2"], tmp_path)), dtype="bfloat16"))
+    if not torch.cuda.is_available():
+        interpret_kernels(monkeypatch)
+    prompts = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60).astype("<u4") for seed in (0, 1)]
+    prompts[1][:32] = prompts[0][:32]
+    tables = [np.array(blocks, dtype=np.int32) for blocks in ([5, 2, 7, 0], [5, 2, 1, 3])]
+    answers = []
+    for dequantizes_first in ("never", "always"):
+        storage = KVStorage(8, 16, model.kv_shape.stored_as("int8"), model.device)
+        storage.pool.blocks.fill_(0xFF)
+        runner = Runner(model, storage, TritonKernels(is_exact=False, dequantizes_first=dequantizes_first))
+        runner.run([Chunk(prompts[0].tobytes(), 0, 40, tables[0], None, wants_logits=False)])
+        rest = ((prompts[0], 40, tables[0]), (prompts[1], 32, tables[1]))
+        chunks = [Chunk(tokens.tobytes(), start, 60, table, None, wants_logits=True) for tokens, start, table in rest]
+        step = runner.run(chunks)
+        assert step.is_finite == [True, True]
+        answers.append(step.logits)
+    in_the_loop, first = answers
+    assert 0 < (first - in_the_loop).norm() / in_the_loop.norm() < 0.02
+
+
+def pools_attended(
+    kernels: TritonKernels, query_lens: list[int], monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...]
+) -> list[torch.dtype]:
+    """What attention reads in a step of two layers for each window, after 8,192 tokens that all requests share."""
+    pools: list[KVPool] = []
+
+    def attend(query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, *_: object, **__: object) -> None:
+        assert int(batch.block_tables.max()) < pool.blocks.shape[0]
+        pools.append(pool)
+
+    def dequantize(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
+        return KVPool.allocate(len(block_ids), 1, 2, 64, 16, dtype=dtype)
+
+    monkeypatch.setattr("radixkv.kernels.paged_attention.paged_attention", attend)
+    monkeypatch.setattr("radixkv.triton_kernels.dequantize_blocks", dequantize)
+    pool = KVPool.allocate(300, 2, 2, 64, 16, dtype=torch.int8)
+    tables = len(query_lens) * [np.arange(300, dtype=np.int32)]
+    batch = PagedBatch.build(query_lens, [8192 + query_len for query_len in query_lens], tables, 64)
+    query = torch.zeros(batch.num_tokens, 8, 16, dtype=torch.bfloat16)
+    for window in windows:
+        for layer in range(2):
+            kernels.paged_attention(query, pool, layer, batch, scale=1.0, window=window, softcap=None)
+    return [pool.dtype for pool in pools]
+
+
 @pytest.mark.parametrize(
-    ("capability", "kv_dtype", "block_size", "num_candidates"),
-    [((9, 0), "auto", 64, 2), ((9, 0), "fp8", 64, 1), ((9, 0), "auto", 32, 1), ((8, 0), "auto", 64, 1)],
+    ("dequantizes_first", "query_lens", "expected"),
+    [
+        ("never", [2048], torch.int8),
+        ("if it pays", [2048], torch.bfloat16),
+        ("if it pays", [200, 200, 100, 1], torch.bfloat16),
+        ("if it pays", [200], torch.int8),
+        ("if it pays", [1, 1], torch.int8),
+        ("always", [1, 1], torch.bfloat16),
+    ],
 )
-def test_pointers_are_always_there_and_warps_specialize_on_hopper(
-    capability: tuple[int, int], kv_dtype: str, block_size: int, num_candidates: int
+def test_blocks_are_dequantized_first_where_it_pays(
+    dequantizes_first: Any, query_lens: list[int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = TritonKernels(is_exact=False, dequantizes_first=dequantizes_first)
+    assert pools_attended(kernels, query_lens, monkeypatch, windows=(None,)) == 2 * [expected]
+
+
+def test_what_is_dequantized_is_planned_once_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    def plan(*inputs: object, window: int | None, **options: Any) -> object:
+        plans.append(window)
+        return plan_dequantize(*inputs, window=window, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("radixkv.triton_kernels.plan_dequantize", plan)
+    kernels = TritonKernels(is_exact=False, dequantizes_first="if it pays")
+    dtypes = pools_attended(kernels, [2048], monkeypatch, windows=(None, 100))
+    assert dtypes == 2 * [torch.bfloat16] + 2 * [torch.int8]
+    assert plans == [None, 100]
+
+
+def test_those_that_serve_do_it_if_it_pays_and_only_if_a_trial_saw_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = TritonKernels(is_exact=False, is_specialized=True, dequantizes_first="always").for_service()
+    assert pools_attended(tried, [2048], monkeypatch, windows=(None,)) == 2 * [torch.bfloat16]
+    assert pools_attended(tried, [1], monkeypatch, windows=(None,)) == 2 * [torch.int8]
+    untried = TritonKernels(is_exact=False)
+    assert untried.for_service() is untried
+
+
+def test_exact_mode_does_not_dequantize_first() -> None:
+    with pytest.raises(AssertionError):
+        TritonKernels(is_exact=True, dequantizes_first="if it pays")
+
+
+POINTERS, SPECIALIZED = "attention through pointers", "warp-specialized attention"
+PLAIN, SPECIALIZED_PLAIN = (
+    "attention over blocks dequantized first",
+    "warp-specialized attention over blocks dequantized first",
+)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kv_dtype", "block_size", "names_exact", "names_fast"),
+    [
+        ((9, 0), "auto", 64, [SPECIALIZED, POINTERS], [SPECIALIZED, POINTERS]),
+        ((9, 0), "auto", 32, [POINTERS], [POINTERS]),
+        ((8, 0), "auto", 64, [POINTERS], [POINTERS]),
+        ((9, 0), "fp8", 64, [POINTERS], [SPECIALIZED_PLAIN, PLAIN, POINTERS]),
+        ((9, 0), "int4", 32, [POINTERS], [PLAIN, POINTERS]),
+        ((8, 0), "int8", 64, [POINTERS], [PLAIN, POINTERS]),
+    ],
+)
+def test_what_suits_gpu_pool_and_mode_is_tried_and_pointers_are_always_there(
+    capability: tuple[int, int], kv_dtype: str, block_size: int, names_exact: list[str], names_fast: list[str]
 ) -> None:
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16).stored_as(kv_dtype)
-    kernels = candidates(torch.bfloat16, shape, block_size, capability, is_exact=True)
-    names = ["warp-specialized attention", "attention through pointers"]
-    assert list(kernels) == names[-num_candidates:]
+    for is_exact, names in ((True, names_exact), (False, names_fast)):
+        assert list(candidates(torch.bfloat16, shape, block_size, capability, is_exact=is_exact)) == names
+    assert list(candidates(torch.float32, shape, block_size, capability, is_exact=False)) == [POINTERS]

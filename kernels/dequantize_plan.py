@@ -1,0 +1,105 @@
+"""Which blocks of a quantized pool a step dequantizes before it attends, rather than while it does.
+
+The attention kernel dequantizes each key again for each tile of queries. With many tiles it pays to do so once, into
+blocks of the queries' dtype, and to attend over these:
+
+    request 0   [ 7 | 2 | 9 ]         plain blocks  0  1  2  3         request 0   [ 2 | 0 | 3 ]
+    request 1   [ 7 | 2 | 4 ]   ──▶   of blocks     2  4  7  9   ──▶   request 1   [ 2 | 0 | 1 ]
+
+A block that several requests share is dequantized once, and one that no query of the step sees is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from radixkv.kernels.attention_plan import first_key
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import INT4
+from radixkv.kernels.staging import to_device
+
+# How many rows of queries must see a key on average: a row for each token and query head of a group. Estimates, nothing
+# is measured. For 64 keys of 128 dimensions a tile of 128 rows saves 206 (8 bits) or 477 (int4) instructions a warp,
+# that is 412 or 954 cycles, while 64 KiB more are read and written, 4,900 cycles of a multiprocessor's share of 3 TB/s:
+# 1,500 or 660 rows, and launches come on top.
+_MIN_ROWS_8_BITS = 1600
+_MIN_ROWS_4_BITS = 800
+
+# Steps of so few tokens never do it, however many query heads share a KV head: their launches do not depend on which
+# blocks they read.
+_MAX_SHORT_TOKENS = 128
+
+# Of plain blocks, which live while a layer attends: 131,072 tokens of 8 heads of 128 dimensions.
+_MAX_BYTES = 512 << 20
+
+_DTYPES = (torch.bfloat16, torch.float16)  # in float32 there are no tensor cores to keep busy
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizePlan:
+    """What to dequantize in each layer of one step, for all layers that share a window.
+
+    Attributes:
+        block_ids: int32 `[num_blocks]` on the device, all different: plain block `i` is that of `block_ids[i]`.
+        batch: the step over plain blocks. Its slots are those of the quantized pool.
+    """
+
+    block_ids: torch.Tensor
+    batch: PagedBatch
+
+
+def plan_dequantize(
+    batch: PagedBatch,
+    pool: KVPool,
+    *,
+    num_query_heads: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    is_forced: bool = False,
+) -> DequantizePlan | None:
+    """Lay out what is dequantized before a step attends, or say that nothing is.
+
+    One decision for the whole step: requests that decode in it have their keys dequantized, too, and that counts.
+
+    Args:
+        batch: the step.
+        pool: the K/V.
+        num_query_heads: query heads of the model, a multiple of the pool's KV heads.
+        dtype: of the queries, and of plain blocks.
+        window: visible tokens, the query token included; None for all.
+        is_forced: whether to do it where it does not pay.
+
+    Returns:
+        A plan whose tensors live on the device of `batch.block_tables`. None if the pool is not quantized, the queries
+        are float32 or, unless forced, the step is short, too few rows see each key, or plain blocks would take more
+        than 512 MiB.
+    """
+    if pool.scales is None or dtype not in _DTYPES:
+        return None
+    group_size = num_query_heads // pool.num_kv_heads
+    min_rows = _MIN_ROWS_4_BITS if pool.dtype == INT4 else _MIN_ROWS_8_BITS
+    # No key is seen by more rows than there are, so most steps need no look at their blocks.
+    if not is_forced and (batch.num_tokens <= _MAX_SHORT_TOKENS or batch.num_tokens * group_size < min_rows):
+        return None
+
+    is_read = np.zeros(batch.host_tables.shape, dtype=bool)
+    num_pairs = 0  # of a token and a key that it sees
+    for i, kv_len in enumerate(batch.kv_lens):
+        prefix_len = kv_len - (batch.query_starts[i + 1] - batch.query_starts[i])
+        is_read[i, first_key(prefix_len, window) // batch.block_size : -(-kv_len // batch.block_size)] = True
+        num_pairs += int(np.minimum(np.arange(prefix_len + 1, kv_len + 1), window or kv_len).sum())
+    block_ids, plain_ids = np.unique(batch.host_tables[is_read], return_inverse=True)
+    block_bytes = 2 * pool.num_kv_heads * pool.block_size * pool.head_dim * dtype.itemsize
+    num_keys = block_ids.size * batch.block_size
+    if not is_forced and (block_ids.size * block_bytes > _MAX_BYTES or num_pairs * group_size < min_rows * num_keys):
+        return None
+
+    tables = np.zeros_like(batch.host_tables)
+    tables[is_read] = plain_ids
+    device = batch.block_tables.device
+    plain_batch = replace(batch, block_tables=to_device(tables, device), host_tables=tables)
+    return DequantizePlan(to_device(block_ids, device), plain_batch)
