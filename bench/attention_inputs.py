@@ -35,6 +35,7 @@ class AttentionCase:
         is_shuffled: whether blocks are in random order; otherwise block i is the i-th of the request.
         is_exact: whether the attention is planned as in exact mode.
         is_specialized: whether warps specialize, where they can.
+        is_dequantized_first: whether the blocks of a quantized pool are dequantized before attention, not in it.
     """
 
     suffix_tokens: int
@@ -43,6 +44,7 @@ class AttentionCase:
     is_shuffled: bool = True
     is_exact: bool = False
     is_specialized: bool = False
+    is_dequantized_first: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -93,7 +93,8 @@ STAGES = (
         90,
         (*_KERNEL_IMPORTS, "pytest"),
         f"{_PYTEST} -W default --maxfail 20 tests/kernels/test_write_kv.py tests/kernels/test_copy_blocks.py "
-        "tests/kernels/test_paged_attention.py tests/kernels/test_linear.py tests/kernels/test_norm.py",
+        "tests/kernels/test_paged_attention.py tests/kernels/test_dequantize_blocks.py tests/kernels/test_linear.py "
+        "tests/kernels/test_norm.py",
         f"{_PYTEST} tests/kernels/test_copy_blocks.py",
         has_result=False,
     ),

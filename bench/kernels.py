@@ -52,6 +52,7 @@ class Sizes:
         written_tokens: of each step that writes K and V.
         copied_blocks: of each step that copies blocks.
         attentions: suffix and prefix tokens of each request.
+        dequantized_suffix: suffix tokens from which attention is also measured over blocks dequantized first.
     """
 
     heads: Heads
@@ -59,6 +60,7 @@ class Sizes:
     written_tokens: tuple[int, ...]
     copied_blocks: tuple[int, ...]
     attentions: tuple[tuple[int, int], ...]
+    dequantized_suffix: int
 
 
 GPU_SIZES = Sizes(
@@ -67,11 +69,12 @@ GPU_SIZES = Sizes(
     written_tokens=(64, 2048),
     copied_blocks=(1, 16),
     attentions=(
-        *((2048, 8192), (2048, 32_768), (8192, 0)),
+        *((512, 8192), (2048, 8192), (2048, 32_768), (8192, 0)),
         *((suffix, prefix) for prefix in (8192, 32_768, 65_536) for suffix in (16, 64, 128)),
     ),
+    dequantized_suffix=512,
 )
-DRY_SIZES = Sizes(Heads(4, 2, 64, 64), 1, (20,), (2,), ((20, 70),))
+DRY_SIZES = Sizes(Heads(4, 2, 64, 64), 1, (20,), (2,), ((20, 70),), dequantized_suffix=20)
 
 
 class Bench:
@@ -81,8 +84,8 @@ class Bench:
         sizes: what is measured.
         peers: names of the attention peers.
         sglang: folder of SGLang's unpacked wheel, or None.
-        has_variants: whether attention is also measured over other pools, over blocks in order, in exact mode, and on
-            a Hopper GPU with warps that specialize.
+        has_variants: whether attention is also measured over other pools, dequantized before it too, over blocks in
+            order, in exact mode, and on a Hopper GPU with warps that specialize.
     """
 
     def __init__(
@@ -133,7 +136,13 @@ class Bench:
         variants = [replace(case, is_shuffled=False), replace(case, is_exact=True)]
         if self._may_specialize:
             variants += [replace(case, is_specialized=True), replace(case, is_specialized=True, is_exact=True)]
-        for variant in (*variants, *(replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED)):
+        quantized = [replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED]
+        if case.suffix_tokens >= self._sizes.dequantized_suffix:
+            quantized += [
+                replace(variant, is_dequantized_first=True, is_specialized=self._may_specialize)
+                for variant in quantized
+            ]
+        for variant in (*variants, *quantized):
             row = guarded_row("paged_attention", _describe(variant), partial(self._attention, variant, ()))
             if first["is_right"] and row["is_right"]:
                 known = {key: first[key] for key in ("is_right", "error", "ms", "host_ms")}
@@ -144,7 +153,11 @@ class Bench:
         sizes = self._sizes
         inputs = make_inputs(case, sizes.heads, cache_bytes(self._device), self._device, num_layers=sizes.num_layers)
         expected = expected_answer(inputs)
-        kernels = TritonKernels(is_exact=case.is_exact, is_specialized=case.is_specialized)
+        kernels = TritonKernels(
+            is_exact=case.is_exact,
+            is_specialized=case.is_specialized,
+            dequantizes_first="always" if case.is_dequantized_first else "never",
+        )
 
         def own(layer: int) -> torch.Tensor:
             return kernels.paged_attention(
@@ -166,9 +179,10 @@ class Bench:
 
 def _describe(case: AttentionCase) -> str:
     order = "" if case.is_shuffled else ", blocks in order"
+    pool = f"{_name(case.kv_dtype)}{', dequantized first' if case.is_dequantized_first else ''}"
     kernel = ", specialized" if case.is_specialized else ""
     mode = ", exact" if case.is_exact else ""
-    return f"{case.suffix_tokens} after {case.prefix_tokens}, {_name(case.kv_dtype)}{order}{kernel}{mode}"
+    return f"{case.suffix_tokens} after {case.prefix_tokens}, {pool}{order}{kernel}{mode}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -36,7 +36,7 @@ def test_every_kernel_is_checked_and_timed_beside_its_peers(tmp_path: Path, caps
     assert status == 0
     assert result["is_finished"]
     assert result["is_dry_run"]
-    assert [row["kernel"] for row in result["rows"]] == ["write_kv"] * 4 + ["copy_blocks"] + ["paged_attention"] * 8
+    assert [row["kernel"] for row in result["rows"]] == ["write_kv"] * 4 + ["copy_blocks"] + ["paged_attention"] * 11
     for row in result["rows"]:
         assert row["is_right"], row
         assert row["tflops"] == pytest.approx(row["matrix_share"] * result["matrix_tflops"])
@@ -46,12 +46,15 @@ def test_every_kernel_is_checked_and_timed_beside_its_peers(tmp_path: Path, caps
             assert not peer["is_right"] or peer["ratio"] == pytest.approx(peer["ms"] / row["ms"])
     kinds = [row["case"].partition("bfloat16")[2] for row in result["rows"][5:10]]
     assert kinds == ["", ", blocks in order", ", exact", ", specialized", ", specialized, exact"]
+    over_quantized = [row["case"].partition("after 70, ")[2] for row in result["rows"][10:]]
+    in_attention = ["float8_e4m3fn", "int8", "int4"]
+    assert over_quantized == in_attention + [f"{name}, dequantized first, specialized" for name in in_attention]
     peers = result["rows"][5]["peers"]
     assert [name for name, peer in peers.items() if peer["is_right"]] == ["sdpa_flash", "flex"]
     printed = capsys.readouterr().out
     assert "the times mean nothing" in printed
     assert "flashinfer_fa3, not measured in 1 of them: Unavailable: needs a CUDA device" in printed
-    assert "13 of 13 right" in printed
+    assert "16 of 16 right" in printed
 
 
 def test_a_wrong_answer_fails_its_row_and_the_run(
@@ -79,7 +82,7 @@ def test_what_raises_fails_its_row_and_no_other(tmp_path: Path, monkeypatch: pyt
     failed = [row for row in result["rows"] if not row["is_right"]]
     assert [row["kernel"] for row in failed] == ["write_kv"] * 4 + ["copy_blocks"]
     assert {row["reason"] for row in failed} == {"RuntimeError: illegal memory access"}
-    assert len(result["rows"]) == 13
+    assert len(result["rows"]) == 16
 
 
 def test_a_peer_with_a_wrong_answer_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
