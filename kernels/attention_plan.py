@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,6 +50,12 @@ class AttentionPlan:
     work: torch.Tensor
     merges: torch.Tensor
     num_partials: int
+
+    def with_idle_work(self) -> AttentionPlan:
+        """The same, filled up like the plan of a recorded step that has more room than it needs."""
+        idle, no_merge = self.work.new_tensor([NO_WORK] * 3), self.merges.new_tensor([NO_MERGE] * 3)
+        work, merges = torch.cat((self.work, idle)), torch.cat((self.merges, no_merge))
+        return replace(self, work=work, merges=merges, num_partials=self.num_partials + 3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,5 +101,5 @@ def plan_dequantize(
     tables = np.zeros_like(batch.host_tables)
     tables[is_read] = plain_ids
     device = batch.block_tables.device
-    plain_batch = replace(batch, block_tables=to_device(tables, device), host_tables=tables)
-    return DequantizePlan(to_device(block_ids, device), plain_batch)
+    plain_batch = replace(batch, block_tables=to_device(torch.from_numpy(tables), device), host_tables=tables)
+    return DequantizePlan(to_device(torch.from_numpy(block_ids), device), plain_batch)

@@ -31,6 +31,7 @@ class TritonKernels:
             depend on the batch either.
         dequantizes_first: whether the blocks of a quantized pool are dequantized before attention rather than in it,
             see `kernels/dequantize_plan.py`; "always" is for trials. Never in exact mode: it depends on the batch.
+        has_idle_work: whether plans are filled up as those of recorded steps are; for trials.
     """
 
     write_kv = staticmethod(write_kv.write_kv)
@@ -42,21 +43,23 @@ class TritonKernels:
         is_exact: bool,
         is_specialized: bool = False,
         dequantizes_first: Literal["never", "if it pays", "always"] = "never",
+        has_idle_work: bool = False,
     ) -> None:
         assert not is_exact or dequantizes_first == "never"
         self._is_exact = is_exact
         self._is_specialized = is_specialized
         self._dequantizes_first = dequantizes_first
+        self._has_idle_work = has_idle_work
         self._batch: PagedBatch | None = None
         self._plans: dict[int | None, AttentionPlan] = {}  # of `_batch`, by window
         self._dequantize_plans: dict[int | None, DequantizePlan | None] = {}  # likewise
 
     def for_service(self) -> TritonKernels:
-        """What serves once these have passed a trial: these, or those that dequantize first only if it pays."""
-        if self._dequantizes_first != "always":
-            return self
+        """What serves once these have passed a trial: without idle work, and dequantizing first only if it pays."""
         return TritonKernels(
-            is_exact=self._is_exact, is_specialized=self._is_specialized, dequantizes_first="if it pays"
+            is_exact=self._is_exact,
+            is_specialized=self._is_specialized,
+            dequantizes_first="never" if self._dequantizes_first == "never" else "if it pays",
         )
 
     def paged_attention(
@@ -114,7 +117,7 @@ class TritonKernels:
         tile_rows: int,
     ) -> AttentionPlan:
         """Lay out the attention of all layers with one window; see `plan_attention`."""
-        return plan_attention(
+        plan = plan_attention(
             batch,
             num_query_heads=num_query_heads,
             num_kv_heads=num_kv_heads,
@@ -123,6 +126,7 @@ class TritonKernels:
             tile_rows=tile_rows,
             split_tokens=_SPLIT_TOKENS if self._is_exact else None,
         )
+        return plan.with_idle_work() if self._has_idle_work else plan
 
     def use_plans(self, batch: PagedBatch, plans: dict[int | None, AttentionPlan]) -> None:
         """Attend for a batch by these plans, by window; what is missing is planned."""
@@ -162,12 +166,14 @@ def candidates(
     kernels = {}
     is_hopper = capability[0] == 9
     if is_hopper and supports(dtype, shape.dtype, shape.head_dim, block_size):
-        kernels["warp-specialized attention"] = TritonKernels(is_exact=is_exact, is_specialized=True)
+        kernels["warp-specialized attention"] = TritonKernels(
+            is_exact=is_exact, is_specialized=True, has_idle_work=True
+        )
     if not is_exact and is_quantized(shape.dtype) and dtype != torch.float32:
         name = "attention over blocks dequantized first"
         if is_hopper and supports(dtype, dtype, shape.head_dim, block_size):
             kernels[f"warp-specialized {name}"] = TritonKernels(
-                is_exact=False, is_specialized=True, dequantizes_first="always"
+                is_exact=False, is_specialized=True, dequantizes_first="always", has_idle_work=True
             )
-        kernels[name] = TritonKernels(is_exact=False, dequantizes_first="always")
-    return kernels | {"attention through pointers": TritonKernels(is_exact=is_exact)}
+        kernels[name] = TritonKernels(is_exact=False, dequantizes_first="always", has_idle_work=True)
+    return kernels | {"attention through pointers": TritonKernels(is_exact=is_exact, has_idle_work=True)}

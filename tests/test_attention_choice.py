@@ -11,6 +11,7 @@ from radixkv import attention_check
 from radixkv.attention import TorchKernels
 from radixkv.attention_check import AttentionKind, check_attention
 from radixkv.attention_choice import choose_attention
+from radixkv.attention_trial import try_attention_here
 from radixkv.engine_builder import attention_kernels
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels import specialized_attention
@@ -196,7 +197,9 @@ def test_a_trial_notices_blocks_that_are_dequantized_wrong(
     monkeypatch.setattr("radixkv.triton_kernels.dequantize_blocks", of_the_next_block)
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=32, dtype=BF16).stored_as("int8")
     tried = candidates(BF16, shape, 64, (8, 0), is_exact=False)
-    chosen = choose_attention(tried, (KIND,), BF16, shape, 64, CPU, is_exact=False)
+    chosen = choose_attention(
+        tried, lambda name: try_attention_here(name, (KIND,), BF16, shape, 64, CPU, is_exact=False)
+    )
     assert chosen is tried["attention through pointers"]
     (record,) = caplog.records
     assert record.getMessage().startswith("attention over blocks dequantized first is not used: attention over int8")

@@ -212,8 +212,9 @@ def test_those_that_serve_do_it_if_it_pays_and_only_if_a_trial_saw_it(monkeypatc
     tried = TritonKernels(is_exact=False, is_specialized=True, dequantizes_first="always").for_service()
     assert pools_attended(tried, [2048], monkeypatch, windows=(None,)) == 2 * [torch.bfloat16]
     assert pools_attended(tried, [1], monkeypatch, windows=(None,)) == 2 * [torch.int8]
-    untried = TritonKernels(is_exact=False)
-    assert untried.for_service() is untried
+    untried = TritonKernels(is_exact=False, has_idle_work=True).for_service()
+    assert pools_attended(untried, [2048], monkeypatch, windows=(None,)) == 2 * [torch.int8]
+    assert not untried._has_idle_work
 
 
 def test_exact_mode_does_not_dequantize_first() -> None:

@@ -1,11 +1,10 @@
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from radixkv.kernels import reference
-from radixkv.kernels.attention_plan import NO_MERGE, NO_WORK, AttentionPlan, plan_attention
+from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.paged_attention import paged_attention
 
@@ -193,12 +192,9 @@ def test_what_fills_up_a_recorded_step_changes_no_bit(is_specialized: bool, kern
     step = make_step([150, 0], [37, 5], GQA, block_size=64, head_dim=64, dtype=torch.bfloat16, device=kernel_device)
     plan = plan_of(step, tile_rows=128, split_tokens=64)
     assert plan.num_partials
-    filled = dataclasses.replace(
-        plan,
-        work=torch.cat((plan.work, plan.work.new_tensor([NO_WORK] * 3))),
-        merges=torch.cat((plan.merges, plan.merges.new_tensor([NO_MERGE] * 2))),
-        num_partials=plan.num_partials + 3,
-    )
+    filled = plan.with_idle_work()
+    assert len(filled.work) > len(plan.work)
+    assert len(filled.merges) > len(plan.merges)
     padding = step.query.new_full((7, *step.query.shape[1:]), 100.0)
     whole, padded = (
         paged_attention(query, step.pool, LAYER, step.batch, each, scale=0.1, is_specialized=is_specialized)
