@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from radixkv.kernels.flat_rows import flat_rows
+from radixkv.kernels.norm_style import TORCH, NormStyle
 
 # Columns at a time: 16 values a thread of 8 warps.
 _MAX_BLOCK_COLUMNS = 4096
@@ -50,15 +51,17 @@ def row_mean(rows: torch.Tensor) -> torch.Tensor:
     return means.view(*rows.shape[:-1], 1)
 
 
-def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float, style: NormStyle = TORCH) -> torch.Tensor:
     """Compute `torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, eps)`, each row by itself.
 
-    Everything is float32 until the result is rounded. A row's bits depend on the row, the weight and `eps` alone.
+    Everything is float32 until the result is rounded. A row's bits depend on the row, the weight, `eps` and `style`
+    alone.
 
     Args:
         rows: `[..., num_columns]` in float32, bfloat16 or float16, with at least one column; any strides.
         weight: `[num_columns]` in float32, bfloat16 or float16, or None for ones.
         eps: added to the mean of the squares.
+        style: what is done with the weight; torch's own if not said.
 
     Returns:
         A new contiguous tensor like `rows`.
@@ -67,28 +70,70 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tor
         ValueError: `rows` has another dtype, no dimension, or no columns, or `weight` another shape or device.
     """
     flat = flat_rows(rows)  # [num_rows, num_columns]
+    output = torch.empty_like(flat)
+    _launch_norm(flat, None, weight, output, None, eps, style)
+    return output.view(rows.shape)
+
+
+def add_rms_norm(
+    rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, style: NormStyle = TORCH
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `rows + residual`, rounded to their dtype, and its `rms_norm`.
+
+    Args:
+        rows: see `rms_norm`, also for what follows.
+        residual: like `rows`.
+
+    Returns:
+        The sums and their norm, new contiguous tensors like `rows`.
+
+    Raises:
+        ValueError: as `rms_norm`, or `residual` has another shape, dtype or device.
+    """
+    if (residual.shape, residual.dtype, residual.device) != (rows.shape, rows.dtype, rows.device):
+        raise ValueError(
+            f"residual: expected {rows.dtype} {tuple(rows.shape)} on {rows.device}, "
+            f"got {residual.dtype} {tuple(residual.shape)} on {residual.device}"
+        )
+    flat = flat_rows(rows)  # [num_rows, num_columns]
+    sums, output = torch.empty_like(flat), torch.empty_like(flat)
+    _launch_norm(flat, flat_rows(residual), weight, output, sums, eps, style)
+    return sums.view(rows.shape), output.view(rows.shape)
+
+
+def _launch_norm(
+    flat: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    output: torch.Tensor,
+    sums: torch.Tensor | None,
+    eps: float,
+    style: NormStyle,
+) -> None:
     num_rows, num_columns = flat.shape
     if weight is not None:
-        if (weight.shape, weight.device) != ((num_columns,), rows.device):
+        if (weight.shape, weight.device) != ((num_columns,), flat.device):
             raise ValueError(
-                f"weight: expected shape {(num_columns,)} on {rows.device}, "
+                f"weight: expected shape {(num_columns,)} on {flat.device}, "
                 f"got {tuple(weight.shape)} on {weight.device}"
             )
         weight = weight.contiguous()
-    output = torch.empty_like(flat)
     if num_rows:
         block = _block_columns(num_columns)
         _norm_row[(num_rows,)](
             flat,
+            residual,
             weight,
             output,
+            sums,
             eps,
             NUM_COLUMNS=num_columns,
             BLOCK_COLUMNS=block,
+            WEIGHT_OFFSET=style.weight_offset,
+            ROUNDS_FIRST=style.rounds_first,
             num_warps=_num_warps(block),
             enable_fp_fusion=True,
         )
-    return output.view(rows.shape)
 
 
 def _block_columns(num_columns: int) -> int:
@@ -113,19 +158,48 @@ def _mean_row(rows, means, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexp
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
-def _norm_row(rows, weight, output, eps, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Divide one row by the root of the mean of its squares; the row is read again where it is longer than a block."""
+def _norm_row(  # type: ignore[no-untyped-def]
+    rows,
+    residual,
+    weight,
+    output,
+    sums,
+    eps,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+):
+    """Divide one row by the root of the mean of its squares; the row is read twice."""
     offset = tl.program_id(0).to(tl.int64) * NUM_COLUMNS
     squares = tl.zeros([BLOCK_COLUMNS], tl.float32)
     for start in tl.range(0, NUM_COLUMNS, BLOCK_COLUMNS):
         columns = start + tl.arange(0, BLOCK_COLUMNS)
-        values = tl.load(rows + offset + columns, mask=columns < NUM_COLUMNS, other=0.0).to(tl.float32)
+        is_column = columns < NUM_COLUMNS
+        values = _load_values(rows, residual, offset + columns, is_column)
+        if sums is not None:
+            tl.store(sums + offset + columns, values.to(sums.dtype.element_ty), mask=is_column)
         squares += values * values
     factor = tl.rsqrt(tl.sum(squares, 0) / NUM_COLUMNS + eps)
     for start in tl.range(0, NUM_COLUMNS, BLOCK_COLUMNS):
         columns = start + tl.arange(0, BLOCK_COLUMNS)
         is_column = columns < NUM_COLUMNS
-        values = tl.load(rows + offset + columns, mask=is_column, other=0.0).to(tl.float32) * factor
+        values = _load_values(rows, residual, offset + columns, is_column) * factor
+        if ROUNDS_FIRST:
+            values = values.to(output.dtype.element_ty).to(tl.float32)
         if weight is not None:
-            values *= tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+            weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+            if WEIGHT_OFFSET != 0:
+                weights += WEIGHT_OFFSET
+            values *= weights
         tl.store(output + offset + columns, values.to(output.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def _load_values(rows, residual, offsets, is_column):  # type: ignore[no-untyped-def]
+    """Load a piece of a row as float32, with the residual added and rounded to the row's dtype if there is one."""
+    values = tl.load(rows + offsets, mask=is_column, other=0.0).to(tl.float32)
+    if residual is not None:
+        values += tl.load(residual + offsets, mask=is_column, other=0.0).to(tl.float32)
+        values = values.to(rows.dtype.element_ty).to(tl.float32)
+    return values

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.norm_style import TORCH, NormStyle
 from radixkv.kernels.quantization import dequantize, quantize
 
 
@@ -124,3 +126,37 @@ def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: 
     where = (block_ids.long(), layer)
     plain.values[:, 0] = dequantize(pool.values[where], pool.scales[where], pool.dtype, dtype)
     return plain
+
+
+def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float, style: NormStyle = TORCH) -> torch.Tensor:
+    """Divide rows by the root of the mean of their squares and multiply them by a weight.
+
+    Args:
+        rows: `[..., num_columns]`; the arithmetic is float32.
+        weight: `[num_columns]`, or None for ones.
+        eps: added to the mean of the squares.
+        style: what is done with the weight.
+
+    Returns:
+        A new tensor like `rows`.
+    """
+    wide = rows.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if style.rounds_first:
+        normed = normed.to(rows.dtype)
+    if weight is not None:
+        normed = normed * (weight.float() + style.weight_offset if style.weight_offset else weight)
+    return normed.to(rows.dtype)
+
+
+def add_rms_norm(
+    rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, style: NormStyle = TORCH
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add a residual, both `[..., num_columns]` in one dtype; returns the sums and their `rms_norm`."""
+    sums = rows + residual
+    return sums, rms_norm(sums, weight, eps, style)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Multiply `silu(gate)`, rounded to the dtype, by `up`, number by number."""
+    return functional.silu(gate) * up

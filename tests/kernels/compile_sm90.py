@@ -27,14 +27,17 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from radixkv.kernels import norm_style
 from radixkv.kernels.attention_plan import plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.copy_blocks import copy_blocks
 from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.linear import linear
-from radixkv.kernels.norm import rms_norm, row_mean
+from radixkv.kernels.norm import add_rms_norm, rms_norm, row_mean
+from radixkv.kernels.norm_style import NormStyle
 from radixkv.kernels.paged_attention import paged_attention
+from radixkv.kernels.swiglu import swiglu
 from radixkv.kernels.write_kv import write_kv
 
 _TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -225,6 +228,45 @@ def _launch_norms(dtype: torch.dtype, num_columns: int, first_row: int) -> None:
     rms_norm(rows, torch.empty(num_columns, dtype=dtype), 1e-6)
 
 
+# (dtype, num_columns, style, has_residual): rows of layers and heads, and an odd one.
+FUSED_NORM_CASES = [
+    (bf16, 4096, "TORCH", True),
+    (bf16, 4096, "LLAMA", True),
+    (bf16, 4096, "GEMMA", True),
+    (bf16, 4096, "LLAMA", False),
+    (bf16, 4096, "GEMMA", False),
+    (bf16, 128, "LLAMA", False),
+    (bf16, 256, "GEMMA", False),
+    (bf16, 37, "LLAMA", True),
+    (fp16, 5120, "LLAMA", True),
+    (fp32, 4096, "GEMMA", True),
+]
+
+
+def _launch_fused_norm(dtype: torch.dtype, num_columns: int, style: NormStyle, has_residual: bool) -> None:
+    rows, weight = torch.empty(16, num_columns, dtype=dtype), torch.empty(num_columns, dtype=dtype)
+    if has_residual:
+        add_rms_norm(rows, rows, weight, 1e-6, style)
+    else:
+        rms_norm(rows, weight, 1e-6, style)
+
+
+# (dtype, num_columns, num_rows): the same again for other rows, whole programs and others.
+SWIGLU_CASES = [
+    (bf16, 14336, 16),
+    (bf16, 14336, 1),
+    (bf16, 14336, 17),
+    (fp16, 9728, 16),
+    (fp32, 4096, 16),
+    (bf16, 37, 16),
+]
+
+
+def _launch_swiglu(dtype: torch.dtype, num_columns: int, num_rows: int) -> None:
+    gate, up = torch.empty(2, num_rows, num_columns, dtype=dtype)
+    swiglu(gate, up)
+
+
 def _launch_write(dtype: torch.dtype, head_dim: int) -> None:
     pool = KVPool.allocate(2, 2, 8, 64, head_dim, dtype=dtype)
     key, value = torch.empty(2, 40, 8, head_dim, dtype=bf16).unbind(0)
@@ -256,6 +298,12 @@ def cases(attention_cases: list[AttentionCase]) -> Iterator[tuple[str, Callable[
     for dtype, num_columns, first_row in NORM_CASES:
         name = f"{str(dtype)[6:]} {num_columns}, rows from {first_row}"
         yield name, partial(_launch_norms, dtype, num_columns, first_row)
+    for dtype, num_columns, style, has_residual in FUSED_NORM_CASES:
+        name = f"{str(dtype)[6:]} {num_columns} as {style}{' with residual' if has_residual else ''}"
+        yield name, partial(_launch_fused_norm, dtype, num_columns, getattr(norm_style, style), has_residual)
+    for dtype, num_columns, num_rows in SWIGLU_CASES:
+        name = f"{str(dtype)[6:]} {num_columns}, rows {num_rows}"
+        yield name, partial(_launch_swiglu, dtype, num_columns, num_rows)
 
 
 def compile_case(name: str, launch: Callable[[], None]) -> list[CompiledCase]:

@@ -27,7 +27,8 @@ def compiled() -> list[dict[str, Any]]:
 def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
     attention = {"_attend_tile", "_attend_tile_specialized", "_merge_partials", "_write_tile", "_copy_span"}
     exact = {"_multiply_tiles", "_mean_row", "_norm_row"}
-    assert {row["kernel"] for row in compiled} == attention | exact | {"_dequantize_tile"}
+    fused = {"_norm_row", "_gate_piece"}
+    assert {row["kernel"] for row in compiled} == attention | exact | fused | {"_dequantize_tile"}
 
 
 def test_no_kernel_spills(compiled: list[dict[str, Any]]) -> None:
@@ -100,7 +101,14 @@ def test_tiles_come_by_tma_where_the_weight_permits(compiled: list[dict[str, Any
 
 @pytest.mark.parametrize(
     ("kernel", "num_variants"),
-    [("_multiply_tiles", 2), ("_mean_row", 1), ("_norm_row", 1), ("_attend_tile", 1), ("_attend_tile_specialized", 1)],
+    [
+        ("_multiply_tiles", 2),
+        ("_mean_row", 1),
+        ("_norm_row", 1),
+        ("_gate_piece", 1),
+        ("_attend_tile", 1),
+        ("_attend_tile_specialized", 1),
+    ],
 )
 def test_one_machine_code_serves_any_number_of_rows_wherever_they_start(
     kernel: str, num_variants: int, compiled: list[dict[str, Any]]
@@ -119,3 +127,9 @@ def test_norms_load_16_bytes_at_a_time_from_aligned_rows(compiled: list[dict[str
     norms = [row for row in compiled if row["kernel"] in ("_mean_row", "_norm_row") and " 4096" in row["case"]]
     assert norms
     assert all(row["instructions"]["LDG.E.128"] for row in norms)
+
+
+def test_gates_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
+    gates = [row for row in compiled if row["kernel"] == "_gate_piece" and " 37" not in row["case"]]
+    assert gates
+    assert all(row["instructions"]["LDG.E.128"] and row["instructions"]["STG.E.128"] for row in gates)

@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from radixkv.kernels.norm import rms_norm, row_mean
+from radixkv.kernels import reference
+from radixkv.kernels.norm import add_rms_norm, rms_norm, row_mean
+from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH, NormStyle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COLUMNS = [1, 37, 80, 128, 4096, 5000]
+STYLES = [TORCH, LLAMA, GEMMA]
 
 
 def make(num_rows: int, num_columns: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,6 +21,11 @@ def make(num_rows: int, num_columns: int, dtype: torch.dtype, device: str) -> tu
 
 def normalized(rows: torch.Tensor) -> torch.Tensor:
     return rms_norm(rows, torch.linspace(-2, 2, rows.shape[-1], device=rows.device).to(rows.dtype), 1e-6)
+
+
+def added(rows: torch.Tensor) -> torch.Tensor:
+    weight = torch.linspace(-2, 2, rows.shape[-1], device=rows.device).to(rows.dtype)
+    return torch.stack(add_rms_norm(rows, 0.3 * rows, weight, 1e-6, LLAMA))
 
 
 FUNCTIONS = [row_mean, normalized]
@@ -51,6 +59,33 @@ def test_weight_may_be_wider_than_the_rows_and_strided(kernel_device: str) -> No
     weight = torch.randn(74, device=kernel_device)[::2]
     exact = functional.rms_norm(rows.double(), (37,), weight.double(), 1e-6)
     torch.testing.assert_close(rms_norm(rows, weight, 1e-6).double(), exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_columns"), [(torch.float16, 1), (torch.float32, 37), (torch.bfloat16, 128), (torch.bfloat16, 5000)]
+)
+@pytest.mark.parametrize("style", STYLES)
+def test_each_style_rounds_as_its_models_do(
+    style: NormStyle, dtype: torch.dtype, num_columns: int, kernel_device: str
+) -> None:
+    rows, weight = make(5, num_columns, dtype, kernel_device)
+    tolerance = {"rtol": max(3e-6, 2 * torch.finfo(dtype).eps), "atol": 1e-7}
+    expected = reference.rms_norm(rows, weight, 1e-6, style)
+    got = rms_norm(rows, weight, 1e-6, style)
+    torch.testing.assert_close(got, expected, **tolerance)
+    if dtype != torch.float32:  # where rounding hides the order of sums, but for a few
+        assert (got != expected).float().mean() <= 0.02
+    residual = rows.flip(0) * 3
+    sums, normed = add_rms_norm(rows, residual, weight, 1e-6, style)
+    assert torch.equal(sums, rows + residual)
+    assert torch.equal(normed, rms_norm(sums, weight, 1e-6, style))
+    torch.testing.assert_close(normed, reference.add_rms_norm(rows, residual, weight, 1e-6, style)[1], **tolerance)
+
+
+def test_without_a_weight_styles_are_one(kernel_device: str) -> None:
+    rows, _ = make(5, 37, torch.bfloat16, kernel_device)
+    expected = rms_norm(rows, None, 1e-6)
+    assert all(torch.equal(rms_norm(rows, None, 1e-6, style), expected) for style in STYLES)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -100,12 +135,15 @@ def test_leading_dimensions_stay(kernel_device: str) -> None:
     assert torch.equal(row_mean(rows.view(2, 3, 4, 80)), row_mean(rows).view(2, 3, 4, 1))
     assert torch.equal(rms_norm(rows.view(2, 3, 4, 80), weight, 1e-6), rms_norm(rows, weight, 1e-6).view(2, 3, 4, 80))
     assert torch.equal(row_mean(rows[3]), row_mean(rows)[3])
+    assert torch.equal(added(rows.view(2, 3, 4, 80)), added(rows).view(2, 2, 3, 4, 80))
+    assert torch.equal(added(rows.t().contiguous().t()[3:]), added(rows)[:, 3:])
 
 
 def test_no_rows_give_none(kernel_device: str) -> None:
     rows, weight = make(4, 80, torch.float32, kernel_device)
     assert row_mean(rows.view(2, 2, 80)[:, :0]).shape == (2, 0, 1)
     assert rms_norm(rows[:0], weight, 1e-6).shape == (0, 80)
+    assert [each.shape for each in add_rms_norm(rows[:0], rows[:0], weight, 1e-6)] == [(0, 80), (0, 80)]
 
 
 @pytest.mark.parametrize(
@@ -131,3 +169,11 @@ def test_what_is_no_rows_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         function(rows)
+
+
+@pytest.mark.parametrize(
+    "residual", [torch.zeros(4), torch.zeros(2, 4, dtype=torch.bfloat16), torch.zeros(2, 4, device="meta")]
+)
+def test_residuals_that_do_not_fit_are_refused(residual: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"^residual: expected torch\.float32 \(2, 4\) on cpu, got "):
+        add_rms_norm(torch.zeros(2, 4), residual, None, 1e-6)

@@ -1,0 +1,22 @@
+"""How RMS norms differ in what they do with their weight."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class NormStyle(NamedTuple):
+    """From a normalized row in float32 to its values in the row's dtype.
+
+    Attributes:
+        weight_offset: added to the weight, in float32, before it is applied.
+        rounds_first: whether the row is rounded to its dtype before the weight is applied, and again after.
+    """
+
+    weight_offset: float
+    rounds_first: bool
+
+
+TORCH = NormStyle(0.0, rounds_first=False)
+LLAMA = NormStyle(0.0, rounds_first=True)
+GEMMA = NormStyle(1.0, rounds_first=False)
