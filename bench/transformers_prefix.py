@@ -17,12 +17,13 @@ class TransformersPrefix:
     """The same model as transformers runs it, with SDPA, and K and V of one long prompt.
 
     Args:
-        model: with our attention, which it has again after each call.
+        model: with our attention and kernels, which it has again after each call.
         tokens: the prompt.
         step_tokens: computed at a time.
     """
 
     def __init__(self, model: Model, tokens: Tokens, step_tokens: int) -> None:
+        self._model = model
         self._module = model.module
         self._device = model.device
         self._cache = DynamicCache()
@@ -54,9 +55,10 @@ class TransformersPrefix:
         positions = torch.arange(start, start + len(suffix), device=self._device)[None]
         self._module.set_attn_implementation("sdpa")
         try:
-            output = self._module(
-                input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-            )
+            with self._model.unfused():
+                output = self._module(
+                    input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+                )
         finally:
             self._module.set_attn_implementation(ATTENTION_NAME)
         logits: torch.Tensor = output.logits[0, -1]

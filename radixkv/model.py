@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
@@ -21,12 +21,22 @@ from radixkv.exactness import TOKENS_MULTIPLE, make_exact
 from radixkv.kv_storage import KVShape
 from radixkv.tiny_model import build_tiny_model
 
+if TYPE_CHECKING:
+    from radixkv.fused_modules import FusedModules
+
 # RoPE variants whose rotation of every token depends on the longest position in the batch, once one passes this key.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 
 
 class Model:
     """A causal language model, ready for prefill.
+
+    Args:
+        name: see below.
+        module: a loaded model.
+        device: where it will run.
+        is_exact: see below.
+        is_fused: whether its known parts run as one kernel each; None for whether it is in fast mode on a GPU.
 
     Attributes:
         name: `tiny` or the directory's name.
@@ -40,11 +50,25 @@ class Model:
         fingerprint: equal for equal configuration and weights.
     """
 
-    def __init__(self, name: str, module: PreTrainedModel, device: torch.device, *, is_exact: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: PreTrainedModel,
+        device: torch.device,
+        *,
+        is_exact: bool = True,
+        is_fused: bool | None = None,
+    ) -> None:
+        assert not (is_exact and is_fused), "exact mode takes the place of torch's functions, which kernels do not call"
         self.name = name
         self.device = device
         self.is_exact = is_exact
         self.module = module.to(device).eval().requires_grad_(False)
+        self._fused: FusedModules | None = None
+        if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
+            from radixkv.fused_modules import FusedModules  # Triton is not there on every platform
+
+            self._fused = FusedModules(module)
         self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
         self._hidden_states = torch.empty(0)  # [1, num_tokens, hidden_size] of the forward pass at hand
         module.base_model.register_forward_hook(self._keep_hidden_states)
@@ -87,6 +111,10 @@ class Model:
         is_finite = self._hidden_states[0, :num_tokens].isfinite().all(dim=-1)
         self._hidden_states = torch.empty(0)
         return output.logits[0].float(), is_finite
+
+    def unfused(self) -> AbstractContextManager[object]:
+        """Inside, `module` runs as transformers wrote it."""
+        return contextlib.nullcontext() if self._fused is None else self._fused.undone()
 
     def _keep_hidden_states(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
         self._hidden_states = output.last_hidden_state

@@ -104,7 +104,8 @@ def _eager_logits(model: Model, tokens: bytes) -> torch.Tensor:
     input_ids = torch.from_numpy(np.frombuffer(tokens, dtype="<u4").astype(np.int64)).to(model.device)
     model.module.set_attn_implementation("eager")
     try:
-        logits: torch.Tensor = model.module(input_ids=input_ids[None], use_cache=False).logits[0].float()
+        with model.unfused():
+            logits: torch.Tensor = model.module(input_ids=input_ids[None], use_cache=False).logits[0].float()
     finally:
         model.module.set_attn_implementation(ATTENTION_NAME)
     return logits

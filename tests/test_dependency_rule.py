@@ -64,6 +64,7 @@ ORDER = [
     "tiny_model",
     "triton_exactness",
     "exactness",
+    "fused_modules",
     "model",
     "forward",
     "step_shape",

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,12 @@ from bench.device_time import Rates
 from bench.exactness import build_runner
 from bench.gpu_prefill import Bench, main
 from bench.transformers_prefix import TransformersPrefix
+from radixkv.attention import ATTENTION_NAME
 from radixkv.errors import ConfigError
+from radixkv.model import Model
 from radixkv.runner import Runner
+from radixkv.tiny_model import build_tiny_model
+from tests.kernels.interpreter import interpret_kernels
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +83,18 @@ def test_transformers_may_fail_and_says_why(bench: Bench, monkeypatch: pytest.Mo
     assert row["transformers_reason"] == "RuntimeError: no kernel"
     assert "transformers_ms" not in row
     assert row["recompute_ms"] > 0
+
+
+def test_transformers_runs_without_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing interprets them they would raise."""
+    with monkeypatch.context() as patch:
+        interpret_kernels(patch)
+        model = Model("tiny", build_tiny_model(ATTENTION_NAME), torch.device("cpu"), is_exact=False, is_fused=True)
+    assert "forward" in vars(model.module.model.norm)
+    tokens = np.arange(9, dtype="<u4")
+    expected = TransformersPrefix(Model("tiny", build_tiny_model(ATTENTION_NAME), model.device), tokens, 9)
+    got = TransformersPrefix(model, tokens, 9)
+    np.testing.assert_array_equal(got.logits(tokens, 9), expected.logits(tokens, 9))
 
 
 def test_a_goal_is_printed_as_ratios() -> None:
