@@ -29,17 +29,23 @@ from bench.device_time import Rates, cache_bytes, measure_rates
 from bench.environment import describe_run
 from bench.kernel_row import HEADER, Contestant, Row, Work, format_failures, format_row, guarded_row, measure_row
 from bench.result_file import write_json
+from bench.row_inputs import GatedRows, NormedRows
 from radixkv.kernels import reference
 from radixkv.kernels.copy_blocks import copy_blocks
+from radixkv.kernels.norm import add_rms_norm
 from radixkv.kernels.quantization import INT4
+from radixkv.kernels.swiglu import swiglu
 from radixkv.kernels.write_kv import write_kv
 from radixkv.triton_kernels import TritonKernels
 
-KERNELS = ("write_kv", "copy_blocks", "paged_attention")
+KERNELS = ("write_kv", "copy_blocks", "add_rms_norm", "swiglu", "paged_attention")
 QUANTIZED = (torch.float8_e4m3fn, torch.int8, INT4)
 
 # Of a vector of the answer: bfloat16 rounds weights and answers by 0.4 % each; a wrong K or V is off by 100 %.
 _TOLERANCE = 0.02
+
+# Of a row of the answer: few numbers are rounded to the other side, each by 0.8 % of itself.
+_ROW_TOLERANCE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,9 @@ class Sizes:
         num_layers: of the blocks.
         written_tokens: of each step that writes K and V.
         copied_blocks: of each step that copies blocks.
+        row_tokens: of each step that norms and gates.
+        hidden_size: numbers of a token between layers.
+        intermediate_size: and inside an MLP.
         attentions: suffix and prefix tokens of each request.
         dequantized_suffix: suffix tokens from which attention is also measured over blocks dequantized first.
     """
@@ -59,6 +68,9 @@ class Sizes:
     num_layers: int
     written_tokens: tuple[int, ...]
     copied_blocks: tuple[int, ...]
+    row_tokens: tuple[int, ...]
+    hidden_size: int
+    intermediate_size: int
     attentions: tuple[tuple[int, int], ...]
     dequantized_suffix: int
 
@@ -68,13 +80,16 @@ GPU_SIZES = Sizes(
     num_layers=32,
     written_tokens=(64, 2048),
     copied_blocks=(1, 16),
+    row_tokens=(16, 64, 2048),
+    hidden_size=4096,
+    intermediate_size=14_336,
     attentions=(
         *((512, 8192), (2048, 8192), (2048, 32_768), (8192, 0)),
         *((suffix, prefix) for prefix in (8192, 32_768, 65_536) for suffix in (16, 64, 128)),
     ),
     dequantized_suffix=512,
 )
-DRY_SIZES = Sizes(Heads(4, 2, 64, 64), 1, (20,), (2,), ((20, 70),), dequantized_suffix=20)
+DRY_SIZES = Sizes(Heads(4, 2, 64, 64), 1, (20,), (2,), (20,), 128, 384, ((20, 70),), dequantized_suffix=20)
 
 
 class Bench:
@@ -110,6 +125,11 @@ class Bench:
             for num_copies in sizes.copied_blocks:
                 case = f"{num_copies} blocks of {sizes.num_layers} layers"
                 yield guarded_row("copy_blocks", case, partial(self._copy, num_copies))
+        for num_tokens, (kernel, make) in itertools.product(
+            sizes.row_tokens, (("add_rms_norm", self._norm), ("swiglu", self._gate))
+        ):
+            if kernel in kernels:
+                yield guarded_row(kernel, f"{num_tokens} tokens", partial(make, num_tokens))
         if "paged_attention" in kernels:
             for suffix_tokens, prefix_tokens in sizes.attentions:
                 yield from self._attentions(AttentionCase(suffix_tokens, prefix_tokens))
@@ -126,6 +146,18 @@ class Bench:
         work = Work(0, copies.num_bytes, 0)
         peers = {"torch": partial(copies.contestant, reference.copy_blocks)}
         return measure_row(work, partial(copies.contestant, copy_blocks), peers, self.rates, self._device)
+
+    def _norm(self, num_tokens: int) -> Row:
+        rows = NormedRows(num_tokens, self._sizes.hidden_size, cache_bytes(self._device), self._device)
+        work = Work(0, rows.num_bytes, _ROW_TOLERANCE)
+        peers = {"torch": partial(rows.contestant, reference.add_rms_norm)}
+        return measure_row(work, partial(rows.contestant, add_rms_norm), peers, self.rates, self._device)
+
+    def _gate(self, num_tokens: int) -> Row:
+        rows = GatedRows(num_tokens, self._sizes.intermediate_size, cache_bytes(self._device), self._device)
+        work = Work(0, rows.num_bytes, _ROW_TOLERANCE)
+        peers = {"torch": partial(rows.contestant, reference.swiglu)}
+        return measure_row(work, partial(rows.contestant, swiglu), peers, self.rates, self._device)
 
     def _attentions(self, case: AttentionCase) -> Iterator[Row]:
         """A row beside the peers, then variants of it beside that row's own time."""

@@ -36,7 +36,8 @@ def test_every_kernel_is_checked_and_timed_beside_its_peers(tmp_path: Path, caps
     assert status == 0
     assert result["is_finished"]
     assert result["is_dry_run"]
-    assert [row["kernel"] for row in result["rows"]] == ["write_kv"] * 4 + ["copy_blocks"] + ["paged_attention"] * 11
+    others = ["write_kv"] * 4 + ["copy_blocks", "add_rms_norm", "swiglu"]
+    assert [row["kernel"] for row in result["rows"]] == others + ["paged_attention"] * 11
     for row in result["rows"]:
         assert row["is_right"], row
         assert row["tflops"] == pytest.approx(row["matrix_share"] * result["matrix_tflops"])
@@ -44,17 +45,17 @@ def test_every_kernel_is_checked_and_timed_beside_its_peers(tmp_path: Path, caps
         for peer in row["peers"].values():
             assert (peer.get("reason") is None) == peer["is_right"]
             assert not peer["is_right"] or peer["ratio"] == pytest.approx(peer["ms"] / row["ms"])
-    kinds = [row["case"].partition("bfloat16")[2] for row in result["rows"][5:10]]
+    kinds = [row["case"].partition("bfloat16")[2] for row in result["rows"][7:12]]
     assert kinds == ["", ", blocks in order", ", exact", ", specialized", ", specialized, exact"]
-    over_quantized = [row["case"].partition("after 70, ")[2] for row in result["rows"][10:]]
+    over_quantized = [row["case"].partition("after 70, ")[2] for row in result["rows"][12:]]
     in_attention = ["float8_e4m3fn", "int8", "int4"]
     assert over_quantized == in_attention + [f"{name}, dequantized first, specialized" for name in in_attention]
-    peers = result["rows"][5]["peers"]
+    peers = result["rows"][7]["peers"]
     assert [name for name, peer in peers.items() if peer["is_right"]] == ["sdpa_flash", "flex"]
     printed = capsys.readouterr().out
     assert "the times mean nothing" in printed
     assert "flashinfer_fa3, not measured in 1 of them: Unavailable: needs a CUDA device" in printed
-    assert "16 of 16 right" in printed
+    assert "18 of 18 right" in printed
 
 
 def test_a_wrong_answer_fails_its_row_and_the_run(
@@ -69,6 +70,17 @@ def test_a_wrong_answer_fails_its_row_and_the_run(
     assert "ms" not in copy
     assert copy["peers"]["torch"]["is_right"]
     assert "FAILED  wrong: off by inf, at most 0" in capsys.readouterr().out
+
+
+def test_a_norm_without_its_residual_and_a_gate_without_its_curve_are_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.kernels, "add_rms_norm", lambda rows, _, *rest: (rows, reference.rms_norm(rows, *rest)))
+    monkeypatch.setattr(bench.kernels, "swiglu", lambda gate, up: gate * up)
+    status, result = dry_run(tmp_path, "--kernels", "add_rms_norm", "swiglu")
+    assert status == 1
+    assert [row["is_right"] for row in result["rows"]] == [False, False]
+    assert all(row["peers"]["torch"]["is_right"] for row in result["rows"])
 
 
 def test_what_raises_fails_its_row_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
