@@ -368,11 +368,14 @@ def main() -> None:
     """Print one JSON line a compiled kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every head_dim, block size and tile, not only the tested")
+    parser.add_argument("--share", default="1/1", help="I/N: every Nth case, from the Ith on")
+    options = parser.parse_args()
+    number, num_shares = map(int, options.share.split("/"))
     attention_cases = [*ATTENTION_CASES, *SPECIALIZED_CASES]
-    if parser.parse_args().all:
+    if options.all:
         attention_cases = [*ALL_ATTENTION_CASES, *ALL_SPECIALIZED_CASES]
     assert not os.environ.get("TRITON_INTERPRET"), "the interpreter does not compile"
-    for name, launch in cases(attention_cases):
+    for name, launch in list(cases(attention_cases))[number - 1 :: num_shares]:
         for compiled in compile_case(name, launch):
             print(json.dumps(asdict(compiled)), flush=True)
 
