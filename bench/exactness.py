@@ -25,6 +25,7 @@ from radixkv.attention_trial import try_attention_here
 from radixkv.config import EngineConfig
 from radixkv.engine_builder import attention_kernels, make_runner
 from radixkv.forward import Chunk
+from radixkv.graph_recorder import GraphRecorder
 from radixkv.kv_storage import KVStorage
 from radixkv.model import Model
 from radixkv.runner import Runner
@@ -67,7 +68,7 @@ def build_runner(
     model = Model(shape, module, device, is_exact=is_exact)
     storage = KVStorage(-(-max_tokens // BLOCK_SIZE), BLOCK_SIZE, model.kv_shape, device)
     kernels = attention_kernels(model, model.kv_shape, BLOCK_SIZE, try_attention_here)
-    return make_runner(model, storage, kernels, EngineConfig())
+    return make_runner(model, storage, kernels, GraphRecorder(model, kernels, EngineConfig()))
 
 
 def prefill_s(runner: Runner, num_tokens: int, cached_tokens: int, chunk_tokens: int) -> float:

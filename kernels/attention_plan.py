@@ -68,11 +68,10 @@ class _Tile:
     kv_end: int
 
 
-def usual_partials(num_requests: int, num_kv_heads: int) -> int:
-    """How many partial results of one KV head are room enough for nearly every plan of a short step.
+def balanced_partials(num_requests: int, num_kv_heads: int) -> int:
+    """How many partial results of one KV head a batch has at most if it is spread over the whole device.
 
-    A batch that is spread over the whole device has two for each share of a program at most, and two more for each
-    request whose window is cut. More room is not for free: a program that finds nothing to do has to start.
+    Two for each share of a program, and two more for each request whose window is cut.
     """
     return 2 * (-(-_TARGET_PROGRAMS // num_kv_heads) + num_requests)
 

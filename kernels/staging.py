@@ -45,15 +45,23 @@ class StagedArrays:
             device: where they are wanted.
         """
         num_bytes = [_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in arrays.values()]
+        *_, (last_shape, last_dtype) = arrays.values()
+        self._last_start = sum(num_bytes[:-1])
+        self._last_row_bytes = math.prod(last_shape[1:]) * last_dtype.itemsize
         region = torch.zeros(sum(num_bytes), dtype=torch.uint8)
         self._host_region = region.pin_memory() if device.type == "cuda" else region
         self._device_region = torch.zeros_like(region, device=device)
         self.host = _views(self._host_region, arrays, num_bytes)
         self.device = _views(self._device_region, arrays, num_bytes)
 
-    def upload(self) -> None:
-        """Bring all that the host has written to the device. The host must not write again before that is done."""
-        self._device_region.copy_(self._host_region, non_blocking=True)
+    def upload(self, num_rows: int) -> None:
+        """Bring to the device what the host has written. It must not write again before that is done.
+
+        Args:
+            num_rows: of the last array; the others come whole.
+        """
+        end = self._last_start + num_rows * self._last_row_bytes
+        self._device_region[:end].copy_(self._host_region[:end], non_blocking=True)
 
 
 def _aligned(num_bytes: int) -> int:

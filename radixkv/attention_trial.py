@@ -5,6 +5,7 @@ python -m radixkv.attention_trial < trial.json
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -20,7 +21,8 @@ from radixkv.kv_storage import KVShape
 
 # Starting Python, torch and a GPU takes ten seconds, compiling and running the kernels of a model some more.
 _TIMEOUT_S = 120.0
-_REFUSED = 1
+_DEATH_S = 5.0
+_REFUSED = 3  # a Python that fails ends with 1
 
 
 def try_attention(
@@ -57,17 +59,26 @@ def try_attention(
         "is_exact": is_exact,
     }
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
     try:
-        ended = subprocess.run(
-            command, input=json.dumps(trial), capture_output=True, text=True, timeout=timeout_s, env=environment
-        )
+        printed, errors = process.communicate(json.dumps(trial), timeout=timeout_s)
     except subprocess.TimeoutExpired as late:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what is stuck in a driver does not even die
+            process.communicate(timeout=_DEATH_S)
         raise UnsupportedModel(f"its trial did not end within {timeout_s:g} s") from late
-    if ended.returncode == _REFUSED and ended.stdout.strip():
-        raise UnsupportedModel(ended.stdout.strip())
-    if ended.returncode:
-        last_line = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UnsupportedModel(f"its trial ended with status {ended.returncode}: {last_line}")
+    if process.returncode == _REFUSED:
+        raise UnsupportedModel(printed.strip())
+    if process.returncode:
+        last_line = (errors.strip().splitlines() or ["no message"])[-1]
+        raise UnsupportedModel(f"its trial ended with status {process.returncode}: {last_line}")
 
 
 def try_attention_here(

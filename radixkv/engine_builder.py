@@ -9,11 +9,12 @@ import torch
 from radixkv.attention import AttentionKernels, TorchKernels
 from radixkv.attention_choice import choose_attention
 from radixkv.attention_trial import try_attention
-from radixkv.config import Config, EngineConfig, TenantConfig
+from radixkv.config import Config, TenantConfig
 from radixkv.engine import Engine
 from radixkv.errors import ConfigError
 from radixkv.eviction_policies import make_policy
 from radixkv.graph_check import drop_wrong_graphs
+from radixkv.graph_recorder import GraphRecorder
 from radixkv.kv_storage import KVShape, KVStorage
 from radixkv.model import Model, load_model
 from radixkv.model_check import check_model
@@ -21,7 +22,6 @@ from radixkv.observer import Observer
 from radixkv.pool_size import choose_num_blocks
 from radixkv.prefix_cache import PrefixCache
 from radixkv.runner import Runner
-from radixkv.step_graphs import record_graphs
 from radixkv.tenants import Quota
 
 
@@ -40,7 +40,8 @@ def build_engine(config: Config, observer: Observer | None = None) -> Engine:
         raise ConfigError(
             f"model.path: expected a model that leaves {model.device} memory for a short prompt, got {model.name}"
         ) from error
-    num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, config.engine)
+    recorder = GraphRecorder(model, kernels, config.engine)
+    num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, config.engine, recorder)
     _require_floors(config, num_blocks)
     storage = KVStorage(num_blocks, config.cache.block_size, kv_shape, model.device)
     cache = PrefixCache(
@@ -51,23 +52,23 @@ def build_engine(config: Config, observer: Observer | None = None) -> Engine:
         max_retained_blocks=int(config.cache.max_retained_share * storage.num_blocks),
         evicted_prefixes=config.cache.evicted_prefixes,
     )
-    runner = make_runner(model, storage, kernels, config.engine)
+    runner = make_runner(model, storage, kernels, recorder)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     return Engine(runner, cache, config.engine, weights=weights, observer=observer)
 
 
-def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, engine: EngineConfig) -> Runner:
+def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, recorder: GraphRecorder) -> Runner:
     """Record short steps, if there are CUDA graphs, and keep those that answer right. What is in the pool is lost.
 
     Args:
         model: as loaded.
         storage: the K/V memory.
         kernels: what works on it.
-        engine: how large steps are.
+        recorder: of the same model and kernels.
     """
     pool_tokens = storage.num_blocks * storage.block_size
     max_sequence_tokens = min(pool_tokens, model.max_tokens or pool_tokens)
-    graphs = record_graphs(model, storage, kernels, engine, max_sequence_tokens)
+    graphs = recorder.record(storage, max_sequence_tokens)
     if graphs is not None:
         drop_wrong_graphs(graphs, model, storage, kernels, max_sequence_tokens)
     return Runner(model, storage, kernels, graphs)

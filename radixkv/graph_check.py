@@ -14,8 +14,8 @@ from radixkv.model import Model
 from radixkv.step_graphs import StepGraphs
 from radixkv.step_shape import StepShape
 
-# Cached tokens before those that are computed, if sequences may be so long: more than one split has.
-_PREFIX_TOKENS = 4608
+# Cached tokens before those that are computed: more than one split has, in exact mode too. Fewer if there is no room.
+_PREFIX_TOKENS = (4608, 2304, 128)
 
 _FIRST_BLOCK = np.zeros(1, dtype=np.int32)
 
@@ -27,8 +27,8 @@ def drop_wrong_graphs(
 ) -> None:
     """Compute a step with each graph and without it, and drop those that answer otherwise, with a warning.
 
-    In exact mode every bit of logits and K/V counts. The steps have a token less than there is room for. Graphs that
-    are too large for the pool are dropped, too: no such step can come.
+    In exact mode every bit of logits and K/V counts. The steps have a token less than there is room for. Graphs that a
+    small pool has too few blocks to check are dropped, too.
 
     Args:
         graphs: recorded over `storage`.
@@ -37,55 +37,73 @@ def drop_wrong_graphs(
         kernels: what works on it.
         max_sequence_tokens: of the longest sequence.
     """
-    num_tokens = _PREFIX_TOKENS + max(shape.num_tokens for shape in graphs.shapes)
+    num_tokens = max(_PREFIX_TOKENS) + max(shape.num_tokens for shape in graphs.shapes)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, num_tokens).astype("<u4").tobytes()
     prefix = Chunk(tokens, 0, min(storage.block_size, max_sequence_tokens), _FIRST_BLOCK, None, wants_logits=False)
     compute_step(model, storage.pool, kernels, lay_out([prefix], storage.block_size).to(model.device))
     for shape in graphs.shapes:
-        chunks = _chunks(shape, tokens, storage, max_sequence_tokens)
-        if chunks is None or not _is_right(shape, lay_out(chunks, storage.block_size), graphs, model, storage, kernels):
+        try:
+            reason = _why_wrong(shape, tokens, graphs, model, storage, kernels, max_sequence_tokens)
+        except torch.OutOfMemoryError:
+            reason = "there is no memory to check it"
+        if reason:
             graphs.drop(shape)
+            _log.warning("a recorded step is not used, %s: %s", reason, shape)
 
 
-def _is_right(
+def _why_wrong(
     shape: StepShape,
-    inputs: StepInputs,
+    tokens: bytes,
     graphs: StepGraphs,
     model: Model,
     storage: KVStorage,
     kernels: AttentionKernels,
-) -> bool:
-    num_rows = len(inputs.logit_rows)
-    blocks = storage.pool.blocks[: int(inputs.batch.block_tables.max()) + 1]
-    blocks[1:] = 0xFF  # NaN, or scales that are NaN
-    outputs = graphs.replay(shape, inputs)
-    assert outputs is not None, "a step has no room in the graph that was made for it"
-    got, got_blocks = outputs.logits[:num_rows].clone(), blocks.clone()
+    max_sequence_tokens: int,
+) -> str:
+    for prefix_tokens in _PREFIX_TOKENS:
+        chunks = _chunks(shape, tokens, storage.block_size, min(prefix_tokens, max_sequence_tokens - shape.num_tokens))
+        inputs = lay_out(chunks, storage.block_size)
+        blocks = storage.pool.blocks[: int(inputs.batch.block_tables.max()) + 1]
+        if len(blocks) <= int(inputs.batch.block_tables.max()):
+            return "the pool has too few blocks to check it"
+        blocks[1:] = 0xFF  # NaN, or scales that are NaN
+        outputs = graphs.compute_as(shape, inputs)
+        if outputs is not None:
+            return _difference(outputs.logits, blocks, inputs, model, storage, kernels)
+    return "there is no room for a step to check it"
+
+
+def _difference(
+    logits: torch.Tensor,
+    blocks: torch.Tensor,
+    inputs: StepInputs,
+    model: Model,
+    storage: KVStorage,
+    kernels: AttentionKernels,
+) -> str:
+    got = logits[: len(inputs.logit_rows)].clone()
+    got_blocks = blocks.to("cpu", copy=True) if model.is_exact else None  # the device may have no memory for a copy
     blocks[1:] = 0xFF
     expected = compute_step(model, storage.pool, kernels, inputs.to(model.device)).logits
-    if model.is_exact:
-        is_right = torch.equal(got, expected) and torch.equal(got_blocks, blocks)
-    else:
+    if got_blocks is None:
         is_right = bool((got - expected).norm() <= LOGITS_TOLERANCE[model.kv_shape.dtype] * expected.norm())
-    if not is_right:
-        _log.warning("a recorded step of %d tokens is not used: its answers differ", shape.num_tokens)
-    return is_right
+    else:
+        is_right = torch.equal(got, expected) and torch.equal(got_blocks, blocks.cpu())
+    return "" if is_right else "its answers differ"
 
 
-def _chunks(shape: StepShape, tokens: bytes, storage: KVStorage, max_sequence_tokens: int) -> list[Chunk] | None:
+def _chunks(shape: StepShape, tokens: bytes, block_size: int, prefix_tokens: int) -> list[Chunk]:
     """A step that nearly fills a shape: one longer request and others of a token each, after the first block's tokens,
-    over and over. None if the pool has too few blocks.
+    over and over.
     """
-    block_size = storage.block_size
     num_tokens = max(1, shape.num_tokens - 1)
     num_others = min((shape.num_requests - 1) // 2, num_tokens - 1)
-    query_lens = [num_tokens - num_others, *[1] * num_others]
-    prefix_blocks = max(0, min(_PREFIX_TOKENS, max_sequence_tokens - query_lens[0])) // block_size
+    prefix_blocks = max(0, prefix_tokens) // block_size
     chunks, num_blocks = [], 1
-    for query_len in query_lens:
+    for query_len in [num_tokens - num_others, *[1] * num_others]:
         own_blocks = np.arange(num_blocks, num_blocks - (-query_len // block_size), dtype=np.int32)
         num_blocks += len(own_blocks)
         start = prefix_blocks * block_size
         block_ids = np.concatenate((np.zeros(prefix_blocks, dtype=np.int32), own_blocks))
         chunks.append(Chunk(tokens, start, start + query_len, block_ids, None, wants_logits=True))
-    return chunks if num_blocks <= storage.num_blocks else None
+    return chunks

@@ -12,10 +12,10 @@ from radixkv.attention import AttentionKernels
 from radixkv.config import MAX_BLOCKS, CacheConfig, EngineConfig
 from radixkv.errors import ConfigError
 from radixkv.forward import Chunk
+from radixkv.graph_recorder import GraphRecorder
 from radixkv.kv_storage import KVShape, KVStorage
 from radixkv.model import Model
 from radixkv.runner import Runner
-from radixkv.step_graphs import record_graphs
 from radixkv.token_bytes import TOKEN_BYTES
 
 # How long a sequence the dry run has if the model does not say how long it may be.
@@ -30,6 +30,7 @@ def choose_num_blocks(
     kv_shape: KVShape,
     cache: CacheConfig,
     engine: EngineConfig,
+    recorder: GraphRecorder,
     memory: Callable[[], tuple[int, int]] | None = None,
 ) -> int:
     """Say how many blocks the pool has.
@@ -45,6 +46,7 @@ def choose_num_blocks(
         kernels: those that will serve it.
         kv_shape: K and V as the pool will store them.
         cache, engine: what is configured.
+        recorder: of the steps that will be recorded.
         memory: free and total bytes of the device; None asks it, if it is a GPU. Without one the pool has the default
             size.
 
@@ -57,7 +59,7 @@ def choose_num_blocks(
         return cache.num_blocks
     torch.cuda.empty_cache()  # of what loading needed; does nothing without a GPU
     storage = KVStorage(1, cache.block_size, kv_shape, model.device)
-    graphs = record_graphs(model, storage, kernels, engine, _longest(model))  # first, since it empties the cache, too
+    graphs = recorder.record(storage, _longest(model))  # first, since it empties torch's cache, too
     try:
         run_largest_step(model, kernels, storage, engine)
     except torch.OutOfMemoryError as error:

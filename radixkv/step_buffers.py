@@ -54,17 +54,17 @@ class StepBuffers:
             "positions": ((num_tokens,), torch.int64),
             "slots": ((num_tokens,), torch.int64),
             "logit_rows": ((num_requests,), torch.int64),
-            "tables": ((num_requests, table_blocks), torch.int32),
         }
         for window in windows:
             arrays[f"work {window}"] = (num_items, len(NO_WORK)), torch.int32
             arrays[f"merges {window}"] = (num_merges, len(NO_MERGE)), torch.int32
+        arrays["tables"] = (num_requests, table_blocks), torch.int32  # the last: of few requests a part is brought over
         self._arrays = StagedArrays(arrays, device)
         self._windows = windows
         self._arrays.host["slots"].fill_(_NO_SLOT)
         for window in windows:  # a step that computes nothing
             self._arrays.host[f"work {window}"][:] = torch.tensor(NO_WORK)
-        self._arrays.upload()
+        self._arrays.upload(num_requests)
 
     def inputs(self, shape: StepShape) -> StepInputs:
         """The inputs on the device, of a shape. The host's numbers of its batch mean nothing: see `plans`."""
@@ -116,7 +116,7 @@ class StepBuffers:
         for window, plan in plans.items():
             _fill(arrays[f"work {window}"][: shape.num_items], plan.work, NO_WORK)
             _fill(arrays[f"merges {window}"][: shape.num_tiles], plan.merges, NO_MERGE)
-        self._arrays.upload()
+        self._arrays.upload(shape.num_requests)
 
 
 def _fill(array: torch.Tensor, rows: torch.Tensor, padding: int | tuple[int, ...]) -> None:

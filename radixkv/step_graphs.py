@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-import torch
-
-from radixkv.attention import AttentionKernels
-from radixkv.config import EngineConfig
 from radixkv.forward import StepInputs, StepOutputs, compute_step
 from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
@@ -24,31 +19,8 @@ if TYPE_CHECKING:  # Triton is not there on every platform
 # Does something on the device and records it; what is returned does it again, and returns the same tensors filled anew.
 Recorder = Callable[[Callable[[], StepOutputs]], Callable[[], StepOutputs]]
 
-_log = logging.getLogger(__name__)
 
-
-class CudaRecorder:
-    """Records CUDA graphs, which share the memory of what they compute: only one of them is in use at a time."""
-
-    def __init__(self) -> None:
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def __call__(self, compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
-        """See `Recorder`."""
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            compute()  # compiles kernels and makes choices, neither of which can be recorded
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            outputs = compute()
-
-        def replay() -> StepOutputs:
-            graph.replay()
-            return outputs
-
-        return replay
+Plans = Mapping[int | None, AttentionPlan]  # by window
 
 
 class StepGraphs:
@@ -115,21 +87,26 @@ class StepGraphs:
             Tensors that the next step overwrites, with rows that were not asked for behind the others; None if no
             recorded step has room.
         """
-        most_rows = self._group_size * inputs.batch.most_query_tokens
-        tile_rows = self._kernels.tile_rows(most_rows, self._model.kv_shape.dtype)
+        batch, dtype = inputs.batch, self._model.kv_shape.dtype
+        least_rows = self._kernels.tile_rows(self._group_size * batch.most_query_tokens, dtype)
+        plans: dict[int, Plans] = {}  # by the rows of a tile, on which alone they depend
         for shape in self.shapes:
-            if shape.tile_rows >= tile_rows and (outputs := self.replay(shape, inputs)) is not None:
-                return outputs
+            if shape.tile_rows < least_rows or not shape.has_room(batch):
+                continue
+            if shape.tile_rows not in plans:
+                plans[shape.tile_rows] = self._plan(batch, shape.tile_rows)
+            if all(map(shape.has_room_for, plans[shape.tile_rows].values())):
+                return self._replay(shape, inputs, plans[shape.tile_rows])
         return None
 
-    def replay(self, shape: StepShape, inputs: StepInputs) -> StepOutputs | None:
+    def compute_as(self, shape: StepShape, inputs: StepInputs) -> StepOutputs | None:
         """Compute a step as this recorded one; None if it has no room for it. See `compute`."""
-        batch = inputs.batch
-        if batch.num_tokens > shape.num_tokens or batch.num_requests > shape.num_requests:
+        plans = self._plan(inputs.batch, shape.tile_rows)
+        if not (shape.has_room(inputs.batch) and all(map(shape.has_room_for, plans.values()))):
             return None
-        plans = {window: self._plan(batch, window, shape) for window in self._windows}
-        if not all(_has_room(shape, plan) for plan in plans.values()):
-            return None
+        return self._replay(shape, inputs, plans)
+
+    def _replay(self, shape: StepShape, inputs: StepInputs, plans: Plans) -> StepOutputs:
         self._buffers.fill(shape, inputs, plans)
         return self._replays[shape]()
 
@@ -143,52 +120,16 @@ class StepGraphs:
 
         return compute
 
-    def _plan(self, batch: PagedBatch, window: int | None, shape: StepShape) -> AttentionPlan:
-        return self._kernels.plan(
-            batch,
-            self._num_query_heads,
-            self._model.kv_shape.num_kv_heads,
-            self._model.kv_shape.dtype,
-            window=window,
-            tile_rows=shape.tile_rows,
-        )
-
-
-def record_graphs(
-    model: Model, storage: KVStorage, kernels: AttentionKernels, engine: EngineConfig, max_sequence_tokens: int
-) -> StepGraphs | None:
-    """Record short steps where there are CUDA graphs; None elsewhere, or if `engine.cuda_graphs` is off.
-
-    A model whose forward pass can't be recorded, because it waits for the device, is computed launch by launch, and a
-    warning says so.
-
-    Args:
-        model: the weights.
-        storage: the K/V memory, whose address is recorded.
-        kernels: what works on it.
-        engine: how large steps are.
-        max_sequence_tokens: of the longest sequence.
-    """
-    if model.device.type != "cuda" or not engine.cuda_graphs:
-        return None
-    try:
-        return StepGraphs(
-            model,
-            storage,
-            cast("TritonKernels", kernels),
-            max_sequence_tokens=max_sequence_tokens,
-            max_step_tokens=engine.max_step_tokens,
-            max_requests=engine.max_running_requests,
-            recorder=CudaRecorder(),
-        )
-    except Exception as error:  # noqa: BLE001 - whatever a forward pass raises that can't be recorded
-        _log.warning("no step is recorded as a CUDA graph: %s: %s", type(error).__name__, error)
-        return None
-
-
-def _has_room(shape: StepShape, plan: AttentionPlan) -> bool:
-    return (
-        len(plan.work) <= shape.num_items
-        and len(plan.merges) <= shape.num_tiles
-        and plan.num_partials <= shape.num_partials
-    )
+    def _plan(self, batch: PagedBatch, tile_rows: int) -> Plans:
+        kv_shape = self._model.kv_shape
+        return {
+            window: self._kernels.plan(
+                batch,
+                self._num_query_heads,
+                kv_shape.num_kv_heads,
+                kv_shape.dtype,
+                window=window,
+                tile_rows=tile_rows,
+            )
+            for window in self._windows
+        }

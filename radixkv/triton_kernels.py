@@ -99,6 +99,11 @@ class TritonKernels:
             is_specialized=self._is_specialized and supports(*shape),
         )
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether tiles and splits are the same for every batch."""
+        return self._is_exact
+
     def tile_rows(self, most_rows: int, dtype: torch.dtype) -> int:
         """Rows of the tiles for a batch whose longest request has so many packed rows."""
         if not self._is_exact:

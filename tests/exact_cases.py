@@ -27,6 +27,7 @@ from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
 from radixkv.engine_builder import attention_kernels, make_runner
 from radixkv.engine_core import EngineCore
 from radixkv.errors import OutOfBlocks
+from radixkv.graph_recorder import GraphRecorder
 from radixkv.kv_storage import KVStorage
 from radixkv.model import load_model
 from radixkv.namespace import Namespace
@@ -84,7 +85,8 @@ class Cases:
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
         storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device)
         kernels = attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
-        self.runner = make_runner(self.model, storage, kernels, EngineConfig())
+        recorder = GraphRecorder(self.model, kernels, EngineConfig())
+        self.runner = make_runner(self.model, storage, kernels, recorder)
         storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
         self.cache = PrefixCache(NUM_BLOCKS, self.block_size)
         self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]

@@ -72,6 +72,7 @@ ORDER = [
     "step_graphs",
     "prediction",
     "runner",
+    "graph_recorder",
     "graph_check",
     "model_check",
     "pool_size",

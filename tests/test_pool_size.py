@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from radixkv import pool_size
 from radixkv.attention import TorchKernels
 from radixkv.config import CacheConfig, Config, EngineConfig, ModelConfig
-from radixkv.engine_builder import build_engine
+from radixkv.engine_builder import build_engine, make_runner
 from radixkv.errors import ConfigError
 from radixkv.kv_storage import KVStorage
 from radixkv.model import Model, load_model
@@ -18,6 +19,7 @@ from radixkv.pool_size import choose_num_blocks, run_largest_step
 
 ENGINE = EngineConfig(max_step_tokens=24, max_running_requests=4)
 GIB = 2**30
+NO_GRAPHS: Any = SimpleNamespace(record=lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def one_block(model: Model) -> KVStorage:
 
 def choose(model: Model, memory: tuple[int, int] | None, **cache: Any) -> int:
     asked = None if memory is None else lambda: memory
-    return choose_num_blocks(model, TorchKernels(), model.kv_shape, CacheConfig(**cache), ENGINE, asked)
+    return choose_num_blocks(model, TorchKernels(), model.kv_shape, CacheConfig(**cache), ENGINE, NO_GRAPHS, asked)
 
 
 def test_the_largest_step_has_every_token_and_request_and_the_longest_sequence(model: Model) -> None:
@@ -83,15 +85,24 @@ def test_a_device_s_memory_is_used_up_to_its_share(model: Model, monkeypatch: py
         tried.append("memory")
         return 6 * GIB, 8 * GIB
 
-    num_blocks = choose_num_blocks(model, TorchKernels(), model.kv_shape, CacheConfig(memory_share=0.5), ENGINE, memory)
-    assert tried == ["step", "memory"], "what a step needs is not free"
+    class Graphs:
+        def __init__(self) -> None:
+            tried.append("recorded")
+
+        def __del__(self) -> None:
+            tried.append("forgotten")
+
+    recorder: Any = SimpleNamespace(record=lambda storage, max_sequence_tokens: Graphs())
+    cache = CacheConfig(memory_share=0.5)
+    num_blocks = choose_num_blocks(model, TorchKernels(), model.kv_shape, cache, ENGINE, recorder, memory)
+    assert tried == ["recorded", "step", "memory", "forgotten"], "what graphs and a step need is not free"
     assert num_blocks == 2 * GIB // (64 * model.kv_shape.token_bytes)
 
 
 def test_a_quantized_pool_has_more_blocks(model: Model) -> None:
     int8 = model.kv_shape.stored_as("int8")
     kinds = [
-        choose_num_blocks(model, TorchKernels(), shape, CacheConfig(), ENGINE, lambda: (GIB, GIB))
+        choose_num_blocks(model, TorchKernels(), shape, CacheConfig(), ENGINE, NO_GRAPHS, lambda: (GIB, GIB))
         for shape in (model.kv_shape, int8)
     ]
     assert kinds[1] / kinds[0] == pytest.approx(model.kv_shape.token_bytes / int8.token_bytes, rel=1e-3)
@@ -126,3 +137,15 @@ def test_floors_must_fit_into_the_pool_that_there_is() -> None:
     settings = ["model.device=cpu", "tenants.acme.floor_tokens=131000", "tenants.other.floor_tokens=100"]
     with pytest.raises(ConfigError, match=r"tenants\.\*\.floor_tokens: .* pool's 2048 blocks in all, got 2049"):
         build_engine(Config.load(None, settings))
+
+
+def test_graphs_are_checked_before_they_serve(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    graphs: Any = SimpleNamespace(shapes=["one"])
+    recorder: Any = SimpleNamespace(record=lambda storage, max_sequence_tokens: graphs)
+    monkeypatch.setattr("radixkv.engine_builder.drop_wrong_graphs", lambda *given: checked.append(given))
+    storage, kernels = one_block(model), TorchKernels()
+    runner = make_runner(model, storage, kernels, recorder)
+    assert checked == [(graphs, model, storage, kernels, 16)]
+    assert runner.has_graphs
+    assert not runner.without_graphs().has_graphs

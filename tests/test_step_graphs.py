@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,18 +13,19 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from radixkv import step_graphs, step_shape
-from radixkv.attention import TorchKernels
-from radixkv.config import EngineConfig, ModelConfig
+from radixkv import step_shape
+from radixkv.config import ModelConfig
 from radixkv.exactness import ExactFunctions, pointwise_functions
-from radixkv.forward import Chunk, StepOutputs, compute_step, lay_out
+from radixkv.forward import Chunk, StepInputs, StepOutputs, compute_step, lay_out
 from radixkv.graph_check import drop_wrong_graphs
+from radixkv.kernels.attention_plan import AttentionPlan
+from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.linear import linear
 from radixkv.kv_storage import KVStorage
 from radixkv.lease import BlockCopy
 from radixkv.model import Model, load_model
 from radixkv.runner import Runner
-from radixkv.step_graphs import CudaRecorder, StepGraphs, record_graphs
+from radixkv.step_graphs import StepGraphs
 from radixkv.step_shape import StepShape, step_shapes
 from radixkv.triton_exactness import row_functions
 from radixkv.triton_kernels import TritonKernels
@@ -44,7 +43,8 @@ MAX_TOKENS = 128
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program of a launch takes milliseconds in the interpreter, also one with nothing to do."""
     interpret_kernels(monkeypatch)
-    monkeypatch.setattr(step_shape, "usual_partials", lambda *_: 6)
+    monkeypatch.setattr(step_shape, "balanced_partials", lambda *_: 6)
+    monkeypatch.setattr(step_shape, "_MANY_PARTIALS", 6)
 
 
 class Recorded:
@@ -237,13 +237,14 @@ def test_a_step_whose_plan_is_too_long_is_not_replayed(tmp_path: Path, monkeypat
         assert (graphs.compute(lay_out([chunk], BLOCK_SIZE)) is not None) == has_room
 
 
+def shapes_of(dtype: torch.dtype, *, is_exact: bool, max_tokens: int = 512, max_requests: int = 64) -> list[StepShape]:
+    kernels = TritonKernels(is_exact=is_exact)
+    return step_shapes(kernels, dtype, 32, 8, max_tokens=max_tokens, max_requests=max_requests)
+
+
 def test_shapes_double_and_keep_within_the_limits() -> None:
-    def sizes(dtype: torch.dtype, *, is_exact: bool, max_tokens: int = 512, max_requests: int = 64) -> list[Any]:
-        shapes = step_shapes(
-            TritonKernels(is_exact=is_exact), dtype, 32, 8, max_tokens=max_tokens, max_requests=max_requests
-        )
-        assert all(shape.num_tiles >= shape.num_requests for shape in shapes)
-        return [(shape.num_tokens, shape.num_requests, shape.tile_rows) for shape in shapes]
+    def sizes(*args: Any, **limits: Any) -> list[Any]:
+        return [(shape.num_tokens, shape.num_requests, shape.tile_rows) for shape in shapes_of(*args, **limits)]
 
     bf16 = torch.bfloat16
     decoding = [(1, 1, 16), (2, 2, 16), (4, 4, 16), (8, 8, 16)]
@@ -255,6 +256,43 @@ def test_shapes_double_and_keep_within_the_limits() -> None:
     assert sizes(bf16, is_exact=True, max_requests=1) == [(n, 1, 128) for n in (1, 16, 32, 64, 128)]
     assert sizes(torch.float32, is_exact=False, max_tokens=20, max_requests=2) == [(1, 1, 16), (2, 2, 16), (16, 2, 16)]
     assert max(sizes(bf16, is_exact=False, max_requests=500))[:2] == (128, 64)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context", "num_tokens"),
+    [
+        ([1], 131_072, 1),
+        (2 * [1], 100_000, 2),
+        (4 * [1], 131_072, 4),
+        (8 * [1], 32_768, 8),
+        (64 * [1], 8192, 64),
+        ([64], 32_768, 64),
+        ([100, 1, 1], 65_536, 128),
+    ],
+)
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("window", [None, 4096])
+def test_long_contexts_have_room_in_steps_of_their_size(
+    query_lens: list[int],
+    context: int,
+    num_tokens: int,
+    is_exact: bool,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With 32 query heads over 8, in bfloat16. A plan does not look at which blocks there are."""
+    monkeypatch.undo()
+    kernels, dtype = TritonKernels(is_exact=is_exact), torch.bfloat16
+    num_blocks = -(-(context + max(query_lens)) // 64)
+    tables = len(query_lens) * [np.zeros(num_blocks, dtype=np.int32)]
+    batch = PagedBatch.build(query_lens, [context + query_len for query_len in query_lens], tables, 64)
+    least_rows = kernels.tile_rows(4 * max(query_lens), dtype)
+    for shape in shapes_of(dtype, is_exact=is_exact):
+        plan = kernels.plan(batch, 32, 8, dtype, window=window, tile_rows=shape.tile_rows)
+        if shape.tile_rows >= least_rows and shape.has_room(batch) and shape.has_room_for(plan):
+            break
+    assert shape.num_tokens == num_tokens
+    assert shape.has_room_for(plan)
 
 
 class _Launched:
@@ -310,12 +348,13 @@ class TestCheckAtLoad:
         assert not caplog.records
         assert {each.num_replays for each in recorder.recorded} == {1}
 
-    def test_those_too_large_for_the_pool_go(self, tmp_path: Path) -> None:
+    def test_those_too_large_for_the_pool_go(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         model = load("llama", tmp_path)
         storage, kernels = poisoned(model, 2), TritonKernels(is_exact=False)
         graphs = record(model, storage, kernels)
         drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
         assert [shape.num_tokens for shape in graphs.shapes] == [1, 2]
+        assert "a recorded step is not used, the pool has too few blocks to check it: StepShape(" in caplog.text
 
     @pytest.mark.parametrize("is_exact", [True, False])
     def test_a_graph_that_does_not_read_its_inputs_goes(
@@ -329,13 +368,49 @@ class TestCheckAtLoad:
             return lambda: outputs
 
         graphs = record(model, storage, kernels, once, max_tokens=1, max_requests=2)
-        assert len(graphs.shapes) == 2
+        shapes = graphs.shapes
         with caplog.at_level(logging.WARNING):
             drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
         assert graphs.shapes == []
-        assert caplog.messages == [
-            f"a recorded step of {number} tokens is not used: its answers differ" for number in (1, 2)
-        ]
+        assert len(caplog.messages) == len(shapes)
+        for shape, message in zip(shapes, caplog.messages, strict=True):
+            assert message == f"a recorded step is not used, its answers differ: {shape}"
+
+    def test_a_shorter_context_is_checked_where_the_long_one_has_no_room(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("radixkv.triton_kernels._SPLIT_TOKENS", 64)
+        monkeypatch.setattr("radixkv.graph_check._PREFIX_TOKENS", (480, 112))
+        model = load("llama", tmp_path, is_exact=True)
+        storage, kernels = poisoned(model), TritonKernels(is_exact=True)
+        graphs = record(model, storage, kernels, max_tokens=1, max_requests=1)
+        tried = []
+        compute_as = graphs.compute_as
+
+        def noted(shape: StepShape, inputs: StepInputs) -> StepOutputs | None:
+            outputs = compute_as(shape, inputs)
+            tried.append((max(inputs.batch.kv_lens), outputs is not None))
+            return outputs
+
+        monkeypatch.setattr(graphs, "compute_as", noted)
+        drop_wrong_graphs(graphs, model, storage, kernels, 512)
+        assert tried == [(481, False), (113, True)]
+        assert len(graphs.shapes) == 1
+
+    def test_those_that_there_is_no_memory_to_check_go(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = load("llama", tmp_path)
+        storage, kernels = poisoned(model), TritonKernels(is_exact=False)
+        graphs = record(model, storage, kernels, max_tokens=1, max_requests=1)
+
+        def run_out(*_: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(graphs, "compute_as", run_out)
+        drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
+        assert graphs.shapes == []
+        assert "there is no memory to check it" in caplog.text
 
     def test_in_exact_mode_a_single_bit_in_the_pool_counts(self, tmp_path: Path) -> None:
         model = load("llama", tmp_path, is_exact=True)
@@ -354,83 +429,13 @@ class TestCheckAtLoad:
         assert graphs.shapes == []
 
 
-class TestRecording:
-    """There is no GPU here, so what is asked of torch is noted."""
+def test_no_list_of_a_plan_may_be_longer_than_its_room() -> None:
+    shape = StepShape(num_tokens=4, num_requests=2, num_partials=5, tile_rows=16, num_tiles=3)
 
-    def test_a_graph_is_recorded_after_a_warm_up_on_a_stream_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked: list[object] = []
+    def plan(num_items: int, num_merges: int, num_partials: int) -> AttentionPlan:
+        return AttentionPlan(16, 2, None, torch.zeros(num_items, 8), torch.zeros(num_merges, 5), num_partials)
 
-        @contextlib.contextmanager
-        def entered(*what: object, **options: object) -> Iterator[None]:
-            asked.append(("enter", *what, *options.items()))
-            yield
-            asked.append("exit")
-
-        graph = SimpleNamespace(replay=lambda: asked.append("replay"))
-        aside = SimpleNamespace(wait_stream=lambda stream: asked.append(("aside waits for", stream)))
-        current = SimpleNamespace(wait_stream=lambda stream: asked.append(("current waits for", stream)))
-        for name, stand_in in {
-            "graph_pool_handle": lambda: "memory",
-            "Stream": lambda: aside,
-            "current_stream": lambda: current,
-            "stream": entered,
-            "CUDAGraph": lambda: graph,
-            "graph": entered,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, stand_in)
-        outputs = StepOutputs(torch.zeros(1), torch.zeros(2))
-
-        def compute() -> StepOutputs:
-            asked.append("compute")
-            return outputs
-
-        replay = CudaRecorder()(compute)
-        assert asked == [
-            ("aside waits for", current),
-            ("enter", aside),
-            "compute",
-            "exit",
-            ("current waits for", aside),
-            ("enter", graph, ("pool", "memory")),
-            "compute",
-            "exit",
-        ]
-        asked.clear()
-        assert replay() is outputs
-        assert asked == ["replay"]
-
-    @pytest.fixture
-    def on_gpu(self, tmp_path: Path) -> Model:
-        """A model that says that it is on a GPU."""
-        model = load("llama", tmp_path)
-        model.device = torch.device("cuda")
-        return model
-
-    def test_a_model_that_can_t_be_recorded_is_served_without(
-        self, on_gpu: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        class Refuses:
-            def __init__(self, *_: object, **__: object) -> None:
-                raise RuntimeError("operation not permitted when stream is capturing")
-
-        monkeypatch.setattr(step_graphs, "StepGraphs", Refuses)
-        monkeypatch.setattr(step_graphs, "CudaRecorder", Recorder)
-        storage = SimpleNamespace()
-        assert record_graphs(on_gpu, storage, TritonKernels(is_exact=False), EngineConfig(), 128) is None  # type: ignore[arg-type]
-        assert caplog.messages == [
-            "no step is recorded as a CUDA graph: RuntimeError: operation not permitted when stream is capturing"
-        ]
-
-    def test_graphs_can_be_switched_off_and_there_are_none_on_a_cpu(
-        self, on_gpu: Model, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(step_graphs, "StepGraphs", lambda *_, **__: pytest.fail("nothing is to be recorded"))
-        storage: Any = None
-        assert record_graphs(on_gpu, storage, TorchKernels(), EngineConfig(cuda_graphs=False), 128) is None
-        on_gpu.device = torch.device("cpu")
-        assert record_graphs(on_gpu, storage, TorchKernels(), EngineConfig(), 128) is None
-
-
-def test_room_is_counted_for_every_list_of_a_plan() -> None:
-    shape = StepShape(num_tokens=4, num_requests=2, tile_rows=16, num_tiles=3, num_partials=5)
-    assert shape.num_items == 8
+    assert shape.has_room_for(plan(8, 3, 5))
+    assert not shape.has_room_for(plan(9, 3, 5))
+    assert not shape.has_room_for(plan(8, 4, 5))
+    assert not shape.has_room_for(plan(8, 3, 6))

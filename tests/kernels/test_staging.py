@@ -37,8 +37,9 @@ def test_arrays_that_are_filled_again_come_over_together() -> None:
     for number in (1, 2):
         arrays.host["bytes"][1] = number
         arrays.host["table"][1] = 10 * number
-        assert arrays.device["table"][1].tolist() == [10 * (number - 1)] * 5, "nothing comes over by itself"
-        arrays.upload()
+        arrays.upload(1)
+        assert arrays.device["table"][1].tolist() == [10 * (number - 1)] * 5, "what is not asked for stays"
+        arrays.upload(2)
         assert arrays.device["bytes"].tolist() == [0, number, 0]
         assert arrays.device["table"].tolist() == [[0] * 5, [10 * number] * 5]
     assert [tensor.data_ptr() for tensor in arrays.device.values()] == addresses
@@ -53,5 +54,5 @@ def test_a_gpu_fills_from_pinned_memory_without_waiting(monkeypatch: pytest.Monk
         asked.append((target.numel(), source.numel(), non_blocking))
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
-    arrays.upload()
-    assert asked == [(32, 32, True)]
+    arrays.upload(3)
+    assert asked == [(24, 24, True)]
