@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
 
 from radixkv.attention_trial import try_attention_here
 from radixkv.config import EngineConfig, ModelConfig
 from radixkv.engine_builder import attention_kernels
 from radixkv.forward import Chunk
 from radixkv.graph_check import drop_wrong_graphs
+from radixkv.graph_recorder import GraphRecorder
 from radixkv.kv_storage import KVStorage
 from radixkv.model import load_model
 from radixkv.runner import Runner
-from radixkv.step_graphs import record_graphs
-from tests.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
+from tests.checkpoints import SHAPE, VOCAB_SIZE, write_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,30 +27,50 @@ pytestmark = [
 ]
 
 BLOCK_SIZE = 64
-MAX_TOKENS = 512
+MAX_TOKENS = 6144
+SIZES = {**SHAPE, "head_dim": 64, "max_position_embeddings": MAX_TOKENS}  # for which warps specialize
+LLAMA, GEMMA = LlamaConfig(**SIZES), Gemma2Config(**SIZES, sliding_window=300, query_pre_attn_scalar=64)
 
 
-@pytest.mark.parametrize(("family", "exactness"), [("llama", "fast"), ("gemma2", "fast"), ("llama", "exact")])
+@pytest.mark.parametrize(
+    ("config", "dtype", "kv_dtype", "exactness"),
+    [
+        (LLAMA, "bfloat16", "auto", "fast"),
+        (LLAMA, "bfloat16", "auto", "exact"),
+        (GEMMA, "bfloat16", "int8", "fast"),
+        (GEMMA, "float32", "auto", "exact"),
+    ],
+    ids=str,
+)
 def test_graphs_are_right_and_answer_as_launches_do(
-    family: str, exactness: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config: PretrainedConfig,
+    dtype: str,
+    kv_dtype: str,
+    exactness: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    directory = write_checkpoint(CONFIGS[family], tmp_path)
-    model = load_model(ModelConfig(str(directory), device="cuda", dtype="bfloat16", exactness=exactness))
-    kernels = attention_kernels(model, model.kv_shape, BLOCK_SIZE, try_attention_here)
-    storage = KVStorage(40, BLOCK_SIZE, model.kv_shape, model.device)
-    graphs = record_graphs(
-        model, storage, kernels, EngineConfig(max_step_tokens=64, max_running_requests=8), MAX_TOKENS
-    )
+    directory = write_checkpoint(config, tmp_path)
+    model = load_model(ModelConfig(str(directory), device="cuda", dtype=dtype, exactness=exactness))
+    kv_shape = model.kv_shape.stored_as(kv_dtype)
+    kernels = attention_kernels(model, kv_shape, BLOCK_SIZE, try_attention_here)
+    storage = KVStorage(400, BLOCK_SIZE, kv_shape, model.device)
+    recorder = GraphRecorder(model, kernels, EngineConfig(max_step_tokens=64, max_running_requests=8))
+    graphs = recorder.record(storage, MAX_TOKENS)
     assert graphs is not None, caplog.text
     shapes = graphs.shapes
     drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
     assert graphs.shapes == shapes, caplog.text
+    with ThreadPoolExecutor(1) as engine_thread:  # which is not the one that recorded
+        engine_thread.submit(compare, Runner(model, storage, kernels, graphs), exactness).result()
 
-    random = np.random.default_rng(0)
+
+def compare(recorded: Runner, exactness: str) -> None:
+    """Run steps of up to four requests, some after long prefixes, both ways."""
+    random, pool, launched = np.random.default_rng(0), recorded.storage.pool, recorded.without_graphs()
     prompts = [random.integers(0, VOCAB_SIZE, MAX_TOKENS).astype("<u4").tobytes() for _ in range(4)]
-    tables = random.permutation(40).astype(np.int32)[:32].reshape(4, 8)
-    recorded, launched = Runner(model, storage, kernels, graphs), Runner(model, storage, kernels)
-    ends = random.integers(1, 400, 4)
+    tables = random.permutation(400).astype(np.int32)[:384].reshape(4, 96)
+    ends = np.array([5000, 300, 2047, 1])
     for prompt, table, end in zip(prompts, tables, ends, strict=True):
         launched.run([Chunk(prompt, 0, int(end), table, None, wants_logits=False)])
     for _ in range(20):
@@ -58,10 +80,10 @@ def test_graphs_are_right_and_answer_as_launches_do(
             for prompt, table, end, new in zip(prompts, tables, ends, news, strict=True)
         ][: random.integers(1, 5)]
         got = recorded.run(chunks)
-        got_logits, got_blocks = got.logits.clone(), storage.pool.blocks.clone()
+        got_logits, got_blocks = got.logits.clone(), pool.blocks.clone()
         expected = launched.run(chunks)
         if exactness == "exact":
             assert torch.equal(got_logits, expected.logits)
-            assert torch.equal(got_blocks, storage.pool.blocks)
+            assert torch.equal(got_blocks, pool.blocks)
         assert (got_logits - expected.logits).norm() <= 0.05 * expected.logits.norm()
         assert got.is_finite == expected.is_finite == [True] * len(chunks)
