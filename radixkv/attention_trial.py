@@ -59,14 +59,17 @@ def try_attention(
         "is_exact": is_exact,
     }
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    except OSError as error:
+        raise UnsupportedModel(f"its trial can't be started: {error}") from error
     try:
         printed, errors = process.communicate(json.dumps(trial), timeout=timeout_s)
     except subprocess.TimeoutExpired as late:

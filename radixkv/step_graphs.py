@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # Triton is not there on every platform
 # Does something on the device and records it; what is returned does it again, and returns the same tensors filled anew.
 Recorder = Callable[[Callable[[], StepOutputs]], Callable[[], StepOutputs]]
 
-
 Plans = Mapping[int | None, AttentionPlan]  # by window
 
 

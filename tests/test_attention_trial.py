@@ -50,6 +50,12 @@ def test_a_process_that_hangs_is_killed(tmp_path: Path) -> None:
     assert not alive.exists()
 
 
+def test_a_process_that_can_not_be_started_is_named() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(UnsupportedModel, match=r"^its trial can't be started: .*no-such-python"):
+        try_attention("any", [], torch.float32, SHAPE, 16, cpu, is_exact=False, command=["/no-such-python"])
+
+
 def test_a_process_that_breaks_down_is_named(caplog: pytest.LogCaptureFixture) -> None:
     program = "import os, sys; print('an illegal memory access', file=sys.stderr, flush=True); os.abort()"
     first, last = TritonKernels(is_exact=False), TritonKernels(is_exact=False)
