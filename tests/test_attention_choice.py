@@ -176,8 +176,7 @@ def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(launches) == {specialized_attention.TILE_ROWS}, "all of it went through pointers"
 
 
-@pytest.mark.parametrize("is_specialized", [False, True])
-@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize(("kv_dtype", "is_specialized"), [("fp8", True), ("int8", False), ("int4", True)])
 def test_blocks_dequantized_first_pass(kv_dtype: str, is_specialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_kernels(monkeypatch)
     monkeypatch.setitem(attention_check._TOLERANCE, BF16, 0.015)  # far below the bound

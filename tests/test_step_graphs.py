@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,7 +79,11 @@ class Recorder:
 
 
 def load(family: str, folder: Path, *, is_exact: bool = False) -> Model:
-    directory = write_checkpoint(CONFIGS[family], folder)
+    """A model of few layers; Gemma2 alternates such with a window and such without."""
+    config = copy.deepcopy(CONFIGS[family])
+    config.num_hidden_layers = 2 if family == "gemma2" else 1
+    config.layer_types = getattr(config, "layer_types", None) and config.layer_types[: config.num_hidden_layers]
+    directory = write_checkpoint(config, folder)
     model = load_model(ModelConfig(str(directory), device="cpu", exactness="exact" if is_exact else "fast"))
     if is_exact:  # as on a GPU
         model._mode = ExactFunctions(pointwise_functions() | {functional.linear: linear} | row_functions())
@@ -136,7 +141,7 @@ def steps_of_three_requests() -> Iterator[list[Chunk]]:
 
 
 def test_recorded_steps_answer_as_others_do(tmp_path: Path) -> None:
-    """Gemma2 alternates layers with and without a window, so that a step has two plans."""
+    """Layers with and without a window: a step has two plans."""
     model = load("gemma2", tmp_path)
     storages, recorder = [poisoned(model), poisoned(model)], Recorder()
     kernels = TritonKernels(is_exact=False)
@@ -333,7 +338,7 @@ def test_a_step_can_be_recorded_since_it_asks_the_device_nothing(family: str, tm
     with _OnHost() as seen:
         outputs = compute_step(model, storage.pool, _Launched(), inputs)  # type: ignore[arg-type]
     assert outputs.summary.shape == (8,)
-    assert seen.num_calls > 100
+    assert seen.num_calls > 50
     assert seen.on_host == []
 
 
@@ -341,7 +346,7 @@ class TestCheckAtLoad:
     def test_right_ones_stay(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         model = load("gemma2", tmp_path)
         storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
-        graphs = record(model, storage, kernels, recorder)
+        graphs = record(model, storage, kernels, recorder, max_requests=2)
         shapes = graphs.shapes
         drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
         assert graphs.shapes == shapes
