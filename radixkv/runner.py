@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from radixkv.attention import AttentionKernels
@@ -69,12 +69,12 @@ class Runner:
         outputs = None if self._graphs is None else self._graphs.compute(inputs)
         if outputs is None:
             outputs = compute_step(self.model, self.storage.pool, self._kernels, inputs.to(self.model.device))
-        summary = outputs.summary.tolist()
-        most_likely = summary[len(summary) - len(outputs.logits) :]
-        starts = inputs.batch.query_starts
-        is_finite = [all(summary[start:end]) for start, end in itertools.pairwise(starts)]
+        summary = outputs.summary.cpu().numpy()  # waits
+        are_finite, most_likely = np.split(summary, [len(summary) - len(outputs.logits)])
+        *starts, num_tokens = inputs.batch.query_starts
+        is_finite = np.logical_and.reduceat(are_finite[:num_tokens], starts)
         num_rows = len(inputs.logit_rows)
-        return StepResult(outputs.logits[:num_rows], most_likely[:num_rows], is_finite)
+        return StepResult(outputs.logits[:num_rows], most_likely[:num_rows].tolist(), is_finite.tolist())
 
     def _copy_shared_blocks(self, chunks: Sequence[Chunk]) -> None:
         copies = [chunk.copy for chunk in chunks if chunk.copy is not None]

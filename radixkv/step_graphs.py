@@ -64,13 +64,14 @@ class StepGraphs:
         self._buffers = StepBuffers(
             shapes, self._windows, self._group_size, table_blocks, storage.block_size, model.device
         )
-        # The largest come first: the others fit into their memory.
-        self._replays = {shape: recorder(self._computing(shape)) for shape in reversed(shapes)}
+        # The largest are recorded first: the others fit into their memory. They are looked through the other way round.
+        recorded = [(shape, recorder(self._computing(shape))) for shape in reversed(shapes)]
+        self._replays = dict(reversed(recorded))
 
     @property
     def shapes(self) -> list[StepShape]:
         """What is recorded, those with the least room first."""
-        return list(reversed(self._replays))
+        return list(self._replays)
 
     def drop(self, shape: StepShape) -> None:
         """Forget a recorded step."""
@@ -89,7 +90,7 @@ class StepGraphs:
         batch, dtype = inputs.batch, self._model.kv_shape.dtype
         least_rows = self._kernels.tile_rows(self._group_size * batch.most_query_tokens, dtype)
         plans: dict[int, Plans] = {}  # by the rows of a tile, on which alone they depend
-        for shape in self.shapes:
+        for shape in self._replays:
             if shape.tile_rows < least_rows or not shape.has_room(batch):
                 continue
             if shape.tile_rows not in plans:

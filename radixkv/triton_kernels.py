@@ -32,6 +32,9 @@ class TritonKernels:
         dequantizes_first: whether the blocks of a quantized pool are dequantized before attention rather than in it,
             see `kernels/dequantize_plan.py`; "always" is for trials. Never in exact mode: it depends on the batch.
         has_idle_work: whether plans are filled up as those of recorded steps are; for trials.
+
+    Attributes:
+        is_exact: as given.
     """
 
     write_kv = staticmethod(write_kv.write_kv)
@@ -46,7 +49,7 @@ class TritonKernels:
         has_idle_work: bool = False,
     ) -> None:
         assert not is_exact or dequantizes_first == "never"
-        self._is_exact = is_exact
+        self.is_exact = is_exact
         self._is_specialized = is_specialized
         self._dequantizes_first = dequantizes_first
         self._has_idle_work = has_idle_work
@@ -57,7 +60,7 @@ class TritonKernels:
     def for_service(self) -> TritonKernels:
         """What serves once these have passed a trial: without idle work, and dequantizing first only if it pays."""
         return TritonKernels(
-            is_exact=self._is_exact,
+            is_exact=self.is_exact,
             is_specialized=self._is_specialized,
             dequantizes_first="never" if self._dequantizes_first == "never" else "if it pays",
         )
@@ -99,14 +102,9 @@ class TritonKernels:
             is_specialized=self._is_specialized and supports(*shape),
         )
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether tiles and splits are the same for every batch."""
-        return self._is_exact
-
     def tile_rows(self, most_rows: int, dtype: torch.dtype) -> int:
         """Rows of the tiles for a batch whose longest request has so many packed rows."""
-        if not self._is_exact:
+        if not self.is_exact:
             return fitting_tile_rows(most_rows, dtype)
         # What suits long suffixes, since short ones wait for memory anyway.
         return 16 if dtype == torch.float32 else 128
@@ -129,7 +127,7 @@ class TritonKernels:
             dtype=dtype,
             window=window,
             tile_rows=tile_rows,
-            split_tokens=_SPLIT_TOKENS if self._is_exact else None,
+            split_tokens=_SPLIT_TOKENS if self.is_exact else None,
         )
         return plan.with_idle_work() if self._has_idle_work else plan
 

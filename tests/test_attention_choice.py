@@ -182,7 +182,15 @@ def test_blocks_dequantized_first_pass(kv_dtype: str, is_specialized: bool, monk
     monkeypatch.setitem(attention_check._TOLERANCE, BF16, 0.015)  # far below the bound
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16).stored_as(kv_dtype)
     kernels = TritonKernels(is_exact=False, is_specialized=is_specialized, dequantizes_first="always")
+    dequantized = []
+
+    def noted(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
+        dequantized.append(dequantize_blocks(pool, layer, block_ids, dtype))
+        return dequantized[-1]
+
+    monkeypatch.setattr("radixkv.triton_kernels.dequantize_blocks", noted)
     check_attention(kernels, AttentionKind(2, 100, 30.0), BF16, shape, 64, CPU, is_exact=False)
+    assert {pool.dtype for pool in dequantized} == {BF16}, "all of it went over the quantized pool"
 
 
 def test_a_trial_notices_blocks_that_are_dequantized_wrong(
