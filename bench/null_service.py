@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,12 +46,13 @@ class NullRunner:
         self._row[0, NEXT_TOKEN_ID] = 1.0
         self._logits: dict[int, torch.Tensor] = {}  # by number of rows
 
-    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
         """Compute nothing."""
         num_rows = sum(chunk.wants_logits for chunk in chunks)
         if num_rows not in self._logits:
             self._logits[num_rows] = self._row.repeat(num_rows, 1)
-        return StepResult(self._logits[num_rows], [NEXT_TOKEN_ID] * num_rows, [True] * len(chunks))
+        result = StepResult(self._logits[num_rows], [NEXT_TOKEN_ID] * num_rows, [True] * len(chunks))
+        return lambda: result
 
 
 def build_null_engine(config: Config) -> Engine:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.staging import to_device
+
+_Ints: TypeAlias = npt.NDArray[np.int64]
 
 # Keys are walked in tiles that start at multiples of this, so splits and windows do too.
 KEY_ALIGNMENT_TOKENS = 64
@@ -58,14 +63,17 @@ class AttentionPlan:
         return replace(self, work=work, merges=merges, num_partials=self.num_partials + 3)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """Packed rows of one request and the key positions `[kv_start, kv_end)` that any of them sees."""
+class _Tiles(NamedTuple):
+    """Packed rows and the keys that any of them sees.
 
-    request: int
-    first_row: int
-    kv_start: int
-    kv_end: int
+    Attributes:
+        rows: int64 `[5, num_tiles]`, the first columns of their work.
+        kv_start, kv_end: int64 `[num_tiles]`, key positions, half open.
+    """
+
+    rows: _Ints
+    kv_start: _Ints
+    kv_end: _Ints
 
 
 def balanced_partials(num_requests: int, num_kv_heads: int) -> int:
@@ -111,45 +119,43 @@ def plan_attention(
         raise ValueError(f"num_query_heads: expected a multiple of {num_kv_heads} KV heads, got {num_query_heads}")
     if tile_rows is None:
         tile_rows = fitting_tile_rows(group_size * batch.most_query_tokens, dtype)
-    tiles = list(_tiles(batch, group_size, tile_rows, window))
+    tiles = _tiles(batch, group_size, tile_rows, window)
     if split_tokens is None:
-        split_tokens = _balanced_split_tokens(sum(tile.kv_end - tile.kv_start for tile in tiles) * num_kv_heads)
+        split_tokens = _balanced_split_tokens(int((tiles.kv_end - tiles.kv_start).sum()) * num_kv_heads)
     elif split_tokens < 1 or split_tokens % KEY_ALIGNMENT_TOKENS:
         raise ValueError(f"split_tokens: expected a positive multiple of {KEY_ALIGNMENT_TOKENS}, got {split_tokens}")
 
-    work: list[tuple[int, ...]] = []
-    merges: list[tuple[int, ...]] = []
-    num_partials = 0
-    for tile in tiles:
-        first_token, num_tokens = batch.query_starts[tile.request], _query_len(batch, tile.request)
-        item = (tile.request, first_token, num_tokens, batch.kv_lens[tile.request] - num_tokens, tile.first_row)
-        splits = list(_splits(tile, split_tokens))
-        if len(splits) == 1:
-            work.append((*item, tile.kv_start, tile.kv_end, -1))
-            continue
-        work += [(*item, start, end, num_partials + i) for i, (start, end) in enumerate(splits)]
-        merges.append((first_token, num_tokens, tile.first_row, num_partials, len(splits)))
-        num_partials += len(splits)
-    work.sort(key=lambda item: item[5] - item[6])  # longest first: the short ones fill the tail
+    first_split = tiles.kv_start // split_tokens
+    num_splits = -(-tiles.kv_end // split_tokens) - first_split
+    num_partials = np.where(num_splits > 1, num_splits, 0)
+    first_partial = np.cumsum(num_partials) - num_partials
+    tile, nth = _spread(num_splits)  # of each item, and which of the tile's splits it is
+    split_start = (first_split[tile] + nth) * split_tokens
+    kv_start = np.maximum(split_start, tiles.kv_start[tile])
+    kv_end = np.minimum(split_start + split_tokens, tiles.kv_end[tile])
+    partial = np.where(num_splits[tile] > 1, first_partial[tile] + nth, -1)
+
+    work = _as_rows((*tiles.rows[:, tile], kv_start, kv_end, partial))
+    work = work[np.argsort(kv_start - kv_end, kind="stable")]  # longest first: the short ones fill the tail
+
+    _, first_token, num_tokens, _, first_row = tiles.rows
+    split = np.flatnonzero(num_partials)
+    merges = _as_rows(each[split] for each in (first_token, num_tokens, first_row, first_partial, num_partials))
     device = batch.block_tables.device
     return AttentionPlan(
         tile_rows=tile_rows,
         group_size=group_size,
         window=window,
-        work=to_device(torch.tensor(work, dtype=torch.int32), device),
-        merges=to_device(torch.tensor(merges, dtype=torch.int32).view(len(merges), 5), device),
-        num_partials=num_partials,
+        work=to_device(torch.from_numpy(work), device),
+        merges=to_device(torch.from_numpy(merges), device),
+        num_partials=int(num_partials.sum()),
     )
 
 
-def first_key(position: int, window: int | None) -> int:
-    """Where a tile begins to read keys whose first query stands at `position`."""
-    first_seen = 0 if window is None else max(0, position + 1 - window)
+def first_key(position: _Ints, window: int | None) -> _Ints:
+    """Where tiles begin to read keys whose first queries stand at these positions."""
+    first_seen = np.zeros_like(position) if window is None else np.maximum(0, position + 1 - window)
     return first_seen // KEY_ALIGNMENT_TOKENS * KEY_ALIGNMENT_TOKENS
-
-
-def _query_len(batch: PagedBatch, request: int) -> int:
-    return batch.query_starts[request + 1] - batch.query_starts[request]
 
 
 def fitting_tile_rows(most_rows: int, dtype: torch.dtype) -> int:
@@ -164,26 +170,29 @@ def fitting_tile_rows(most_rows: int, dtype: torch.dtype) -> int:
     return 64 if most_rows <= 64 else 128
 
 
-def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | None) -> Iterator[_Tile]:
-    for request, kv_len in enumerate(batch.kv_lens):
-        num_tokens = _query_len(batch, request)
-        prefix_len = kv_len - num_tokens
-        for first_row in range(0, num_tokens * group_size, tile_rows):
-            first_token = first_row // group_size
-            last_token = min((first_row + tile_rows - 1) // group_size, num_tokens - 1)
-            kv_start = first_key(prefix_len + first_token, window)
-            yield _Tile(request, first_row, kv_start, prefix_len + last_token + 1)
+def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | None) -> _Tiles:
+    query_lens = batch.query_lens
+    request, nth = _spread(-(-query_lens * group_size // tile_rows))
+    first_row = nth * tile_rows
+    num_tokens = query_lens[request]
+    num_prefix_tokens = np.array(batch.kv_lens)[request] - num_tokens
+    last_token = np.minimum((first_row + tile_rows - 1) // group_size, num_tokens - 1)
+    kv_start = first_key(num_prefix_tokens + first_row // group_size, window)
+    rows = np.array((request, np.array(batch.query_starts)[request], num_tokens, num_prefix_tokens, first_row))
+    return _Tiles(rows, kv_start, num_prefix_tokens + last_token + 1)
+
+
+def _as_rows(columns: Iterable[_Ints]) -> npt.NDArray[np.int32]:
+    return np.ascontiguousarray(np.array([*columns], dtype=np.int32).T)
+
+
+def _spread(counts: _Ints) -> tuple[_Ints, _Ints]:
+    """Repeat each index as often as its count says; returns the indices, and which repetition each one is."""
+    ends = np.cumsum(counts)
+    return np.repeat(np.arange(counts.size), counts), np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
 def _balanced_split_tokens(total_tokens: int) -> int:
     """Return the power of two that cuts the keys of all programs together into about one share a program."""
     share = -(-total_tokens // _TARGET_PROGRAMS)
     return max(_MIN_SPLIT_TOKENS, 1 << (share - 1).bit_length())
-
-
-def _splits(tile: _Tile, split_tokens: int) -> Iterator[tuple[int, int]]:
-    start = tile.kv_start
-    while start < tile.kv_end:
-        end = min((start // split_tokens + 1) * split_tokens, tile.kv_end)
-        yield start, end
-        start = end

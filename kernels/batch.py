@@ -6,12 +6,15 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from radixkv.kernels.staging import to_device
+
+_Ints: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +59,16 @@ class PagedBatch:
             block_size: tokens a block.
             device: where the tensors go.
         """
-        starts = np.concatenate(([0], np.cumsum(query_lens)))
         table_blocks = -(-max(kv_lens) // block_size)
         tables = np.zeros((len(kv_lens), table_blocks), dtype=np.int32)
-        slots = np.empty(int(starts[-1]), dtype=np.int64)
-        for i, (query_len, kv_len, block_ids) in enumerate(zip(query_lens, kv_lens, block_tables, strict=True)):
+        for row, kv_len, block_ids in zip(tables, kv_lens, block_tables, strict=True):
             num_blocks = -(-kv_len // block_size)
-            tables[i, :num_blocks] = block_ids[:num_blocks]
-            positions = np.arange(kv_len - query_len, kv_len)
-            slots[starts[i] : starts[i + 1]] = (
-                tables[i, positions // block_size].astype(np.int64) * block_size + positions % block_size
-            )
+            row[:num_blocks] = block_ids[:num_blocks]
+        request = np.repeat(np.arange(len(kv_lens)), query_lens)
+        positions = _positions(query_lens, kv_lens)
+        slots = tables[request, positions // block_size] * np.int64(block_size) + positions % block_size
         return cls(
-            query_starts=tuple(int(s) for s in starts),
+            query_starts=(0, *itertools.accumulate(query_lens)),
             kv_lens=tuple(kv_lens),
             block_tables=to_device(torch.from_numpy(tables), device),
             slots=to_device(torch.from_numpy(slots), device),
@@ -90,9 +90,26 @@ class PagedBatch:
     @property
     def most_query_tokens(self) -> int:
         """Suffix tokens of the request with the longest suffix."""
-        return max(end - start for start, end in itertools.pairwise(self.query_starts))
+        return int(self.query_lens.max())
+
+    @property
+    def query_lens(self) -> npt.NDArray[np.int64]:
+        """Suffix tokens of each request."""
+        return np.diff(self.query_starts)
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """`[num_tokens]`, on the host: where in its own sequence each packed token row stands."""
+        return _positions(self.query_lens, self.kv_lens)
 
     @property
     def num_tokens(self) -> int:
         """Packed token rows in the batch."""
         return self.query_starts[-1]
+
+
+def _positions(query_lens: _Ints, kv_lens: _Ints) -> npt.NDArray[np.int64]:
+    # Within a request rows and positions grow alike: they are as far apart as their ends.
+    ends = np.cumsum(query_lens)
+    positions: npt.NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(kv_lens - ends, query_lens)
+    return positions

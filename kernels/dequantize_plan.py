@@ -86,12 +86,12 @@ def plan_dequantize(
     if not is_forced and (batch.num_tokens <= _MAX_SHORT_TOKENS or batch.num_tokens * group_size < min_rows):
         return None
 
-    is_read = np.zeros(batch.host_tables.shape, dtype=bool)
-    num_pairs = 0  # of a token and a key that it sees
-    for i, kv_len in enumerate(batch.kv_lens):
-        prefix_len = kv_len - (batch.query_starts[i + 1] - batch.query_starts[i])
-        is_read[i, first_key(prefix_len, window) // batch.block_size : -(-kv_len // batch.block_size)] = True
-        num_pairs += int(np.minimum(np.arange(prefix_len + 1, kv_len + 1), window or kv_len).sum())
+    kv_lens = np.array(batch.kv_lens)
+    first_block = first_key(kv_lens - batch.query_lens, window) // batch.block_size
+    block = np.arange(batch.host_tables.shape[1])
+    is_read = (block >= first_block[:, None]) & (block < -(-kv_lens // batch.block_size)[:, None])
+    num_seen = batch.positions + 1
+    num_pairs = int((num_seen if window is None else np.minimum(num_seen, window)).sum())  # of a token and a key
     block_ids, plain_ids = np.unique(batch.host_tables[is_read], return_inverse=True)
     block_bytes = 2 * pool.num_kv_heads * pool.block_size * pool.head_dim * dtype.itemsize
     num_keys = block_ids.size * batch.block_size

@@ -84,9 +84,17 @@ class Engine:
         self._model_fingerprint = model.fingerprint
         self._eos_token_ids = model.eos_token_ids
         self._intake = Intake(config)
-        self._core = EngineCore(runner, cache, config, on_end=self._intake.leave, observer=observer, weights=weights)
-        self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._core = EngineCore(
+            runner,
+            cache,
+            config,
+            on_end=self._intake.leave,
+            observer=observer,
+            weights=weights,
+            has_news=lambda: not self._inbox.empty(),
+        )
+        self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping = False
         self._is_stopped = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import cast
 
@@ -22,15 +22,15 @@ from radixkv.held_leases import HeldLeases
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
 from radixkv.observer import Observer, Observers
-from radixkv.prediction import Prediction, predict
 from radixkv.prefix_cache import PrefixCache, Purged
-from radixkv.request import Outcome, Request
-from radixkv.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult, Retained
+from radixkv.request import Generation, Outcome, Request
+from radixkv.result import GeneratedTokens, GenerateResult, PrefillResult, Retained
 from radixkv.retention import Retention
 from radixkv.runner import Runner
-from radixkv.scheduler import Scheduler, Slice
+from radixkv.scheduler import Scheduler
 from radixkv.single_flight import SingleFlight
 from radixkv.stats import EngineLoad, EngineStats
+from radixkv.step import Computed, Step
 from radixkv.step_budget import StepBudget
 from radixkv.token_bytes import TOKEN_BYTES
 
@@ -55,6 +55,8 @@ class EngineCore:
         on_end: told of every request that is over.
         observer: told of everything that is worth counting.
         weights: by tenant; see `Scheduler`.
+        has_news: whether anything waits to be submitted or called between two steps; asked before a step is started
+            ahead of its time.
 
     Attributes:
         observer: tells the one that was given, and nothing that it raises gets out.
@@ -70,6 +72,7 @@ class EngineCore:
         on_end: Callable[[Request], None] = lambda _: None,
         observer: Observer | None = None,
         weights: dict[str, float] | None = None,
+        has_news: Callable[[], bool] = lambda: False,
     ) -> None:
         self.cache = cache
         self.held_leases = HeldLeases(config.held_lease_ttl_s)
@@ -82,9 +85,12 @@ class EngineCore:
         self._answers = Answers(cache, self.held_leases)
         self._clock = clock
         self._on_end = on_end
+        self._has_news = has_news
         self.observer = Observers(() if observer is None else (observer,))
         self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals differ
         self._cancelled: deque[Request] = deque()  # other threads append
+        self._broken: dict[Request, StepFailed] = {}  # to be failed between two steps
+        self._under_way: Step | None = None  # started before its time
         self._census = Census(cache, self._scheduler, self.held_leases, runner.storage, clock)
 
     @property
@@ -100,15 +106,20 @@ class EngineCore:
         request.future.add_done_callback(lambda future: self._cancelled.append(request) if future.cancelled() else None)
 
     def step(self) -> None:
-        """Drop what nobody waits for, admit what fits, compute one step, publish and answer."""
-        self._sweep()
-        self._extend_leases()
-        if (youngest := self._scheduler.slot_to_free()) is not None:
-            self._pause(youngest)
-        self._scheduler.max_step_tokens = self._budget.num_tokens
-        slices = self._scheduler.next_step(self._admitter)
-        if slices:
-            self._run(slices)
+        """Drop what nobody waits for, admit what fits, compute one step, publish and answer.
+
+        While there is nothing to do but to decode, the next step is started before the tokens of this one are published
+        and told, and is under way when this returns.
+        """
+        step = self._under_way or self._begin()
+        self._under_way = None
+        computed = [] if step is None else self._wait_for(step)
+        for each in computed:
+            self._advance(each)
+        if computed and all(map(_decodes_on, computed)) and self._is_undisturbed(len(computed)):
+            self._under_way = self._begin_ahead()
+        for each in computed:
+            self._publish(each)
 
     def try_step(self) -> None:
         """Compute a token that nobody asked for: do steps work again?"""
@@ -128,6 +139,7 @@ class EngineCore:
 
     def close(self, error: RadixKVError) -> None:
         """Fail every unfinished request with `error` and close every held lease."""
+        self._under_way = None
         for request in self._scheduler.requests():
             self._fail(request, error)
         self.held_leases.close()
@@ -156,6 +168,36 @@ class EngineCore:
 
     # -- before a step ---------------------------------------------------------------------------------------------
 
+    def _begin(self) -> Step | None:
+        """Start a step of those that run and of those that are admitted now; None if there is nothing to compute."""
+        self._sweep()
+        self._extend_leases()
+        if (youngest := self._scheduler.slot_to_free()) is not None:
+            self._pause(youngest)
+        return self._start()
+
+    def _begin_ahead(self) -> Step | None:
+        """Start the next step of requests that all decode; None if there are no blocks for it without a pause."""
+        try:
+            for request in self._scheduler.running:
+                _extend_lease(request)
+        except CapacityError:
+            return None
+        return self._start()
+
+    def _start(self) -> Step | None:
+        self._scheduler.max_step_tokens = self._budget.num_tokens
+        slices = self._scheduler.next_step(self._admitter)
+        return Step(self._runner, slices, self._clock()) if slices else None
+
+    def _is_undisturbed(self, num_requests: int) -> bool:
+        """Whether the next step is that of the same requests, and nothing is to be done before it."""
+        is_expired = self.seconds_to_next_expiry() == 0
+        is_late = self._deadlines and self._deadlines[0][0] <= self._clock()
+        are_others = self._scheduler.num_waiting or self._scheduler.num_following
+        are_others = are_others or self._scheduler.num_running > num_requests
+        return not (is_expired or is_late or are_others or self._cancelled or self._broken or self._has_news())
+
     def _sweep(self) -> None:
         now = self._clock()
         self.held_leases.expire(now)
@@ -163,6 +205,10 @@ class EngineCore:
             request = self._cancelled.popleft()
             if not request.is_over:
                 self._end(request, Outcome.CANCELLED)
+        broken, self._broken = self._broken, {}
+        for request, error in broken.items():
+            if not request.is_over:
+                self._fail(request, error)
         while self._deadlines and self._deadlines[0][0] <= now:
             self._fail(self._deadlines[0][2], _deadline_passed())
 
@@ -176,7 +222,7 @@ class EngineCore:
         for request in sorted(self._scheduler.running, key=lambda running: running.arrival):
             while request.lease is not None and request.lease.num_tokens < request.num_tokens:
                 try:
-                    request.lease.extend(request.tokens[request.lease.num_tokens * TOKEN_BYTES :])
+                    _extend_lease(request)
                 except CapacityError as error:
                     self._make_room_for(request, error)
 
@@ -208,76 +254,79 @@ class EngineCore:
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    def _run(self, slices: list[Slice]) -> None:
-        started_s = self._clock()
+    def _wait_for(self, step: Step) -> list[Computed]:
+        """Wait for a step; nothing is returned of one that failed, or that is to be tried smaller."""
         try:
-            is_finite, predictions = self._compute(slices)
+            computed = step.wait()
         except torch.OutOfMemoryError:
-            self.observer.step_failed(self._clock() - started_s, len(slices))
-            self._try_smaller(slices)
-            return
+            self.observer.step_failed(self._clock() - step.started_s, len(step.slices))
+            self._try_smaller(step)
+            return []
         except Exception as error:  # noqa: BLE001 - whatever a forward pass raises, the other requests go on
-            _log.exception("a step of %d requests failed", len(slices))
+            _log.exception("a step of %d requests failed", len(step.slices))
             self.num_failed_steps += 1
-            self.observer.step_failed(self._clock() - started_s, len(slices))
+            self.observer.step_failed(self._clock() - step.started_s, len(step.slices))
             failed = StepFailed(f"step: the forward pass raised {type(error).__name__}")
-            for part in slices:
+            for part in step.slices:
                 self._fail(part.request, failed)
-            return
+            return []
         self._budget.grow()
-        self.num_failed_steps = 0 if any(is_finite) else self.num_failed_steps + 1
-        num_decode_tokens = sum(part.request.is_decoding for part in slices)
-        num_tokens = sum(part.end - part.start for part in slices)
-        self.observer.step_done(
-            self._clock() - started_s, len(slices), num_tokens - num_decode_tokens, num_decode_tokens
-        )
-        for part, finite in zip(slices, is_finite, strict=True):
-            prediction = next(predictions) if part.is_last else None
-            if finite:
-                self._go_on(part.request, part.end, prediction)
-            else:
-                self._fail(part.request, StepFailed("step: the model's values are not finite; nothing was published"))
+        self.num_failed_steps = 0 if any(each.is_finite for each in computed) else self.num_failed_steps + 1
+        num_decode_tokens = sum(part.request.is_decoding for part in step.slices)
+        num_prefill_tokens = step.num_tokens - num_decode_tokens
+        self.observer.step_done(self._clock() - step.started_s, len(step.slices), num_prefill_tokens, num_decode_tokens)
+        return computed
 
-    def _try_smaller(self, slices: list[Slice]) -> None:
+    def _try_smaller(self, step: Step) -> None:
         """Let the next steps be smaller. What this one wrote was not published, and is written again."""
-        num_tokens = sum(part.end - part.start for part in slices)
-        _log.warning("the device has no memory for a step of %d tokens in %d requests", num_tokens, len(slices))
+        num_tokens, num_requests = step.num_tokens, len(step.slices)
+        _log.warning("the device has no memory for a step of %d tokens in %d requests", num_tokens, num_requests)
         if not self._budget.shrink(num_tokens):
-            for part in slices:
+            for part in step.slices:
                 self._fail(part.request, OutOfMemory("step: the device has no memory to compute a single token"))
 
-    def _compute(self, slices: list[Slice]) -> tuple[list[bool], Iterator[Prediction]]:
-        """Everything that waits for the device, and so everything that can fail there."""
-        step = self._runner.run([_chunk(part) for part in slices])
-        predictions = predict(step.logits, step.most_likely, [part.request for part in slices if part.is_last])
-        return step.is_finite, iter(predictions)
-
-    def _go_on(self, request: Request, upto: int, prediction: Prediction | None) -> None:
-        """Publish what a request has computed, and answer it or tell its next token."""
+    def _advance(self, computed: Computed) -> None:
+        """Note what a request has computed, and its next token."""
+        (request, _, upto), is_finite, prediction = computed
+        if not is_finite:
+            return
         request.computed_upto = upto
-        lease = _open_lease(request)
-        lease.copy = None  # it was made
+        _open_lease(request).copy = None  # it was made
+        if prediction is None:
+            return
+        if request.prefilled_s is None:
+            request.prefilled_s = self._clock()
+        if request.generation is not None:
+            _append(request, request.generation, prediction.next_token_id)
+
+    def _publish(self, computed: Computed) -> None:
+        """Publish what a request has computed, and answer it or tell its next token."""
+        (request, _, upto), is_finite, prediction = computed
+        if request in self._broken:
+            return
+        if not is_finite:
+            self._fail(request, StepFailed("step: the model's values are not finite; nothing was published"))
+            return
         if prediction is None:
             self._commit(request, upto)
             return
-        is_first = request.prefilled_s is None
-        if is_first:
-            request.prefilled_s = self._clock()
-        if request.generation is None:
+        generation = request.generation
+        if generation is None:
             self._commit(request, upto)
             self._answer(request, lambda lease, now: self._answers.prefill(request, lease, prediction, now))
             return
-        finish_reason = _append(request, prediction.next_token_id)
+        finish_reason = generation.finish_reason
         if finish_reason is not None:
             self._commit(request, upto)
             self._answer(request, lambda lease, now: self._answers.generation(request, lease, finish_reason, now))
             return
         # The prompt is published to the token, and then what is full: more would be copied again for the next token.
+        is_first = len(generation.token_ids) == 1
         publishable = upto if is_first else upto // self.cache.block_size * self.cache.block_size
-        if publishable > lease.committed_tokens:
+        if publishable > _open_lease(request).committed_tokens:
             self._commit(request, publishable)
         self._resume(self._flights.leave(request))  # what it computes from now on is its own
-        self._tell(request, prediction.next_token_id)
+        self._tell(request, generation, prediction.next_token_id)
 
     def _commit(self, request: Request, upto: int) -> None:
         """Publish what is computed: chunk by chunk, or all at the end if the request must not read from the cache.
@@ -291,13 +340,12 @@ class EngineCore:
             request.written_tokens += lease.commit(upto)
             self._resume(self._flights.published(request, lease.committed_tokens))
 
-    def _tell(self, request: Request, token_id: int) -> None:
-        assert request.generation is not None, "only a generation has news"
+    def _tell(self, request: Request, generation: Generation, token_id: int) -> None:
         try:
-            request.generation.on_tokens(GeneratedTokens((token_id,), request.usage))
+            generation.on_tokens(GeneratedTokens((token_id,), request.usage))
         except BaseException:  # noqa: BLE001 - the caller's callback, on our thread; the other requests go on
             _log.exception("a caller failed to take its tokens")
-            self._fail(request, StepFailed("generation: the caller's callback raised"))
+            self._broken[request] = StepFailed("generation: the caller's callback raised")
 
     def _answer(self, request: Request, make: Callable[[Lease, float], PrefillResult | GenerateResult]) -> None:
         now = self._clock()
@@ -339,27 +387,28 @@ def _open_lease(request: Request) -> Lease:
     return request.lease
 
 
-def _append(request: Request, token_id: int) -> FinishReason | None:
-    """Add a generated token; returns whether it was the last, and why."""
-    generation = request.generation
-    assert generation is not None, "only a generation grows"
+def _extend_lease(request: Request) -> None:
+    """Take the blocks for what was generated since."""
+    lease = _open_lease(request)
+    if lease.num_tokens < request.num_tokens:
+        lease.extend(request.tokens[lease.num_tokens * TOKEN_BYTES :])
+
+
+def _decodes_on(computed: Computed) -> bool:
+    """Whether all that a request needs is its next token, and not its second.
+
+    The second one comes after the prompt is published: that is done to the token, but only where a lease ends.
+    """
+    generation = computed.part.request.generation
+    if generation is None or not computed.is_finite:
+        return False
+    return len(generation.token_ids) > 1 and generation.finish_reason is None
+
+
+def _append(request: Request, generation: Generation, token_id: int) -> None:
     generation.token_ids.append(token_id)
     request.tokens += token_id.to_bytes(TOKEN_BYTES, "little")
-    return generation.finish_reason
 
 
 def _deadline_passed() -> DeadlineExceeded:
     return DeadlineExceeded("deadline: passed before the answer was known")
-
-
-def _chunk(part: Slice) -> Chunk:
-    request, start, end = part
-    lease = _open_lease(request)
-    return Chunk(
-        tokens=lease.tokens,
-        start=start,
-        end=end,
-        block_ids=lease.block_ids,
-        copy=lease.copy,
-        wants_logits=part.is_last,
-    )

@@ -82,12 +82,11 @@ def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepInputs:
         block_size=block_size,
     )
     input_ids = np.concatenate([np.frombuffer(c.tokens, dtype="<u4")[c.start : c.end] for c in chunks])
-    positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
     ends = batch.query_starts[1:]
     logit_rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
     return StepInputs(
         torch.from_numpy(input_ids.astype(np.int64)),
-        torch.from_numpy(positions),
+        torch.from_numpy(batch.positions),
         torch.tensor(logit_rows, dtype=torch.int64),
         batch,
     )

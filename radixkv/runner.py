@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from radixkv.attention import AttentionKernels
-from radixkv.forward import Chunk, compute_step, lay_out
+from radixkv.forward import Chunk, StepInputs, StepOutputs, compute_step, lay_out
 from radixkv.kernels.staging import to_device
 from radixkv.kv_storage import KVStorage
+from radixkv.lease import BlockCopy
 from radixkv.model import Model
 from radixkv.step_graphs import StepGraphs
 
@@ -57,27 +58,40 @@ class Runner:
         """The same model over the same memory, where every step is launched kernel by kernel."""
         return Runner(self.model, self.storage, self._kernels)
 
-    def run(self, chunks: Sequence[Chunk]) -> StepResult:
-        """Copy shared blocks, then compute all chunks in one forward pass.
+    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+        """Copy shared blocks, then compute all chunks in one forward pass. The step before must have been waited for.
+
+        A GPU is at it when this returns. A CPU computes when it is waited for, so that in both cases there is time for
+        other work before that.
 
         Returns:
-            A row of logits for each chunk that wants them, in order, and for each chunk whether all its tokens came
-            out finite. Waits for the device.
+            Waits, and returns a row of logits for each chunk that wants them, in order, and for each chunk whether all
+            its tokens came out finite.
         """
-        self._copy_shared_blocks(chunks)
         inputs = lay_out(chunks, self.storage.block_size)
+        copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
+        if self.model.device.type != "cuda":
+            return lambda: self._read(inputs, self._launch(inputs, copies))
+        outputs = self._launch(inputs, copies)
+        return lambda: self._read(inputs, outputs)
+
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+        """Start a step and wait for it; see `start`."""
+        return self.start(chunks)()
+
+    def _launch(self, inputs: StepInputs, copies: Sequence[BlockCopy]) -> StepOutputs:
+        if copies:
+            sources, targets = to_device(torch.tensor(copies).T.contiguous(), self.model.device)
+            self._kernels.copy_blocks(self.storage.pool, sources, targets)
         outputs = None if self._graphs is None else self._graphs.compute(inputs)
         if outputs is None:
             outputs = compute_step(self.model, self.storage.pool, self._kernels, inputs.to(self.model.device))
+        return outputs
+
+    def _read(self, inputs: StepInputs, outputs: StepOutputs) -> StepResult:
         summary = outputs.summary.cpu().numpy()  # waits
         are_finite, most_likely = np.split(summary, [len(summary) - len(outputs.logits)])
         *starts, num_tokens = inputs.batch.query_starts
         is_finite = np.logical_and.reduceat(are_finite[:num_tokens], starts)
         num_rows = len(inputs.logit_rows)
         return StepResult(outputs.logits[:num_rows], most_likely[:num_rows].tolist(), is_finite.tolist())
-
-    def _copy_shared_blocks(self, chunks: Sequence[Chunk]) -> None:
-        copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
-        if copies:
-            sources, targets = to_device(torch.tensor(copies).T.contiguous(), self.model.device)
-            self._kernels.copy_blocks(self.storage.pool, sources, targets)

@@ -155,7 +155,7 @@ class Scheduler:
     def next_step(self, admitter: Admitter) -> list[Slice]:
         """Choose the next step's slices, and admit those that get any; `admitter` gives them their blocks."""
         self._budget, self._granted, self._looks = self.max_step_tokens, {}, {}
-        decoding = self._serve_decodes()
+        left_out = self._serve_decodes()
         turns = [(queue.served, queue.serial, queue) for queue in self._queues if queue.has_prefills]
         heapq.heapify(turns)
         while turns and self._budget:
@@ -165,7 +165,7 @@ class Scheduler:
                 turn = min(turn, max(_MIN_TURN_TOKENS, self.max_step_tokens // _MAX_TURNS))
             if self._serve(queue, turn, admitter) == turn:
                 heapq.heappush(turns, (queue.served, serial, queue))
-        self._decode(decoding)  # those that had to leave their token to prompts that did not need it
+        self._decode(left_out)  # they had to leave their token to prompts that did not need it
         self._queues.advance(self.max_step_tokens - self._budget)
         for queue in list(self._queues):
             self._queues.close_if_empty(queue)
@@ -175,7 +175,7 @@ class Scheduler:
         ]
 
     def _serve_decodes(self) -> list[Request]:
-        """A token for each request that decodes, and in turn if there are too many of them; returns all of them."""
+        """A token for each request that decodes, and in turn if they are too many; returns those that got none."""
         decoding = [request for request in self._running if request.is_decoding]
         most = self.max_step_tokens
         if any(queue.has_prefills for queue in self._queues):
@@ -183,7 +183,7 @@ class Scheduler:
         if len(decoding) > most:
             decoding.sort(key=lambda request: self._queues[request.params.tenant].served)
         self._decode(decoding[:most])
-        return decoding
+        return decoding[most:]
 
     def _decode(self, requests: list[Request]) -> None:
         """A token for each, as far as there are any; who gets one is the last to get the next."""

@@ -17,6 +17,8 @@ from radixkv.result import FinishReason, GeneratedTokens, GenerateResult, HeldLe
 from tests.engine_events import Ask
 from tests.simulated_model import content_of, continuation, logits_of
 
+_ROUNDING_S = 1e-6  # answers tell their times in whole microseconds
+
 
 @dataclass(eq=False)
 class Asked:
@@ -84,7 +86,7 @@ class Asked:
             return Counter((f"failed with {type(error).__name__}",))
         result = self.future.result(0)
         assert not self.must_fail, "a request was answered whose step failed"
-        assert self.ask.deadline_s is None or self._answered_s(result) < self.ask.deadline_s
+        assert self.ask.deadline_s is None or self._answered_s(result) < self.ask.deadline_s + _ROUNDING_S
         if isinstance(result, GenerateResult):
             self._judge_generation(result)
         else:

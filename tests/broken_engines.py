@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from radixkv import engine_core, prediction
+from radixkv import engine_core, prediction, step
 from radixkv.admission import Admission, Admitter
 from radixkv.engine_core import EngineCore
 from radixkv.errors import RadixKVError, StepFailed
@@ -17,43 +17,58 @@ from radixkv.lease import Lease
 from radixkv.namespace import Namespace
 from radixkv.prediction import Prediction
 from radixkv.prefix_cache import PrefixCache
-from radixkv.request import Outcome, Request
+from radixkv.request import Generation, Outcome, Request
 from radixkv.scheduler import Scheduler, Slice
 from radixkv.single_flight import SingleFlight
+from radixkv.step import Computed, Step
 from radixkv.step_budget import StepBudget
 
 Breaks = Callable[[pytest.MonkeyPatch], None]
 
 
 def publishes_before_the_step(patch: pytest.MonkeyPatch) -> None:
-    compute = EngineCore._compute
+    wait_for = EngineCore._wait_for
 
-    def publish_and_compute(core: EngineCore, slices: list[Slice]) -> tuple[list[bool], Iterator[Prediction]]:
-        for part in slices:
+    def publish_and_wait(core: EngineCore, under_way: Step) -> list[Computed]:
+        for part in under_way.slices:
             core._commit(part.request, part.end)
-        return compute(core, slices)
+        return wait_for(core, under_way)
 
-    patch.setattr(EngineCore, "_compute", publish_and_compute)
+    patch.setattr(EngineCore, "_wait_for", publish_and_wait)
+
+
+def starts_ahead_what_has_ended(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine_core, "_decodes_on", lambda computed: computed.part.request.is_decoding)
+
+
+def starts_two_steps_ahead(patch: pytest.MonkeyPatch) -> None:
+    begin_ahead = EngineCore._begin_ahead
+
+    def begin_twice(core: EngineCore) -> Step | None:
+        begin_ahead(core)
+        return begin_ahead(core)
+
+    patch.setattr(EngineCore, "_begin_ahead", begin_twice)
 
 
 def skips_copies(patch: pytest.MonkeyPatch) -> None:
-    chunk = engine_core._chunk
+    chunk = step._chunk
 
     def without_copy(part: Slice) -> Chunk:
         return dataclasses.replace(chunk(part), copy=None)
 
-    patch.setattr(engine_core, "_chunk", without_copy)
+    patch.setattr(step, "_chunk", without_copy)
 
 
 def makes_copies_again_and_again(patch: pytest.MonkeyPatch) -> None:
-    chunk = engine_core._chunk
+    chunk = step._chunk
     copies = {}
 
     def with_first_copy(part: Slice) -> Chunk:
         copy = copies.setdefault(part.request.lease, chunk(part).copy)
         return dataclasses.replace(chunk(part), copy=copy)
 
-    patch.setattr(engine_core, "_chunk", with_first_copy)
+    patch.setattr(step, "_chunk", with_first_copy)
 
 
 def leads_while_it_is_paused(patch: pytest.MonkeyPatch) -> None:
@@ -115,13 +130,8 @@ def goes_on_after_a_pause_as_if_nothing_was_evicted(patch: pytest.MonkeyPatch) -
 
 
 def believes_what_is_not_finite(patch: pytest.MonkeyPatch) -> None:
-    compute = EngineCore._compute
-
-    def compute_and_believe(core: EngineCore, slices: list[Slice]) -> tuple[list[bool], Iterator[Prediction]]:
-        is_finite, predictions = compute(core, slices)
-        return [True] * len(is_finite), predictions
-
-    patch.setattr(EngineCore, "_compute", compute_and_believe)
+    wait = Step.wait
+    patch.setattr(Step, "wait", lambda under_way: [each._replace(is_finite=True) for each in wait(under_way)])
 
 
 def tells_nobody_that_a_step_failed(patch: pytest.MonkeyPatch) -> None:
@@ -148,7 +158,7 @@ def shares_between_salts(patch: pytest.MonkeyPatch) -> None:
 
 
 def draws_by_the_place_in_the_batch(patch: pytest.MonkeyPatch) -> None:
-    predict = engine_core.predict
+    predict = step.predict
 
     def predict_by_place(logits: Any, most_likely: list[int], requests: list[Request]) -> list[Prediction]:
         draw = prediction.draw
@@ -157,7 +167,7 @@ def draws_by_the_place_in_the_batch(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(prediction, "draw", draw)
         return predictions
 
-    patch.setattr(engine_core, "predict", predict_by_place)
+    patch.setattr(step, "predict", predict_by_place)
 
 
 def forgets_followers_when_it_publishes(patch: pytest.MonkeyPatch) -> None:
@@ -214,11 +224,10 @@ def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
 def tells_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
     append = engine_core._append
 
-    def append_and_tell(request: Request, token_id: int) -> object:
-        finish_reason = append(request, token_id)
-        if finish_reason is not None and request.generation is not None:
-            request.generation.on_tokens(engine_core.GeneratedTokens((token_id,), request.usage))
-        return finish_reason
+    def append_and_tell(request: Request, generation: Generation, token_id: int) -> None:
+        append(request, generation, token_id)
+        if generation.finish_reason is not None:
+            generation.on_tokens(engine_core.GeneratedTokens((token_id,), request.usage))
 
     patch.setattr(engine_core, "_append", append_and_tell)
 
@@ -259,6 +268,8 @@ def refuses_who_only_has_to_wait(patch: pytest.MonkeyPatch) -> None:
 
 BREAKS: tuple[Breaks, ...] = (
     publishes_before_the_step,
+    starts_ahead_what_has_ended,
+    starts_two_steps_ahead,
     skips_copies,
     makes_copies_again_and_again,
     leads_while_it_is_paused,

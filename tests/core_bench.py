@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from radixkv.config import EngineConfig
@@ -10,7 +11,7 @@ from radixkv.namespace import Namespace
 from radixkv.observer import Observer
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Generation, PrefillParams, Request
-from radixkv.result import GenerateResult, PrefillResult
+from radixkv.result import GeneratedTokens, GenerateResult, PrefillResult
 from radixkv.sampling import Sampling
 from radixkv.tenants import Quota
 from tests.fake_runner import FakeRunner, tokens
@@ -39,10 +40,17 @@ class Bench:
         **config: object,
     ) -> None:
         self.clock = Clock()
+        self.has_news = False  # while it is true, no step is started ahead
         self.cache = PrefixCache(num_blocks, BLOCK_SIZE, quotas=quotas, clock=self.clock)
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.core = EngineCore(
-            self.runner, self.cache, EngineConfig(**config), clock=self.clock, observer=observer, weights=weights
+            self.runner,
+            self.cache,
+            EngineConfig(**config),
+            clock=self.clock,
+            observer=observer,
+            weights=weights,
+            has_news=lambda: self.has_news,
         )
 
     def submit(self, ids: range | list[int], **params: object) -> Future[PrefillResult]:
@@ -52,16 +60,23 @@ class Bench:
         self.core.submit(Request(PrefillParams(data, **params), namespace, future, self.clock()))
         return future
 
-    def generate(self, ids: range | list[int], max_new_tokens: int, **params: object) -> Future[GenerateResult]:
-        """Submit a generation; what it tells is added to `told` of its future."""
+    def generate(
+        self,
+        ids: range | list[int],
+        max_new_tokens: int,
+        on_tokens: Callable[[GeneratedTokens], None] = lambda _: None,
+        **params: object,
+    ) -> Future[GenerateResult]:
+        """Submit a generation; what it tells is added to `told` of its future, and then given to `on_tokens`."""
         future: Future[GenerateResult] = Future()
         sampling = Sampling(max_new_tokens, **{k: params.pop(k) for k in _SAMPLING & params.keys()})
         future.told = []  # type: ignore[attr-defined]
-        generation = Generation(
-            sampling,
-            sampling.stop_token_ids,
-            lambda news: future.told.extend(news.token_ids),  # type: ignore[attr-defined]
-        )
+
+        def tell(news: GeneratedTokens) -> None:
+            future.told.extend(news.token_ids)  # type: ignore[attr-defined]
+            on_tokens(news)
+
+        generation = Generation(sampling, sampling.stop_token_ids, tell)
         namespace = Namespace("fake", str(params.get("tenant", "")))
         request = Request(PrefillParams(tokens(ids), **params), namespace, future, self.clock(), generation)
         self.core.submit(request)

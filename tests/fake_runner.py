@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,6 +40,9 @@ class FakeRunner:
     @property
     def computed_tokens(self) -> int:
         return sum(end - start for step in self.steps for start, end in step)
+
+    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+        return lambda: self.run(chunks)
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
         if self.fail_next is not None:

@@ -40,6 +40,7 @@ ENGINE_TESTS = (
     "tests/test_scheduler.py",
     "tests/test_fair_share.py",
     "tests/test_generation.py",
+    "tests/test_steps_ahead.py",
     "tests/test_single_flight.py",
 )
 CHECKS = ((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS))

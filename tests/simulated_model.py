@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
@@ -96,7 +97,7 @@ class SimulatedRunner:
 
     Attributes:
         content: uint64 `[num_blocks, block_size]`; 0 is what nobody wrote.
-        num_steps: how many were begun.
+        num_steps: how many were waited for, or failed when they were begun.
         num_tokens: how many were computed.
     """
 
@@ -121,17 +122,43 @@ class SimulatedRunner:
         self._step_s, self._token_s = step_s, token_s
         self._failures = failures
         self._during = during
+        self._is_under_way = False
 
-    def run(self, chunks: Sequence[Chunk]) -> StepResult:
-        failure = self._failures.get(self.num_steps)
+    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+        """Begin a step. It writes where the block tables of now say, and until it is waited for what it writes is lost.
+
+        Every other step that fails before it has done anything fails here.
+        """
+        if self._is_under_way:
+            self.violations.append("a step begins before the last one was waited for")
         leases = [self._lease_of(chunk) for chunk in chunks]
         self._verify_writes(chunks, leases)
+        failure = self._failures.get(self.num_steps)
+        if failure == "before" and self.num_steps % 2:
+            return self._finish(chunks, chunks, [], failure)
+        begun = [dataclasses.replace(chunk, block_ids=chunk.block_ids.copy()) for chunk in chunks]
+        for chunk in begun:
+            if chunk.copy is not None:
+                self.content[chunk.copy.target] = 667
+            self._scribble(chunk)
+        self._is_under_way = True
+        namespaces = [lease.namespace for lease in leases]
+        return lambda: self._finish(chunks, begun, namespaces, failure)
+
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+        return self.start(chunks)()
+
+    def _finish(
+        self, asked: Sequence[Chunk], chunks: Sequence[Chunk], namespaces: Sequence[Namespace], failure: str | None
+    ) -> StepResult:
+        """Compute what was begun; it was asked for with block tables that may have changed since."""
+        self._is_under_way = False
         self.num_steps += 1
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         self._clock.now_s += self._step_s + self._token_s * num_tokens
         if failure != "before":
-            self._compute(chunks, leases, scribbles=failure in ("after", "no memory"))
-        self._during(chunks, failure)
+            self._compute(chunks, namespaces, scribbles=failure in ("after", "no memory"))
+        self._during(asked, failure)
         if failure in ("before", "after"):
             raise DeviceLost(f"step {self.num_steps - 1}")
         if failure == "no memory":
@@ -159,17 +186,17 @@ class SimulatedRunner:
         """Chunks know no namespace; but their block table is the very one of a lease."""
         return next(lease for lease in self._cache._leases if lease.block_ids is chunk.block_ids)
 
-    def _compute(self, chunks: Sequence[Chunk], leases: Sequence[Lease], *, scribbles: bool) -> None:
+    def _compute(self, chunks: Sequence[Chunk], namespaces: Sequence[Namespace], *, scribbles: bool) -> None:
         for chunk in chunks:
             if chunk.copy is not None:
                 self.content[chunk.copy.target] = self.content[chunk.copy.source]
                 self.num_copies += 1
-        for chunk, lease in zip(chunks, leases, strict=True):
+        for chunk, namespace in zip(chunks, namespaces, strict=True):
             held = self.read(chunk.block_ids, chunk.start)
-            expected = content_of(lease.namespace, chunk.tokens)[: chunk.start]
+            expected = content_of(namespace, chunk.tokens)[: chunk.start]
             for position in np.flatnonzero(held != expected)[:1].tolist():
                 self.violations.append(f"position {position} of [0, {chunk.start}) holds another prefix's K/V")
-            before = int(held[-1]) if chunk.start else first_digest(lease.namespace)
+            before = int(held[-1]) if chunk.start else first_digest(namespace)
             token_ids = np.frombuffer(chunk.tokens, dtype="<u4")[chunk.start : chunk.end]
             self._write(chunk, chained(before, token_ids.tolist()))
         if scribbles:

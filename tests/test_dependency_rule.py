@@ -78,6 +78,7 @@ ORDER = [
     "pool_size",
     "answers",
     "census",
+    "step",
     "engine_core",
     "watchdog",
     "engine",

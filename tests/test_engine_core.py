@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from radixkv import engine_core
 from radixkv.errors import DeadlineExceeded, Draining, OutOfBlocks, QuotaExceeded, StepFailed, UnknownLease
 from radixkv.forward import Chunk
 from radixkv.miss_reason import MissReason
@@ -278,7 +277,7 @@ class TestWaysOut:
             raise RuntimeError("the device is gone")
 
         bench = Bench()
-        monkeypatch.setattr(engine_core, "predict", lost_device)
+        monkeypatch.setattr("radixkv.step.predict", lost_device)
         future = bench.submit(range(8))
         bench.run()
         assert isinstance(future.exception(0), StepFailed)

@@ -315,6 +315,7 @@ def test_priorities_do_not_decide_between_tenants_who_is_paused() -> None:
 def test_what_others_floors_keep_is_waited_for_by_nobody() -> None:
     bench = Bench(num_blocks=40, quotas={"floored": Quota(floor_blocks=30)}, max_step_tokens=512)
     bench.prefill(range(120), tenant="floored")
+    bench.has_news = True
     decoding = bench.generate(range(4), 10, tenant="decodes")
     bench.core.step()
     never = bench.submit(range(300, 300 + 15 * BLOCK_SIZE), tenant="big")

@@ -84,8 +84,9 @@ def test_requests_join_and_leave_at_every_step() -> None:
         bench.core.step()
     second = bench.generate(range(50, 54), 2)
     bench.run()
-    assert bench.runner.steps[3] == [(10, 11), (0, 4)], "the new prompt shares a step with the decoding request"
-    assert bench.runner.steps[4] == [(11, 12), (4, 5)]
+    assert bench.runner.steps[3] == [(10, 11)], "it was under way when the new prompt came"
+    assert bench.runner.steps[4] == [(11, 12), (0, 4)], "the new prompt shares a step with the decoding request"
+    assert bench.runner.steps[5] == [(12, 13), (4, 5)]
     assert generated(first) == continuation(range(8), 6)
     assert generated(second) == continuation(range(50, 54), 2)
 
@@ -206,6 +207,7 @@ class TestPressure:
 
     def test_a_resumed_request_leads_nobody_once_it_decodes(self) -> None:
         bench = Bench()
+        bench.has_news = True
         future = bench.generate(range(8), 40)
         for _ in range(9):
             bench.core.step()
@@ -282,7 +284,7 @@ class TestWaysOut:
         bench.clock.now = 5.0
         bench.run()
         assert isinstance(future.exception(0), DeadlineExceeded)
-        assert len(future.told) == 4
+        assert len(future.told) == 5, "the last one was under way"
         assert bench.cache.pool.num_leased == 0
 
     def test_a_caller_that_can_not_be_told_fails_alone(self) -> None:

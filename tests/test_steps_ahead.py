@@ -1,0 +1,202 @@
+"""While all that there is decodes, the device has its next step before the tokens of the last one are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from radixkv.errors import StepFailed
+from radixkv.forward import Chunk
+from radixkv.result import GeneratedTokens, GenerateResult
+from radixkv.runner import StepResult
+from tests.core_bench import BLOCK_SIZE, Bench
+from tests.fake_runner import next_token, tokens
+
+PROMPT = range(10)
+
+
+class Diary:
+    """Notes what a bench's runner and its callers see, in order."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.entries: list[str] = []
+        self._bench = bench
+        self._start = bench.runner.start
+        bench.runner.start = self.start  # type: ignore[method-assign]
+
+    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+        self.entries.append("start")
+        wait = self._start(chunks)
+
+        def noted() -> StepResult:
+            self.entries.append("wait")
+            return wait()
+
+        return noted
+
+    def of_next_step(self) -> list[str]:
+        """What happens in one step of the engine."""
+        self.entries.clear()
+        self._bench.core.step()
+        return list(self.entries)
+
+
+def decoding(bench: Bench, count: int = 30) -> tuple[Future[GenerateResult], Diary]:
+    """A request that has told two tokens, and has a step under way for the third."""
+    diary = Diary(bench)
+    future = bench.generate(PROMPT, count, on_tokens=lambda _: diary.entries.append("tell"))
+    assert diary.of_next_step() == ["start", "wait", "tell"]
+    assert diary.of_next_step() == ["start", "wait", "start", "tell"]
+    return future, diary
+
+
+def expected(count: int) -> tuple[int, ...]:
+    path = list(PROMPT)
+    for _ in range(count):
+        path.append(next_token(tokens(path)))
+    return tuple(path[len(PROMPT) :])
+
+
+def test_the_device_has_its_next_step_before_a_token_is_told() -> None:
+    bench = Bench()
+    future, diary = decoding(bench)
+    for _ in range(27):
+        assert diary.of_next_step() == ["wait", "start", "tell"]
+    assert diary.of_next_step() == ["wait"]
+    assert future.result(0).token_ids == expected(30)
+    assert bench.runner.steps == [[(0, 10)], *[[(n, n + 1)] for n in range(10, 39)]], "and none is computed in vain"
+
+
+def test_the_blocks_of_those_who_end_are_back_before_the_next_step() -> None:
+    bench = Bench()
+    diary = Diary(bench)
+    short, long = bench.generate(PROMPT, 4), bench.generate(range(50, 60), 8)
+    assert diary.of_next_step() == ["start", "wait"]
+    assert diary.of_next_step() == ["start", "wait", "start"]
+    assert diary.of_next_step() == ["wait", "start"]
+    assert diary.of_next_step() == ["wait"]
+    assert short.done()
+    bench.run()
+    assert long.done()
+    assert bench.cache.pool.num_leased == 0
+
+
+class TestNoStepIsStartedAhead:
+    def test_of_a_prompt(self) -> None:
+        bench = Bench(max_step_tokens=8)
+        diary = Diary(bench)
+        bench.submit(range(20))
+        assert [diary.of_next_step() for _ in range(3)] == 3 * [["start", "wait"]]
+
+    def test_while_there_is_news(self) -> None:
+        bench = Bench()
+        _, diary = decoding(bench)
+        bench.has_news = True
+        assert diary.of_next_step() == ["wait", "tell"]
+        assert diary.of_next_step() == ["start", "wait", "tell"]
+
+    def test_while_somebody_waits(self) -> None:
+        bench = Bench(num_blocks=8, max_running_requests=2)
+        _, diary = decoding(bench)
+        waiting = bench.submit(range(100, 100 + 6 * BLOCK_SIZE))
+        assert diary.of_next_step() == ["wait", "tell"]
+        assert diary.of_next_step() == ["start", "wait", "tell"]
+        assert not waiting.done()
+
+    def test_while_somebody_is_passed_over(self) -> None:
+        """Three requests decode in steps of two tokens."""
+        bench = Bench(max_step_tokens=2)
+        futures = [bench.generate([number], 9) for number in range(3)]
+        diary = Diary(bench)
+        while min(len(future.told) for future in futures) < 2:
+            assert diary.of_next_step() == ["start", "wait"]
+
+    def test_after_a_cancel(self) -> None:
+        bench = Bench()
+        future, diary = decoding(bench)
+        future.cancel()
+        assert diary.of_next_step() == ["wait", "tell"]
+        bench.core.step()
+        assert not bench.core.has_work
+
+    def test_after_a_deadline(self) -> None:
+        bench = Bench()
+        _, diary = decoding(bench)
+        late = bench.generate(range(50, 60), 9, deadline_s=5.0)
+        while len(late.told) < 3:
+            bench.core.step()
+        bench.clock.now = 5.0
+        assert diary.of_next_step() == ["wait", "tell"]
+        bench.core.step()
+        assert late.done()
+
+    def test_after_a_held_lease_expired(self) -> None:
+        bench = Bench(held_lease_ttl_s=5.0)
+        bench.prefill(range(50, 60), hold_lease=True)
+        _, diary = decoding(bench)
+        bench.clock.now = 5.0
+        assert diary.of_next_step() == ["wait", "tell"]
+        bench.core.step()
+        assert len(bench.core.held_leases) == 0
+
+    def test_that_needs_a_pause(self) -> None:
+        bench = Bench(num_blocks=10)
+        futures = [bench.generate(range(start, start + 10), 20) for start in (0, 50)]
+        bench.run()
+        assert bench.core.stats().tokens.recomputed > 0
+        assert [len(future.result(0).token_ids) for future in futures] == [20, 20]
+
+
+@pytest.mark.parametrize("fails_at", ["start", "wait"])
+def test_a_step_that_fails_ahead_fails_after_the_last_token_was_told(fails_at: str) -> None:
+    bench = Bench()
+    future, diary = decoding(bench)
+    start = bench.runner.start
+
+    def fail(chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+        diary.entries.append("fail")
+        if fails_at == "start":
+            raise RuntimeError("device lost")
+
+        def wait() -> StepResult:
+            raise RuntimeError("device lost")
+
+        return wait
+
+    bench.runner.start = fail  # type: ignore[method-assign]
+    assert diary.of_next_step() == ["wait", "fail", "tell"]
+    bench.runner.start = start  # type: ignore[method-assign]
+    bench.core.step()
+    assert isinstance(future.exception(0), StepFailed)
+    assert bench.core.num_failed_steps == 1
+    assert bench.cache.pool.num_leased == 0
+
+
+def test_a_caller_that_fails_is_told_nothing_of_the_step_under_way() -> None:
+    bench = Bench()
+
+    def fail(news: GeneratedTokens) -> None:
+        if news.usage.generated_tokens == 3:
+            raise ZeroDivisionError
+
+    future, other = bench.generate(PROMPT, 9, on_tokens=fail), bench.generate(range(50, 60), 9)
+    while len(future.told) < 3:
+        bench.core.step()
+    bench.core.step()  # it was under way
+    bench.core.step()
+    assert isinstance(future.exception(0), StepFailed)
+    assert future.told == [*expected(3)]
+    bench.run()
+    assert len(other.result(0).token_ids) == 9
+    assert bench.cache.pool.num_leased == 0
+
+
+def test_what_is_under_way_when_the_engine_stops_is_let_go() -> None:
+    bench = Bench()
+    future, _ = decoding(bench)
+    bench.core.close(StepFailed("stopped"))
+    assert isinstance(future.exception(0), StepFailed)
+    bench.cache.check()
+    assert bench.cache.pool.num_leased == 0
