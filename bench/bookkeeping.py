@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -122,11 +123,8 @@ def noting_gaps(runner: Runner, gaps_s: list[float]) -> Iterator[None]:
             gaps_s.append(time.perf_counter() - ended_s[-1])
         return started
 
-    runner.start, Step.wait = noted_start, noted_wait  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(runner, "start", noted_start), mock.patch.object(Step, "wait", noted_wait):
         yield
-    finally:
-        runner.start, Step.wait = start, wait  # type: ignore[method-assign]
 
 
 class Bench:
