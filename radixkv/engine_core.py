@@ -297,7 +297,7 @@ class EngineCore:
         if request.prefilled_s is None:
             request.prefilled_s = self._clock()
         if request.generation is not None:
-            _append(request, request.generation, prediction.next_token_id)
+            request.generation.token_ids.append(prediction.next_token_id)
 
     def _publish(self, computed: Computed) -> None:
         """Publish what a request has computed, and answer it or tell its next token."""
@@ -391,7 +391,7 @@ def _extend_lease(request: Request) -> None:
     """Take the blocks for what was generated since."""
     lease = _open_lease(request)
     if lease.num_tokens < request.num_tokens:
-        lease.extend(request.tokens[lease.num_tokens * TOKEN_BYTES :])
+        lease.extend(request.tokens_from(lease.num_tokens))
 
 
 def _decodes_on(computed: Computed) -> bool:
@@ -403,11 +403,6 @@ def _decodes_on(computed: Computed) -> bool:
     if generation is None or not computed.is_finite:
         return False
     return len(generation.token_ids) > 1 and generation.finish_reason is None
-
-
-def _append(request: Request, generation: Generation, token_id: int) -> None:
-    generation.token_ids.append(token_id)
-    request.tokens += token_id.to_bytes(TOKEN_BYTES, "little")
 
 
 def _deadline_passed() -> DeadlineExceeded:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from radixkv.errors import InvalidRequest
 from radixkv.lease import Lease
 from radixkv.miss_reason import MissReason
@@ -113,7 +115,6 @@ class Request:
         future: the result of a prefill, or of a generation if there is one.
         generation: None for a prefill.
         arrival: how many requests came before it.
-        tokens: the prompt and what was generated, little-endian uint32 bytes.
         cached_tokens: prompt tokens that were reused when it was first admitted.
         computed_upto: tokens whose K/V exist, reused ones included.
         written_tokens: tokens that this request made matchable.
@@ -130,7 +131,6 @@ class Request:
     received_s: float
     generation: Generation | None = None
     arrival: int = 0
-    tokens: bytes = field(init=False)
     lease: Lease | None = None
     miss_reason: MissReason = MissReason.COLD
     cached_tokens: int = 0
@@ -142,13 +142,21 @@ class Request:
     scheduled_s: float | None = None
     prefilled_s: float | None = None
 
-    def __post_init__(self) -> None:
-        self.tokens = self.params.tokens
-
     @property
     def num_tokens(self) -> int:
         """Length of prompt and generated tokens together."""
-        return len(self.tokens) // TOKEN_BYTES
+        num_prompt_tokens = self.params.num_tokens
+        return num_prompt_tokens if self.generation is None else num_prompt_tokens + len(self.generation.token_ids)
+
+    @property
+    def tokens(self) -> bytes:
+        """The prompt and what was generated, little-endian uint32 bytes. Complexity: a copy if anything was."""
+        return self.params.tokens + self.tokens_from(self.params.num_tokens)
+
+    def tokens_from(self, start: int) -> bytes:
+        """What was generated from a position on that is not before the end of the prompt; bytes as in `tokens`."""
+        token_ids = [] if self.generation is None else self.generation.token_ids[start - self.params.num_tokens :]
+        return np.array(token_ids, dtype="<u4").tobytes()
 
     @property
     def num_left(self) -> int:

@@ -17,7 +17,8 @@ from radixkv.lease import Lease
 from radixkv.namespace import Namespace
 from radixkv.prediction import Prediction
 from radixkv.prefix_cache import PrefixCache
-from radixkv.request import Generation, Outcome, Request
+from radixkv.request import Outcome, Request
+from radixkv.result import GeneratedTokens
 from radixkv.scheduler import Scheduler, Slice
 from radixkv.single_flight import SingleFlight
 from radixkv.step import Computed, Step
@@ -222,14 +223,15 @@ def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
 
 
 def tells_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
-    append = engine_core._append
+    advance = EngineCore._advance
 
-    def append_and_tell(request: Request, generation: Generation, token_id: int) -> None:
-        append(request, generation, token_id)
-        if generation.finish_reason is not None:
-            generation.on_tokens(engine_core.GeneratedTokens((token_id,), request.usage))
+    def advance_and_tell(core: EngineCore, computed: Computed) -> None:
+        advance(core, computed)
+        request = computed.part.request
+        if request.generation is not None and request.generation.finish_reason is not None:
+            request.generation.on_tokens(GeneratedTokens(tuple(request.generation.token_ids[-1:]), request.usage))
 
-    patch.setattr(engine_core, "_append", append_and_tell)
+    patch.setattr(EngineCore, "_advance", advance_and_tell)
 
 
 def knows_no_deadline(patch: pytest.MonkeyPatch) -> None:
