@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import cast
 
 import torch
-from sortedcontainers import SortedList
 
 from radixkv.admission import Admitter
 from radixkv.answers import Answers
 from radixkv.census import Census
 from radixkv.config import EngineConfig
-from radixkv.errors import CapacityError, DeadlineExceeded, OutOfBlocks, OutOfMemory, RadixKVError, StepFailed
+from radixkv.departures import Departures, deadline_passed
+from radixkv.errors import CapacityError, OutOfBlocks, OutOfMemory, RadixKVError, StepFailed
 from radixkv.forward import Chunk
 from radixkv.held_leases import HeldLeases
 from radixkv.lease import Lease
@@ -87,9 +86,7 @@ class EngineCore:
         self._on_end = on_end
         self._has_news = has_news
         self.observer = Observers(() if observer is None else (observer,))
-        self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals differ
-        self._cancelled: deque[Request] = deque()  # other threads append
-        self._broken: dict[Request, StepFailed] = {}  # to be failed between two steps
+        self._departures = Departures()
         self._under_way: Step | None = None  # started before its time
         self._census = Census(cache, self._scheduler, self.held_leases, runner.storage, clock)
 
@@ -101,9 +98,7 @@ class EngineCore:
     def submit(self, request: Request) -> None:
         """Queue a validated request."""
         self._scheduler.add(request)
-        if request.params.deadline_s is not None:
-            self._deadlines.add((request.params.deadline_s, request.arrival, request))
-        request.future.add_done_callback(lambda future: self._cancelled.append(request) if future.cancelled() else None)
+        self._departures.watch(request)
 
     def step(self) -> None:
         """Drop what nobody waits for, admit what fits, compute one step, publish and answer.
@@ -193,24 +188,19 @@ class EngineCore:
     def _is_undisturbed(self, num_requests: int) -> bool:
         """Whether the next step is that of the same requests, and nothing is to be done before it."""
         is_expired = self.seconds_to_next_expiry() == 0
-        is_late = self._deadlines and self._deadlines[0][0] <= self._clock()
         are_others = self._scheduler.num_waiting or self._scheduler.num_following
         are_others = are_others or self._scheduler.num_running > num_requests
-        return not (is_expired or is_late or are_others or self._cancelled or self._broken or self._has_news())
+        is_anybody_due = self._departures.is_any_due(self._clock())
+        return not (is_expired or are_others or is_anybody_due or self._has_news())
 
     def _sweep(self) -> None:
         now = self._clock()
         self.held_leases.expire(now)
-        while self._cancelled:
-            request = self._cancelled.popleft()
-            if not request.is_over:
+        for request, error in self._departures.due(now):
+            if error is None:
                 self._end(request, Outcome.CANCELLED)
-        broken, self._broken = self._broken, {}
-        for request, error in broken.items():
-            if not request.is_over:
+            else:
                 self._fail(request, error)
-        while self._deadlines and self._deadlines[0][0] <= now:
-            self._fail(self._deadlines[0][2], _deadline_passed())
 
     def _extend_leases(self) -> None:
         """Give each running generation the block for its next token. Without one, the youngest is paused.
@@ -302,7 +292,7 @@ class EngineCore:
     def _publish(self, computed: Computed) -> None:
         """Publish what a request has computed, and answer it or tell its next token."""
         (request, _, upto), is_finite, prediction = computed
-        if request in self._broken:
+        if self._departures.is_failing(request):
             return
         if not is_finite:
             self._fail(request, StepFailed("step: the model's values are not finite; nothing was published"))
@@ -345,13 +335,13 @@ class EngineCore:
             generation.on_tokens(GeneratedTokens((token_id,), request.usage))
         except BaseException:  # noqa: BLE001 - the caller's callback, on our thread; the other requests go on
             _log.exception("a caller failed to take its tokens")
-            self._broken[request] = StepFailed("generation: the caller's callback raised")
+            self._departures.fail(request, StepFailed("generation: the caller's callback raised"))
 
     def _answer(self, request: Request, make: Callable[[Lease, float], PrefillResult | GenerateResult]) -> None:
         now = self._clock()
         deadline_s = request.params.deadline_s
         if deadline_s is not None and now >= deadline_s:
-            self._fail(request, _deadline_passed())
+            self._fail(request, deadline_passed())
             return
         if not request.future.set_running_or_notify_cancel():
             self._end(request, Outcome.CANCELLED)
@@ -373,8 +363,7 @@ class EngineCore:
         self._scheduler.remove(request)
         self._resume(self._flights.leave(request))
         self._census.ended(outcome)
-        if request.params.deadline_s is not None:
-            self._deadlines.remove((request.params.deadline_s, request.arrival, request))
+        self._departures.forget(request)
         if request.lease is not None:
             request.lease.close()
             request.lease = None
@@ -403,7 +392,3 @@ def _decodes_on(computed: Computed) -> bool:
     if generation is None or not computed.is_finite:
         return False
     return len(generation.token_ids) > 1 and generation.finish_reason is None
-
-
-def _deadline_passed() -> DeadlineExceeded:
-    return DeadlineExceeded("deadline: passed before the answer was known")

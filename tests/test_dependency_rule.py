@@ -49,6 +49,7 @@ ORDER = [
     "intake",
     "stats",
     "step_budget",
+    "departures",
     "held_leases",
     "single_flight",
     "admission",
