@@ -31,10 +31,13 @@ BYTES = 256  # token ids that every model of these tests knows
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `radixkv serve`; yields the process and its address."""
+def serving(*arguments: str, log: Path = Path(os.devnull)) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `radixkv serve`; yields the process and its address. What it logs is written to a file."""
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with (
+        log.open("w", encoding="utf-8") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+    ):
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -320,13 +323,19 @@ def test_logits_over_the_wire_agree_with_transformers(tmp_path: Path) -> None:
     assert np.abs(logits_of(warm) - expected).max() <= 1e-4
 
 
-def test_sigterm_lets_a_running_request_finish_and_exits_0() -> None:
-    with serving() as (process, address), Client(address, timeout_s=60) as client, ThreadPoolExecutor(1) as pool:
+def test_sigterm_lets_a_running_request_finish_and_exits_0(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with (
+        serving(log=log) as (process, address),
+        Client(address, timeout_s=60) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
         running = pool.submit(client.prefill, [3] * 6_000)
         wait_for(lambda: client.stats().requests.running == 1)
         process.send_signal(signal.SIGTERM)
         assert running.result(60).usage.computed_tokens == 6_000
         assert process.wait(20) == 0
+    assert log.read_text(encoding="utf-8").endswith("stopped\n"), "nothing else is said"
 
 
 @pytest.mark.parametrize(
@@ -407,21 +416,20 @@ def test_the_next_turn_of_a_conversation_reuses_the_answer(client: Client, tenan
     assert last.usage.cached_tokens == 149
 
 
-def test_seeds_draw_the_same_whoever_shares_the_batch_and_however_small_the_pool() -> None:
+def test_seeds_draw_the_same_whoever_shares_the_batch_and_however_small_the_pool(client: Client) -> None:
     def ask(client: Client, seed: int) -> list[int]:
         options = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 60}
         return read(client.generate(random_ids(60, seed), seed=seed, **options))[0]
 
-    with serving() as (_, address), Client(address, timeout_s=60) as client:
-        alone = [ask(client, seed) for seed in range(4)]
+    alone = [ask(client, seed) for seed in range(4)]
     with (
         serving("--set", "cache.capacity_tokens=256") as (_, address),  # half of what they need together
-        Client(address, timeout_s=60) as client,
+        Client(address, timeout_s=60) as crowded,
         ThreadPoolExecutor(4) as threads,
     ):
-        assert list(threads.map(lambda seed: ask(client, seed), range(4))) == alone
-        assert client.stats().requests.pauses > 0
-        assert client.stats().tokens.recomputed > 0
+        assert list(threads.map(lambda seed: ask(crowded, seed), range(4))) == alone
+        assert crowded.stats().requests.pauses > 0
+        assert crowded.stats().tokens.recomputed > 0
 
 
 def test_a_caller_that_stops_reading_ends_its_generation(client: Client, tenant: str) -> None:
