@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -34,39 +35,51 @@ class AttentionKind(NamedTuple):
     softcap: float | None
 
 
-def check_attention(
-    kernels: AttentionKernels,
-    kind: AttentionKind,
-    dtype: torch.dtype,
-    shape: KVShape,
-    block_size: int,
-    device: torch.device,
-    *,
-    is_exact: bool,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class AttentionUse:
+    """What a model asks of attention kernels, and where.
+
+    Attributes:
+        kinds: of its layers, each once.
+        dtype: of the queries.
+        shape: K and V as the pool stores them.
+        block_size: tokens a block.
+        device: where they run.
+        is_exact: whether a row's bits must not depend on the rows that are computed with it.
+    """
+
+    kinds: tuple[AttentionKind, ...]
+    dtype: torch.dtype
+    shape: KVShape
+    block_size: int
+    device: torch.device
+    is_exact: bool
+
+
+def check_attention(kernels: AttentionKernels, use: AttentionUse) -> None:
     """Attend over a long prefix, at once and in parts with company, and compare with `kernels/reference.py`.
 
     In exact mode the bits of parts are compared, too. Slots that nobody wrote hold NaN.
 
     Args:
         kernels: those that will serve.
-        kind: of the layers.
-        dtype: of the queries.
-        shape: K and V as the pool stores them.
-        block_size: tokens a block.
-        device: where they run.
-        is_exact: whether a row's bits must not depend on the rows that are computed with it.
+        use: for what.
 
     Raises:
-        UnsupportedModel: they differ.
+        UnsupportedModel: they differ, for one kind of layer at least.
     """
-    trial = _Trial(kernels, kind, dtype, shape, block_size, device)
+    for kind in use.kinds:
+        _check_kind(_Trial(kernels, kind, use), kind, use)
+
+
+def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
+    dtype, shape = use.dtype, use.shape
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(trial.num_tokens, heads, shape.head_dim, generator=generator)
         for heads in (kind.num_query_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
-    name, scale = f"attention over {shape.format.name} on {device}", shape.head_dim**-0.5
+    name, scale = f"attention over {shape.format.name} on {use.device}", shape.head_dim**-0.5
     try:
         results = [trial.attend(query, key, value, scale=scale, cuts=cuts) for cuts in ((), _CUTS)]
     except Exception as error:  # whatever a compiler or a driver raises over a dtype that it does not know
@@ -80,7 +93,7 @@ def check_attention(
                 f"{name}: expected a relative distance of at most {_TOLERANCE[dtype]} from the reference, "
                 f"got {apart:.2g}"
             )
-    if is_exact and not all(_parts_agree(trial, kind, shape, what) for what in ("values", "scores")):
+    if use.is_exact and not all(_parts_agree(trial, kind, shape, what) for what in ("values", "scores")):
         raise UnsupportedModel(
             f"{name}: expected the same bits computed at once and in parts, got others; "
             'model.exactness = "fast" serves the model with answers that depend on what is cached'
@@ -96,22 +109,14 @@ def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Liter
 class _Trial:
     """One layer of K and V, and the last queries over it."""
 
-    def __init__(
-        self,
-        kernels: AttentionKernels,
-        kind: AttentionKind,
-        dtype: torch.dtype,
-        shape: KVShape,
-        block_size: int,
-        device: torch.device,
-    ) -> None:
-        self.num_tokens = _NUM_TOKENS[device.type]
-        num_blocks = -(-self.num_tokens // block_size)
-        size = (num_blocks, 1, shape.num_kv_heads, block_size, shape.head_dim)
-        self._pool = KVPool.allocate(*size, dtype=shape.dtype, device=device)
+    def __init__(self, kernels: AttentionKernels, kind: AttentionKind, use: AttentionUse) -> None:
+        self.num_tokens = _NUM_TOKENS[use.device.type]
+        num_blocks = -(-self.num_tokens // use.block_size)
+        size = (num_blocks, 1, use.shape.num_kv_heads, use.block_size, use.shape.head_dim)
+        self._pool = KVPool.allocate(*size, dtype=use.shape.dtype, device=use.device)
         self._pool.blocks.fill_(0xFF)  # NaN, of the scales where the numbers themselves are integers
         self._table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
-        self._kernels, self._kind, self._dtype, self._device = kernels, kind, dtype, device
+        self._kernels, self._kind, self._dtype, self._device = kernels, kind, use.dtype, use.device
 
     def attend(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from radixkv.attention import AttentionKernels, TorchKernels
+from radixkv.attention_check import AttentionUse
 from radixkv.attention_choice import choose_attention
 from radixkv.attention_trial import try_attention
 from radixkv.config import Config, TenantConfig
@@ -96,7 +97,7 @@ def attention_kernels(
     model: Model,
     kv_shape: KVShape,
     block_size: int,
-    attempt: Callable[..., None] = try_attention,
+    attempt: Callable[[str, AttentionUse], None] = try_attention,
 ) -> AttentionKernels:
     """What works on the pool, where the model runs. On a GPU a short trial decides, see `choose_attention`.
 
@@ -104,14 +105,12 @@ def attention_kernels(
         model: that will be served.
         kv_shape: its K and V as the pool stores them.
         block_size: tokens a block.
-        attempt: tries kernels by name; called as `try_attention`.
+        attempt: tries kernels by name; see `try_attention`.
     """
     if model.device.type != "cuda":
         return TorchKernels()
     from radixkv.triton_kernels import candidates  # Triton is not there on every platform
 
-    dtype, device, is_exact = model.kv_shape.dtype, model.device, model.is_exact
-    capability = torch.cuda.get_device_capability(device)
-    kernels = candidates(dtype, kv_shape, block_size, capability, is_exact=is_exact)
-    trial = (model.attention_kinds, dtype, kv_shape, block_size, device)
-    return choose_attention(kernels, lambda name: attempt(name, *trial, is_exact=is_exact)).for_service()
+    use = model.attention_use(kv_shape, block_size)
+    kernels = candidates(use, torch.cuda.get_device_capability(model.device))
+    return choose_attention(kernels, lambda name: attempt(name, use)).for_service()

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from xxhash import xxh3_128
 
 from radixkv.attention import ATTENTION_NAME, AttentionStep, PaddedStep
-from radixkv.attention_check import AttentionKind
+from radixkv.attention_check import AttentionKind, AttentionUse
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
 from radixkv.exactness import TOKENS_MULTIPLE, make_exact
@@ -111,6 +111,17 @@ class Model:
         is_finite = self._hidden_states[0, :num_tokens].isfinite().all(dim=-1)
         self._hidden_states = torch.empty(0)
         return output.logits[0].float(), is_finite
+
+    def attention_use(self, shape: KVShape, block_size: int) -> AttentionUse:
+        """What it asks of attention kernels over a pool.
+
+        Args:
+            shape: K and V as the pool stores them.
+            block_size: tokens a block.
+        """
+        return AttentionUse(
+            self.attention_kinds, self.kv_shape.dtype, shape, block_size, self.device, is_exact=self.is_exact
+        )
 
     def unfused(self) -> AbstractContextManager[object]:
         """Inside, `module` runs as transformers wrote it."""

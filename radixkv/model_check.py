@@ -40,10 +40,7 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
     tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
     expected = _eager_logits(model, tokens)  # [num_tokens, vocab_size]
     for shape in dict.fromkeys((model.kv_shape, kv_shape or model.kv_shape)):
-        for kind in model.attention_kinds:
-            check_attention(
-                kernels, kind, model.kv_shape.dtype, shape, block_size, model.device, is_exact=model.is_exact
-            )
+        check_attention(kernels, model.attention_use(shape, block_size))
         storage = KVStorage(2 * -(-num_tokens // block_size), block_size, shape, model.device)
         runner = Runner(model, storage, kernels)
         answers = []

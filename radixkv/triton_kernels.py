@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from radixkv.attention_check import AttentionUse
 from radixkv.kernels import copy_blocks, paged_attention, write_kv
 from radixkv.kernels.attention_plan import AttentionPlan, fitting_tile_rows, plan_attention
 from radixkv.kernels.batch import PagedBatch
@@ -14,7 +15,6 @@ from radixkv.kernels.dequantize_plan import DequantizePlan, plan_dequantize
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import is_quantized
 from radixkv.kernels.specialized_attention import supports
-from radixkv.kv_storage import KVShape
 
 # Keys of a split in exact mode. More splits fill the device when few tokens follow a long prefix, and cost more partial
 # results when many do: of 2,048 new tokens after 8,192, as many bytes as 5 times their queries in float32.
@@ -150,23 +150,19 @@ class TritonKernels:
         )
 
 
-def candidates(
-    dtype: torch.dtype, shape: KVShape, block_size: int, capability: tuple[int, int], *, is_exact: bool
-) -> dict[str, TritonKernels]:
+def candidates(use: AttentionUse, capability: tuple[int, int]) -> dict[str, TritonKernels]:
     """Choose what is worth a trial on a GPU.
 
     Args:
-        dtype: of the queries.
-        shape: K and V as the pool stores them.
-        block_size: tokens a block.
+        use: for what.
         capability: of the GPU, major and minor; (9, 0) is Hopper.
-        is_exact: see `TritonKernels`.
 
     Returns:
         Kernels by the name of their attention, the fastest first, for a trial; then `for_service` gives those that
         serve. The last ones need nothing of the GPU or the shape.
     """
     kernels = {}
+    dtype, shape, block_size, is_exact = use.dtype, use.shape, use.block_size, use.is_exact
     is_hopper = capability[0] == 9
     if is_hopper and supports(dtype, shape.dtype, shape.head_dim, block_size):
         kernels["warp-specialized attention"] = TritonKernels(

@@ -9,7 +9,7 @@ import torch
 
 from radixkv import attention_check
 from radixkv.attention import TorchKernels
-from radixkv.attention_check import AttentionKind, check_attention
+from radixkv.attention_check import AttentionKind, AttentionUse, check_attention
 from radixkv.attention_choice import choose_attention
 from radixkv.attention_trial import try_attention_here
 from radixkv.engine_builder import attention_kernels
@@ -95,11 +95,8 @@ class OtherBitsInCompany(Broken):
 def choose(*candidates: TorchKernels, kinds: tuple[AttentionKind, ...] = (KIND,), is_exact: bool = True) -> object:
     named = {f"{type(kernels).__name__} {i}": kernels for i, kernels in enumerate(candidates)}
 
-    def attempt(name: str) -> None:
-        for kind in kinds:
-            check_attention(named[name], kind, BF16, SHAPE, 16, CPU, is_exact=is_exact)
-
-    return choose_attention(named, attempt)
+    use = AttentionUse(kinds, BF16, SHAPE, 16, CPU, is_exact)
+    return choose_attention(named, lambda name: check_attention(named[name], use))
 
 
 def test_the_first_that_is_right_serves(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,7 +169,7 @@ def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specialized_attention, "launch", noted)
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
     kernels = TritonKernels(is_exact=True, is_specialized=True)
-    check_attention(kernels, AttentionKind(2, 100, 30.0), BF16, shape, 64, CPU, is_exact=True)
+    check_attention(kernels, AttentionUse((AttentionKind(2, 100, 30.0),), BF16, shape, 64, CPU, is_exact=True))
     assert set(launches) == {specialized_attention.TILE_ROWS}, "all of it went through pointers"
 
 
@@ -189,7 +186,7 @@ def test_blocks_dequantized_first_pass(kv_dtype: str, is_specialized: bool, monk
         return dequantized[-1]
 
     monkeypatch.setattr("radixkv.triton_kernels.dequantize_blocks", noted)
-    check_attention(kernels, AttentionKind(2, 100, 30.0), BF16, shape, 64, CPU, is_exact=False)
+    check_attention(kernels, AttentionUse((AttentionKind(2, 100, 30.0),), BF16, shape, 64, CPU, is_exact=False))
     assert {pool.dtype for pool in dequantized} == {BF16}, "all of it went over the quantized pool"
 
 
@@ -203,10 +200,9 @@ def test_a_trial_notices_blocks_that_are_dequantized_wrong(
 
     monkeypatch.setattr("radixkv.triton_kernels.dequantize_blocks", of_the_next_block)
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=32, dtype=BF16).stored_as("int8")
-    tried = candidates(BF16, shape, 64, (8, 0), is_exact=False)
-    chosen = choose_attention(
-        tried, lambda name: try_attention_here(name, (KIND,), BF16, shape, 64, CPU, is_exact=False)
-    )
+    use = AttentionUse((KIND,), BF16, shape, 64, CPU, is_exact=False)
+    tried = candidates(use, (8, 0))
+    chosen = choose_attention(tried, lambda name: try_attention_here(name, use))
     assert chosen is tried["attention through pointers"]
     (record,) = caplog.records
     assert record.getMessage().startswith("attention over blocks dequantized first is not used: attention over int8")
@@ -215,20 +211,23 @@ def test_a_trial_notices_blocks_that_are_dequantized_wrong(
 def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
 
-    def refuse(*trial: object, **options: object) -> None:
-        tried.append((trial, options))
+    def refuse(*trial: object) -> None:
+        tried.append(trial)
         raise UnsupportedModel("not here")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
-    model: Any = SimpleNamespace(device=torch.device("cuda"), kv_shape=shape, attention_kinds=(KIND,), is_exact=True)
+    model: Any = SimpleNamespace(device=torch.device("cuda"), is_exact=True)
+    model.attention_use = lambda shape, block_size: AttentionUse(
+        (KIND,), BF16, shape, block_size, model.device, model.is_exact
+    )
     assert isinstance(attention_kernels(model, shape, 64, refuse), TritonKernels)
-    assert tried == [(("warp-specialized attention", (KIND,), BF16, shape, 64, model.device), {"is_exact": True})]
+    assert tried == [("warp-specialized attention", model.attention_use(shape, 64))]
     tried.clear()
     assert isinstance(attention_kernels(model, shape.stored_as("int8"), 64, refuse), TritonKernels)
     assert tried == [], "nothing else does"
     model.is_exact = False
-    kernels = attention_kernels(model, shape.stored_as("int8"), 64, lambda *_, **__: None)
+    kernels = attention_kernels(model, shape.stored_as("int8"), 64, lambda *_: None)
     assert isinstance(kernels, TritonKernels)
     assert kernels._dequantizes_first == "if it pays"
     model.device = CPU

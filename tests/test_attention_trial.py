@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixkv.attention_check import AttentionKind
+from radixkv.attention_check import AttentionKind, AttentionUse
 from radixkv.attention_choice import choose_attention
-from radixkv.attention_trial import try_attention
+from radixkv.attention_trial import _read, _written, try_attention
 from radixkv.errors import UnsupportedModel
 from radixkv.kv_storage import KVShape
 from radixkv.triton_kernels import TritonKernels
 
+KIND = AttentionKind(1, window=300, softcap=None)
 SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)
 
 
 def attempt(name: str, program: str | None = None, timeout_s: float = 60, shape: KVShape = SHAPE) -> None:
     """Try kernels, or another program in their place."""
     command = {} if program is None else {"command": [sys.executable, "-c", program]}
-    kinds = [AttentionKind(1, window=300, softcap=None)]
-    cpu = torch.device("cpu")
-    try_attention(name, kinds, torch.float32, shape, 16, cpu, is_exact=False, timeout_s=timeout_s, **command)  # type: ignore[arg-type]
+    use = AttentionUse((KIND,), torch.float32, shape, 16, torch.device("cpu"), is_exact=False)
+    try_attention(name, use, timeout_s=timeout_s, **command)
 
 
 def test_kernels_that_are_right_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,9 +52,16 @@ def test_a_process_that_hangs_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_process_that_can_not_be_started_is_named() -> None:
-    cpu = torch.device("cpu")
+    use = AttentionUse((KIND,), torch.float32, SHAPE, 16, torch.device("cpu"), is_exact=False)
     with pytest.raises(UnsupportedModel, match=r"^its trial can't be started: .*no-such-python"):
-        try_attention("any", [], torch.float32, SHAPE, 16, cpu, is_exact=False, command=["/no-such-python"])
+        try_attention("any", use, command=["/no-such-python"])
+
+
+def test_a_trial_is_read_as_it_was_written() -> None:
+    kinds = (AttentionKind(8, None, None), AttentionKind(8, 100, 30.0))
+    shape = KVShape(2, 4, 80, torch.bfloat16).stored_as("fp8")
+    use = AttentionUse(kinds, torch.bfloat16, shape, 64, torch.device("cuda:1"), is_exact=True)
+    assert _read(_written("some kernels", use)) == ("some kernels", use)
 
 
 def test_a_process_that_breaks_down_is_named(caplog: pytest.LogCaptureFixture) -> None:

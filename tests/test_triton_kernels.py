@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from radixkv.attention_check import AttentionUse
 from radixkv.config import ModelConfig
 from radixkv.exactness import ExactFunctions, pointwise_functions
 from radixkv.forward import Chunk
@@ -244,6 +246,8 @@ def test_what_suits_gpu_pool_and_mode_is_tried_and_pointers_are_always_there(
     capability: tuple[int, int], kv_dtype: str, block_size: int, names_exact: list[str], names_fast: list[str]
 ) -> None:
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16).stored_as(kv_dtype)
-    for is_exact, names in ((True, names_exact), (False, names_fast)):
-        assert list(candidates(torch.bfloat16, shape, block_size, capability, is_exact=is_exact)) == names
-    assert list(candidates(torch.float32, shape, block_size, capability, is_exact=False)) == [POINTERS]
+    in_exact_mode = AttentionUse((), torch.bfloat16, shape, block_size, torch.device("cuda"), is_exact=True)
+    in_fast_mode = dataclasses.replace(in_exact_mode, is_exact=False)
+    assert list(candidates(in_exact_mode, capability)) == names_exact
+    assert list(candidates(in_fast_mode, capability)) == names_fast
+    assert list(candidates(dataclasses.replace(in_fast_mode, dtype=torch.float32), capability)) == [POINTERS]
