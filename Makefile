@@ -62,6 +62,7 @@ bench: $(STAMP)
 	$(PY) -m bench.rpc --json build/bench/rpc.json
 	$(PY) -m bench.batching --json build/bench/batching.json
 	$(PY) -m bench.bookkeeping --layers 4 --rounds 3 --json build/bench/bookkeeping.json
+	$(PY) -m bench.step_gap --json build/bench/step_gap.json
 ifdef TRACE
 	$(PY) -m bench.tree --trace $(TRACE) --json build/bench/tree.json
 	$(PY) -m bench.replay --workload mooncake --trace $(TRACE) --limit 300 --scale 0.05 --concurrency 1 \

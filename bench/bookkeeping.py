@@ -5,8 +5,6 @@ python -m bench.bookkeeping --json bench/results/bookkeeping.json
 A real `EngineCore` over a random model of a real one's shape. Prompts are all different, so each is matched, leased,
 computed, published and answered in full, and soon others are evicted for it. Bookkeeping is all of a step but the
 forward pass and the reading of its logits; the clock that finds out where it goes, a microsecond a call, is part of it.
-What a device would wait for between two steps is less where the next one is started ahead: from the end of a step until
-the next is laid out and started.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -39,9 +36,9 @@ from radixkv.forward import Chunk
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Generation, PrefillParams, Request
-from radixkv.runner import Runner, StepResult
+from radixkv.runner import Runner
 from radixkv.sampling import Sampling
-from radixkv.step import Computed, Step
+from radixkv.step import Step
 
 MODEL = "model"
 REST = "rest"
@@ -104,27 +101,6 @@ class Stopwatch:
                     self._within_s[-1] += took_s
 
         return timed
-
-
-@contextlib.contextmanager
-def noting_gaps(runner: Runner, gaps_s: list[float]) -> Iterator[None]:
-    """Note how long after the end of each step the next is started."""
-    start, wait = runner.start, Step.wait
-    ended_s: list[float] = []
-
-    def noted_wait(step: Step) -> list[Computed]:
-        computed = wait(step)
-        ended_s.append(time.perf_counter())
-        return computed
-
-    def noted_start(chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
-        started = start(chunks)
-        if ended_s:
-            gaps_s.append(time.perf_counter() - ended_s[-1])
-        return started
-
-    with mock.patch.object(runner, "start", noted_start), mock.patch.object(Step, "wait", noted_wait):
-        yield
 
 
 class Bench:
@@ -203,8 +179,7 @@ class Bench:
         while case.num_new_tokens and not all(each.is_decoding for each in self.core._scheduler.requests()):
             self.core.step()
         self.stopwatch.reset()
-        gaps_s: list[float] = []
-        with self.watched(), noting_gaps(self._runner, gaps_s):
+        with self.watched():
             self.finish(futures)
         num_steps = self.stopwatch.num_calls[REST]
         ms = {label: seconds * 1e3 / num_steps for label, seconds in self.stopwatch.seconds.items()}
@@ -214,7 +189,6 @@ class Bench:
             "step_ms": step_ms,
             "bookkeeping_ms": step_ms - ms[MODEL],
             "share": 1 - ms[MODEL] / step_ms,
-            "gap_ms": statistics.median(gaps_s) * 1e3 if gaps_s else None,
             "parts_ms": {label: each for label, each in ms.items() if label != MODEL},
         }
 
@@ -233,7 +207,6 @@ def measure(bench: Bench, cases: Sequence[Case], rounds: int) -> list[Row]:
 def _summary(case: Case, rounds: list[Row]) -> Row:
     labels = sorted({label for row in rounds for label in row["parts_ms"]})
     parts_ms = {label: statistics.median(row["parts_ms"].get(label, 0.0) for row in rounds) for label in labels}
-    gaps_ms = [row["gap_ms"] for row in rounds if row["gap_ms"] is not None]
     return {
         "kind": "decode" if case.num_new_tokens else "prefill",
         "requests": case.num_requests,
@@ -241,17 +214,15 @@ def _summary(case: Case, rounds: list[Row]) -> Row:
         "steps": rounds[0]["steps"],
         **{key: statistics.median(row[key] for row in rounds) for key in ("step_ms", "bookkeeping_ms", "share")},
         "largest_share": max(row["share"] for row in rounds),
-        "gap_ms": statistics.median(gaps_ms) if gaps_ms else None,
         "parts_ms": parts_ms,
     }
 
 
 def _line(row: Row) -> str:
     parts = sorted(row["parts_ms"].items(), key=lambda part: -part[1])
-    gap = "       -" if row["gap_ms"] is None else f"{row['gap_ms']:8.3f}"
     return (
         f"{row['kind']:>7} {row['requests']:>3} x {row['prompt_tokens']:>5} {row['steps']:>5} {row['step_ms']:9.2f} "
-        f"{row['bookkeeping_ms']:8.3f} {row['share']:8.3%} {gap}  "
+        f"{row['bookkeeping_ms']:8.3f} {row['share']:8.3%}  "
         + ", ".join(f"{label} {ms * 1e3:.0f}" for label, ms in parts)
     )
 
@@ -283,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench = Bench(runner, options.step_tokens, options.seed)
     bench.check(options.step_tokens + options.step_tokens // 2)
     rows = measure(bench, cases, options.rounds)
-    print("   kind  requests   steps  step, ms   beside    share  between  us a step")
+    print("   kind  requests   steps  step, ms   beside    share  us a step")
     for row in rows:
         print(_line(row))
     if options.json:

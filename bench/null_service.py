@@ -46,6 +46,8 @@ class NullRunner:
         self._row[0, NEXT_TOKEN_ID] = 1.0
         self._logits: dict[int, torch.Tensor] = {}  # by number of rows
 
+    is_asynchronous = False
+
     def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
         """Compute nothing."""
         num_rows = sum(chunk.wants_logits for chunk in chunks)
@@ -53,6 +55,10 @@ class NullRunner:
             self._logits[num_rows] = self._row.repeat(num_rows, 1)
         result = StepResult(self._logits[num_rows], [NEXT_TOKEN_ID] * num_rows, [True] * len(chunks))
         return lambda: result
+
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+        """Compute nothing, at once."""
+        return self.start(chunks)()
 
 
 def build_null_engine(config: Config) -> Engine:

@@ -127,8 +127,9 @@ def plan_attention(
 
     first_split = tiles.kv_start // split_tokens
     num_splits = -(-tiles.kv_end // split_tokens) - first_split
-    num_partials = np.where(num_splits > 1, num_splits, 0)
-    first_partial = np.cumsum(num_partials) - num_partials
+    num_partials = num_splits * (num_splits > 1)
+    end_partial = np.cumsum(num_partials)
+    first_partial = end_partial - num_partials
     tile, nth = _spread(num_splits)  # of each item, and which of the tile's splits it is
     split_start = (first_split[tile] + nth) * split_tokens
     kv_start = np.maximum(split_start, tiles.kv_start[tile])
@@ -148,7 +149,7 @@ def plan_attention(
         window=window,
         work=to_device(torch.from_numpy(work), device),
         merges=to_device(torch.from_numpy(merges), device),
-        num_partials=int(num_partials.sum()),
+        num_partials=int(end_partial[-1]),
     )
 
 
@@ -188,8 +189,8 @@ def _as_rows(columns: Iterable[_Ints]) -> npt.NDArray[np.int32]:
 
 def _spread(counts: _Ints) -> tuple[_Ints, _Ints]:
     """Repeat each index as often as its count says; returns the indices, and which repetition each one is."""
-    ends = np.cumsum(counts)
-    return np.repeat(np.arange(counts.size), counts), np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    index = np.repeat(np.arange(counts.size), counts)
+    return index, np.arange(index.size) - (np.cumsum(counts) - counts)[index]
 
 
 def _balanced_split_tokens(total_tokens: int) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from radixkv.kernels.staging import to_device
 
-_Ints: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
+_Lens: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ class PagedBatch:
     @property
     def query_lens(self) -> npt.NDArray[np.int64]:
         """Suffix tokens of each request."""
-        return np.diff(self.query_starts)
+        starts = np.array(self.query_starts)
+        return starts[1:] - starts[:-1]
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
@@ -108,7 +109,7 @@ class PagedBatch:
         return self.query_starts[-1]
 
 
-def _positions(query_lens: _Ints, kv_lens: _Ints) -> npt.NDArray[np.int64]:
+def _positions(query_lens: _Lens, kv_lens: _Lens) -> npt.NDArray[np.int64]:
     # Within a request rows and positions grow alike: they are as far apart as their ends.
     ends = np.cumsum(query_lens)
     positions: npt.NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(kv_lens - ends, query_lens)

@@ -12,7 +12,10 @@ from radixkv.request import Request
 
 
 class Departures:
-    """Requests that have to end, found between two steps. Only a future is cancelled by other threads."""
+    """Requests that have to end, found between two steps.
+
+    Other threads only cancel futures; all methods are for the engine's.
+    """
 
     def __init__(self) -> None:
         self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals differ
@@ -26,7 +29,8 @@ class Departures:
         request.future.add_done_callback(lambda future: self._cancelled.append(request) if future.cancelled() else None)
 
     def forget(self, request: Request) -> None:
-        """Mind no deadline any more: the request is over. Complexity: O(log watched)."""
+        """Mind a request no more: it is over. Complexity: O(log watched)."""
+        self._failed.pop(request, None)
         if request.params.deadline_s is not None:
             self._deadlines.remove((request.params.deadline_s, request.arrival, request))
 

@@ -103,15 +103,15 @@ class EngineCore:
     def step(self) -> None:
         """Drop what nobody waits for, admit what fits, compute one step, publish and answer.
 
-        While there is nothing to do but to decode, the next step is started before the tokens of this one are published
-        and told, and is under way when this returns.
+        While there is nothing to do but to decode, a GPU gets the next step before the tokens of this one are published
+        and told, and is at it when this returns.
         """
         step = self._under_way or self._begin()
         self._under_way = None
         computed = [] if step is None else self._wait_for(step)
         for each in computed:
             self._advance(each)
-        if computed and all(map(_decodes_on, computed)) and self._is_undisturbed(len(computed)):
+        if self._runner.is_asynchronous and computed and self._is_undisturbed(computed):
             self._under_way = self._begin_ahead()
         for each in computed:
             self._publish(each)
@@ -185,13 +185,13 @@ class EngineCore:
         slices = self._scheduler.next_step(self._admitter)
         return Step(self._runner, slices, self._clock()) if slices else None
 
-    def _is_undisturbed(self, num_requests: int) -> bool:
-        """Whether the next step is that of the same requests, and nothing is to be done before it."""
+    def _is_undisturbed(self, computed: list[Computed]) -> bool:
+        """Whether all that there is to do is the next token of each request of the last step."""
+        scheduler = self._scheduler
         is_expired = self.seconds_to_next_expiry() == 0
-        are_others = self._scheduler.num_waiting or self._scheduler.num_following
-        are_others = are_others or self._scheduler.num_running > num_requests
+        num_others = scheduler.num_waiting + scheduler.num_following + scheduler.num_running - len(computed)
         is_anybody_due = self._departures.is_any_due(self._clock())
-        return not (is_expired or are_others or is_anybody_due or self._has_news())
+        return all(map(_decodes_on, computed)) and not (is_expired or num_others or is_anybody_due or self._has_news())
 
     def _sweep(self) -> None:
         now = self._clock()
@@ -384,11 +384,11 @@ def _extend_lease(request: Request) -> None:
 
 
 def _decodes_on(computed: Computed) -> bool:
-    """Whether all that a request needs is its next token, and not its second.
+    """Whether all that a request needs now is its next token, and not its second.
 
     The second one comes after the prompt is published: that is done to the token, but only where a lease ends.
     """
     generation = computed.part.request.generation
-    if generation is None or not computed.is_finite:
+    if generation is None or computed.prediction is None or not computed.is_finite:
         return False
     return len(generation.token_ids) > 1 and generation.finish_reason is None

@@ -21,7 +21,7 @@ class StepResult(NamedTuple):
     """What a step computed.
 
     Attributes:
-        logits: float32 `[n, vocab_size]` on the model's device; valid until the next step.
+        logits: float32 `[n, vocab_size]` on the model's device; valid until the next step is started.
         most_likely: for each row of logits, the token with the largest.
         is_finite: for each chunk, whether K, V and the last hidden states of all its tokens are finite.
     """
@@ -58,11 +58,15 @@ class Runner:
         """The same model over the same memory, where every step is launched kernel by kernel."""
         return Runner(self.model, self.storage, self._kernels)
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the device computes a step that was started while the host does something else."""
+        return self.model.device.type == "cuda"
+
     def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
         """Copy shared blocks, then compute all chunks in one forward pass. The step before must have been waited for.
 
-        A GPU is at it when this returns. A CPU computes when it is waited for, so that in both cases there is time for
-        other work before that.
+        If it is not asynchronous, all is computed when it is waited for.
 
         Returns:
             Waits, and returns a row of logits for each chunk that wants them, in order, and for each chunk whether all
@@ -70,7 +74,7 @@ class Runner:
         """
         inputs = lay_out(chunks, self.storage.block_size)
         copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
-        if self.model.device.type != "cuda":
+        if not self.is_asynchronous:
             return lambda: self._read(inputs, self._launch(inputs, copies))
         outputs = self._launch(inputs, copies)
         return lambda: self._read(inputs, outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -38,11 +39,7 @@ class Step:
     def __init__(self, runner: Runner, slices: Sequence[Slice], started_s: float) -> None:
         self.slices = slices
         self.started_s = started_s
-        self._wait: Callable[[], StepResult]
-        try:
-            self._wait = runner.start([_chunk(part) for part in slices])
-        except Exception as error:  # noqa: BLE001 - told where everything else is that a step raises
-            self._wait = functools.partial(_raise, error)
+        self._wait = _start(runner, slices)
 
     @property
     def num_tokens(self) -> int:
@@ -57,14 +54,26 @@ class Step:
 
         Raises:
             Exception: whatever the forward pass raised, also when it was started.
+
+        To be called once.
         """
         step = self._wait()
+        del self._wait  # and with it what is on the device, before the next step is started
         last = [part.request for part in self.slices if part.is_last]
         predictions = iter(predict(step.logits, step.most_likely, last))
         return [
             Computed(part, is_finite, next(predictions) if part.is_last else None)
             for part, is_finite in zip(self.slices, step.is_finite, strict=True)
         ]
+
+
+def _start(runner: Runner, slices: Sequence[Slice]) -> Callable[[], StepResult]:
+    """Start a forward pass. What it raises is raised when it is waited for, where everything else is dealt with."""
+    try:
+        return runner.start([_chunk(part) for part in slices])
+    except Exception as error:  # noqa: BLE001 - not lost
+        traceback.clear_frames(error.__traceback__)  # they hold the memory that there may have been too little of
+        return functools.partial(_raise, error)
 
 
 def _chunk(part: Slice) -> Chunk:
@@ -82,4 +91,7 @@ def _chunk(part: Slice) -> Chunk:
 
 
 def _raise(error: Exception) -> NoReturn:
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # else it would hold itself, through its traceback

@@ -131,7 +131,7 @@ def run(engine: Engine, config: ServerConfig) -> None:
         asyncio.run(_serve_until_signal(engine, config))
     finally:
         engine.stop()
-        gc.unfreeze()  # what is never collected is reported as leaked by libraries that count
+        gc.unfreeze()  # nanobind, which Triton uses, reports on stderr what is not collected by the end
 
 
 async def _serve_until_signal(engine: Engine, config: ServerConfig) -> None:

@@ -232,8 +232,9 @@ class EngineOracle(Observer):
             assert asked.future.done(), "somebody waits for ever"
             assert asked.num_ends == 1
         flights, queues = core._flights, core._scheduler._queues
-        left = (flights._waits, flights._leads, flights._followers, flights._leaders, flights._first_blocks)
-        assert [len(each) for each in (*left, queues._open, core._departures._deadlines)] == [0] * (len(left) + 2)
+        left = [flights._waits, flights._leads, flights._followers, flights._leaders, flights._first_blocks]
+        left += [queues._open, core._departures._deadlines, core._departures._failed]
+        assert [len(each) for each in left] == [0] * len(left)
         assert core._scheduler._blocked is None
         assert len(core.held_leases) == 0
         assert self._cache.pool.num_leased == self._cache.num_pinned_blocks == 0

@@ -20,6 +20,8 @@ class FakeRunner:
     The logits after a prompt are one-hot at `next_token(prompt)`.
     """
 
+    is_asynchronous = True
+
     def __init__(self, num_blocks: int, block_size: int, max_tokens: int | None = None) -> None:
         self.model = SimpleNamespace(
             name="fake",

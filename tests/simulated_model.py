@@ -101,6 +101,8 @@ class SimulatedRunner:
         num_tokens: how many were computed.
     """
 
+    is_asynchronous = True
+
     def __init__(
         self,
         cache: PrefixCache,
@@ -127,14 +129,14 @@ class SimulatedRunner:
     def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
         """Begin a step. It writes where the block tables of now say, and until it is waited for what it writes is lost.
 
-        Every other step that fails before it has done anything fails here.
+        Every other step that fails before it has done anything fails here, and so does one without memory.
         """
         if self._is_under_way:
             self.violations.append("a step begins before the last one was waited for")
         leases = [self._lease_of(chunk) for chunk in chunks]
         self._verify_writes(chunks, leases)
         failure = self._failures.get(self.num_steps)
-        if failure == "before" and self.num_steps % 2:
+        if failure in ("before", "no memory") and self.num_steps % 2:
             return self._finish(chunks, chunks, [], failure)
         begun = [dataclasses.replace(chunk, block_ids=chunk.block_ids.copy()) for chunk in chunks]
         for chunk in begun:

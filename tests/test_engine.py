@@ -21,6 +21,7 @@ from radixkv.errors import (
 from radixkv.miss_reason import MissReason
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import PrefillParams
+from radixkv.result import GeneratedTokens
 from radixkv.sampling import Sampling
 from radixkv.tenants import Quota
 from tests.fake_runner import VOCAB_SIZE, FakeRunner, next_token, tokens
@@ -311,6 +312,26 @@ def test_a_thread_that_dies_leaves_nobody_waiting(runner: GatedRunner, monkeypat
     engine._thread.join(5)
     with pytest.raises(Draining):
         engine.prefill(params(range(4)))
+
+
+def test_what_comes_during_a_step_is_in_the_next_one(engine: Engine, runner: GatedRunner) -> None:
+    """A step that is started ahead would leave it out."""
+
+    def close_gate(news: GeneratedTokens) -> None:
+        if news.usage.generated_tokens == 4:
+            runner.entered.clear()
+            runner.gate.clear()
+
+    generation = engine.generate(params(range(4)), Sampling(16), close_gate)
+    while runner.gate.is_set():
+        time.sleep(0.001)
+    assert runner.entered.wait(10)
+    num_steps = len(runner.steps)
+    prefill = engine.prefill(params(range(50, 54)))
+    runner.gate.set()
+    prefill.result(5)
+    generation.result(5)
+    assert [len(step) for step in runner.steps[num_steps : num_steps + 3]] == [1, 2, 1]
 
 
 def test_a_deadline_that_is_none_is_refused(engine: Engine) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import pytest
+import torch
 
 from radixkv.errors import StepFailed
 from radixkv.forward import Chunk
@@ -15,6 +18,10 @@ from tests.core_bench import BLOCK_SIZE, Bench
 from tests.fake_runner import next_token, tokens
 
 PROMPT = range(10)
+
+
+class Activations:
+    """What a forward pass allocates."""
 
 
 class Diary:
@@ -143,10 +150,38 @@ class TestNoStepIsStartedAhead:
 
     def test_that_needs_a_pause(self) -> None:
         bench = Bench(num_blocks=10)
+        diary = Diary(bench)
         futures = [bench.generate(range(start, start + 10), 20) for start in (0, 50)]
+        steps = []
+        while not bench.core.stats().requests.pauses:
+            steps.append(diary.of_next_step())
+        assert steps[-1] == ["start", "wait"], "the step in which somebody was paused"
+        assert steps[-2] == ["wait"], "the step before, after which there was no block for both"
         bench.run()
-        assert bench.core.stats().tokens.recomputed > 0
         assert [len(future.result(0).token_ids) for future in futures] == [20, 20]
+
+    def test_of_tokens_that_are_computed_again(self) -> None:
+        bench = Bench(num_blocks=12, max_step_tokens=8)
+        diary = Diary(bench)
+        futures = [bench.generate(range(start, start + 10), 24, read_cache=False) for start in (0, 50)]
+        while not bench.core.stats().requests.pauses:
+            bench.core.step()
+        while not futures[0].done():
+            bench.core.step()
+        bench.runner.steps.clear()
+        assert diary.of_next_step() == ["start", "wait"]
+        assert bench.runner.steps == [[(0, 8)]], "the first part of many tokens"
+        assert diary.of_next_step() == ["start", "wait"]
+        bench.run()
+        assert len(futures[1].result(0).token_ids) == 24
+
+    def test_by_what_computes_when_it_is_waited_for(self) -> None:
+        bench = Bench()
+        bench.runner.is_asynchronous = False
+        diary = Diary(bench)
+        future = bench.generate(PROMPT, 5)
+        while not future.done():
+            assert diary.of_next_step() == ["start", "wait"]
 
 
 @pytest.mark.parametrize("fails_at", ["start", "wait"])
@@ -191,6 +226,52 @@ def test_a_caller_that_fails_is_told_nothing_of_the_step_under_way() -> None:
     bench.run()
     assert len(other.result(0).token_ids) == 9
     assert bench.cache.pool.num_leased == 0
+
+
+def test_a_device_that_is_full_when_a_step_is_started_has_its_memory_back() -> None:
+    """The error must not keep what the forward pass had allocated so far."""
+    bench = Bench(num_blocks=64, max_step_tokens=16)
+    start, allocated = bench.runner.start, weakref.WeakSet[Activations]()
+
+    def allocate(chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+        activations = Activations()
+        allocated.add(activations)
+        if sum(chunk.num_tokens for chunk in chunks) + 100 * (len(allocated) - 1) > 9:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return start(chunks)
+
+    bench.runner.start = allocate  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        assert bench.prefill(range(32)).usage.computed_tokens == 32
+    finally:
+        gc.enable()
+    assert bench.runner.steps == [[(0, 8)], [(8, 16)], [(16, 24)], [(24, 32)]]
+
+
+def test_the_outputs_of_a_step_are_gone_before_the_next_is_started() -> None:
+    bench = Bench()
+    start, outputs, num_alive = bench.runner.start, weakref.WeakSet[Activations](), []
+
+    def allocate(chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+        num_alive.append(len(outputs))
+        wait, mine = start(chunks), Activations()
+        outputs.add(mine)
+
+        def read() -> StepResult:
+            assert mine in outputs
+            return wait()
+
+        return read
+
+    bench.runner.start = allocate  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        bench.generate(PROMPT, 9)
+        bench.run()
+    finally:
+        gc.enable()
+    assert num_alive == [0] * 9
 
 
 def test_what_is_under_way_when_the_engine_stops_is_let_go() -> None:

@@ -12,7 +12,6 @@ import torch
 from bench import bookkeeping
 from bench.bookkeeping import Bench, Case, Stopwatch
 from bench.exactness import build_runner
-from radixkv import runner as runner_module
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,6 @@ def test_it_measures_prefills_and_decode_steps(tmp_path, capsys):
         assert sum(row["parts_ms"].values()) == pytest.approx(row["bookkeeping_ms"])
         assert row["share"] == pytest.approx(row["bookkeeping_ms"] / row["step_ms"])
         assert {"schedule", "commit", "answer", "rest"} <= row["parts_ms"].keys()
-    assert [row["gap_ms"] is None for row in result["rows"]] == [False, True, False], "one step has no gap"
     assert "prefill   1 x   100" in capsys.readouterr().out
 
 
@@ -52,28 +50,6 @@ def test_a_call_within_a_call_counts_once():
     assert stopwatch.seconds["inner"] >= 0.02 > stopwatch.seconds["outer"]
     clocked.inner()
     assert stopwatch.num_calls["inner"] == 2
-
-
-def test_the_gap_is_from_the_end_of_a_step_to_the_start_of_the_next(bench, monkeypatch):
-    lay_out, publish, gaps_s = runner_module.lay_out, bench.core._publish, []
-
-    def slow_lay_out(*arguments):
-        time.sleep(0.02)
-        return lay_out(*arguments)
-
-    def slow_publish(*arguments):
-        time.sleep(0.1)
-        publish(*arguments)
-
-    monkeypatch.setattr(runner_module, "lay_out", slow_lay_out)
-    monkeypatch.setattr(bench.core, "_publish", slow_publish)
-    futures = bench.submit(Case(1, 40, 6))
-    with bookkeeping.noting_gaps(bench._runner, gaps_s):
-        bench.finish(futures)
-    prompt, *ahead = gaps_s
-    assert prompt > 0.12, "the second token waits until the prompt is published"
-    assert len(ahead) == 4
-    assert all(0.02 < gap < 0.1 for gap in ahead), "the others are published while the next step is under way"
 
 
 def test_another_answer_than_the_models_is_not_measured(bench, monkeypatch):

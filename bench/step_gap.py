@@ -1,0 +1,141 @@
+"""What a device waits for between two steps while all requests decode: the host's work until the next is started.
+
+python -m bench.step_gap --json bench/results/step_gap.json
+
+The real engine core over a device that takes no time. A step is started when it is laid out and its attention is
+planned, as exact mode does for 32 query heads over 8 KV heads; bringing that to a GPU and launching it comes on top.
+Steps are started ahead of what is left of the last one, as on a GPU, and after it, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from bench.environment import describe_run
+from bench.result_file import write_json
+from radixkv.config import EngineConfig
+from radixkv.engine_core import EngineCore
+from radixkv.forward import Chunk, lay_out
+from radixkv.namespace import Namespace
+from radixkv.prefix_cache import PrefixCache
+from radixkv.request import Generation, PrefillParams, Request
+from radixkv.result import GenerateResult
+from radixkv.runner import Runner, StepResult
+from radixkv.sampling import Sampling
+from radixkv.triton_kernels import TritonKernels
+
+BLOCK_SIZE = 64
+VOCAB_SIZE = 256
+_NUM_QUERY_HEADS, _NUM_KV_HEADS = 32, 8
+
+Row = dict[str, Any]
+
+
+class IdleRunner:
+    """Stands in for `Runner`: starts steps, computes nothing, and notes how long after each one the next is started."""
+
+    def __init__(self) -> None:
+        self.is_asynchronous = True
+        self.gaps_s: list[float] = []
+        self.storage = SimpleNamespace(block_bytes=0, kv_dtype="bf16")
+        self._kernels = TritonKernels(is_exact=True)
+        self._tile_rows = self._kernels.tile_rows(_NUM_QUERY_HEADS // _NUM_KV_HEADS, torch.bfloat16)
+        self._ended_s: float | None = None
+
+    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+        """Lay out and plan."""
+        batch = lay_out(chunks, BLOCK_SIZE).batch
+        heads = (_NUM_QUERY_HEADS, _NUM_KV_HEADS, torch.bfloat16)
+        self._kernels.plan(batch, *heads, window=None, tile_rows=self._tile_rows)
+        if self._ended_s is not None:
+            self.gaps_s.append(time.perf_counter() - self._ended_s)
+        return lambda: self._end(chunks)
+
+    def _end(self, chunks: Sequence[Chunk]) -> StepResult:
+        num_rows = sum(chunk.wants_logits for chunk in chunks)
+        result = StepResult(torch.empty(num_rows, VOCAB_SIZE), [7] * num_rows, [True] * len(chunks))
+        self._ended_s = time.perf_counter()
+        return result
+
+
+def decoding_core(runner: IdleRunner, num_requests: int, prompt_tokens: int, num_steps: int) -> EngineCore:
+    """An engine core with so many generations that all decode, and go on to for so many steps."""
+    new_tokens = num_steps + 8
+    num_blocks = num_requests * (-(-(prompt_tokens + new_tokens) // BLOCK_SIZE) + 1)
+    config = EngineConfig(max_step_tokens=max(8192, num_requests), max_running_requests=num_requests)
+    core = EngineCore(cast("Runner", runner), PrefixCache(num_blocks, BLOCK_SIZE), config)
+    random = np.random.default_rng(0)
+    requests = []
+    for _ in range(num_requests):
+        prompt = random.integers(0, VOCAB_SIZE, prompt_tokens).astype("<u4").tobytes()
+        generation = Generation(Sampling(new_tokens, ignore_eos=True), frozenset(), lambda _: None)
+        future: Future[GenerateResult] = Future()
+        requests.append(Request(PrefillParams(prompt), Namespace("bench"), future, time.monotonic(), generation))
+        core.submit(requests[-1])
+        core.step()  # one after the other, or those that come last would decode before the others do
+    while not all(request.is_decoding for request in requests):
+        core.step()
+    core.step()  # tells the first tokens
+    return core
+
+
+def measure(num_requests: int, prompt_tokens: int, num_steps: int, rounds: int) -> Row:
+    """Medians of all steps, in rounds that start them ahead and after in turn."""
+    gaps_s: dict[bool, list[float]] = {True: [], False: []}
+    for is_ahead in itertools.chain.from_iterable(itertools.repeat((True, False), rounds)):
+        runner = IdleRunner()
+        runner.is_asynchronous = is_ahead
+        core = decoding_core(runner, num_requests, prompt_tokens, num_steps)
+        runner.gaps_s.clear()
+        for _ in range(num_steps):
+            core.step()
+        gaps_s[is_ahead] += runner.gaps_s
+    ahead_ms, after_ms = (statistics.median(gaps_s[is_ahead]) * 1e3 for is_ahead in (True, False))
+    return {
+        "requests": num_requests,
+        "prompt_tokens": prompt_tokens,
+        "ahead_ms": ahead_ms,
+        "after_ms": after_ms,
+        "ratio": ahead_ms / after_ms,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description="What a device waits for between two steps that decode.")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64], help="that decode together")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 8192], help="tokens before the first new one")
+    parser.add_argument("--steps", type=int, default=200, help="of each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    rows = []
+    print("requests  prompt  ahead, ms  after, ms  ratio")
+    for num_requests, prompt_tokens in itertools.product(options.requests, options.prompts):
+        row = measure(num_requests, prompt_tokens, options.steps, options.rounds)
+        rows.append(row)
+        print(
+            f"{num_requests:8} {prompt_tokens:7} {row['ahead_ms']:10.3f} {row['after_ms']:10.3f} {row['ratio']:6.2f}",
+            flush=True,
+        )
+    if options.json:
+        command = shlex.join(["python", "-m", "bench.step_gap", *(sys.argv[1:] if arguments is None else arguments)])
+        asked = {"steps": options.steps, "rounds": options.rounds}
+        write_json(options.json, {"rows": rows, **asked, "command": command, **describe_run()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The gap is the host's work between the end of a step and the start of the next, and only that."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from bench import step_gap
+from bench.step_gap import IdleRunner, decoding_core
+
+
+def test_it_measures_both_ways_in_one_run(tmp_path, capsys):
+    file = tmp_path / "gap.json"
+    step_gap.main(["--requests", "1", "3", "--prompts", "70", "--steps", "5", "--rounds", "2", "--json", str(file)])
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert [(row["requests"], row["prompt_tokens"]) for row in result["rows"]] == [(1, 70), (3, 70)]
+    for row in result["rows"]:
+        assert row["ratio"] == pytest.approx(row["ahead_ms"] / row["after_ms"])
+        assert row["ahead_ms"] > 0
+    assert "requests  prompt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_what_is_told_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, monkeypatch):
+    runner = IdleRunner()
+    runner.is_asynchronous = is_ahead
+    core = decoding_core(runner, num_requests=2, prompt_tokens=70, num_steps=5)
+    assert core._scheduler.num_running == 2
+    tell = core._tell
+
+    def slow_tell(*arguments):
+        time.sleep(0.05)
+        tell(*arguments)
+
+    monkeypatch.setattr(core, "_tell", slow_tell)
+    core.step()
+    runner.gaps_s.clear()
+    for _ in range(4):
+        core.step()
+    assert len(runner.gaps_s) == 4
+    if is_ahead:
+        assert max(runner.gaps_s) < 0.05
+    else:
+        assert min(runner.gaps_s) > 0.1, "two requests are told their token"
