@@ -95,7 +95,7 @@ class PagedBatch:
     @property
     def query_lens(self) -> npt.NDArray[np.int64]:
         """Suffix tokens of each request."""
-        starts = np.array(self.query_starts)
+        starts: npt.NDArray[np.int64] = np.array(self.query_starts)
         return starts[1:] - starts[:-1]
 
     @property

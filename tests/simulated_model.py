@@ -135,16 +135,16 @@ class SimulatedRunner:
             self.violations.append("a step begins before the last one was waited for")
         leases = [self._lease_of(chunk) for chunk in chunks]
         self._verify_writes(chunks, leases)
+        namespaces = [lease.namespace for lease in leases]
         failure = self._failures.get(self.num_steps)
         if failure in ("before", "no memory") and self.num_steps % 2:
-            return self._finish(chunks, chunks, [], failure)
+            return self._finish(chunks, chunks, namespaces, failure)
         begun = [dataclasses.replace(chunk, block_ids=chunk.block_ids.copy()) for chunk in chunks]
         for chunk in begun:
             if chunk.copy is not None:
                 self.content[chunk.copy.target] = 667
             self._scribble(chunk)
         self._is_under_way = True
-        namespaces = [lease.namespace for lease in leases]
         return lambda: self._finish(chunks, begun, namespaces, failure)
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
