@@ -228,6 +228,20 @@ def test_a_caller_that_fails_is_told_nothing_of_the_step_under_way() -> None:
     assert bench.cache.pool.num_leased == 0
 
 
+def test_a_caller_that_fails_beside_a_step_that_fails_is_forgotten() -> None:
+    bench = Bench()
+
+    def fail(news: GeneratedTokens) -> None:
+        if news.usage.generated_tokens == 3:
+            bench.runner.fail_next = RuntimeError("device lost")  # which has the next step already
+            raise ZeroDivisionError
+
+    future = bench.generate(PROMPT, 9, on_tokens=fail)
+    bench.run()
+    assert isinstance(future.exception(0), StepFailed)
+    assert not bench.core._departures.is_any_due(bench.clock.now)
+
+
 def test_a_device_that_is_full_when_a_step_is_started_has_its_memory_back() -> None:
     """The error must not keep what the forward pass had allocated so far."""
     bench = Bench(num_blocks=64, max_step_tokens=16)
