@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from radixkv.block_pool import BlockIds
+    from radixkv.leases import Leases
     from radixkv.namespace import Namespace
     from radixkv.node import Node
-    from radixkv.prefix_cache import PrefixCache
     from radixkv.tenants import TenantUsage
 
 
@@ -50,7 +50,7 @@ class Lease:
     """
 
     __slots__ = (
-        "_cache",
+        "_leases",
         "block_ids",
         "cached_tokens",
         "committed_tokens",
@@ -68,7 +68,7 @@ class Lease:
 
     def __init__(
         self,
-        cache: PrefixCache,
+        leases: Leases,
         namespace: Namespace,
         usage: TenantUsage,
         tokens: bytes,
@@ -79,7 +79,7 @@ class Lease:
         node: Node | None,
         node_used_s: float,
     ) -> None:
-        self._cache = cache
+        self._leases = leases
         self.namespace = namespace
         self.usage = usage
         self.tokens = tokens
@@ -112,7 +112,7 @@ class Lease:
             LeaseClosed: the lease is closed.
             InvalidRequest: `upto_tokens` is beyond the prompt.
         """
-        return self._cache.commit(self, upto_tokens)
+        return self._leases.commit(self, upto_tokens)
 
     def extend(self, tokens: bytes) -> None:
         """Go on after the prompt: more tokens, and the blocks that they need. A call that raises has changed nothing.
@@ -130,11 +130,11 @@ class Lease:
             InvalidRequest: `tokens` is empty or not whole tokens.
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
-        self._cache.extend(self, tokens)
+        self._leases.extend(self, tokens)
 
     def close(self) -> None:
         """Give everything back; what was committed stays cached. Closing again does nothing."""
-        self._cache.close(self)
+        self._leases.close(self)
 
     def __enter__(self) -> Lease:
         return self

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from radixkv.errors import InvalidRequest
+
 TOKEN_BYTES = 4
 _FIRST_WINDOW_TOKENS = 4096  # 2.6 us if they differ there; the whole of 100,000 tokens at once takes 13
+
+
+def require_tokens(tokens: bytes) -> None:
+    """Refuse what is not one or more whole tokens.
+
+    Raises:
+        InvalidRequest: it is empty, or its length is not that of whole tokens.
+    """
+    if not tokens or len(tokens) % TOKEN_BYTES:
+        raise InvalidRequest(f"tokens: expected one or more uint32 token ids, got {len(tokens)} bytes")
 
 
 def shared_bytes(segment: bytes, tokens: bytes, position: int) -> int:

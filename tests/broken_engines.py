@@ -14,6 +14,7 @@ from radixkv.engine_core import EngineCore
 from radixkv.errors import RadixKVError, StepFailed
 from radixkv.forward import Chunk
 from radixkv.lease import Lease
+from radixkv.leases import Leases
 from radixkv.namespace import Namespace
 from radixkv.prediction import Prediction
 from radixkv.prefix_cache import PrefixCache
@@ -190,13 +191,13 @@ def follows_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def goes_on_in_a_published_block(patch: pytest.MonkeyPatch) -> None:
-    extend = PrefixCache.extend
+    extend = Leases.extend
 
-    def extend_in_place(cache: PrefixCache, lease: Lease, tokens: bytes) -> None:
+    def extend_in_place(leases: Leases, lease: Lease, tokens: bytes) -> None:
         lease.num_published_blocks = min(lease.num_published_blocks, lease.block_ids.size - 1)
-        extend(cache, lease, tokens)
+        extend(leases, lease, tokens)
 
-    patch.setattr(PrefixCache, "extend", extend_in_place)
+    patch.setattr(Leases, "extend", extend_in_place)
 
 
 def keeps_the_blocks_of_who_failed(patch: pytest.MonkeyPatch) -> None:

@@ -330,9 +330,9 @@ class Walk:
     def misuse(self) -> None:
         before = self._counts()
         with pytest.raises(LeaseClosed):
-            self.cache.commit(self.foreign, 1)
+            self.cache.leases.commit(self.foreign, 1)
         with pytest.raises(LeaseClosed):
-            self.cache.close(self.foreign)
+            self.cache.leases.close(self.foreign)
         with pytest.raises(InvalidRequest):
             self.cache.lease(NAMESPACES[0], self.random.choice((b"", b"\0", b"\0\0\0\0\0")))
         if holder := self._holder():

@@ -187,7 +187,7 @@ class EngineOracle(Observer):
         assert len(running) <= self._world.max_running_requests
         leases = [request.lease for request in running]
         assert all(lease is not None and not lease.is_closed for lease in leases)
-        assert set(leases) | {held.lease for held in self.core.held_leases._held.values()} == self._cache._leases
+        assert set(leases) | {held.lease for held in self.core.held_leases._held.values()} == set(self._cache.leases)
         assert all(request.lease is None for request in scheduler.idle_requests())
         unfinished = {request for request in self._asked if not request.is_over}
         assert set(scheduler.requests()) == unfinished, "somebody is forgotten"
@@ -213,7 +213,9 @@ class EngineOracle(Observer):
         is_kept_by_floors = num_blocks > self._world.num_blocks - self._cache.tenants.num_blocks_kept_from(tenant)
         if running and (isinstance(error, QuotaExceeded) or not is_kept_by_floors):
             return "a request was refused although others would have given blocks back"
-        node, _, cached_tokens, _ = self._cache._find(request.namespace, request.tokens, request.params.read_cache)
+        node, _, cached_tokens, _ = self._cache.leases.find(
+            request.namespace, request.tokens, request.params.read_cache
+        )
         num_pinned = sum(part.num_blocks for part in path_to(node) if part.pin_count)
         usage = self._cache.tenants[tenant]
         num_takeable = self._cache._evictor.num_takeable_blocks(tenant, usage)

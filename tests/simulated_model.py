@@ -186,7 +186,7 @@ class SimulatedRunner:
 
     def _lease_of(self, chunk: Chunk) -> Lease:
         """Chunks know no namespace; but their block table is the very one of a lease."""
-        return next(lease for lease in self._cache._leases if lease.block_ids is chunk.block_ids)
+        return next(lease for lease in self._cache.leases if lease.block_ids is chunk.block_ids)
 
     def _compute(self, chunks: Sequence[Chunk], namespaces: Sequence[Namespace], *, scribbles: bool) -> None:
         for chunk in chunks:

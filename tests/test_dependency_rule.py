@@ -36,6 +36,7 @@ ORDER = [
     "eviction_policies",
     "evictor",
     "cache_audit",
+    "leases",
     "prefix_cache",
     "trace",
     "simulate",

@@ -35,7 +35,7 @@ def test_closing_again_does_nothing(cache: PrefixCache) -> None:
     lease.close()
     before = counts(cache)
     lease.close()
-    cache.close(lease)
+    cache.leases.close(lease)
     assert counts(cache) == before
     assert lease.is_closed
     cache.check()
@@ -59,9 +59,9 @@ def test_a_foreign_lease_is_refused_and_changes_nothing(cache: PrefixCache, with
         lease_text(cache, "abcdef")
     before = counts(cache)
     with pytest.raises(LeaseClosed):
-        cache.commit(foreign, 6)
+        cache.leases.commit(foreign, 6)
     with pytest.raises(LeaseClosed):
-        cache.close(foreign)
+        cache.leases.close(foreign)
     assert counts(cache) == before
     assert not foreign.is_closed
     foreign.commit(6)
@@ -69,7 +69,7 @@ def test_a_foreign_lease_is_refused_and_changes_nothing(cache: PrefixCache, with
 
 def test_a_made_up_lease_is_refused(cache: PrefixCache) -> None:
     real = lease_text(cache, "abcdef")
-    forged = Lease(cache, MODEL, real.usage, real.tokens, 0, real.block_ids, 0, None, None, 0.0)
+    forged = Lease(cache.leases, MODEL, real.usage, real.tokens, 0, real.block_ids, 0, None, None, 0.0)
     with pytest.raises(LeaseClosed):
         forged.close()
     with pytest.raises(LeaseClosed):
