@@ -11,7 +11,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from typing import Any, NoReturn
 
 import grpc
@@ -21,10 +20,10 @@ from radixkv.config import Config
 from radixkv.errors import ConfigError, InvalidRequest, RadixKVError
 from radixkv.retention import Retention
 from radixkv.sampling import DEFAULT_MAX_NEW_TOKENS
+from radixkv.service import argument_types
 from radixkv.service.client import Client
 from radixkv.service.plan_command import add_plan_command
 from radixkv.service.report import generate_table, json_of, prefill_table, purge_table, stats_table
-from radixkv.service.token_ids import pack_token_ids
 from radixkv.v1.prefill_pb2 import GenerateResponse
 
 _logger = logging.getLogger(__name__)
@@ -104,27 +103,31 @@ def _parser() -> argparse.ArgumentParser:
     prefill = commands.add_parser("prefill", help="prefill one prompt")
     _add_connection(prefill)
     _add_prompt(prefill)
-    prefill.add_argument("--top-logprobs", metavar="N", type=_count, default=0)
-    prefill.add_argument("--priority", metavar="0..100", type=_count, help="how much it is worth to keep; others: 50")
+    prefill.add_argument("--top-logprobs", metavar="N", type=argument_types.count, default=0)
+    prefill.add_argument(
+        "--priority", metavar="0..100", type=argument_types.count, help="how much it is worth to keep; others: 50"
+    )
     prefill.add_argument("--ttl-s", metavar="S", type=float, help="for so long; without it, as long as it is cached")
     prefill.set_defaults(command=_prefill)
 
     generate = commands.add_parser("generate", help="go on with a prompt; prints token ids as they come")
     _add_connection(generate)
     _add_prompt(generate)
-    generate.add_argument("--max-new-tokens", metavar="N", type=_positive, default=DEFAULT_MAX_NEW_TOKENS)
+    generate.add_argument("--max-new-tokens", metavar="N", type=argument_types.positive, default=DEFAULT_MAX_NEW_TOKENS)
     generate.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 takes the most likely token")
     generate.add_argument("--top-p", metavar="P", type=float, help="draw from the fewest tokens that have so much")
-    generate.add_argument("--seed", metavar="N", type=_seed, help="the same one draws the same tokens")
-    generate.add_argument("--stop-tokens", metavar="1,2,3", type=_token_ids, default=[], help="each ends it")
+    generate.add_argument("--seed", metavar="N", type=argument_types.seed, help="the same one draws the same tokens")
+    generate.add_argument(
+        "--stop-tokens", metavar="1,2,3", type=argument_types.token_ids, default=[], help="each ends it"
+    )
     generate.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end")
     generate.set_defaults(command=_generate)
 
     purge = commands.add_parser("purge", help="forget what is cached for a tenant, an adapter or a salt")
     _add_connection(purge)
-    purge.add_argument("--tenant", type=_name)
-    purge.add_argument("--adapter", type=_name)
-    purge.add_argument("--salt", type=_name)
+    purge.add_argument("--tenant", type=argument_types.name)
+    purge.add_argument("--adapter", type=argument_types.name)
+    purge.add_argument("--salt", type=argument_types.name)
     purge.add_argument("--all", action="store_true", help="of everybody")
     purge.set_defaults(command=_purge)
 
@@ -139,13 +142,17 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument(
         "--capacity-tokens",
         metavar="N[,N...]",
-        type=_capacities,
+        type=argument_types.capacities,
         required=True,
         help="tokens that the cache holds; 2.56M is 2560000",
     )
-    simulate.add_argument("--policy", metavar="P[,P...]", type=_names, default="adaptive", help="default %(default)s")
-    simulate.add_argument("--block-size", metavar="B", type=_positive, default=512, help="default %(default)s tokens")
-    simulate.add_argument("--limit", metavar="N", type=_positive, help="the first N requests only")
+    simulate.add_argument(
+        "--policy", metavar="P[,P...]", type=argument_types.names, default="adaptive", help="default %(default)s"
+    )
+    simulate.add_argument(
+        "--block-size", metavar="B", type=argument_types.positive, default=512, help="default %(default)s tokens"
+    )
+    simulate.add_argument("--limit", metavar="N", type=argument_types.positive, help="the first N requests only")
     simulate.add_argument("--json", action="store_true", help="a list of objects, one for each policy and capacity")
     simulate.add_argument("--plot", metavar="FILE.png", help="draw hit rate against capacity, below the optimum")
     simulate.set_defaults(command=_simulate)
@@ -161,12 +168,12 @@ def _add_connection(command: argparse.ArgumentParser) -> None:
 
 def _add_prompt(command: argparse.ArgumentParser) -> None:
     prompt = command.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--tokens", metavar="1,2,3", type=_token_ids, help="token ids")
+    prompt.add_argument("--tokens", metavar="1,2,3", type=argument_types.token_ids, help="token ids")
     prompt.add_argument("--text", metavar="T", help="its UTF-8 bytes are the token ids, unless there is a --tokenizer")
     command.add_argument("--tokenizer", metavar="DIR", help="a directory that transformers can load, for --text")
-    command.add_argument("--tenant", type=_name, default="")
-    command.add_argument("--adapter", type=_name, default="")
-    command.add_argument("--salt", type=_name, default="")
+    command.add_argument("--tenant", type=argument_types.name, default="")
+    command.add_argument("--adapter", type=argument_types.name, default="")
+    command.add_argument("--salt", type=argument_types.name, default="")
     command.add_argument("--no-read-cache", action="store_true", help="compute every token")
     command.add_argument("--no-write-cache", action="store_true", help="publish nothing for later requests")
 
@@ -301,64 +308,6 @@ def _encoded(arguments: argparse.Namespace) -> list[int]:
         raise ConfigError(f"--tokenizer: expected a directory with a tokenizer, got {arguments.tokenizer}") from error
     token_ids: list[int] = tokenizer.encode(arguments.text)
     return token_ids
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        token_ids = [int(item) for item in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError("expected integers with commas between") from None
-    try:
-        pack_token_ids(token_ids)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return token_ids
-
-
-def _name(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError("expected UTF-8") from None
-    return text
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 2**32):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text}")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 2**64):
-        raise argparse.ArgumentTypeError(f"expected 0 to 2**64 - 1, got {text}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text}")
-    return int(text)
-
-
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",")))
-
-
-def _capacities(text: str) -> list[int]:
-    return list(dict.fromkeys(_tokens(item.strip()) for item in text.split(",")))
-
-
-def _tokens(text: str) -> int:
-    """A number of tokens as people write it: `2560000`, `2.56M`, `64k`."""
-    factor = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
-    try:
-        tokens = Decimal(text if factor == 1 else text[:-1]) * factor
-        if tokens == int(tokens) and 1 <= tokens < 2**63:
-            return int(tokens)
-    except (ArithmeticError, ValueError):  # no number, or an infinite one
-        pass
-    raise argparse.ArgumentTypeError(f"expected a number of tokens from 1, like 2560000 or 2.56M, got {text or 'none'}")
 
 
 def _text_of(error: grpc.RpcError) -> str:
