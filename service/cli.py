@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], None] = arguments.command
     try:
         command(arguments)
+        sys.stdout.flush()
     except ConfigError as error:
         return _complain(2, str(error))
     except ModuleNotFoundError as error:
@@ -74,6 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(1, _text_of(error))
     except RadixKVError as error:
         return _complain(1, str(error))
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain when it ends
+        return 1
+    except OSError as error:
+        return _complain(1, f"output: {error}")
     except KeyboardInterrupt:
         return 130
     return 0

@@ -108,7 +108,8 @@ class Client:
             timeout_s: deadline of this call.
 
         Raises:
-            TypeError, ValueError: `token_ids` is no run of uint32 numbers; nothing was sent.
+            TypeError, ValueError: `token_ids` is no run of uint32 numbers, or another argument has a wrong type or does
+                not fit; nothing was sent.
             grpc.RpcError: the service refused, or can't be reached.
         """
         request = prefill_request(
@@ -165,7 +166,7 @@ class Client:
             why. Closing the iterator cancels the request.
 
         Raises:
-            TypeError, ValueError: `token_ids` is no run of uint32 numbers; nothing was sent.
+            TypeError, ValueError: as `prefill`; nothing was sent.
             grpc.RpcError: the service refused, or can't be reached; also while tokens are read.
         """
         prompt = prefill_request(
@@ -221,7 +222,7 @@ class Client:
         """Forget all namespaces with these names; None is any name.
 
         Raises:
-            ValueError: no name at all, and not `everything`.
+            ValueError: no name at all, and not `everything`; or both.
             grpc.RpcError: the service refused, or can't be reached.
         """
         request = purge_request(tenant, adapter, salt, everything=everything)
@@ -405,6 +406,8 @@ def logits_of(response: PrefillResponse) -> npt.NDArray[np.float32]:
 
 def _target(address: str) -> str:
     """gRPC would dial port 443 where none is given, and any port modulo 65536."""
+    if not isinstance(address, str):
+        raise TypeError(f"address: expected HOST:PORT, got {address!r}")
     if address.startswith(("unix:", "dns:", "ipv4:", "ipv6:", "xds:")):
         return address
     host, _, port = address.rpartition(":")
@@ -414,8 +417,8 @@ def _target(address: str) -> str:
 
 
 def _positive(timeout_s: float | None) -> float | None:
-    if timeout_s is not None and not 0 < timeout_s < _MAX_TIMEOUT_S:
-        raise ValueError(f"timeout_s: expected more than 0 and less than {_MAX_TIMEOUT_S} seconds, got {timeout_s}")
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < _MAX_TIMEOUT_S):
+        raise ValueError(f"timeout_s: expected more than 0 and less than {_MAX_TIMEOUT_S} seconds, got {timeout_s!r}")
     return timeout_s
 
 

@@ -134,5 +134,11 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
+    rows = [(_printable(name), _printable(value)) for name, value in rows]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _printable(text: str) -> str:
+    """Callers choose the names of tenants, and a terminal would obey what is in them."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")

@@ -330,6 +330,23 @@ def test_a_port_in_use_is_a_config_error():
     assert "Traceback" not in err
 
 
+PLAN = (sys.executable, "-m", "radixkv.service", "plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "64")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(PLAN, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_output_that_can_not_be_written_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(PLAN, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "radixkv: output: [Errno 28] No space left on device\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_exits_0(number):
     with fake_service(delay_s=0.5) as (process, address), Client(address, timeout_s=10) as client:

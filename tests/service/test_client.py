@@ -86,6 +86,19 @@ def test_what_is_no_prompt_never_reaches_the_wire(token_ids, kind):
     assert engine.params == []
 
 
+def test_a_purge_of_everything_and_of_somebody_is_refused():
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match=r"^purge: expected either .* or `everything`, got both$"):
+            client.purge(tenant="acme", everything=True)
+        with pytest.raises(ValueError, match=r"^purge: expected either .* or `everything`, got none$"):
+            client.purge()
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(TypeError, match=r"^address: expected HOST:PORT, got None$"):
+        Client(None)
+
+
 def test_grpc_errors_pass_through():
     def talk(address):
         with Client(address) as client, pytest.raises(grpc.RpcError) as caught:

@@ -239,11 +239,25 @@ def test_the_blocking_client_generates_and_closing_it_cancels():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"seed": -1}, {"seed": 2**64}, {"max_new_tokens": -1}, {"stop_token_ids": [2**32]}, {"priority": -1}]
+    ("fields", "kind", "message"),
+    [
+        ({"seed": -1}, ValueError, "seed: expected a whole number from 0 to 2**64 - 1, got -1"),
+        ({"seed": 2**64}, ValueError, f"seed: expected a whole number from 0 to 2**64 - 1, got {2**64}"),
+        ({"max_new_tokens": -1}, ValueError, "max_new_tokens: expected whole numbers from 0 to 2**32 - 1, got -1"),
+        ({"stop_token_ids": [2**32]}, ValueError, "stop_token_ids: expected whole numbers from 0 to 2**32 - 1, got ["),
+        ({"priority": -1}, ValueError, "priority: expected whole numbers from 0 to 2**32 - 1, got -1"),
+        ({"temperature": "hot"}, TypeError, "temperature: expected a number, got 'hot'"),
+        ({"ignore_eos": "no"}, TypeError, "ignore_eos: expected true or false, got 'no'"),
+        ({"tenant": 5}, TypeError, "tenant: expected text in UTF-8, got 5"),
+        ({"tenant": "\ud800"}, ValueError, "tenant: expected text in UTF-8, got '\\ud800'"),
+        ({"retention": 5}, TypeError, "retention: expected a Retention, got 5"),
+        ({"timeout_s": "soon"}, ValueError, "timeout_s: expected more than 0 and less than"),
+    ],
 )
-def test_a_number_that_does_not_fit_is_refused_before_anything_is_sent(fields):
-    with Client("127.0.0.1:1") as client, pytest.raises(ValueError):
+def test_what_does_not_fit_is_refused_by_name_before_anything_is_sent(fields, kind, message):
+    with Client("127.0.0.1:1") as client, pytest.raises(kind) as refused:
         client.generate([1], **fields)
+    assert str(refused.value).startswith(message)
 
 
 def test_the_command_prints_tokens_as_they_come_and_then_a_table(capsys):

@@ -75,5 +75,14 @@ def test_a_stats_table_shows_every_number():
     assert "121 bytes each, int4" in table
 
 
+def test_a_name_can_not_give_orders_to_a_terminal():
+    stats = StatsResponse()
+    stats.tenants.add(tenant="a\x1b[2J\nb")
+    stats.tenants.add(tenant="Zoë")
+    *_, first, second = stats_table(stats).splitlines()
+    assert first.startswith(r"tenant a\x1b[2J\nb ")
+    assert second.startswith("tenant Zoë ")
+
+
 def test_a_table_of_nothing_divides_by_nothing():
     assert "%" not in stats_table(StatsResponse())
