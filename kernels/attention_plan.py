@@ -124,24 +124,7 @@ def plan_attention(
         split_tokens = _balanced_split_tokens(int((tiles.kv_end - tiles.kv_start).sum()) * num_kv_heads)
     elif split_tokens < 1 or split_tokens % KEY_ALIGNMENT_TOKENS:
         raise ValueError(f"split_tokens: expected a positive multiple of {KEY_ALIGNMENT_TOKENS}, got {split_tokens}")
-
-    first_split = tiles.kv_start // split_tokens
-    num_splits = -(-tiles.kv_end // split_tokens) - first_split
-    num_partials = num_splits * (num_splits > 1)
-    end_partial = np.cumsum(num_partials)
-    first_partial = end_partial - num_partials
-    tile, nth = _spread(num_splits)  # of each item, and which of the tile's splits it is
-    split_start = (first_split[tile] + nth) * split_tokens
-    kv_start = np.maximum(split_start, tiles.kv_start[tile])
-    kv_end = np.minimum(split_start + split_tokens, tiles.kv_end[tile])
-    partial = np.where(num_splits[tile] > 1, first_partial[tile] + nth, -1)
-
-    work = _as_rows((*tiles.rows[:, tile], kv_start, kv_end, partial))
-    work = work[np.argsort(kv_start - kv_end, kind="stable")]  # longest first: the short ones fill the tail
-
-    _, first_token, num_tokens, _, first_row = tiles.rows
-    split = np.flatnonzero(num_partials)
-    merges = _as_rows(each[split] for each in (first_token, num_tokens, first_row, first_partial, num_partials))
+    work, merges, num_partials = _cut(tiles, split_tokens)
     device = batch.block_tables.device
     return AttentionPlan(
         tile_rows=tile_rows,
@@ -149,7 +132,7 @@ def plan_attention(
         window=window,
         work=to_device(torch.from_numpy(work), device),
         merges=to_device(torch.from_numpy(merges), device),
-        num_partials=int(end_partial[-1]),
+        num_partials=num_partials,
     )
 
 
@@ -181,6 +164,28 @@ def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | Non
     kv_start = first_key(num_prefix_tokens + first_row // group_size, window)
     rows = np.array((request, np.array(batch.query_starts)[request], num_tokens, num_prefix_tokens, first_row))
     return _Tiles(rows, kv_start, num_prefix_tokens + last_token + 1)
+
+
+def _cut(tiles: _Tiles, split_tokens: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
+    """Cut the keys of tiles into splits. Returns what an `AttentionPlan` has: work, merges, number of partial results."""
+    first_split = tiles.kv_start // split_tokens
+    num_splits = -(-tiles.kv_end // split_tokens) - first_split
+    num_partials = num_splits * (num_splits > 1)
+    end_partial = np.cumsum(num_partials)
+    first_partial = end_partial - num_partials
+    tile, nth = _spread(num_splits)  # of each item, and which of the tile's splits it is
+    split_start = (first_split[tile] + nth) * split_tokens
+    kv_start = np.maximum(split_start, tiles.kv_start[tile])
+    kv_end = np.minimum(split_start + split_tokens, tiles.kv_end[tile])
+    partial = np.where(num_splits[tile] > 1, first_partial[tile] + nth, -1)
+
+    work = _as_rows((*tiles.rows[:, tile], kv_start, kv_end, partial))
+    work = work[np.argsort(kv_start - kv_end, kind="stable")]  # longest first: the short ones fill the tail
+
+    _, first_token, num_tokens, _, first_row = tiles.rows
+    split = np.flatnonzero(num_partials)
+    merges = _as_rows(each[split] for each in (first_token, num_tokens, first_row, first_partial, num_partials))
+    return work, merges, int(end_partial[-1])
 
 
 def _as_rows(columns: Iterable[_Ints]) -> npt.NDArray[np.int32]:

@@ -7,6 +7,7 @@ are one line on stderr.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -80,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain when it ends
         return 1
     except OSError as error:
-        return _complain(1, f"output: {error}")
+        if error.errno != errno.ENOSPC:
+            raise
+        return _complain(1, "output: no space left on the device")
     except KeyboardInterrupt:
         return 130
     return 0
