@@ -167,7 +167,7 @@ def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | Non
 
 
 def _cut(tiles: _Tiles, split_tokens: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
-    """Cut the keys of tiles into splits. Returns what an `AttentionPlan` has: work, merges, number of partial results."""
+    """Cut the keys of tiles into splits. Returns work, merges and the number of partial results, for a plan."""
     first_split = tiles.kv_start // split_tokens
     num_splits = -(-tiles.kv_end // split_tokens) - first_split
     num_partials = num_splits * (num_splits > 1)
