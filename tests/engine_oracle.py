@@ -43,7 +43,8 @@ class EngineOracle(Observer):
         self._runner = runner
         self._clock = clock
         self._asked: dict[Request, Asked] = {}
-        self._num_steps = self._num_pauses = self._news_before = 0  # when the engine's step began
+        self._num_waits = 0  # of the engine for steps
+        self._waits_before = self._num_pauses = self._news_before = 0  # when the engine's step began
         self._was_idle = False
         self._news = 0  # how often anything came or ended
         self._steps_without_news = 0
@@ -110,6 +111,13 @@ class EngineOracle(Observer):
             if id(chunk.block_ids) in by_table:
                 yield chunk, self._asked[by_table[id(chunk.block_ids)]]
 
+    def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
+        self._num_waits += 1
+
+    def step_failed(self, seconds: float, num_requests: int) -> None:
+        """Also one that failed when it was started ahead, in the step before."""
+        self._num_waits += 1
+
     def request_paused(self, request: Request) -> None:
         self.events["pauses"] += 1
         if request.lease is not None:
@@ -127,7 +135,7 @@ class EngineOracle(Observer):
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        self._num_steps = self._runner.num_steps
+        self._waits_before = self._num_waits
         self._num_pauses = self.events["pauses"]
         self._news_before = self._news
 
@@ -151,7 +159,7 @@ class EngineOracle(Observer):
     def _verify_progress(self) -> None:
         """A step computes something or ends somebody, or somebody was paused; and then the next one computes."""
         is_same = self._news == self._news_before
-        is_idle = is_same and self._runner.num_steps == self._num_steps
+        is_idle = is_same and self._num_waits == self._waits_before
         if self.core.has_work and is_idle:
             assert self.events["pauses"] > self._num_pauses, "a step did nothing, although there is work"
             assert not self._was_idle, "two steps in a row did nothing, although there is work"

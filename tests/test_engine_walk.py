@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.broken_engines import BREAKS, Breaks
-from tests.engine_events import Ask, Event, World
+from tests.engine_events import Ask, Event, Fail, World
 from tests.engine_script import make_script, make_world
 from tests.engine_walk import fails, judged, report, shortest, troubled_scripts, walk
 
@@ -50,6 +50,14 @@ FOUND: dict[str, tuple[World, list[Event]]] = {
             Ask(at_s=0.0, key=0, prompt=((1, 3),), tenant="c"),
             Ask(at_s=1.58, key=3, prompt=((2, 1), (4, 3)), max_new_tokens=6),
             Ask(at_s=1.58, key=4, prompt=((1, 3), (5, 1)), tenant="c", max_new_tokens=10),
+        ],
+    ),
+    "a step that was started ahead found no memory, and waiting for it was taken for doing nothing": (
+        World(num_blocks=24, max_step_tokens=48, max_running_requests=20, max_retained_blocks=24),
+        [
+            Ask(at_s=0.0, key=0, prompt=((1, 1),), max_new_tokens=30),
+            Ask(at_s=0.0, key=3, prompt=((1, 1), (3, 3), (4, 7)), max_new_tokens=29),
+            Fail(step=13, how="no memory"),
         ],
     ),
 }
