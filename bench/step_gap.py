@@ -40,6 +40,7 @@ from radixkv.triton_kernels import TritonKernels
 BLOCK_SIZE = 64
 VOCAB_SIZE = 256
 _NUM_QUERY_HEADS, _NUM_KV_HEADS = 32, 8
+_STEP_TOKENS = 8192
 
 Row = dict[str, Any]
 
@@ -47,8 +48,8 @@ Row = dict[str, Any]
 class IdleRunner:
     """Stands in for `Runner`: starts steps, computes nothing, and notes how long after each one the next is started."""
 
-    def __init__(self) -> None:
-        self.is_asynchronous = True
+    def __init__(self, *, is_asynchronous: bool) -> None:
+        self.is_asynchronous = is_asynchronous
         self.gaps_s: list[float] = []
         self.storage = SimpleNamespace(block_bytes=0, kv_dtype="bf16")
         self._kernels = TritonKernels(is_exact=True)
@@ -73,9 +74,10 @@ class IdleRunner:
 
 def decoding_core(runner: IdleRunner, num_requests: int, prompt_tokens: int, num_steps: int) -> EngineCore:
     """An engine core with so many generations that all decode, and go on to for so many steps."""
-    new_tokens = num_steps + 8
+    prompt_steps = 2 * num_requests * -(-prompt_tokens // _STEP_TOKENS)  # in which the first ones decode already
+    new_tokens = num_steps + prompt_steps + 8
     num_blocks = num_requests * (-(-(prompt_tokens + new_tokens) // BLOCK_SIZE) + 1)
-    config = EngineConfig(max_step_tokens=max(8192, num_requests), max_running_requests=num_requests)
+    config = EngineConfig(max_step_tokens=_STEP_TOKENS, max_running_requests=num_requests)
     core = EngineCore(cast("Runner", runner), PrefixCache(num_blocks, BLOCK_SIZE), config)
     random = np.random.default_rng(0)
     requests = []
@@ -85,7 +87,6 @@ def decoding_core(runner: IdleRunner, num_requests: int, prompt_tokens: int, num
         future: Future[GenerateResult] = Future()
         requests.append(Request(PrefillParams(prompt), Namespace("bench"), future, time.monotonic(), generation))
         core.submit(requests[-1])
-        core.step()  # one after the other, or those that come last would decode before the others do
     while not all(request.is_decoding for request in requests):
         core.step()
     core.step()  # tells the first tokens
@@ -95,13 +96,13 @@ def decoding_core(runner: IdleRunner, num_requests: int, prompt_tokens: int, num
 def measure(num_requests: int, prompt_tokens: int, num_steps: int, rounds: int) -> Row:
     """Medians of all steps, in rounds that start them ahead and after in turn."""
     gaps_s: dict[bool, list[float]] = {True: [], False: []}
-    for is_ahead in itertools.chain.from_iterable(itertools.repeat((True, False), rounds)):
-        runner = IdleRunner()
-        runner.is_asynchronous = is_ahead
+    for is_ahead in (True, False) * rounds:
+        runner = IdleRunner(is_asynchronous=is_ahead)
         core = decoding_core(runner, num_requests, prompt_tokens, num_steps)
         runner.gaps_s.clear()
         for _ in range(num_steps):
             core.step()
+        assert core.load().requests.running == num_requests, "a generation ended while it was measured"
         gaps_s[is_ahead] += runner.gaps_s
     ahead_ms, after_ms = (statistics.median(gaps_s[is_ahead]) * 1e3 for is_ahead in (True, False))
     return {

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.batch import Ints, PagedBatch, spread
 from radixkv.kernels.staging import to_device
-
-_Ints: TypeAlias = npt.NDArray[np.int64]
 
 # Keys are walked in tiles that start at multiples of this, so splits and windows do too.
 KEY_ALIGNMENT_TOKENS = 64
@@ -71,9 +69,9 @@ class _Tiles(NamedTuple):
         kv_start, kv_end: int64 `[num_tiles]`, key positions, half open.
     """
 
-    rows: _Ints
-    kv_start: _Ints
-    kv_end: _Ints
+    rows: Ints
+    kv_start: Ints
+    kv_end: Ints
 
 
 def balanced_partials(num_requests: int, num_kv_heads: int) -> int:
@@ -136,7 +134,7 @@ def plan_attention(
     )
 
 
-def first_key(position: _Ints, window: int | None) -> _Ints:
+def first_key(position: Ints, window: int | None) -> Ints:
     """Where tiles begin to read keys whose first queries stand at these positions."""
     first_seen = np.zeros_like(position) if window is None else np.maximum(0, position + 1 - window)
     return first_seen // KEY_ALIGNMENT_TOKENS * KEY_ALIGNMENT_TOKENS
@@ -156,7 +154,7 @@ def fitting_tile_rows(most_rows: int, dtype: torch.dtype) -> int:
 
 def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | None) -> _Tiles:
     query_lens = batch.query_lens
-    request, nth = _spread(-(-query_lens * group_size // tile_rows))
+    request, nth = spread(-(-query_lens * group_size // tile_rows))
     first_row = nth * tile_rows
     num_tokens = query_lens[request]
     num_prefix_tokens = np.array(batch.kv_lens)[request] - num_tokens
@@ -173,7 +171,7 @@ def _cut(tiles: _Tiles, split_tokens: int) -> tuple[npt.NDArray[np.int32], npt.N
     num_partials = num_splits * (num_splits > 1)
     end_partial = np.cumsum(num_partials)
     first_partial = end_partial - num_partials
-    tile, nth = _spread(num_splits)  # of each item, and which of the tile's splits it is
+    tile, nth = spread(num_splits)  # of each item, and which of the tile's splits it is
     split_start = (first_split[tile] + nth) * split_tokens
     kv_start = np.maximum(split_start, tiles.kv_start[tile])
     kv_end = np.minimum(split_start + split_tokens, tiles.kv_end[tile])
@@ -188,14 +186,8 @@ def _cut(tiles: _Tiles, split_tokens: int) -> tuple[npt.NDArray[np.int32], npt.N
     return work, merges, int(end_partial[-1])
 
 
-def _as_rows(columns: Iterable[_Ints]) -> npt.NDArray[np.int32]:
+def _as_rows(columns: Iterable[Ints]) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(np.array([*columns], dtype=np.int32).T)
-
-
-def _spread(counts: _Ints) -> tuple[_Ints, _Ints]:
-    """Repeat each index as often as its count says; returns the indices, and which repetition each one is."""
-    index = np.repeat(np.arange(counts.size), counts)
-    return index, np.arange(index.size) - (np.cumsum(counts) - counts)[index]
 
 
 def _balanced_split_tokens(total_tokens: int) -> int:

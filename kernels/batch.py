@@ -14,7 +14,7 @@ import torch
 
 from radixkv.kernels.staging import to_device
 
-_Lens: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,7 @@ class PagedBatch:
         for row, kv_len, block_ids in zip(tables, kv_lens, block_tables, strict=True):
             num_blocks = -(-kv_len // block_size)
             row[:num_blocks] = block_ids[:num_blocks]
-        request = np.repeat(np.arange(len(kv_lens)), query_lens)
-        positions = _positions(query_lens, kv_lens)
+        request, positions = _rows(np.array(query_lens), np.array(kv_lens))
         slots = tables[request, positions // block_size] * np.int64(block_size) + positions % block_size
         return cls(
             query_starts=(0, *itertools.accumulate(query_lens)),
@@ -93,15 +92,15 @@ class PagedBatch:
         return int(self.query_lens.max())
 
     @property
-    def query_lens(self) -> npt.NDArray[np.int64]:
-        """Suffix tokens of each request."""
-        starts: npt.NDArray[np.int64] = np.array(self.query_starts)
+    def query_lens(self) -> Ints:
+        """`[num_requests]`, on the host: suffix tokens of each request."""
+        starts: Ints = np.array(self.query_starts)
         return starts[1:] - starts[:-1]
 
     @property
-    def positions(self) -> npt.NDArray[np.int64]:
+    def positions(self) -> Ints:
         """`[num_tokens]`, on the host: where in its own sequence each packed token row stands."""
-        return _positions(self.query_lens, self.kv_lens)
+        return _rows(self.query_lens, np.array(self.kv_lens))[1]
 
     @property
     def num_tokens(self) -> int:
@@ -109,8 +108,13 @@ class PagedBatch:
         return self.query_starts[-1]
 
 
-def _positions(query_lens: _Lens, kv_lens: _Lens) -> npt.NDArray[np.int64]:
-    # Within a request rows and positions grow alike: they are as far apart as their ends.
-    ends = np.cumsum(query_lens)
-    positions: npt.NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(kv_lens - ends, query_lens)
-    return positions
+def spread(counts: Ints) -> tuple[Ints, Ints]:
+    """Repeat each index as often as its count says; returns the indices, and which repetition each one is."""
+    index = np.repeat(np.arange(counts.size), counts)
+    return index, np.arange(index.size) - (np.cumsum(counts) - counts)[index]
+
+
+def _rows(query_lens: Ints, kv_lens: Ints) -> tuple[Ints, Ints]:
+    """Of each packed token row its request, and where in that request's sequence it stands."""
+    request, nth = spread(query_lens)
+    return request, (kv_lens - query_lens)[request] + nth

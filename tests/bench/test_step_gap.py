@@ -24,8 +24,7 @@ def test_it_measures_both_ways_in_one_run(tmp_path, capsys):
 
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_what_is_told_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, monkeypatch):
-    runner = IdleRunner()
-    runner.is_asynchronous = is_ahead
+    runner = IdleRunner(is_asynchronous=is_ahead)
     core = decoding_core(runner, num_requests=2, prompt_tokens=70, num_steps=5)
     assert core._scheduler.num_running == 2
     tell = core._tell
