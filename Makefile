@@ -28,8 +28,9 @@ demo: $(STAMP)
 	$(PY) -m bench.replay --workload shared-prefix --requests 1000 --prefix-tokens 2048 --suffix-tokens 64 \
 		--json build/demo/replay.json --plot build/demo/ttft.png
 
+# Files of tests side by side, each process on a core of its own.
 test: $(STAMP)
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 STEPS ?= 1000000
 ENGINE_SEEDS ?= 2000

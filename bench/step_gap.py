@@ -2,8 +2,8 @@
 
 python -m bench.step_gap --json bench/results/step_gap.json
 
-The real engine core over a device that takes no time. A step is started when it is laid out and its attention is
-planned, as exact mode does for 32 query heads over 8 KV heads; bringing that to a GPU and launching it comes on top.
+The real engine core over a device that takes no time. A step is laid out and its attention is planned, as for a
+recorded step in exact mode with 32 query heads over 8 KV heads; bringing that to a GPU and launching it comes on top.
 Steps are started ahead of what is left of the last one, as on a GPU, and after it, in turn.
 """
 
@@ -15,7 +15,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,12 +28,12 @@ from bench.environment import describe_run
 from bench.result_file import write_json
 from radixkv.config import EngineConfig
 from radixkv.engine_core import EngineCore
-from radixkv.forward import Chunk, lay_out
+from radixkv.forward import Chunk, lay_out, pack_tokens
 from radixkv.namespace import Namespace
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Generation, PrefillParams, Request
 from radixkv.result import GenerateResult
-from radixkv.runner import Runner, StepResult
+from radixkv.runner import Launch, Runner, StepResult, Wait
 from radixkv.sampling import Sampling
 from radixkv.triton_kernels import TritonKernels
 
@@ -56,11 +56,18 @@ class IdleRunner:
         self._tile_rows = self._kernels.tile_rows(_NUM_QUERY_HEADS // _NUM_KV_HEADS, torch.bfloat16)
         self._ended_s: float | None = None
 
-    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+    def prepare(self, chunks: Sequence[Chunk]) -> Launch:
         """Lay out and plan."""
         batch = lay_out(chunks, BLOCK_SIZE).batch
         heads = (_NUM_QUERY_HEADS, _NUM_KV_HEADS, torch.bfloat16)
         self._kernels.plan(batch, *heads, window=None, tile_rows=self._tile_rows)
+        return lambda _: self._start(chunks)
+
+    def start(self, chunks: Sequence[Chunk]) -> Wait:
+        """Lay out, plan and start."""
+        return self.prepare(chunks)(pack_tokens(chunks))
+
+    def _start(self, chunks: Sequence[Chunk]) -> Wait:
         if self._ended_s is not None:
             self.gaps_s.append(time.perf_counter() - self._ended_s)
         return lambda: self._end(chunks)

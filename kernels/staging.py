@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,13 +29,12 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 class StagedArrays:
     """Arrays that the host fills again and again, in one region, so that one copy brings them all to the device.
 
-        host      [ input_ids )[ slots )[ block_tables ............ )    pinned
-                     │ upload
+        host      [ input_ids )[ slots )[ block_tables ............ )    pinned; two of them, in turn, so that
+                     │ upload                                            one is filled while the other comes over
         device    [ input_ids )[ slots )[ block_tables ............ )    always at the same addresses
 
     Attributes:
-        host: by name, all zeros at first.
-        device: the same, as they were when they were brought there.
+        device: by name, all zeros at first, then as they were when they were brought there.
     """
 
     def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
@@ -48,20 +48,26 @@ class StagedArrays:
         *_, (last_shape, last_dtype) = arrays.values()
         self._last_start = sum(num_bytes[:-1])
         self._last_row_bytes = math.prod(last_shape[1:]) * last_dtype.itemsize
-        region = torch.zeros(sum(num_bytes), dtype=torch.uint8)
-        self._host_region = region.pin_memory() if device.type == "cuda" else region
-        self._device_region = torch.zeros_like(region, device=device)
-        self.host = _views(self._host_region, arrays, num_bytes)
+        regions = [torch.zeros(sum(num_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._device_region = torch.zeros_like(regions[0], device=device)
         self.device = _views(self._device_region, arrays, num_bytes)
+        self._hosts = deque((region, _views(region, arrays, num_bytes)) for region in regions)  # the next one first
+
+    @property
+    def host(self) -> dict[str, torch.Tensor]:
+        """By name, what the next upload brings over. The upload before the last one must be done."""
+        return self._hosts[0][1]
 
     def upload(self, num_rows: int) -> None:
-        """Bring to the device what the host has written. It must not write again before that is done.
+        """Bring to the device what the host has written, and turn to what it wrote before that.
 
         Args:
             num_rows: of the last array; the others come whole.
         """
         end = self._last_start + num_rows * self._last_row_bytes
-        self._device_region[:end].copy_(self._host_region[:end], non_blocking=True)
+        region, _ = self._hosts[0]
+        self._device_region[:end].copy_(region[:end], non_blocking=True)
+        self._hosts.rotate()
 
 
 def _aligned(num_bytes: int) -> int:

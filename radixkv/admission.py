@@ -102,6 +102,7 @@ class Admitter:
         request.lease = lease
         if request.scheduled_s is None:
             request.scheduled_s = self._clock()
+        if not request.has_computed:
             request.cached_tokens = lease.cached_tokens
             request.miss_reason = (
                 self._cache.explain(request.namespace, request.tokens, lease.cached_tokens)

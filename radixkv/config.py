@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from radixkv.errors import ConfigError
 
@@ -18,6 +19,7 @@ EVICTION_POLICIES = ("adaptive", "lru", "slru", "lfu", "priority")
 _MAX_INT32 = 2**31 - 1
 MAX_BLOCKS = _MAX_INT32  # block ids are int32
 _DEFAULT_CAPACITY_TOKENS = 131_072
+_KEY = re.compile(r'"[^"]+"|[^".]+')
 _YEAR_S = 366 * 24 * 3600  # clocks and time stamps overflow far beyond it
 
 
@@ -166,14 +168,22 @@ class TenantConfig:
     max_retained_tokens: int | None = None
     weight: float = 1.0
 
-    def __post_init__(self) -> None:
-        _require_at_least("tenants.*.floor_tokens", self.floor_tokens, 0)
+    def require(self, path: str) -> None:
+        """Refuse values out of range. Which tenant it is only the whole configuration knows, so that calls this.
+
+        Args:
+            path: `tenants.NAME`.
+
+        Raises:
+            ConfigError: the message names the key.
+        """
+        _require_at_least(f"{path}.floor_tokens", self.floor_tokens, 0)
         if self.ceiling_tokens is not None:
-            _require_at_least("tenants.*.ceiling_tokens", self.ceiling_tokens, max(1, self.floor_tokens))
+            _require_at_least(f"{path}.ceiling_tokens", self.ceiling_tokens, max(1, self.floor_tokens))
         if self.max_retained_tokens is not None:
-            _require_at_least("tenants.*.max_retained_tokens", self.max_retained_tokens, 0)
-        _require_at_least("tenants.*.weight", self.weight, 1e-3)
-        _require_at_most("tenants.*.weight", self.weight, 1e3)
+            _require_at_least(f"{path}.max_retained_tokens", self.max_retained_tokens, 0)
+        _require_at_least(f"{path}.weight", self.weight, 1e-3)
+        _require_at_most(f"{path}.weight", self.weight, 1e3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +197,8 @@ class Config:
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, tenant in self.tenants.items():
+            tenant.require(f"tenants.{name}")
         floors = sum(tenant.floor_tokens for tenant in self.tenants.values())
         if self.cache.capacity_tokens is not None and floors > self.cache.capacity_tokens:
             raise ConfigError(
@@ -241,18 +253,18 @@ def _section_with(path: str, section: Any, values: Any) -> Any:
 
 
 def _parse_setting(setting: str) -> dict[str, Any]:
+    """A setting as a tree of tables; names with dots are quoted as in TOML: `tenants."example.com".weight=2`."""
     path, equals, text = setting.partition("=")
-    *sections, key = path.strip().split(".")
-    if not (equals and sections and all(sections) and key):
+    keys = _KEY.findall(path.strip())
+    if not equals or len(keys) < 2 or ".".join(keys) != path.strip():
         raise ConfigError(f"setting: expected section.key=value, got {setting!r}")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        tree: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text.strip()  # a bare word is a string
-    tree = {key: value}
-    for section in reversed(sections):
-        tree = {section: tree}
-    return tree
+        tree = text.strip()  # a bare word is a string
+    for key in reversed(keys):
+        tree = {key.strip('"'): tree}
+    return cast("dict[str, Any]", tree)
 
 
 def _require_known(path: str, known: list[str]) -> None:

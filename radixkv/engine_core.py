@@ -19,6 +19,7 @@ from radixkv.errors import CapacityError, OutOfBlocks, OutOfMemory, RadixKVError
 from radixkv.forward import Chunk
 from radixkv.held_leases import HeldLeases
 from radixkv.lease import Lease
+from radixkv.lookahead import Lookahead
 from radixkv.namespace import Namespace
 from radixkv.observer import Observer, Observers
 from radixkv.prefix_cache import PrefixCache, Purged
@@ -26,10 +27,10 @@ from radixkv.request import Generation, Outcome, Request
 from radixkv.result import GeneratedTokens, GenerateResult, PrefillResult, Retained
 from radixkv.retention import Retention
 from radixkv.runner import Runner
-from radixkv.scheduler import Scheduler
+from radixkv.scheduler import Scheduler, Slice
 from radixkv.single_flight import SingleFlight
 from radixkv.stats import EngineLoad, EngineStats
-from radixkv.step import Computed, Step
+from radixkv.step import Computed, NextStep, Step, start_step
 from radixkv.step_budget import StepBudget
 from radixkv.token_bytes import TOKEN_BYTES
 
@@ -54,8 +55,8 @@ class EngineCore:
         on_end: told of every request that is over.
         observer: told of everything that is worth counting.
         weights: by tenant; see `Scheduler`.
-        has_news: whether anything waits to be submitted or called between two steps; asked before a step is started
-            ahead of its time.
+        has_news: whether anything waits to be submitted or called between two steps; asked before a step is prepared
+            or started ahead of its time.
 
     Attributes:
         observer: tells the one that was given, and nothing that it raises gets out.
@@ -84,9 +85,9 @@ class EngineCore:
         self._answers = Answers(cache, self.held_leases)
         self._clock = clock
         self._on_end = on_end
-        self._has_news = has_news
         self.observer = Observers(() if observer is None else (observer,))
         self._departures = Departures()
+        self._lookahead = Lookahead(runner, self._scheduler, self._departures, self.held_leases, has_news, clock)
         self._under_way: Step | None = None  # started before its time
         self._census = Census(cache, self._scheduler, self.held_leases, runner.storage, clock)
 
@@ -103,16 +104,19 @@ class EngineCore:
     def step(self) -> None:
         """Drop what nobody waits for, admit what fits, compute one step, publish and answer.
 
-        While there is nothing to do but to decode, a GPU gets the next step before the tokens of this one are published
-        and told, and is at it when this returns.
+        While there is nothing to do but to decode, a GPU has the next step prepared while it computes this one, gets it
+        before the tokens of this one are published and told, and is at it when this returns.
         """
         step = self._under_way or self._begin()
         self._under_way = None
-        computed = [] if step is None else self._wait_for(step)
+        if step is None:
+            return
+        next_step = self._lookahead.prepare(step)
+        computed = self._wait_for(step)
         for each in computed:
             self._advance(each)
-        if self._runner.is_asynchronous and computed and self._is_undisturbed(computed):
-            self._under_way = self._begin_ahead()
+        if next_step is not None and self._lookahead.may_start(next_step, computed):
+            self._start_ahead(next_step, computed)
         for each in computed:
             self._publish(each)
 
@@ -169,29 +173,20 @@ class EngineCore:
         self._extend_leases()
         if (youngest := self._scheduler.slot_to_free()) is not None:
             self._pause(youngest)
-        return self._start()
+        slices = self._schedule()
+        return start_step(self._runner, slices, self._clock()) if slices else None
 
-    def _begin_ahead(self) -> Step | None:
-        """Start the next step of requests that all decode; None if there are no blocks for it without a pause."""
-        try:
-            for request in self._scheduler.running:
-                _extend_lease(request)
-        except CapacityError:
-            return None
-        return self._start()
-
-    def _start(self) -> Step | None:
+    def _schedule(self) -> list[Slice]:
         self._scheduler.max_step_tokens = self._budget.num_tokens
-        slices = self._scheduler.next_step(self._admitter)
-        return Step(self._runner, slices, self._clock()) if slices else None
+        return self._scheduler.next_step(self._admitter)
 
-    def _is_undisturbed(self, computed: list[Computed]) -> bool:
-        """Whether all that there is to do is the next token of each request of the last step."""
-        scheduler = self._scheduler
-        is_expired = self.seconds_to_next_expiry() == 0
-        num_others = scheduler.num_waiting + scheduler.num_following + scheduler.num_running - len(computed)
-        is_anybody_due = self._departures.is_any_due(self._clock())
-        return all(map(_decodes_on, computed)) and not (is_expired or num_others or is_anybody_due or self._has_news())
+    def _start_ahead(self, next_step: NextStep, computed: list[Computed]) -> None:
+        """Start what was prepared, and then do what else belongs to the start of a step."""
+        self._under_way = next_step.start(computed, self._clock())
+        for request, _, _ in next_step.slices:
+            _extend_lease(request)
+        slices = self._schedule()
+        assert slices == next_step.slices, "nobody else has anything to compute"
 
     def _sweep(self) -> None:
         now = self._clock()
@@ -232,7 +227,7 @@ class EngineCore:
     def _pause(self, request: Request) -> None:
         """Take a running request's blocks away; what it published stays cached, and it goes on where it was."""
         self._resume(self._flights.leave(request))
-        _open_lease(request).close()
+        request.open_lease.close()
         request.lease = None
         self._scheduler.pause(request)
         self._census.paused()
@@ -280,8 +275,8 @@ class EngineCore:
         (request, _, upto), is_finite, prediction = computed
         if not is_finite:
             return
-        request.computed_upto = upto
-        _open_lease(request).copy = None  # it was made
+        request.computed_upto, request.has_computed = upto, True
+        request.open_lease.copy = None  # it was made
         if prediction is None:
             return
         if request.prefilled_s is None:
@@ -313,7 +308,7 @@ class EngineCore:
         # The prompt is published to the token, and then what is full: more would be copied again for the next token.
         is_first = len(generation.token_ids) == 1
         publishable = upto if is_first else upto // self.cache.block_size * self.cache.block_size
-        if publishable > _open_lease(request).committed_tokens:
+        if publishable > request.open_lease.committed_tokens:
             self._commit(request, publishable)
         self._resume(self._flights.leave(request))  # what it computes from now on is its own
         self._tell(request, generation, prediction.next_token_id)
@@ -323,7 +318,7 @@ class EngineCore:
 
         A commit may adopt blocks that others published, and later chunks would read them.
         """
-        params, lease = request.params, _open_lease(request)
+        params, lease = request.params, request.open_lease
         generation = request.generation
         is_finished = upto == request.num_tokens if generation is None else generation.finish_reason is not None
         if params.write_cache and not request.is_revoked and (params.read_cache or is_finished):
@@ -346,7 +341,7 @@ class EngineCore:
         if not request.future.set_running_or_notify_cancel():
             self._end(request, Outcome.CANCELLED)
             return
-        result = make(_open_lease(request), now)
+        result = make(request.open_lease, now)
         self._census.answered(result.usage)
         self._end(request, Outcome.FINISHED)
         cast("Future[PrefillResult | GenerateResult]", request.future).set_result(result)
@@ -371,24 +366,8 @@ class EngineCore:
         self._on_end(request)
 
 
-def _open_lease(request: Request) -> Lease:
-    assert request.lease is not None, "a running request holds a lease"
-    return request.lease
-
-
 def _extend_lease(request: Request) -> None:
     """Take the blocks for what was generated since."""
-    lease = _open_lease(request)
+    lease = request.open_lease
     if lease.num_tokens < request.num_tokens:
         lease.extend(request.tokens_from(lease.num_tokens))
-
-
-def _decodes_on(computed: Computed) -> bool:
-    """Whether all that a request needs now is its next token, and not its second.
-
-    The second one comes after the prompt is published: that is done to the token, but only where a lease ends.
-    """
-    generation = computed.part.request.generation
-    if generation is None or computed.prediction is None or not computed.is_finite:
-        return False
-    return len(generation.token_ids) > 1 and generation.finish_reason is None

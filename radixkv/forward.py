@@ -23,7 +23,8 @@ class Chunk:
     """The part `[start, end)` of one request's tokens, to be computed in one step. K/V of all tokens before it exist.
 
     Attributes:
-        tokens: all of them so far, little-endian uint32 bytes.
+        tokens: all of them so far, little-endian uint32 bytes. Those of the chunk itself may come later, when a step
+            that was prepared is started.
         block_ids: int32, their blocks.
         copy: a block copy to make first.
         wants_logits: whether the logits after the chunk's last token are wanted.
@@ -43,33 +44,30 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The packed tokens of several requests. Laid out on the host, computed on the model's device.
+class StepLayout:
+    """Where the packed tokens of several requests stand. Laid out on the host, read on the model's device.
 
     Attributes:
-        input_ids: int64 `[num_tokens]`.
         positions: int64 `[num_tokens]`.
         logit_rows: int64 `[n]`, the rows whose logits are wanted.
         batch: whose tokens these are and where their K/V live.
     """
 
-    input_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
     batch: PagedBatch
 
-    def to(self, device: torch.device) -> StepInputs:
+    def to(self, device: torch.device) -> StepLayout:
         """The same on a device; see `to_device`."""
-        return StepInputs(
-            to_device(self.input_ids, device),
+        return StepLayout(
             to_device(self.positions, device),
             to_device(self.logit_rows, device),
             self.batch.to(device),
         )
 
 
-def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepInputs:
-    """Pack the tokens of some chunks, on the host.
+def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepLayout:
+    """Say where the packed tokens of some chunks stand, on the host. Looks at none of them.
 
     Args:
         chunks: at least one.
@@ -81,15 +79,15 @@ def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepInputs:
         block_tables=[chunk.block_ids for chunk in chunks],
         block_size=block_size,
     )
-    input_ids = np.concatenate([np.frombuffer(c.tokens, dtype="<u4")[c.start : c.end] for c in chunks])
     ends = batch.query_starts[1:]
     logit_rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
-    return StepInputs(
-        torch.from_numpy(input_ids.astype(np.int64)),
-        torch.from_numpy(batch.positions),
-        torch.tensor(logit_rows, dtype=torch.int64),
-        batch,
-    )
+    return StepLayout(torch.from_numpy(batch.positions), torch.tensor(logit_rows, dtype=torch.int64), batch)
+
+
+def pack_tokens(chunks: Sequence[Chunk]) -> torch.Tensor:
+    """The tokens of some chunks, one chunk after the other, int64 on the host."""
+    packed = np.concatenate([np.frombuffer(chunk.tokens, dtype="<u4")[chunk.start : chunk.end] for chunk in chunks])
+    return torch.from_numpy(packed.astype(np.int64))
 
 
 # Relative distance of logits that are computed in two ways. Summation order costs about 1e-6 in float32 and 1e-2 in
@@ -111,15 +109,18 @@ class StepOutputs(NamedTuple):
     summary: torch.Tensor
 
 
-def compute_step(model: Model, pool: KVPool, kernels: AttentionKernels, inputs: StepInputs) -> StepOutputs:
+def compute_step(
+    model: Model, pool: KVPool, kernels: AttentionKernels, input_ids: torch.Tensor, layout: StepLayout
+) -> StepOutputs:
     """Compute all tokens and write their K/V. Waits for nothing.
 
     Args:
         model: the weights.
         pool: where K and V are kept.
         kernels: what works on the pool.
-        inputs: on the model's device.
+        input_ids: int64 `[num_tokens]` on the model's device.
+        layout: on the same.
     """
-    step = PagedStep(pool, inputs.batch, kernels)
-    logits, is_finite = model.forward(inputs.input_ids, inputs.positions, step, inputs.logit_rows)
+    step = PagedStep(pool, layout.batch, kernels)
+    logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows)
     return StepOutputs(logits, torch.cat((is_finite & step.is_finite, logits.argmax(dim=-1))))

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from radixkv.attention import AttentionKernels
-from radixkv.forward import LOGITS_TOLERANCE, Chunk, StepInputs, compute_step, lay_out
+from radixkv.forward import LOGITS_TOLERANCE, Chunk, lay_out, pack_tokens
 from radixkv.kv_storage import KVStorage
 from radixkv.model import Model
+from radixkv.runner import Runner
 from radixkv.step_graphs import StepGraphs
 from radixkv.step_shape import StepShape
 
@@ -40,10 +41,11 @@ def drop_wrong_graphs(
     num_tokens = max(_PREFIX_TOKENS) + max(shape.num_tokens for shape in graphs.shapes)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, num_tokens).astype("<u4").tobytes()
     prefix = Chunk(tokens, 0, min(storage.block_size, max_sequence_tokens), _FIRST_BLOCK, None, wants_logits=False)
-    compute_step(model, storage.pool, kernels, lay_out([prefix], storage.block_size).to(model.device))
+    runner = Runner(model, storage, kernels)  # without graphs
+    runner.run([prefix])
     for shape in graphs.shapes:
         try:
-            reason = _why_wrong(shape, tokens, graphs, model, storage, kernels, max_sequence_tokens)
+            reason = _why_wrong(shape, tokens, graphs, runner, max_sequence_tokens)
         except torch.OutOfMemoryError:
             reason = "there is no memory to check it"
         if reason:
@@ -51,40 +53,27 @@ def drop_wrong_graphs(
             _log.warning("a recorded step is not used, %s: %s", reason, shape)
 
 
-def _why_wrong(
-    shape: StepShape,
-    tokens: bytes,
-    graphs: StepGraphs,
-    model: Model,
-    storage: KVStorage,
-    kernels: AttentionKernels,
-    max_sequence_tokens: int,
-) -> str:
+def _why_wrong(shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runner, max_sequence_tokens: int) -> str:
+    storage = runner.storage
     for prefix_tokens in _PREFIX_TOKENS:
         chunks = _chunks(shape, tokens, storage.block_size, min(prefix_tokens, max_sequence_tokens - shape.num_tokens))
-        inputs = lay_out(chunks, storage.block_size)
-        blocks = storage.pool.blocks[: int(inputs.batch.block_tables.max()) + 1]
-        if len(blocks) <= int(inputs.batch.block_tables.max()):
+        layout = lay_out(chunks, storage.block_size)
+        blocks = storage.pool.blocks[: int(layout.batch.block_tables.max()) + 1]
+        if len(blocks) <= int(layout.batch.block_tables.max()):
             return "the pool has too few blocks to check it"
         blocks[1:] = 0xFF  # NaN, or scales that are NaN
-        outputs = graphs.compute_as(shape, inputs)
-        if outputs is not None:
-            return _difference(outputs.logits, blocks, inputs, model, storage, kernels)
+        replay = graphs.prepare_as(shape, layout)
+        if replay is not None:
+            logits = replay(pack_tokens(chunks)).logits[: len(chunks)]
+            return _difference(logits.clone(), blocks, chunks, runner)
     return "there is no room for a step to check it"
 
 
-def _difference(
-    logits: torch.Tensor,
-    blocks: torch.Tensor,
-    inputs: StepInputs,
-    model: Model,
-    storage: KVStorage,
-    kernels: AttentionKernels,
-) -> str:
-    got = logits[: len(inputs.logit_rows)].clone()
+def _difference(got: torch.Tensor, blocks: torch.Tensor, chunks: list[Chunk], runner: Runner) -> str:
+    model = runner.model
     got_blocks = blocks.to("cpu", copy=True) if model.is_exact else None  # the device may have no memory for a copy
     blocks[1:] = 0xFF
-    expected = compute_step(model, storage.pool, kernels, inputs.to(model.device)).logits
+    expected = runner.run(chunks).logits
     if got_blocks is None:
         is_right = bool((got - expected).norm() <= LOGITS_TOLERANCE[model.kv_shape.dtype] * expected.norm())
     else:

@@ -38,7 +38,8 @@ class Lease:
         usage: where the tenant's blocks are counted.
         tokens: the prompt and what it was extended by, little-endian uint32 bytes.
         cached_tokens: tokens whose K/V exist already.
-        block_ids: int32, all blocks of the tokens in order. `commit` may exchange some for equal ones.
+        block_ids: int32, all blocks of the tokens in order, and then those that are reserved. `commit` may exchange
+            some for equal ones.
         num_published_blocks: the first so many of `block_ids` belong to the tree; the others are the lease's own.
         copy: a block copy that must be made before anything is written; the holder clears it when it is made.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
@@ -113,6 +114,20 @@ class Lease:
             InvalidRequest: `upto_tokens` is beyond the prompt.
         """
         return self._leases.commit(self, upto_tokens)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Take the blocks for tokens that will come. A call that raises has changed nothing; see `extend`.
+
+        If tokens are committed up to a position inside a block after this, the copy of that block takes a reserved one.
+
+        Args:
+            num_tokens: length to have blocks for, the tokens of now included.
+
+        Raises:
+            LeaseClosed: the lease is closed.
+            OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
+        """
+        self._leases.reserve(self, num_tokens)
 
     def extend(self, tokens: bytes) -> None:
         """Go on after the prompt: more tokens, and the blocks that they need. A call that raises has changed nothing.

@@ -22,9 +22,9 @@ from radixkv.token_bytes import TOKEN_BYTES, require_tokens
 class Leases:
     """Moves blocks from the pool to leases, and from leases to trees. The evictor moves them back to the pool.
 
-        pool ── lease, extend ──▶ lease ── commit ──▶ tree
-          ▲                         │                  │
-          └──────── close ──────────┘◀──── adopt ──────┘
+        pool ── lease, reserve, extend ──▶ lease ── commit ──▶ tree
+          ▲                                  │                  │
+          └────────────── close ─────────────┘◀──── adopt ──────┘
 
     Args:
         trees: by namespace; those with a cached token. A commit adds one where there is none.
@@ -147,27 +147,34 @@ class Leases:
 
     def extend(self, lease: Lease, tokens: bytes) -> None:
         """Let a lease go on; see `Lease.extend`."""
-        self._require_open(lease)
         require_tokens(tokens)
-        usage = lease.usage
-        kept = lease.block_ids
-        # What comes is not written into a block that the tree has, but into a copy of it.
-        replaces_last = lease.num_published_blocks == kept.size and lease.num_tokens % self._block_size > 0
-        if replaces_last:
-            kept = kept[:-1]
-        num_new_blocks = -(-(len(lease.tokens) + len(tokens)) // (self._block_size * TOKEN_BYTES)) - kept.size
-        if num_new_blocks:
-            num_missing_blocks = num_new_blocks - self._evictor.num_takeable_blocks(lease.namespace.tenant, usage)
-            if num_missing_blocks > 0:
-                raise self._shortage(num_missing_blocks, lease.namespace.tenant, usage)
-            self._evictor.make_room(num_new_blocks, lease.namespace.tenant, usage)
-            new = self._pool.acquire(num_new_blocks)
-            usage.num_leased_blocks += num_new_blocks
-            if replaces_last:
-                lease.copy = BlockCopy(int(lease.block_ids[-1]), int(new[0]))
-                lease.num_published_blocks -= 1
-            lease.block_ids = np.concatenate((kept, new))
+        self.reserve(lease, lease.num_tokens + len(tokens) // TOKEN_BYTES)
         lease.tokens += tokens
+
+    def reserve(self, lease: Lease, num_tokens: int) -> None:
+        """Take blocks for tokens that will come; see `Lease.reserve`."""
+        self._require_open(lease)
+        if num_tokens <= lease.num_tokens:
+            return
+        usage, kept = lease.usage, lease.block_ids
+        # What comes is not written into a block that the tree has, but into a copy of it.
+        last = lease.num_tokens // self._block_size
+        replaces_last = lease.num_published_blocks > last
+        if replaces_last:
+            kept = np.delete(kept, last)
+        num_new_blocks = max(0, -(-num_tokens // self._block_size) - kept.size)
+        if not num_new_blocks and not replaces_last:
+            return
+        num_missing_blocks = num_new_blocks - self._evictor.num_takeable_blocks(lease.namespace.tenant, usage)
+        if num_missing_blocks > 0:
+            raise self._shortage(num_missing_blocks, lease.namespace.tenant, usage)
+        self._evictor.make_room(num_new_blocks, lease.namespace.tenant, usage)
+        block_ids = np.concatenate((kept, self._pool.acquire(num_new_blocks)))
+        usage.num_leased_blocks += num_new_blocks
+        if replaces_last:
+            lease.copy = BlockCopy(int(lease.block_ids[last]), int(block_ids[last]))
+            lease.num_published_blocks -= 1
+        lease.block_ids = block_ids
 
     def commit(self, lease: Lease, upto_tokens: int) -> int:
         """Publish a lease's finished blocks; see `Lease.commit`."""

@@ -115,7 +115,8 @@ class Request:
         future: the result of a prefill, or of a generation if there is one.
         generation: None for a prefill.
         arrival: how many requests came before it.
-        cached_tokens: prompt tokens that were reused when it was first admitted.
+        cached_tokens: prompt tokens that were reused when it was admitted, for the last time before it computed any.
+        has_computed: whether it has computed any tokens.
         computed_upto: tokens whose K/V exist, reused ones included.
         written_tokens: tokens that this request made matchable.
         recomputed_tokens: tokens computed again after a pause.
@@ -134,6 +135,7 @@ class Request:
     lease: Lease | None = None
     miss_reason: MissReason = MissReason.COLD
     cached_tokens: int = 0
+    has_computed: bool = False
     computed_upto: int = 0
     written_tokens: int = 0
     recomputed_tokens: int = 0
@@ -141,6 +143,12 @@ class Request:
     is_over: bool = False
     scheduled_s: float | None = None
     prefilled_s: float | None = None
+
+    @property
+    def open_lease(self) -> Lease:
+        """Its lease; for a running request, which holds one."""
+        assert self.lease is not None, "a running request holds a lease"
+        return self.lease
 
     @property
     def num_tokens(self) -> int:

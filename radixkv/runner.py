@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from radixkv.attention import AttentionKernels
-from radixkv.forward import Chunk, StepInputs, StepOutputs, compute_step, lay_out
+from radixkv.forward import Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
 from radixkv.kernels.staging import to_device
 from radixkv.kv_storage import KVStorage
 from radixkv.lease import BlockCopy
@@ -29,6 +30,13 @@ class StepResult(NamedTuple):
     logits: torch.Tensor
     most_likely: list[int]
     is_finite: list[bool]
+
+
+# Waits for a step that was started. To be called once.
+Wait: TypeAlias = Callable[[], StepResult]
+# Starts a step that was prepared, given the tokens of its chunks one after the other, int64 `[num_tokens]` on the host.
+# The step before must have been waited for.
+Launch: TypeAlias = Callable[[torch.Tensor], Wait]
 
 
 class Runner:
@@ -63,7 +71,20 @@ class Runner:
         """Whether the device computes a step that was started while the host does something else."""
         return self.model.device.type == "cuda"
 
-    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+    def prepare(self, chunks: Sequence[Chunk]) -> Launch:
+        """Do what can be done of a step before its tokens are known. The step before may still be computed.
+
+        A recorded step is planned and brought as far as pinned memory; of any other the tables are made.
+
+        Returns:
+            Starts it, unless another step was prepared since; see `start`.
+        """
+        layout = lay_out(chunks, self.storage.block_size)
+        copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
+        recorded = None if self._graphs is None else self._graphs.prepare(layout)
+        return functools.partial(self._start, layout, copies, recorded or functools.partial(self._compute, layout))
+
+    def start(self, chunks: Sequence[Chunk]) -> Wait:
         """Copy shared blocks, then compute all chunks in one forward pass. The step before must have been waited for.
 
         If it is not asynchronous, all is computed when it is waited for.
@@ -72,30 +93,41 @@ class Runner:
             Waits, and returns a row of logits for each chunk that wants them, in order, and for each chunk whether all
             its tokens came out finite.
         """
-        inputs = lay_out(chunks, self.storage.block_size)
-        copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
-        if not self.is_asynchronous:
-            return lambda: self._read(inputs, self._launch(inputs, copies))
-        outputs = self._launch(inputs, copies)
-        return lambda: self._read(inputs, outputs)
+        return self.prepare(chunks)(pack_tokens(chunks))
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
         """Start a step and wait for it; see `start`."""
         return self.start(chunks)()
 
-    def _launch(self, inputs: StepInputs, copies: Sequence[BlockCopy]) -> StepOutputs:
-        if copies:
-            sources, targets = to_device(torch.tensor(copies).T.contiguous(), self.model.device)
-            self._kernels.copy_blocks(self.storage.pool, sources, targets)
-        outputs = None if self._graphs is None else self._graphs.compute(inputs)
-        if outputs is None:
-            outputs = compute_step(self.model, self.storage.pool, self._kernels, inputs.to(self.model.device))
-        return outputs
+    def _start(
+        self,
+        layout: StepLayout,
+        copies: Sequence[BlockCopy],
+        compute: Callable[[torch.Tensor], StepOutputs],
+        input_ids: torch.Tensor,
+    ) -> Wait:
+        def launch() -> StepOutputs:
+            if copies:
+                sources, targets = to_device(torch.tensor(copies).T.contiguous(), self.model.device)
+                self._kernels.copy_blocks(self.storage.pool, sources, targets)
+            return compute(input_ids)
 
-    def _read(self, inputs: StepInputs, outputs: StepOutputs) -> StepResult:
-        summary = outputs.summary.cpu().numpy()  # waits
-        are_finite, most_likely = np.split(summary, [len(summary) - len(outputs.logits)])
-        *starts, num_tokens = inputs.batch.query_starts
-        is_finite = np.logical_and.reduceat(are_finite[:num_tokens], starts)
-        num_rows = len(inputs.logit_rows)
-        return StepResult(outputs.logits[:num_rows], most_likely[:num_rows].tolist(), is_finite.tolist())
+        if not self.is_asynchronous:
+            return lambda: _read(layout, launch())
+        outputs = launch()
+        return lambda: _read(layout, outputs)
+
+    def _compute(self, layout: StepLayout, input_ids: torch.Tensor) -> StepOutputs:
+        device = self.model.device
+        return compute_step(
+            self.model, self.storage.pool, self._kernels, to_device(input_ids, device), layout.to(device)
+        )
+
+
+def _read(layout: StepLayout, outputs: StepOutputs) -> StepResult:
+    summary = outputs.summary.cpu().numpy()  # waits
+    are_finite, most_likely = np.split(summary, [len(summary) - len(outputs.logits)])
+    *starts, num_tokens = layout.batch.query_starts
+    is_finite = np.logical_and.reduceat(are_finite[:num_tokens], starts)
+    num_rows = len(layout.logit_rows)
+    return StepResult(outputs.logits[:num_rows], most_likely[:num_rows].tolist(), is_finite.tolist())

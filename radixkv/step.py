@@ -1,15 +1,18 @@
-"""A step that was started: the slices of several requests on the device, and what each of them says when it is done."""
+"""Steps that were started, or prepared: slices of several requests, and what each of them says when it is computed."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
+import torch
+
 from radixkv.forward import Chunk
 from radixkv.prediction import Prediction, predict
-from radixkv.runner import Runner, StepResult
+from radixkv.runner import Runner, Wait
 from radixkv.scheduler import Slice
 
 
@@ -31,15 +34,15 @@ class Step:
     """One forward pass, started.
 
     Args:
-        runner: computes it.
         slices: at least one, of requests that hold the blocks for them.
         started_s: when.
+        start: starts it. What it raises is raised when the step is waited for, where everything else is dealt with.
     """
 
-    def __init__(self, runner: Runner, slices: Sequence[Slice], started_s: float) -> None:
+    def __init__(self, slices: Sequence[Slice], started_s: float, start: Callable[[], Wait]) -> None:
         self.slices = slices
         self.started_s = started_s
-        self._wait = _start(runner, slices)
+        self._wait = _started(start)
 
     @property
     def num_tokens(self) -> int:
@@ -67,10 +70,37 @@ class Step:
         ]
 
 
-def _start(runner: Runner, slices: Sequence[Slice]) -> Callable[[], StepResult]:
-    """Start a forward pass. What it raises is raised when it is waited for, where everything else is dealt with."""
+def start_step(runner: Runner, slices: Sequence[Slice], now_s: float) -> Step:
+    """Start a forward pass over these slices; there is at least one."""
+    return Step(slices, now_s, lambda: runner.start([_chunk(part) for part in slices]))
+
+
+class NextStep:
+    """The next token of each request of a step, prepared while that step is computed and its tokens are not known.
+
+    Args:
+        runner: computes both.
+        step: one in which all requests decode, and hold the blocks for a token more.
+    """
+
+    def __init__(self, runner: Runner, step: Step) -> None:
+        self.slices = [Slice(part.request, part.end, part.end + 1) for part in step.slices]
+        # If a block is to be copied, the step before does it.
+        self._launch = runner.prepare(
+            [dataclasses.replace(_chunk(part), copy=None, wants_logits=True) for part in self.slices]
+        )
+
+    def start(self, computed: Sequence[Computed], now_s: float) -> Step:
+        """Start it, once it is known what became of the step before; no request of that ended."""
+        predictions = [each.prediction for each in computed]
+        token_ids = torch.tensor([prediction.next_token_id for prediction in predictions if prediction is not None])
+        assert len(token_ids) == len(self.slices), "all requests of the step before decode"
+        return Step(self.slices, now_s, lambda: self._launch(token_ids))
+
+
+def _started(start: Callable[[], Wait]) -> Wait:
     try:
-        return runner.start([_chunk(part) for part in slices])
+        return start()
     except Exception as error:  # noqa: BLE001 - not lost
         traceback.clear_frames(error.__traceback__)  # they hold the memory that there may have been too little of
         return functools.partial(_raise, error)
@@ -78,8 +108,7 @@ def _start(runner: Runner, slices: Sequence[Slice]) -> Callable[[], StepResult]:
 
 def _chunk(part: Slice) -> Chunk:
     request, start, end = part
-    lease = request.lease
-    assert lease is not None, "a running request holds a lease"
+    lease = request.open_lease
     return Chunk(
         tokens=lease.tokens,
         start=start,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from radixkv.forward import StepInputs
+from radixkv.forward import StepLayout
 from radixkv.kernels.attention_plan import NO_MERGE, NO_WORK, AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.staging import StagedArrays
@@ -17,7 +17,7 @@ _NO_SLOT = -1
 
 
 class StepBuffers:
-    """Inputs and attention plans of one step at a time, as large as the largest shape needs them.
+    """Tokens, layout and attention plans of a step, as large as the largest shape needs them.
 
     A step with less is filled up: with tokens that are written nowhere, rows of logits that nobody reads, and work that
     reads nothing.
@@ -66,8 +66,12 @@ class StepBuffers:
             self._arrays.host[f"work {window}"][:] = torch.tensor(NO_WORK)
         self._arrays.upload(num_requests)
 
-    def inputs(self, shape: StepShape) -> StepInputs:
-        """The inputs on the device, of a shape. The host's numbers of its batch mean nothing: see `plans`."""
+    def input_ids(self, shape: StepShape) -> torch.Tensor:
+        """The tokens on the device, of a shape."""
+        return self._arrays.device["input_ids"][: shape.num_tokens]
+
+    def layout(self, shape: StepShape) -> StepLayout:
+        """The layout on the device, of a shape. The host's numbers of its batch mean nothing: see `plans`."""
         arrays = self._arrays.device
         batch = PagedBatch(
             query_starts=(0, shape.num_tokens),
@@ -77,8 +81,7 @@ class StepBuffers:
             block_size=self._block_size,
             host_tables=np.empty((0, 0), dtype=np.int32),
         )
-        return StepInputs(
-            arrays["input_ids"][: shape.num_tokens],
+        return StepLayout(
             arrays["positions"][: shape.num_tokens],
             arrays["logit_rows"][: shape.num_requests],
             batch,
@@ -99,23 +102,31 @@ class StepBuffers:
             for window in self._windows
         }
 
-    def fill(self, shape: StepShape, inputs: StepInputs, plans: Mapping[int | None, AttentionPlan]) -> None:
-        """Bring a step to the device. The step before must be done, and this one must have room in the shape.
+    def fill(self, shape: StepShape, layout: StepLayout, plans: Mapping[int | None, AttentionPlan]) -> None:
+        """Note a step on the host, but for its tokens. The last one that was uploaded may still be computed.
 
         Args:
-            shape: whose inputs and plans are filled.
-            inputs: on the host.
+            shape: where there is room for the step.
+            layout: on the host.
             plans: of that step, for each window, on the host.
         """
-        batch, arrays = inputs.batch, self._arrays.host
+        batch, arrays = layout.batch, self._arrays.host
         arrays["tables"][: batch.num_requests, : batch.block_tables.shape[1]] = batch.block_tables
-        _fill(arrays["input_ids"][: shape.num_tokens], inputs.input_ids, 0)
-        _fill(arrays["positions"][: shape.num_tokens], inputs.positions, 0)
+        _fill(arrays["positions"][: shape.num_tokens], layout.positions, 0)
         _fill(arrays["slots"][: shape.num_tokens], batch.slots, _NO_SLOT)
-        _fill(arrays["logit_rows"][: shape.num_requests], inputs.logit_rows, 0)
+        _fill(arrays["logit_rows"][: shape.num_requests], layout.logit_rows, 0)
         for window, plan in plans.items():
             _fill(arrays[f"work {window}"][: shape.num_items], plan.work, NO_WORK)
             _fill(arrays[f"merges {window}"][: shape.num_tiles], plan.merges, NO_MERGE)
+
+    def upload(self, shape: StepShape, input_ids: torch.Tensor) -> None:
+        """Bring the step that was filled in last to the device. The step before must be done.
+
+        Args:
+            shape: of that step.
+            input_ids: its tokens, int64 on the host.
+        """
+        _fill(self._arrays.host["input_ids"][: shape.num_tokens], input_ids, 0)
         self._arrays.upload(shape.num_requests)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from radixkv.forward import StepInputs, StepOutputs, compute_step
+import torch
+
+from radixkv.forward import StepLayout, StepOutputs, compute_step
 from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kv_storage import KVStorage
@@ -18,6 +20,9 @@ if TYPE_CHECKING:  # Triton is not there on every platform
 
 # Does something on the device and records it; what is returned does it again, and returns the same tensors filled anew.
 Recorder = Callable[[Callable[[], StepOutputs]], Callable[[], StepOutputs]]
+
+# Computes a step that was prepared, given its tokens, int64 on the host. The step before must be done.
+Replay = Callable[[torch.Tensor], StepOutputs]
 
 Plans = Mapping[int | None, AttentionPlan]  # by window
 
@@ -77,17 +82,17 @@ class StepGraphs:
         """Forget a recorded step."""
         del self._replays[shape]
 
-    def compute(self, inputs: StepInputs) -> StepOutputs | None:
-        """Compute a step as the smallest recorded one that has room for it. Waits for nothing.
+    def prepare(self, layout: StepLayout) -> Replay | None:
+        """Make a step ready to be computed as the smallest recorded one that has room for it. Waits for nothing.
 
         Args:
-            inputs: on the host. The step before must be done.
+            layout: on the host. The step before may still be computed.
 
         Returns:
-            Tensors that the next step overwrites, with rows that were not asked for behind the others; None if no
-            recorded step has room.
+            Computes it, if no other step was prepared since, and returns tensors that the next step overwrites, with
+            rows that were not asked for behind the others; None if no recorded step has room.
         """
-        batch, dtype = inputs.batch, self._model.kv_shape.dtype
+        batch, dtype = layout.batch, self._model.kv_shape.dtype
         least_rows = self._kernels.tile_rows(self._group_size * batch.most_query_tokens, dtype)
         plans: dict[int, Plans] = {}  # by the rows of a tile, on which alone they depend
         for shape in self._replays:
@@ -96,27 +101,33 @@ class StepGraphs:
             if shape.tile_rows not in plans:
                 plans[shape.tile_rows] = self._plan(batch, shape.tile_rows)
             if all(map(shape.has_room_for, plans[shape.tile_rows].values())):
-                return self._replay(shape, inputs, plans[shape.tile_rows])
+                return self._ready(shape, layout, plans[shape.tile_rows])
         return None
 
-    def compute_as(self, shape: StepShape, inputs: StepInputs) -> StepOutputs | None:
-        """Compute a step as this recorded one; None if it has no room for it. See `compute`."""
-        plans = self._plan(inputs.batch, shape.tile_rows)
-        if not (shape.has_room(inputs.batch) and all(map(shape.has_room_for, plans.values()))):
+    def prepare_as(self, shape: StepShape, layout: StepLayout) -> Replay | None:
+        """Make a step ready to be computed as this recorded one; None if it has no room for it. See `prepare`."""
+        plans = self._plan(layout.batch, shape.tile_rows)
+        if not (shape.has_room(layout.batch) and all(map(shape.has_room_for, plans.values()))):
             return None
-        return self._replay(shape, inputs, plans)
+        return self._ready(shape, layout, plans)
 
-    def _replay(self, shape: StepShape, inputs: StepInputs, plans: Plans) -> StepOutputs:
-        self._buffers.fill(shape, inputs, plans)
-        return self._replays[shape]()
+    def _ready(self, shape: StepShape, layout: StepLayout, plans: Plans) -> Replay:
+        self._buffers.fill(shape, layout, plans)
+
+        def replay(input_ids: torch.Tensor) -> StepOutputs:
+            self._buffers.upload(shape, input_ids)
+            return self._replays[shape]()
+
+        return replay
 
     def _computing(self, shape: StepShape) -> Callable[[], StepOutputs]:
         """What is recorded for a shape: nobody's step, which only has its size."""
-        inputs, plans = self._buffers.inputs(shape), self._buffers.plans(shape)
+        input_ids, layout = self._buffers.input_ids(shape), self._buffers.layout(shape)
+        plans = self._buffers.plans(shape)
 
         def compute() -> StepOutputs:
-            self._kernels.use_plans(inputs.batch, plans)
-            return compute_step(self._model, self._storage.pool, self._kernels, inputs)
+            self._kernels.use_plans(layout.batch, plans)
+            return compute_step(self._model, self._storage.pool, self._kernels, input_ids, layout)
 
         return compute
 

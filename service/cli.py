@@ -24,6 +24,7 @@ from radixkv.retention import Retention
 from radixkv.sampling import DEFAULT_MAX_NEW_TOKENS
 from radixkv.service import argument_types
 from radixkv.service.client import Client
+from radixkv.service.listen_address import require_free
 from radixkv.service.plan_command import add_plan_command
 from radixkv.service.report import generate_table, json_of, prefill_table, purge_table, stats_table
 from radixkv.v1.prefill_pb2 import GenerateResponse
@@ -191,6 +192,7 @@ def _add_prompt(command: argparse.ArgumentParser) -> None:
 def _serve(arguments: argparse.Namespace) -> None:
     config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    require_free(config.server)
     # Only here: a client needs neither a model nor a server.
     from radixkv.engine_builder import build_engine
     from radixkv.service.server import run

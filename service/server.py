@@ -17,7 +17,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from radixkv.config import ServerConfig
-from radixkv.errors import ConfigError, InvariantViolation
+from radixkv.errors import InvariantViolation
+from radixkv.service.listen_address import host_port, not_free
 from radixkv.service.servicer import CacheServicer, PrefillServicer
 from radixkv.service.status import StatusInterceptor
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -73,18 +74,15 @@ class Server:
         Raises:
             ConfigError: the address can't be bound; nothing is served.
         """
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        address = f"{host}:{self._config.port}"
+        host, port = self._config.host, self._config.port
         try:
-            port = self._grpc.add_insecure_port(address)
+            port = self._grpc.add_insecure_port(host_port(host, port))
         except RuntimeError as error:
-            raise ConfigError(
-                f"server.host, server.port: expected a free address of this machine, got {address}"
-            ) from error
+            raise not_free("server.port", host, port) from error
         await self._set_health()
         await self._grpc.start()
         self._health_watch = asyncio.create_task(self._watch_health())
-        return f"{host}:{port}"
+        return host_port(host, port)
 
     async def drain(self) -> bool:
         """Refuse new requests, let running ones finish, then stop.

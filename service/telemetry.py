@@ -12,9 +12,9 @@ from prometheus_client import start_http_server
 from radixkv import __version__
 from radixkv.config import Config
 from radixkv.engine_gauges import EngineGauges
-from radixkv.errors import ConfigError
 from radixkv.metrics import Metrics
 from radixkv.observer import Observer, Observers
+from radixkv.service.listen_address import host_port, not_free
 
 if TYPE_CHECKING:
     from radixkv.engine import Engine
@@ -49,15 +49,12 @@ class Telemetry:
         if self._metrics is None or port is None:
             yield None
             return
-        shown_host = f"[{host}]" if ":" in host else host
         self._metrics.registry.register(EngineGauges(engine))
         try:
             server, thread = start_http_server(port, host, self._metrics.registry)
         except (OSError, UnicodeError) as error:
-            raise ConfigError(
-                f"server.host, server.metrics_port: expected a free address of this machine, got {shown_host}:{port}"
-            ) from error
-        address = f"{shown_host}:{server.server_port}"
+            raise not_free("server.metrics_port", host, port) from error
+        address = host_port(host, server.server_port)
         _logger.info("metrics on http://%s/metrics", address)
         try:
             yield address

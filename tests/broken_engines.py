@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from radixkv import engine_core, prediction, step
+from radixkv import lookahead, prediction, step
 from radixkv.admission import Admission, Admitter
 from radixkv.engine_core import EngineCore
 from radixkv.errors import RadixKVError, StepFailed
 from radixkv.forward import Chunk
 from radixkv.lease import Lease
 from radixkv.leases import Leases
+from radixkv.lookahead import Lookahead
 from radixkv.namespace import Namespace
 from radixkv.prediction import Prediction
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Outcome, Request
 from radixkv.result import GeneratedTokens
+from radixkv.runner import Launch
 from radixkv.scheduler import Scheduler, Slice
 from radixkv.single_flight import SingleFlight
-from radixkv.step import Computed, Step
+from radixkv.step import Computed, NextStep, Step
 from radixkv.step_budget import StepBudget
+from tests.simulated_model import SimulatedRunner
 
 Breaks = Callable[[pytest.MonkeyPatch], None]
 
@@ -40,17 +43,44 @@ def publishes_before_the_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def starts_ahead_what_has_ended(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine_core, "_decodes_on", lambda computed: computed.part.request.is_decoding)
+    patch.setattr(
+        lookahead, "_decodes_on", lambda request, num_coming=0: request.generation is not None and request.is_decoding
+    )
+
+
+def starts_ahead_whatever_has_come(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lookahead, "may_start", lambda _, next_step, computed: bool(computed))
 
 
 def starts_two_steps_ahead(patch: pytest.MonkeyPatch) -> None:
-    begin_ahead = EngineCore._begin_ahead
+    start_ahead = EngineCore._start_ahead
 
-    def begin_twice(core: EngineCore) -> Step | None:
-        begin_ahead(core)
-        return begin_ahead(core)
+    def start_twice(core: EngineCore, next_step: NextStep, computed: list[Computed]) -> None:
+        start_ahead(core, next_step, computed)
+        next_step.start(computed, 0.0)
 
-    patch.setattr(EngineCore, "_begin_ahead", begin_twice)
+    patch.setattr(EngineCore, "_start_ahead", start_twice)
+
+
+def starts_ahead_with_the_tokens_of_others(patch: pytest.MonkeyPatch) -> None:
+    start = NextStep.start
+    patch.setattr(NextStep, "start", lambda next_step, computed, now_s: start(next_step, computed[::-1], now_s))
+
+
+def prepares_copies_again(patch: pytest.MonkeyPatch) -> None:
+    prepare = SimulatedRunner.prepare
+
+    def prepare_with_copies(runner: SimulatedRunner, chunks: Sequence[Chunk]) -> Launch:
+        copies = [runner._lease_of(chunk).copy for chunk in chunks]
+        return prepare(
+            runner, [dataclasses.replace(chunk, copy=copy) for chunk, copy in zip(chunks, copies, strict=True)]
+        )
+
+    patch.setattr(SimulatedRunner, "prepare", prepare_with_copies)
+
+
+def prepares_without_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lease, "reserve", lambda *_: None)
 
 
 def skips_copies(patch: pytest.MonkeyPatch) -> None:
@@ -272,7 +302,11 @@ def refuses_who_only_has_to_wait(patch: pytest.MonkeyPatch) -> None:
 BREAKS: tuple[Breaks, ...] = (
     publishes_before_the_step,
     starts_ahead_what_has_ended,
+    starts_ahead_whatever_has_come,
     starts_two_steps_ahead,
+    starts_ahead_with_the_tokens_of_others,
+    prepares_copies_again,
+    prepares_without_blocks,
     skips_copies,
     makes_copies_again_and_again,
     leads_while_it_is_paused,

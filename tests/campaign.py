@@ -119,7 +119,7 @@ class Caller:
             return await call()
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                await asyncio.sleep(int(dict(error.trailing_metadata())["retry-after-ms"]) / 1000 * 0.2)
+                await asyncio.sleep(int(dict(tuple(error.trailing_metadata()))["retry-after-ms"]) / 1000 * 0.2)
             return EXPECTED_STATUSES.get(error.code(), f"UNEXPECTED {error.code().name} {error.details()}")
 
     def _timeout_s(self) -> float:

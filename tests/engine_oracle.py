@@ -9,7 +9,6 @@ import numpy as np
 
 from radixkv.engine_core import EngineCore
 from radixkv.errors import CapacityError, OutOfBlocks, OutOfMemory, QuotaExceeded
-from radixkv.forward import Chunk
 from radixkv.node import path_to
 from radixkv.observer import Observer
 from radixkv.prefix_cache import PrefixCache
@@ -18,7 +17,7 @@ from radixkv.result import GeneratedTokens
 from tests.answer_oracle import Asked
 from tests.engine_events import World
 from tests.fakes import FakeClock
-from tests.simulated_model import SimulatedRunner, content_of
+from tests.simulated_model import Part, SimulatedRunner, content_of
 
 # So many steps may pass in which nobody comes or ends, for each token that may still be computed. Each step computes
 # at least one, but what is computed may be lost to a pause: 0.64 is the most that was seen in 7,000 worlds.
@@ -74,42 +73,42 @@ class EngineOracle(Observer):
         """A token came. The engine would take an error for the caller's, so it is kept for the step's end."""
         self._runner.violations += asked.told_wrong(news)
 
-    def computing(self, chunks: Sequence[Chunk], broken: Sequence[Chunk]) -> list[Asked]:
-        """A step computes; `broken` are the chunks that will fail. Returns who is in it."""
+    def computing(self, parts: Sequence[Part], broken: Sequence[Part]) -> list[Asked]:
+        """A step computes; `broken` are the parts that will fail. Returns who is in it."""
         computing = []
-        for chunk, asked in self._computing(chunks):
+        for part, asked in self._computing(parts):
             computing.append(asked)
-            asked.computed(chunk)
-            asked.must_fail |= any(chunk is each for each in broken)
+            asked.computed(part.chunk)
+            asked.must_fail |= any(part is each for each in broken)
         following = set(self.core._flights._waits)
         self.events["follows"] += len(following - self._following)
         self._following = following
-        self.events["failed steps"] += len(broken) == len(chunks)
-        self.events["tokens"] += self._num_tokens(chunks)
+        self.events["failed steps"] += len(broken) == len(parts)
+        self.events["tokens"] += self._num_tokens(parts)
         self._most_tokens = self._world.max_step_tokens
         return computing
 
-    def out_of_memory(self, chunks: Sequence[Chunk]) -> None:
+    def out_of_memory(self, parts: Sequence[Part]) -> None:
         """The device has no memory for a step: the next one is smaller, and if there is no smaller one, it fails."""
         self.events["steps without memory"] += 1
-        num_tokens = self._num_tokens(chunks)
+        num_tokens = self._num_tokens(parts)
         self._most_tokens = max(1, num_tokens // 2)
         if num_tokens == 1:
-            for _, asked in self._computing(chunks):
+            for _, asked in self._computing(parts):
                 asked.must_fail = True
 
-    def _num_tokens(self, chunks: Sequence[Chunk]) -> int:
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    def _num_tokens(self, parts: Sequence[Part]) -> int:
+        num_tokens = sum(part.chunk.num_tokens for part in parts)
         if num_tokens > self._most_tokens:
             self._runner.violations.append("a step has too many tokens")
         return num_tokens
 
-    def _computing(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Asked]]:
-        """Whose chunks those are, but for the engine's own try."""
-        by_table = {id(request.lease.block_ids): request for request in self.core._scheduler.running if request.lease}
-        for chunk in chunks:
-            if id(chunk.block_ids) in by_table:
-                yield chunk, self._asked[by_table[id(chunk.block_ids)]]
+    def _computing(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Asked]]:
+        """Whose parts those are, but for the engine's own try."""
+        by_lease = {request.lease: request for request in self.core._scheduler.running}
+        for part in parts:
+            if part.lease in by_lease:
+                yield part, self._asked[by_lease[part.lease]]
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
         self._num_waits += 1
@@ -260,6 +259,8 @@ class EngineOracle(Observer):
         stats = self.core.stats()
         self.events["steps"] = self._runner.num_steps
         self.events["copies"] = self._runner.num_copies
+        self.events["steps ahead"] = self._runner.num_ahead
+        self.events["steps prepared in vain"] = self._runner.num_prepared - self._runner.num_ahead
         self.events["evicted blocks"] = stats.evicted_blocks
         requests = stats.requests
         assert (requests.waiting, requests.running, requests.following, requests.paused) == (0, 0, 0, 0)

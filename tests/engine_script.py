@@ -83,11 +83,15 @@ class _Author:
         self._salts = self._random.choice((("",), ("",), ("", "s")))
         self._longest_prompt = self._random.choice((5, 12, 30, 80, 200))
         self._longest_answer = self._random.choice((3, 10, 30))
+        self._pace_s = self._random.choice((0.0, 0.3, 1.0, 3.0))
+        self._most_requests = 40
+        if self._chance(0.2):  # long answers, and seldom anything else: steps are started ahead
+            self._generates, self._longest_answer, self._pace_s, self._most_requests = 1.0, 60, 30.0, 12
 
     def script(self) -> list[Event]:
-        now_s, pace_s = 0.0, self._random.choice((0.0, 0.3, 1.0, 3.0))
+        now_s, pace_s = 0.0, self._pace_s
         events: list[Event] = []
-        for key in range(self._random.randint(4, 40)):
+        for key in range(self._random.randint(4, self._most_requests)):
             now_s += self._random.choice((0.0, 2 * pace_s * self._random.random()))
             events.append(ask := self._ask(round(now_s, 2), key))
             events += self._what_comes_of(ask)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from radixkv.forward import Chunk
-from radixkv.runner import StepResult
+from radixkv.runner import Launch, StepResult, Wait
 
 VOCAB_SIZE = 256
 
@@ -43,7 +44,15 @@ class FakeRunner:
     def computed_tokens(self) -> int:
         return sum(end - start for step in self.steps for start, end in step)
 
-    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+    def prepare(self, chunks: Sequence[Chunk]) -> Launch:
+        chunks = [dataclasses.replace(chunk, block_ids=chunk.block_ids.copy()) for chunk in chunks]
+        return lambda input_ids: self.begin(with_tokens(chunks, input_ids))
+
+    def start(self, chunks: Sequence[Chunk]) -> Wait:
+        return self.begin(chunks)
+
+    def begin(self, chunks: Sequence[Chunk]) -> Wait:
+        """Start a step, whether it was prepared or not."""
         return lambda: self.run(chunks)
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
@@ -71,6 +80,17 @@ class FakeRunner:
 
     def _slot(self, chunk: Chunk, position: int) -> list[bytes | None]:
         return self._content[int(chunk.block_ids[position // self._block_size])]
+
+
+def with_tokens(chunks: Sequence[Chunk], input_ids: torch.Tensor) -> list[Chunk]:
+    """Chunks that were prepared, with the tokens that come when they are started."""
+    completed, start = [], 0
+    for chunk in chunks:
+        mine = tokens(input_ids[start : start + chunk.num_tokens].tolist())
+        completed.append(dataclasses.replace(chunk, tokens=chunk.tokens[: chunk.start * 4] + mine))
+        start += chunk.num_tokens
+    assert start == len(input_ids), f"{len(input_ids)} tokens for {start}"
+    return completed
 
 
 def next_token(tokens: bytes) -> int:

@@ -9,7 +9,6 @@ from radixkv.config import EngineConfig
 from radixkv.engine_core import EngineCore
 from radixkv.errors import Draining, UnknownLease
 from radixkv.eviction_policies import make_policy
-from radixkv.forward import Chunk
 from radixkv.prefix_cache import PrefixCache
 from radixkv.request import Generation, PrefillParams, Request
 from radixkv.result import GeneratedTokens
@@ -17,7 +16,7 @@ from tests.answer_oracle import Asked
 from tests.engine_events import Ask, Cancel, Close, Event, Fail, Purge, Release, Retain, World, tokens_of
 from tests.engine_oracle import EngineOracle
 from tests.fakes import FakeClock
-from tests.simulated_model import SimulatedRunner, broken_chunk
+from tests.simulated_model import Part, SimulatedRunner, broken_part
 
 _FAILED_STEPS_TO_TRY = 3  # as `Engine` does
 
@@ -110,17 +109,17 @@ class SimulatedEngine:
             self._timed.remove(event)
             self._apply[type(event)](event)
 
-    def _during_step(self, chunks: Sequence[Chunk], failure: str | None) -> None:
-        broken: Sequence[Chunk] = []
+    def _during_step(self, parts: Sequence[Part], failure: str | None) -> None:
+        broken: Sequence[Part] = []
         if failure == "not finite":
-            broken = [chunks[broken_chunk(chunks)]]
+            broken = [parts[broken_part(parts)]]
         elif failure in ("before", "after"):
-            broken = chunks
+            broken = parts
         elif failure == "no memory":
-            self.oracle.out_of_memory(chunks)
+            self.oracle.out_of_memory(parts)
             self._happen(during_step=True)
             return
-        computing = self.oracle.computing(chunks, broken)
+        computing = self.oracle.computing(parts, broken)
         for asked in computing if failure == "cancelled" else ():
             self._give_up(asked)
         self._happen(during_step=True)

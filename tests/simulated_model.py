@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +14,14 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from radixkv.block_pool import BlockState
-from radixkv.forward import Chunk
+from radixkv.forward import Chunk, pack_tokens
 from radixkv.lease import Lease
 from radixkv.namespace import Namespace
 from radixkv.prediction import draw
 from radixkv.prefix_cache import PrefixCache
-from radixkv.runner import StepResult
+from radixkv.runner import Launch, StepResult, Wait
 from radixkv.sampling import Sampling
+from tests.fake_runner import with_tokens
 from tests.fakes import FakeClock
 
 VOCAB_SIZE = 256
@@ -82,6 +84,18 @@ class DeviceLost(Exception):
     """A step failed because the simulation wanted it to."""
 
 
+class Part(NamedTuple):
+    """A chunk of a step, with the block table that it had when the step was prepared, and whose blocks those are.
+
+    Attributes:
+        num_tokens: that the lease had then, and one more if that is what the step before computes.
+    """
+
+    chunk: Chunk
+    lease: Lease
+    num_tokens: int
+
+
 class SimulatedRunner:
     """Computes chunks over slots of digests, takes virtual time for it, and fails where it is told to.
 
@@ -99,6 +113,9 @@ class SimulatedRunner:
         content: uint64 `[num_blocks, block_size]`; 0 is what nobody wrote.
         num_steps: how many were waited for, or failed when they were begun.
         num_tokens: how many were computed.
+        num_copies: how many blocks were copied.
+        num_prepared: steps that were prepared while another one was computed.
+        num_ahead: how many of them were started.
     """
 
     is_asynchronous = True
@@ -110,7 +127,7 @@ class SimulatedRunner:
         step_s: float,
         token_s: float,
         failures: Mapping[int, str],
-        during: Callable[[Sequence[Chunk], str | None], None],
+        during: Callable[[Sequence[Part], str | None], None],
     ) -> None:
         self.model = SimpleNamespace(name="simulated", device=torch.device("cpu"))
         self.storage = SimpleNamespace(block_bytes=0, kv_dtype="uint64")
@@ -119,48 +136,72 @@ class SimulatedRunner:
         self.num_steps = 0
         self.num_tokens = 0
         self.num_copies = 0
+        self.num_prepared = 0
+        self.num_ahead = 0
         self._cache = cache
         self._clock = clock
         self._step_s, self._token_s = step_s, token_s
         self._failures = failures
         self._during = during
         self._is_under_way = False
+        self._prepared: list[Part] = []
 
-    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
-        """Begin a step. It writes where the block tables of now say, and until it is waited for what it writes is lost.
+    def prepare(self, chunks: Sequence[Chunk]) -> Launch:
+        """Note the block tables of now. The step before may be under way."""
+        is_ahead = self._is_under_way
+        parts = []
+        for chunk in chunks:
+            lease = self._lease_of(chunk)
+            copied = dataclasses.replace(chunk, block_ids=chunk.block_ids.copy())
+            parts.append(Part(copied, lease, lease.num_tokens + is_ahead))
+        self._prepared = parts
+        self.num_prepared += is_ahead
+
+        def start(input_ids: torch.Tensor) -> Wait:
+            self.num_ahead += is_ahead
+            return self._start(parts, input_ids)
+
+        return start
+
+    def start(self, chunks: Sequence[Chunk]) -> Wait:
+        return self.prepare(chunks)(pack_tokens(chunks))
+
+    def _start(self, prepared: Sequence[Part], input_ids: torch.Tensor) -> Wait:
+        """Begin a step. It writes where its block tables say, and until it is waited for what it writes is lost.
 
         Every other step that fails before it has done anything fails here, and so does one without memory.
         """
         if self._is_under_way:
             self.violations.append("a step begins before the last one was waited for")
-        leases = [self._lease_of(chunk) for chunk in chunks]
-        self._verify_writes(chunks, leases)
-        namespaces = [lease.namespace for lease in leases]
+        if self._prepared is not prepared:
+            self.violations.append("a step begins although another one was prepared since, or it began before")
+        self._prepared = []
+        chunks = with_tokens([part.chunk for part in prepared], input_ids)
+        parts = [part._replace(chunk=chunk) for chunk, part in zip(chunks, prepared, strict=True)]
+        self._verify_writes(parts)
         failure = self._failures.get(self.num_steps)
         if failure in ("before", "no memory") and self.num_steps % 2:
-            return self._finish(chunks, chunks, namespaces, failure)
-        begun = [dataclasses.replace(chunk, block_ids=chunk.block_ids.copy()) for chunk in chunks]
-        for chunk in begun:
+            return self._finish(parts, failure)
+        for chunk in chunks:
             if chunk.copy is not None:
                 self.content[chunk.copy.target] = 667
             self._scribble(chunk)
         self._is_under_way = True
-        return lambda: self._finish(chunks, begun, namespaces, failure)
+        return lambda: self._finish(parts, failure)
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
         return self.start(chunks)()
 
-    def _finish(
-        self, asked: Sequence[Chunk], chunks: Sequence[Chunk], namespaces: Sequence[Namespace], failure: str | None
-    ) -> StepResult:
-        """Compute what was begun; it was asked for with block tables that may have changed since."""
+    def _finish(self, parts: Sequence[Part], failure: str | None) -> StepResult:
+        """Compute what was begun."""
         self._is_under_way = False
         self.num_steps += 1
+        chunks = [part.chunk for part in parts]
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         self._clock.now_s += self._step_s + self._token_s * num_tokens
         if failure != "before":
-            self._compute(chunks, namespaces, scribbles=failure in ("after", "no memory"))
-        self._during(asked, failure)
+            self._compute(parts, scribbles=failure in ("after", "no memory"))
+        self._during(parts, failure)
         if failure in ("before", "after"):
             raise DeviceLost(f"step {self.num_steps - 1}")
         if failure == "no memory":
@@ -169,7 +210,7 @@ class SimulatedRunner:
         rows = [logits_of(self.read(chunk.block_ids, chunk.end)) for chunk in chunks]
         is_finite = [True] * len(chunks)
         if failure == "not finite":
-            bad = broken_chunk(chunks)
+            bad = broken_part(parts)
             is_finite[bad] = False
             rows[bad] = np.full(VOCAB_SIZE, np.nan, dtype=np.float32)
             self._scribble(chunks[bad])
@@ -188,21 +229,21 @@ class SimulatedRunner:
         """Chunks know no namespace; but their block table is the very one of a lease."""
         return next(lease for lease in self._cache.leases if lease.block_ids is chunk.block_ids)
 
-    def _compute(self, chunks: Sequence[Chunk], namespaces: Sequence[Namespace], *, scribbles: bool) -> None:
-        for chunk in chunks:
+    def _compute(self, parts: Sequence[Part], *, scribbles: bool) -> None:
+        for chunk, *_ in parts:
             if chunk.copy is not None:
                 self.content[chunk.copy.target] = self.content[chunk.copy.source]
                 self.num_copies += 1
-        for chunk, namespace in zip(chunks, namespaces, strict=True):
+        for chunk, lease, _ in parts:
             held = self.read(chunk.block_ids, chunk.start)
-            expected = content_of(namespace, chunk.tokens)[: chunk.start]
+            expected = content_of(lease.namespace, chunk.tokens)[: chunk.start]
             for position in np.flatnonzero(held != expected)[:1].tolist():
                 self.violations.append(f"position {position} of [0, {chunk.start}) holds another prefix's K/V")
-            before = int(held[-1]) if chunk.start else first_digest(namespace)
+            before = int(held[-1]) if chunk.start else first_digest(lease.namespace)
             token_ids = np.frombuffer(chunk.tokens, dtype="<u4")[chunk.start : chunk.end]
             self._write(chunk, chained(before, token_ids.tolist()))
         if scribbles:
-            for chunk in chunks:
+            for chunk, *_ in parts:
                 self._scribble(chunk)
 
     def _write(self, chunk: Chunk, content: Content | int) -> None:
@@ -213,19 +254,21 @@ class SimulatedRunner:
     def _scribble(self, chunk: Chunk) -> None:
         self._write(chunk, 666)
 
-    def _verify_writes(self, chunks: Sequence[Chunk], leases: Sequence[Lease]) -> None:
+    def _verify_writes(self, parts: Sequence[Part]) -> None:
         """Each block that is written has one writer, who owns it; what is copied is not being written."""
-        written = [self._blocks_to_write(chunk) for chunk in chunks]
+        written = [self._blocks_to_write(part.chunk) for part in parts]
         all_written = [block_id for block_ids in written for block_id in block_ids]
         if len(set(all_written)) < len(all_written):
             self.violations.append("two chunks of a step write the same block")
-        for chunk, lease, block_ids in zip(chunks, leases, written, strict=True):
+        for (chunk, lease, num_tokens), block_ids in zip(parts, written, strict=True):
             if any(self._cache.pool.state(block_id) is not BlockState.LEASED for block_id in block_ids):
                 self.violations.append("a step writes a block that is free or published")
             if chunk.start // self._cache.block_size < lease.num_published_blocks:
                 self.violations.append("a lease writes a block that belongs to the tree")
-            if not 0 <= chunk.start < chunk.end <= lease.num_tokens:
-                self.violations.append(f"a chunk [{chunk.start}, {chunk.end}) of {lease.num_tokens} tokens")
+            if not 0 <= chunk.start < chunk.end <= num_tokens:
+                self.violations.append(f"a chunk [{chunk.start}, {chunk.end}) of {num_tokens} tokens")
+            if not np.array_equal(chunk.block_ids, lease.block_ids) or lease.is_closed:
+                self.violations.append("a step begins with a block table that is not that of the lease any more")
             if chunk.copy is not None and chunk.copy.source in all_written:
                 self.violations.append("a block is copied that the same step writes")
             if chunk.copy is not None and self._cache.pool.state(chunk.copy.source) is BlockState.FREE:
@@ -239,6 +282,6 @@ class SimulatedRunner:
         return block_ids
 
 
-def broken_chunk(chunks: Sequence[Chunk]) -> int:
+def broken_part(parts: Sequence[Part]) -> int:
     """Which chunk of a step is not finite, if one is."""
-    return len(chunks) // 2
+    return len(parts) // 2

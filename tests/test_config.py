@@ -194,13 +194,20 @@ class TestTenants:
         config = Config.load(file, ["tenants.acme.ceiling_tokens=128"])
         assert config.tenants == {"acme": TenantConfig(64, 128), "a b": TenantConfig(0, 640)}
 
+    def test_a_name_with_dots_is_quoted(self) -> None:
+        config = Config.load(settings=['tenants."a.example.com".weight=2', "tenants.a b.weight=3"])
+        assert config.tenants == {"a.example.com": TenantConfig(weight=2), "a b": TenantConfig(weight=3)}
+
     @pytest.mark.parametrize(
         ("setting", "message"),
         [
+            ('tenants."a.b.weight=2', "setting: expected section.key=value"),
+            ('tenants."a.b"c.weight=2', "setting: expected section.key=value"),
+            ('tenants."a.b".weight=0', r"tenants.a\.b.weight: expected at least 0.001, got 0"),
             ("tenants.acme.flor_tokens=1", "tenants.acme.flor_tokens: unknown key; the nearest is tenants.acme.floor"),
             ("tenants.acme=1", "tenants.acme: expected a table of keys, got 1"),
-            ("tenants.acme.floor_tokens=-1", r"tenants.\*.floor_tokens: expected at least 0, got -1"),
-            ("tenants.acme.ceiling_tokens=0", r"tenants.\*.ceiling_tokens: expected at least 1, got 0"),
+            ("tenants.acme.floor_tokens=-1", "tenants.acme.floor_tokens: expected at least 0, got -1"),
+            ("tenants.acme.ceiling_tokens=0", "tenants.acme.ceiling_tokens: expected at least 1, got 0"),
             ("tenants.acme.floor_tokens=6401", r"expected at most cache.capacity_tokens 6400 in all, got 6401"),
         ],
     )

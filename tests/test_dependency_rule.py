@@ -81,6 +81,7 @@ ORDER = [
     "answers",
     "census",
     "step",
+    "lookahead",
     "engine_core",
     "watchdog",
     "engine",

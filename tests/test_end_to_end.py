@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -355,6 +356,25 @@ def test_a_server_that_can_not_start_says_why_in_one_line(arguments: list[str], 
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "shown_host", "flag", "key"),
+    [
+        ("127.0.0.1", "127.0.0.1", "--port", "server.port"),
+        ("127.0.0.1", "127.0.0.1", "--metrics-port", "server.metrics_port"),
+        ("::1", "[::1]", "--port", "server.port"),
+    ],
+)
+def test_a_taken_address_is_refused_before_a_model_is_loaded(host: str, shown_host: str, flag: str, key: str) -> None:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "radixkv.service", "serve", "--host", host, flag, str(port)]
+        command += [] if flag == "--port" else ["--port", "0"]
+        ended = subprocess.run([*command, "--model", "/nowhere"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    address = f"{shown_host}:{port}"
+    assert ended.stderr == f"radixkv: server.host, {key}: expected a free address of this machine, got {address}\n"
 
 
 def read(stream: Iterable[GenerateResponse]) -> tuple[list[int], GenerateResponse]:

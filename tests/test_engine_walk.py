@@ -30,11 +30,22 @@ INTERESTING = {
     "pauses",
     "recomputed tokens",
     "retained tokens",
+    "steps ahead",
+    "steps prepared in vain",
     "steps without memory",
 }
 
 # Walks that failed once, and why.
 FOUND: dict[str, tuple[World, list[Event]]] = {
+    "a request was paused before it had computed anything, and what was cached for it since was taken for computed": (
+        World(block_size=2, num_blocks=6, max_step_tokens=5, max_running_requests=4, policy="adaptive", token_s=0.0),
+        [
+            Ask(at_s=3.66, key=0, prompt=((1, 5),), max_new_tokens=5),
+            Ask(at_s=3.66, key=1, prompt=((2, 2),), salt="s"),
+            Ask(at_s=7.1, key=4, prompt=((2, 2), (0, 1)), salt="s", priority=100),
+            Fail(step=1, how="no memory"),
+        ],
+    ),
     "a request that waited for blocks was admitted as if none of it were cached, and followed who had published it": (
         World(num_blocks=6, max_step_tokens=48, max_running_requests=20, max_retained_blocks=1, weights=(("a", 3.0),)),
         [
@@ -85,7 +96,7 @@ def test_what_was_found_stays_found(why: str) -> None:
     assert judged(*FOUND[why])["answered"] == sum(isinstance(event, Ask) for event in FOUND[why][1])
 
 
-@pytest.mark.parametrize("seed", [3, 9])
+@pytest.mark.parametrize("seed", [3, 5])
 def test_any_step_may_fail_and_be_the_last(seed: int) -> None:
     world, scripts = troubled_scripts(seed)
     assert len(scripts) > 100
@@ -102,7 +113,10 @@ def test_the_same_seed_is_the_same_walk() -> None:
 @pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)
 def test_an_engine_is_seen_to_be_broken_that(breaks: Breaks, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch)
-    assert any(fails(make_world(seed), make_script(make_world(seed), seed)) for seed in range(100))
+    failures = (fails(make_world(seed), make_script(make_world(seed), seed)) for seed in range(100))
+    failure = next(filter(None, failures), "")
+    assert failure
+    assert not failure.startswith(("TypeError", "AttributeError")), "it is not broken as it was meant to be"
 
 
 def test_a_failing_walk_is_made_short_and_can_be_pasted() -> None:

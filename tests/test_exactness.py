@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,15 @@ from radixkv.model import load_model
 from radixkv.model_check import check_model
 from tests.checkpoints import CONFIGS, write_checkpoint
 from tests.exact_cases import MODELS, run_cases
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    """One thread adds up everything in the same order; with more, who adds what depends on how much there is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

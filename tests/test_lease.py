@@ -135,6 +135,71 @@ def test_a_lease_keeps_its_tail_block_when_a_longer_copy_replaces_it(cache: Pref
     cache.check()
 
 
+class TestReserve:
+    def test_the_blocks_are_there_when_the_tokens_come(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcd")
+        lease.reserve(9)
+        assert (lease.num_tokens, lease.block_ids.size, counts(cache)) == (4, 3, (29, 3, 0, 0))
+        before = lease.block_ids.tolist()
+        lease.extend(spell("efghi"))
+        assert lease.block_ids.tolist() == before
+        lease.commit(9)
+        assert cached(cache, "abcdefghi") == 9
+        cache.check()
+
+    def test_what_is_there_is_not_reserved_again(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcdef")
+        lease.commit(6)
+        before = lease.block_ids.tolist(), counts(cache)
+        for num_tokens in (1, 6):
+            lease.reserve(num_tokens)
+        assert (lease.block_ids.tolist(), counts(cache), lease.copy) == (*before, None)
+        lease.reserve(9)
+        before = lease.block_ids.tolist(), counts(cache)
+        lease.reserve(8)
+        assert (lease.block_ids.tolist(), counts(cache)) == before
+
+    def test_without_the_tokens_the_blocks_go_back(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcdef")
+        lease.reserve(12)
+        lease.commit(6)
+        assert counts(cache) == (29, 1, 2, 2)
+        lease.close()
+        assert counts(cache) == (30, 0, 2, 0)
+        cache.check()
+
+    @pytest.mark.parametrize("num_tokens", [7, 9, 13])
+    def test_a_published_end_is_copied_into_a_reserved_block(self, cache: PrefixCache, num_tokens: int) -> None:
+        lease = lease_text(cache, "abcdef")
+        lease.reserve(num_tokens)
+        lease.commit(6)
+        published = lease.block_ids[:2].tolist()
+        lease.extend(spell("g"))
+        assert lease.copy == (published[1], lease.block_ids[1])
+        assert lease.block_ids.tolist().count(published[1]) == 0
+        assert cache.pool.state(lease.block_ids[1]) is BlockState.LEASED
+        lease.copy = None
+        lease.commit(7)
+        assert cached(cache, "abcdefg") == 7
+        lease.close()
+        cache.check()
+        assert cache.pool.num_leased == 0
+
+    def test_without_blocks_nothing_changes(self) -> None:
+        cache = PrefixCache(2, 4)
+        lease = lease_text(cache, "abcdefgh")
+        before = lease.block_ids.tolist(), counts(cache)
+        with pytest.raises(OutOfBlocks, match="expected 1 more, got 0 free and 0 evictable of 2"):
+            lease.reserve(9)
+        assert (lease.block_ids.tolist(), counts(cache)) == before
+
+    def test_a_closed_lease_reserves_nothing(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcd")
+        lease.close()
+        with pytest.raises(LeaseClosed):
+            lease.reserve(9)
+
+
 class TestExtend:
     def test_a_whole_last_block_is_followed_by_a_new_one(self, cache: PrefixCache) -> None:
         lease = lease_text(cache, "abcd")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,28 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from radixkv import runner as runner_module
 from radixkv import step_shape
-from radixkv.config import ModelConfig
+from radixkv.config import EngineConfig, ModelConfig
+from radixkv.engine_core import EngineCore
 from radixkv.exactness import ExactFunctions, pointwise_functions
-from radixkv.forward import Chunk, StepInputs, StepOutputs, compute_step, lay_out
+from radixkv.forward import Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
 from radixkv.graph_check import drop_wrong_graphs
 from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.linear import linear
+from radixkv.kernels.staging import StagedArrays
 from radixkv.kv_storage import KVStorage
 from radixkv.lease import BlockCopy
 from radixkv.model import Model, load_model
-from radixkv.runner import Runner
-from radixkv.step_graphs import StepGraphs
+from radixkv.namespace import Namespace
+from radixkv.prefix_cache import PrefixCache
+from radixkv.request import Generation, PrefillParams, Request
+from radixkv.result import GenerateResult
+from radixkv.runner import Runner, StepResult
+from radixkv.sampling import Sampling
+from radixkv.step_buffers import StepBuffers
+from radixkv.step_graphs import Replay, StepGraphs
 from radixkv.step_shape import StepShape, step_shapes
 from radixkv.triton_exactness import row_functions
 from radixkv.triton_kernels import TritonKernels
@@ -174,6 +185,31 @@ def test_in_exact_mode_recorded_steps_have_the_bits_of_others(tmp_path: Path) ->
     assert recorder.num_replays == 2
 
 
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_step_may_be_prepared_before_its_tokens_are_known(
+    is_recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the one before is computed; and another one, that is never started, leaves nothing behind."""
+    monkeypatch.setattr(Runner, "is_asynchronous", True)
+    filled, fill = [], StepBuffers.fill
+    monkeypatch.setattr(StepBuffers, "fill", lambda *args: (filled.append(args[1]), fill(*args)))
+    model = load("llama", tmp_path)
+    kernels, storages, recorder = TritonKernels(is_exact=False), [poisoned(model), poisoned(model)], Recorder()
+    graphs = record(model, storages[0], kernels, recorder) if is_recorded else None
+    runner, other = Runner(model, storages[0], kernels, graphs), Runner(model, storages[1], kernels)
+    first, second, last = steps_of_three_requests()
+    expected = [other.run(chunks) for chunks in (first, second, last)]
+    runner.run(first)
+    wait = runner.start(second)
+    runner.prepare([dataclasses.replace(chunk, tokens=b"") for chunk in last[:1]])
+    launch = runner.prepare([dataclasses.replace(chunk, tokens=b"") for chunk in last])
+    assert len(filled) == 3 * is_recorded, "the host has written all but the tokens"
+    assert (wait().logits - expected[1].logits).abs().max() <= 1e-4
+    assert (launch(pack_tokens(last))().logits - expected[2].logits).abs().max() <= 1e-4
+    assert recorder.num_replays == 2 * is_recorded
+    assert len(filled) == 3 * is_recorded
+
+
 def test_a_value_that_is_not_finite_fails_its_own_request(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
     storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
@@ -207,8 +243,10 @@ def test_the_smallest_step_with_room_is_taken(tmp_path: Path) -> None:
             for i, (num_new, start) in enumerate(lens)
         ]
         before = [each.num_replays for each in recorder.recorded]
-        if graphs.compute(lay_out(chunks, BLOCK_SIZE)) is None:
+        replay = graphs.prepare(lay_out(chunks, BLOCK_SIZE))
+        if replay is None:
             return None
+        replay(pack_tokens(chunks))
         after = [each.num_replays for each in recorder.recorded]
         return sizes[::-1][[a - b for a, b in zip(after, before, strict=True)].index(1)]  # the largest comes first
 
@@ -239,7 +277,7 @@ def test_a_step_whose_plan_is_too_long_is_not_replayed(tmp_path: Path, monkeypat
     tokens = bytes(512 * 4)
     for num_cached, has_room in ((6 * 64 - 1, True), (6 * 64, False)):
         chunk = Chunk(tokens, num_cached, num_cached + 1, np.arange(32, dtype=np.int32), None, wants_logits=True)
-        assert (graphs.compute(lay_out([chunk], BLOCK_SIZE)) is not None) == has_room
+        assert (graphs.prepare(lay_out([chunk], BLOCK_SIZE)) is not None) == has_room
 
 
 def shapes_of(dtype: torch.dtype, *, is_exact: bool, max_tokens: int = 512, max_requests: int = 64) -> list[StepShape]:
@@ -334,9 +372,9 @@ def test_a_step_can_be_recorded_since_it_asks_the_device_nothing(family: str, tm
     storage, meta = poisoned(model, 1), torch.device("meta")
     model.module.to(meta)
     chunk = Chunk(random_tokens(0), 3, 10, np.zeros(1, dtype=np.int32), None, wants_logits=True)
-    inputs = lay_out([chunk], BLOCK_SIZE).to(meta)
+    input_ids, layout = pack_tokens([chunk]).to(meta), lay_out([chunk], BLOCK_SIZE).to(meta)
     with _OnHost() as seen:
-        outputs = compute_step(model, storage.pool, _Launched(), inputs)  # type: ignore[arg-type]
+        outputs = compute_step(model, storage.pool, _Launched(), input_ids, layout)  # type: ignore[arg-type]
     assert outputs.summary.shape == (8,)
     assert seen.num_calls > 50
     assert seen.on_host == []
@@ -390,14 +428,14 @@ class TestCheckAtLoad:
         storage, kernels = poisoned(model), TritonKernels(is_exact=True)
         graphs = record(model, storage, kernels, max_tokens=1, max_requests=1)
         tried = []
-        compute_as = graphs.compute_as
+        prepare_as = graphs.prepare_as
 
-        def noted(shape: StepShape, inputs: StepInputs) -> StepOutputs | None:
-            outputs = compute_as(shape, inputs)
-            tried.append((max(inputs.batch.kv_lens), outputs is not None))
-            return outputs
+        def noted(shape: StepShape, layout: StepLayout) -> Replay | None:
+            replay = prepare_as(shape, layout)
+            tried.append((max(layout.batch.kv_lens), replay is not None))
+            return replay
 
-        monkeypatch.setattr(graphs, "compute_as", noted)
+        monkeypatch.setattr(graphs, "prepare_as", noted)
         drop_wrong_graphs(graphs, model, storage, kernels, 512)
         assert tried == [(481, False), (113, True)]
         assert len(graphs.shapes) == 1
@@ -412,7 +450,7 @@ class TestCheckAtLoad:
         def run_out(*_: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(graphs, "compute_as", run_out)
+        monkeypatch.setattr(graphs, "prepare_as", run_out)
         drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
         assert graphs.shapes == []
         assert "there is no memory to check it" in caplog.text
@@ -444,3 +482,78 @@ def test_no_list_of_a_plan_may_be_longer_than_its_room() -> None:
     assert not shape.has_room_for(plan(9, 3, 5))
     assert not shape.has_room_for(plan(8, 4, 5))
     assert not shape.has_room_for(plan(8, 3, 6))
+
+
+class LateDevice:
+    """Does nothing before somebody waits for it: uploads read what the host's memory holds by then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._queue: list[Callable[[], object]] = []
+        read, compute, device = runner_module._read, Runner._compute, self
+
+        def upload(arrays: StagedArrays, num_rows: int) -> None:
+            region, _ = arrays._hosts[0]
+            end = arrays._last_start + num_rows * arrays._last_row_bytes
+            device._queue.append(lambda: arrays._device_region[:end].copy_(region[:end]))
+            arrays._hosts.rotate()
+
+        def read_late(*args: Any) -> StepResult:
+            device.wait()
+            return read(*args)
+
+        def compute_at_once(*args: Any) -> StepOutputs:
+            device.wait()
+            return compute(*args)
+
+        monkeypatch.setattr(StagedArrays, "upload", upload)
+        monkeypatch.setattr(Runner, "is_asynchronous", True)
+        monkeypatch.setattr(Runner, "_compute", compute_at_once)
+        monkeypatch.setattr(runner_module, "_read", read_late)
+
+    def record(self, compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+        recorded = Recorded(compute)
+
+        def replay() -> StepOutputs:
+            self._queue.append(recorded)
+            return recorded._outputs
+
+        return replay
+
+    def wait(self) -> None:
+        while self._queue:
+            self._queue.pop(0)()
+
+
+def test_an_engine_generates_the_same_on_a_device_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps are prepared, started ahead, and prepared in vain because somebody arrives or ends."""
+    model = load("llama", tmp_path)
+    kernels = TritonKernels(is_exact=False)
+
+    def generated(is_late: bool) -> tuple[list[tuple[int, ...]], int]:
+        random, num_ahead = np.random.default_rng(1), 0
+        with pytest.MonkeyPatch.context() as patch:
+            storage = poisoned(model)
+            graphs = record(model, storage, kernels, LateDevice(patch).record, max_requests=2) if is_late else None
+            core = EngineCore(
+                Runner(model, storage, kernels, graphs),
+                PrefixCache(24, BLOCK_SIZE),
+                EngineConfig(max_step_tokens=16, max_running_requests=2),
+                has_news=lambda: random.random() < 0.15,
+            )
+            futures = []
+            for num_tokens, num_new in ((14, 12), (15, 7)):
+                future: Future[GenerateResult] = Future()
+                generation = Generation(Sampling(num_new, ignore_eos=True), frozenset(), lambda _: None)
+                params = PrefillParams(random_tokens(0)[: num_tokens * 4])
+                core.submit(Request(params, Namespace("late"), future, 0.0, generation))
+                futures.append(future)
+            while core.has_work:
+                core.step()
+                num_ahead += core._under_way is not None
+            core.cache.check()
+        return [future.result(0).token_ids for future in futures], num_ahead
+
+    expected, _ = generated(is_late=False)
+    got, num_ahead = generated(is_late=True)
+    assert got == expected
+    assert num_ahead >= 3

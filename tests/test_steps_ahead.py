@@ -12,8 +12,9 @@ import torch
 
 from radixkv.errors import StepFailed
 from radixkv.forward import Chunk
+from radixkv.observer import Observer
 from radixkv.result import GeneratedTokens, GenerateResult
-from radixkv.runner import StepResult
+from radixkv.runner import Launch, StepResult, Wait
 from tests.core_bench import BLOCK_SIZE, Bench
 from tests.fake_runner import next_token, tokens
 
@@ -30,12 +31,18 @@ class Diary:
     def __init__(self, bench: Bench) -> None:
         self.entries: list[str] = []
         self._bench = bench
-        self._start = bench.runner.start
-        bench.runner.start = self.start  # type: ignore[method-assign]
+        self._begin = bench.runner.begin
+        self._prepare = bench.runner.prepare
+        bench.runner.begin = self.begin  # type: ignore[method-assign]
+        bench.runner.prepare = self.prepare  # type: ignore[method-assign]
 
-    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+    def prepare(self, chunks: Sequence[Chunk]) -> Launch:
+        self.entries.append("prepare")
+        return self._prepare(chunks)
+
+    def begin(self, chunks: Sequence[Chunk]) -> Wait:
         self.entries.append("start")
-        wait = self._start(chunks)
+        wait = self._begin(chunks)
 
         def noted() -> StepResult:
             self.entries.append("wait")
@@ -55,7 +62,7 @@ def decoding(bench: Bench, count: int = 30) -> tuple[Future[GenerateResult], Dia
     diary = Diary(bench)
     future = bench.generate(PROMPT, count, on_tokens=lambda _: diary.entries.append("tell"))
     assert diary.of_next_step() == ["start", "wait", "tell"]
-    assert diary.of_next_step() == ["start", "wait", "start", "tell"]
+    assert diary.of_next_step() == ["start", "prepare", "wait", "start", "tell"]
     return future, diary
 
 
@@ -70,8 +77,8 @@ def test_the_device_has_its_next_step_before_a_token_is_told() -> None:
     bench = Bench()
     future, diary = decoding(bench)
     for _ in range(27):
-        assert diary.of_next_step() == ["wait", "start", "tell"]
-    assert diary.of_next_step() == ["wait"]
+        assert diary.of_next_step() == ["prepare", "wait", "start", "tell"]
+    assert diary.of_next_step() == ["wait"], "how long it will be is known before"
     assert future.result(0).token_ids == expected(30)
     assert bench.runner.steps == [[(0, 10)], *[[(n, n + 1)] for n in range(10, 39)]], "and none is computed in vain"
 
@@ -79,15 +86,124 @@ def test_the_device_has_its_next_step_before_a_token_is_told() -> None:
 def test_the_blocks_of_those_who_end_are_back_before_the_next_step() -> None:
     bench = Bench()
     diary = Diary(bench)
-    short, long = bench.generate(PROMPT, 4), bench.generate(range(50, 60), 8)
+    last = expected(4)[-1]
+    short, long = bench.generate(PROMPT, 9, stop_token_ids=frozenset({last})), bench.generate(range(50, 60), 8)
     assert diary.of_next_step() == ["start", "wait"]
-    assert diary.of_next_step() == ["start", "wait", "start"]
-    assert diary.of_next_step() == ["wait", "start"]
-    assert diary.of_next_step() == ["wait"]
-    assert short.done()
+    assert diary.of_next_step() == ["start", "prepare", "wait", "start"]
+    assert diary.of_next_step() == ["prepare", "wait", "start"]
+    assert diary.of_next_step() == ["prepare", "wait"]
+    assert short.result(0).token_ids == expected(4)
     bench.run()
     assert long.done()
     assert bench.cache.pool.num_leased == 0
+
+
+def test_tokens_count_for_their_tenant_whenever_their_step_was_started() -> None:
+    served = []
+    for is_asynchronous in (True, False):
+        bench = Bench(num_blocks=512, weights={"a": 2.0})
+        bench.runner.is_asynchronous = is_asynchronous
+        futures = [bench.generate([number], 40, tenant="ab"[number % 2]) for number in range(5)]
+        while min(len(future.told) for future in futures) < 20:
+            bench.core.step()
+        bench.has_news = True  # no step is under way after this
+        while min(len(future.told) for future in futures) < 25:
+            bench.core.step()
+        served.append({queue.tenant: queue.served for queue in bench.core._scheduler._queues})
+    assert served[0] == served[1]
+
+
+def test_a_step_takes_from_its_start_until_it_was_waited_for() -> None:
+    seconds: list[float] = []
+
+    class Stopwatch(Observer):
+        def step_done(self, took_s: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
+            seconds.append(took_s)
+
+    bench = Bench(observer=Stopwatch())
+    _, diary = decoding(bench)
+    for number in range(1, 5):
+        bench.clock.now += number
+        assert diary.of_next_step() == ["prepare", "wait", "start", "tell"]
+    assert seconds == [0, 0, 1, 2, 3, 4]
+
+
+class TestAStepIsPreparedInVain:
+    """Something comes while the step before it is computed."""
+
+    def while_it_is_computed(self, bench: Bench, happens: Callable[[], object]) -> None:
+        run = bench.runner.run
+
+        def run_and_happen(chunks: Sequence[Chunk]) -> StepResult:
+            bench.runner.run = run  # type: ignore[method-assign]
+            happens()
+            return run(chunks)
+
+        bench.runner.run = run_and_happen  # type: ignore[method-assign]
+
+    def test_after_a_cancel(self) -> None:
+        bench = Bench()
+        future, diary = decoding(bench)
+        self.while_it_is_computed(bench, future.cancel)
+        assert diary.of_next_step() == ["prepare", "wait", "tell"]
+        bench.core.step()
+        assert bench.cache.pool.num_leased == 0
+
+    def test_after_an_arrival(self) -> None:
+        bench = Bench()
+        future, diary = decoding(bench)
+        self.while_it_is_computed(bench, lambda: setattr(bench, "has_news", True))
+        assert diary.of_next_step() == ["prepare", "wait", "tell"]
+        second = bench.submit(range(50, 60))
+        bench.run()
+        assert second.done()
+        assert future.result(0).token_ids == expected(30)
+
+    def test_when_one_of_several_ends_where_a_block_does(self) -> None:
+        """The block for its next token is back, and the other one goes on with the one that it got."""
+        bench = Bench(num_blocks=16)
+        last = expected(3)[-1]
+        short = bench.generate(PROMPT, 9, stop_token_ids=frozenset({last}))
+        long = bench.generate(range(50, 60), 6)
+        diary = Diary(bench)
+        while not short.done():
+            entries = diary.of_next_step()
+            bench.cache.check()
+        assert entries == ["prepare", "wait"]
+        bench.run()
+        assert len(long.result(0).token_ids) == 6
+        assert bench.cache.pool.num_leased == 0
+
+    def test_when_values_are_not_finite(self) -> None:
+        bench = Bench()
+        future, diary = decoding(bench)
+        bench.runner.not_finite = tokens([*PROMPT, *expected(2)])
+        assert diary.of_next_step() == ["prepare", "wait"]
+        assert isinstance(future.exception(0), StepFailed)
+
+    def test_when_a_step_fails(self) -> None:
+        bench = Bench()
+        future, diary = decoding(bench)
+        bench.runner.fail_next = RuntimeError("device lost")
+        assert diary.of_next_step() == ["prepare", "wait"]
+        assert isinstance(future.exception(0), StepFailed)
+        assert not bench.core.has_work
+        assert bench.cache.pool.num_leased == 0
+
+
+def test_a_step_that_can_not_be_prepared_is_started_as_any_other(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    future, diary = decoding(bench)
+
+    def fail(chunks: Sequence[Chunk]) -> Launch:
+        raise RuntimeError("no pinned memory")
+
+    bench.runner.prepare = fail  # type: ignore[method-assign]
+    assert diary.of_next_step() == ["wait", "tell"]
+    assert diary.of_next_step() == ["start", "wait", "tell"]
+    assert "a step of 1 requests could not be prepared" in caplog.text
+    bench.run()
+    assert future.result(0).token_ids == expected(30)
 
 
 class TestNoStepIsStartedAhead:
@@ -148,7 +264,7 @@ class TestNoStepIsStartedAhead:
         bench.core.step()
         assert len(bench.core.held_leases) == 0
 
-    def test_that_needs_a_pause(self) -> None:
+    def test_that_needs_a_pause(self, caplog: pytest.LogCaptureFixture) -> None:
         bench = Bench(num_blocks=10)
         diary = Diary(bench)
         futures = [bench.generate(range(start, start + 10), 20) for start in (0, 50)]
@@ -157,6 +273,7 @@ class TestNoStepIsStartedAhead:
             steps.append(diary.of_next_step())
         assert steps[-1] == ["start", "wait"], "the step in which somebody was paused"
         assert steps[-2] == ["wait"], "the step before, after which there was no block for both"
+        assert not caplog.records, "and nothing is wrong with that"
         bench.run()
         assert [len(future.result(0).token_ids) for future in futures] == [20, 20]
 
@@ -188,9 +305,9 @@ class TestNoStepIsStartedAhead:
 def test_a_step_that_fails_ahead_fails_after_the_last_token_was_told(fails_at: str) -> None:
     bench = Bench()
     future, diary = decoding(bench)
-    start = bench.runner.start
+    start = bench.runner.begin
 
-    def fail(chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+    def fail(chunks: Sequence[Chunk]) -> Wait:
         diary.entries.append("fail")
         if fails_at == "start":
             raise RuntimeError("device lost")
@@ -200,9 +317,9 @@ def test_a_step_that_fails_ahead_fails_after_the_last_token_was_told(fails_at: s
 
         return wait
 
-    bench.runner.start = fail  # type: ignore[method-assign]
-    assert diary.of_next_step() == ["wait", "fail", "tell"]
-    bench.runner.start = start  # type: ignore[method-assign]
+    bench.runner.begin = fail  # type: ignore[method-assign]
+    assert diary.of_next_step() == ["prepare", "wait", "fail", "tell"]
+    bench.runner.begin = start  # type: ignore[method-assign]
     bench.core.step()
     assert isinstance(future.exception(0), StepFailed)
     assert bench.core.num_failed_steps == 1
@@ -245,16 +362,16 @@ def test_a_caller_that_fails_beside_a_step_that_fails_is_forgotten() -> None:
 def test_a_device_that_is_full_when_a_step_is_started_has_its_memory_back() -> None:
     """The error must not keep what the forward pass had allocated so far."""
     bench = Bench(num_blocks=64, max_step_tokens=16)
-    start, allocated = bench.runner.start, weakref.WeakSet[Activations]()
+    start, allocated = bench.runner.begin, weakref.WeakSet[Activations]()
 
-    def allocate(chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+    def allocate(chunks: Sequence[Chunk]) -> Wait:
         activations = Activations()
         allocated.add(activations)
         if sum(chunk.num_tokens for chunk in chunks) + 100 * (len(allocated) - 1) > 9:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return start(chunks)
 
-    bench.runner.start = allocate  # type: ignore[method-assign]
+    bench.runner.begin = allocate  # type: ignore[method-assign]
     gc.disable()
     try:
         assert bench.prefill(range(32)).usage.computed_tokens == 32
@@ -265,9 +382,9 @@ def test_a_device_that_is_full_when_a_step_is_started_has_its_memory_back() -> N
 
 def test_the_outputs_of_a_step_are_gone_before_the_next_is_started() -> None:
     bench = Bench()
-    start, outputs, num_alive = bench.runner.start, weakref.WeakSet[Activations](), []
+    start, outputs, num_alive = bench.runner.begin, weakref.WeakSet[Activations](), []
 
-    def allocate(chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+    def allocate(chunks: Sequence[Chunk]) -> Wait:
         num_alive.append(len(outputs))
         wait, mine = start(chunks), Activations()
         outputs.add(mine)
@@ -278,7 +395,7 @@ def test_the_outputs_of_a_step_are_gone_before_the_next_is_started() -> None:
 
         return read
 
-    bench.runner.start = allocate  # type: ignore[method-assign]
+    bench.runner.begin = allocate  # type: ignore[method-assign]
     gc.disable()
     try:
         bench.generate(PROMPT, 9)

@@ -3,7 +3,7 @@
 Triton's own switch, TRITON_INTERPRET, works only when it is set before the first import of triton anywhere in the
 process. Here launches are redirected instead, for the length of a test, whatever was imported before.
 
-The corrections touch private API of triton 3.9; `test_interpreter.py` holds the canaries.
+The corrections touch private API of triton 3.6 and 3.9; `test_interpreter.py` holds the canaries.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JITFunction, "__call__", lambda self, *args, **kwargs: _interpreted(self)(*args, **kwargs))
     monkeypatch.setattr(interpreter, "_convert_float", _convert_float)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _create_dot)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_lang_tensor)
     # Checking each integer operation for overflow makes them 6 times slower.
     monkeypatch.setattr(
         interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False)
@@ -49,6 +50,7 @@ def _run_interpreted(function: Any, *args: Any, grid: Any, warmup: bool, **kwarg
 
 _original_convert_float = interpreter._convert_float
 _original_create_dot = interpreter.InterpreterBuilder.create_dot
+_original_patch_lang_tensor = interpreter._patch_lang_tensor
 
 
 def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
@@ -62,6 +64,12 @@ def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> A
 def _create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
     """Multiply bfloat16 values; the original multiplies their raw bits."""
     return _original_create_dot(self, _as_float32(a), _as_float32(b), d, *options)
+
+
+def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    """Let a value be the bound of a loop; triton 3.6 hands numpy an array of one dimension, which 2.4 refuses."""
+    _original_patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def _as_float32(handle: Any) -> Any:

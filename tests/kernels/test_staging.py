@@ -35,24 +35,48 @@ def test_arrays_that_are_filled_again_come_over_together() -> None:
     arrays = StagedArrays({"bytes": ((3,), torch.uint8), "table": ((2, 5), torch.int32)}, torch.device("cpu"))
     addresses = [tensor.data_ptr() for tensor in arrays.device.values()]
     for number in (1, 2):
-        arrays.host["bytes"][1] = number
-        arrays.host["table"][1] = 10 * number
-        arrays.upload(1)
-        assert arrays.device["table"][1].tolist() == [10 * (number - 1)] * 5, "what is not asked for stays"
-        arrays.upload(2)
+        for num_rows in (1, 2):
+            arrays.host["bytes"][1] = number
+            arrays.host["table"][1] = 10 * number
+            arrays.upload(num_rows)
+            if num_rows == 1:
+                assert arrays.device["table"][1].tolist() == [10 * (number - 1)] * 5, "what is not asked for stays"
         assert arrays.device["bytes"].tolist() == [0, number, 0]
         assert arrays.device["table"].tolist() == [[0] * 5, [10 * number] * 5]
     assert [tensor.data_ptr() for tensor in arrays.device.values()] == addresses
     assert all((address - addresses[0]) % 16 == 0 for address in addresses)
 
 
+def test_the_next_arrays_are_filled_while_the_last_ones_come_over() -> None:
+    arrays = StagedArrays({"ids": ((3,), torch.int64)}, torch.device("cpu"))
+    first = arrays.host["ids"].fill_(1)
+    arrays.upload(3)
+    arrays.host["ids"].fill_(2)
+    assert first.tolist() == arrays.device["ids"].tolist() == [1, 1, 1], "the copy may not have been made yet"
+    arrays.upload(3)
+    assert arrays.device["ids"].tolist() == [2, 2, 2]
+    assert arrays.host["ids"].data_ptr() == first.data_ptr(), "by now it was"
+
+
 def test_a_gpu_fills_from_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    arrays = StagedArrays({"ids": ((3,), torch.int64)}, torch.device("cpu"))
+    zeros = torch.zeros
+
+    def pinned(num_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        asked.append("pinned" if pin_memory else "pageable")
+        return zeros(num_bytes, dtype=dtype)
+
+    def on_device(region: torch.Tensor, *, device: torch.device) -> torch.Tensor:
+        asked.append(device.type)
+        return region.clone()
+
+    monkeypatch.setattr(torch, "zeros", pinned)
+    monkeypatch.setattr(torch, "zeros_like", on_device)
+    arrays = StagedArrays({"ids": ((3,), torch.int64)}, torch.device("cuda"))
 
     def copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
         asked.append((target.numel(), source.numel(), non_blocking))
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     arrays.upload(3)
-    assert asked == [(24, 24, True)]
+    assert asked == ["pinned", "pinned", "cuda", (24, 24, True)]

@@ -272,10 +272,10 @@ def test_options_win_over_set_and_set_over_the_file(tmp_path, monkeypatch):
 
     install(monkeypatch, build_engine)
     file = tmp_path / "radixkv.toml"
-    file.write_text('[model]\npath = "file"\ndevice = "cpu"\n[server]\nport = 1\nhost = "file"\n')
-    main(["serve", "--config", str(file), "--set", "model.path=set", "--set", "server.port=2", "--model", 'we"ird\\'])
+    file.write_text('[model]\npath = "file"\ndevice = "cpu"\n[server]\nport = 1\nhost = "127.0.0.2"\n')
+    main(["serve", "--config", str(file), "--set", "model.path=set", "--set", "server.port=0", "--model", 'we"ird\\'])
     assert (seen[0].model.path, seen[0].model.device) == ('we"ird\\', "cpu")
-    assert (seen[0].server.port, seen[0].server.host) == (2, "file")
+    assert (seen[0].server.port, seen[0].server.host) == (0, "127.0.0.2")
 
 
 def test_a_missing_extra_is_named(capsys, monkeypatch):
@@ -283,7 +283,7 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
         raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
 
     install(monkeypatch, build_engine)
-    assert main(["serve"]) == 2
+    assert main(["serve", "--port", "0"]) == 2
     assert capsys.readouterr().err == "radixkv: the package torch is missing; install radixkv[engine]\n"
 
 
@@ -293,7 +293,7 @@ def test_a_module_of_ours_that_is_missing_is_no_missing_extra(monkeypatch):
 
     install(monkeypatch, build_engine)
     with pytest.raises(ModuleNotFoundError):
-        main(["serve"])
+        main(["serve", "--port", "0"])
 
 
 def test_serving_where_grpc_health_is_missing_names_the_extra():

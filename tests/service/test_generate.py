@@ -162,7 +162,7 @@ def test_a_refusal_and_a_failure_have_their_statuses():
         return refused, failed, secret, wrong, held
 
     refused, failed, secret, wrong, held = calling(talk)
-    assert (refused.code(), dict(refused.trailing_metadata())["retry-after-ms"]) == (
+    assert (refused.code(), dict(tuple(refused.trailing_metadata()))["retry-after-ms"]) == (
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "250",
     )

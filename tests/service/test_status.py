@@ -88,7 +88,7 @@ def test_every_error_reaches_the_caller_as_its_status(way):
                 setattr(engine, way, kind("subject: expected this, got that"))
                 refusal = await refusal_of(client.prefill([1], timeout_s=5))
                 assert refusal.details() == "subject: expected this, got that"
-                metadata = dict(refusal.trailing_metadata())
+                metadata = dict(tuple(refusal.trailing_metadata()))
                 assert metadata.get("retry-after-ms") == ("1000" if issubclass(kind, errors.CapacityError) else None)
                 seen[kind.__name__] = refusal.code().name
             setattr(engine, way, None)

@@ -134,7 +134,7 @@ def test_a_port_in_use_stops_the_service_before_the_engine_starts(capsys, monkey
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert main(["serve", "--metrics-port", str(port)]) == 2
+        assert main(["serve", "--port", "0", "--metrics-port", str(port)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1] == (

@@ -1,0 +1,47 @@
+"""The addresses that a service listens on, and what is said if they are taken."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from radixkv.config import ServerConfig
+from radixkv.errors import ConfigError
+
+
+def host_port(host: str, port: int) -> str:
+    """`HOST:PORT`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def not_free(key: str, host: str, port: int) -> ConfigError:
+    """What is raised over an address that can't be bound; `key` is the port's in the configuration."""
+    return ConfigError(f"server.host, {key}: expected a free address of this machine, got {host_port(host, port)}")
+
+
+def require_free(config: ServerConfig) -> None:
+    """Refuse addresses that can't be bound now, before a model is loaded in vain.
+
+    Raises:
+        ConfigError: the message names the port's key.
+    """
+    for key, port in (("server.port", config.port), ("server.metrics_port", config.metrics_port)):
+        if port:  # 0 picks a free one
+            try:
+                _bind(config.host, port)
+            except (OSError, UnicodeError) as error:
+                raise not_free(key, config.host, port) from error
+
+
+def _bind(host: str, port: int) -> None:
+    """Bind every address that a host name has, and let go of it again; raises if one is taken or none can be had."""
+    errors = []
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, address in found:
+        try:
+            socket.create_server(address[:2], family=family).close()
+        except OSError as error:
+            errors.append(error)
+    for each in errors:
+        if each.errno == errno.EADDRINUSE or len(errors) == len(found):
+            raise each
