@@ -21,6 +21,7 @@ from radixkv.errors import InvariantViolation
 from radixkv.service.listen_address import host_port, not_free
 from radixkv.service.servicer import CacheServicer, PrefillServicer
 from radixkv.service.status import StatusInterceptor
+from radixkv.service.unfinished_calls import UnfinishedCalls
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ SERVICES = (
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _HEALTH_PERIOD_S = 1.0
-# Once the engine is done, answers only have to leave the socket; health watchers would stay for ever.
+# What is written has this long to reach the callers; health watchers would stay for ever.
 _FLUSH_S = 1.0
 
 _logger = logging.getLogger(__name__)
@@ -48,8 +49,9 @@ class Server:
         self._config = config
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # behind a version check
         self._health_watch: asyncio.Task[None] | None = None
+        self._unfinished = UnfinishedCalls()
         self._grpc = grpc.aio.server(
-            interceptors=[StatusInterceptor()],
+            interceptors=[StatusInterceptor(self._unfinished)],
             options=[
                 ("grpc.so_reuseport", 0),  # else a second server on the port would silently take half the requests
                 ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -88,7 +90,10 @@ class Server:
         """Refuse new requests, let running ones finish, then stop.
 
         Health turns NOT_SERVING first, so that routers look elsewhere before the first refusal. Requests still running
-        after `drain_timeout_s` are cancelled.
+        after `drain_timeout_s` are cancelled. Answers leave before connections end: a socket that is closed while the
+        caller still sends (what it says of its window is enough) is reset, and what it holds is lost. gRPC closes a
+        connection once it said goodbye and no call is left, so it says so only after the last answer; the caller's word
+        that it heard then says that it has read all before.
 
         Returns:
             Whether every request finished by itself.
@@ -96,9 +101,11 @@ class Server:
         if self._health_watch is not None:
             self._health_watch.cancel()
         await self._health.enter_graceful_shutdown()
+        end = asyncio.get_running_loop().time() + self._config.drain_timeout_s
         try:
             return await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)
         finally:
+            await self._unfinished.finish(max(_FLUSH_S, end - asyncio.get_running_loop().time()))
             await self._grpc.stop(_FLUSH_S)
 
     async def _watch_health(self) -> None:

@@ -28,6 +28,7 @@ from radixkv.errors import (
     UnknownAdapter,
     UnknownLease,
 )
+from radixkv.service.unfinished_calls import Context, UnfinishedCalls
 
 # A class that is not here has the status of its nearest ancestor.
 STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
@@ -48,8 +49,7 @@ RETRY_AFTER = "retry-after-ms"
 
 _logger = logging.getLogger(__name__)
 
-Handler = Callable[[Any, "Context"], Awaitable[Any]]
-Context = grpc.aio.ServicerContext[Any, Any]
+Handler = Callable[[Any, Context], Awaitable[Any]]
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
@@ -75,9 +75,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
     A request that does not parse is INVALID_ARGUMENT. An exception that radixkv does not raise on purpose is INTERNAL
     without its message, which may hold what other callers sent; the log has it. Other requests go on.
+
+    Every such call is noted in `unfinished`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unfinished: UnfinishedCalls) -> None:
+        self._unfinished = unfinished
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}  # by method
 
     async def intercept_service(
@@ -92,27 +95,30 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler  # anybody can call names that are not there, so these are not kept
-        self._wrapped[method] = _wrapped(handler, method)
+        self._wrapped[method] = _wrapped(handler, method, self._unfinished)
         return self._wrapped[method]
 
 
-def _wrapped(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> grpc.RpcMethodHandler[Any, Any]:
+def _wrapped(
+    handler: grpc.RpcMethodHandler[Any, Any], method: str, unfinished: UnfinishedCalls
+) -> grpc.RpcMethodHandler[Any, Any]:
     if handler.unary_unary is not None:
         return grpc.unary_unary_rpc_method_handler(
-            _answering(handler, method), response_serializer=handler.response_serializer
+            _answering(handler, method, unfinished), response_serializer=handler.response_serializer
         )
     if inspect.isasyncgenfunction(handler.unary_stream):
         return grpc.unary_stream_rpc_method_handler(
-            _streaming(handler, method), response_serializer=handler.response_serializer
+            _streaming(handler, method, unfinished), response_serializer=handler.response_serializer
         )
     return handler
 
 
-def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Any:
+def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, unfinished: UnfinishedCalls) -> Any:
     call: Any = handler.unary_unary
     parse: Any = handler.request_deserializer
 
     async def answer(data: bytes, context: Context) -> Any:
+        unfinished.add(context)
         try:
             return await call(_parsed(parse, data), context)
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
@@ -121,11 +127,12 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Any:
     return answer
 
 
-def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Any:
+def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str, unfinished: UnfinishedCalls) -> Any:
     call: Any = handler.unary_stream
     parse: Any = handler.request_deserializer
 
     async def stream(data: bytes, context: Context) -> Any:
+        unfinished.add(context)
         try:
             async with contextlib.aclosing(call(_parsed(parse, data), context)) as responses:
                 async for response in responses:

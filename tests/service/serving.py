@@ -62,3 +62,34 @@ async def becomes_true(condition: Callable[[], bool], *, within_s: float = 5.0) 
             return False
         await asyncio.sleep(0.005)
     return True
+
+
+@contextlib.asynccontextmanager
+async def slow_line(address: str) -> AsyncIterator[str]:
+    """Yield an address that leads to `address`; after each piece that comes back the line rests."""
+    connections = set()
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rest_s: float) -> None:
+        with contextlib.suppress(OSError):  # one end has gone; the other is told
+            while piece := await reader.read(65_536):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(rest_s)
+            writer.write_eof()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.add(asyncio.current_task())
+        far_reader, far_writer = await asyncio.open_connection(*address.rsplit(":", 1))
+        with contextlib.suppress(asyncio.CancelledError):  # the test is over
+            await asyncio.gather(copy(reader, far_writer, 0), copy(far_reader, writer, 0.0005))
+        writer.transport.abort()
+        far_writer.transport.abort()
+
+    line = await asyncio.start_server(connect, "127.0.0.1", 0)
+    try:
+        yield "{}:{}".format(*line.sockets[0].getsockname())
+    finally:
+        line.close()
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections)

@@ -15,7 +15,7 @@ from radixkv.service.client import AsyncClient
 from radixkv.service.server import SERVICES, Server
 
 from .fake_engine import FakeEngine
-from .serving import becomes_true, refusal_of, serving
+from .serving import becomes_true, refusal_of, serving, slow_line
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -186,7 +186,11 @@ def test_answers_known_as_the_drain_ends_still_leave(monkeypatch):
             engine.open_gate()
             return True
 
-        async with serving(engine) as (server, address), AsyncClient(address, timeout_s=10) as client:
+        async with (
+            serving(engine) as (server, address),
+            slow_line(address) as slow_address,
+            AsyncClient(slow_address, timeout_s=10) as client,
+        ):
             calls = [asyncio.create_task(client.prefill([n], return_logits=True)) for n in range(5)]
             assert await becomes_true(lambda: len(engine.futures) == 5)
             monkeypatch.setattr(engine, "drain", drain)
