@@ -47,11 +47,11 @@ class Departures:
         return bool(self._cancelled or self._failed or (self._deadlines and self._deadlines[0][0] <= now_s))
 
     def due(self, now_s: float) -> Iterator[tuple[Request, RadixKVError | None]]:
-        """Those that have to end now, each with its error; None for one that was cancelled. End each at once."""
+        """Those that have to end now, each with its error; None for one cancelled in time. End each at once."""
         while self._cancelled:
             request = self._cancelled.popleft()
             if not request.is_over:
-                yield request, None
+                yield request, deadline_passed() if request.is_late(now_s) else None
         failed, self._failed = self._failed, {}
         yield from ((request, error) for request, error in failed.items() if not request.is_over)
         while self._deadlines and self._deadlines[0][0] <= now_s:

@@ -334,8 +334,7 @@ class EngineCore:
 
     def _answer(self, request: Request, make: Callable[[Lease, float], PrefillResult | GenerateResult]) -> None:
         now = self._clock()
-        deadline_s = request.params.deadline_s
-        if deadline_s is not None and now >= deadline_s:
+        if request.is_late(now):
             self._fail(request, deadline_passed())
             return
         if not request.future.set_running_or_notify_cancel():

@@ -164,7 +164,7 @@ class Request:
     def tokens_from(self, start: int) -> bytes:
         """What was generated from a position on that is not before the end of the prompt; bytes as in `tokens`."""
         token_ids = [] if self.generation is None else self.generation.token_ids[start - self.params.num_tokens :]
-        return np.array(token_ids, dtype="<u4").tobytes()
+        return np.array(token_ids, dtype="<u4").tobytes() if token_ids else b""
 
     @property
     def num_left(self) -> int:
@@ -180,6 +180,10 @@ class Request:
     def is_paused(self) -> bool:
         """Whether it had blocks and gave them back."""
         return self.scheduled_s is not None and self.lease is None
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether its deadline has passed; whoever cancels it then has only noticed that first."""
+        return self.params.deadline_s is not None and self.params.deadline_s <= now_s
 
     @property
     def rank(self) -> tuple[float, int]:

@@ -116,7 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_prompt(prefill)
     prefill.add_argument("--top-logprobs", metavar="N", type=argument_types.count, default=0)
     prefill.add_argument(
-        "--priority", metavar="0..100", type=argument_types.count, help="how much it is worth to keep; others: 50"
+        "--priority",
+        metavar="0..100",
+        type=argument_types.count,
+        help="retention: how much it is worth to keep; others: 50",
     )
     prefill.add_argument("--ttl-s", metavar="S", type=float, help="for so long; without it, as long as it is cached")
     prefill.set_defaults(command=_prefill)

@@ -97,11 +97,13 @@ def fit_group(device: DeviceMemory, user_bytes: int, block_size: int, rank_token
     """Users, and tokens of a block pool, that fit on one device beside the weights."""
     users = device.users(user_bytes)
     capacity_tokens = device.kv_bytes // (block_size * rank_token_bytes) * block_size
+    missing_bytes = device.weights_bytes + device.overhead_bytes - device.total_bytes
+    shortfall = f", {_size(missing_bytes)} too little for the rest" if missing_bytes > 0 else ""
     rows = [
         ("memory", _size(device.total_bytes)),
         ("  weights", _size(device.weights_bytes)),
         ("  overhead", _size(device.overhead_bytes)),
-        ("  left for K/V", _size(device.kv_bytes)),
+        ("  left for K/V", _size(device.kv_bytes) + shortfall),
         ("a user", _size(user_bytes)),
         ("users", f"{users:,}"),
         ("cache.capacity_tokens", f"{capacity_tokens:,}"),

@@ -253,6 +253,16 @@ class TestWaysOut:
         assert len(bench.runner.steps) == 1
         assert bench.cache.pool.num_leased == 0
 
+    def test_what_is_cancelled_after_its_deadline_was_late(self) -> None:
+        bench = Bench(max_step_tokens=4)
+        in_time, late = bench.submit(range(12), deadline_s=20.0), bench.submit(range(12), deadline_s=10.0)
+        bench.core.step()
+        in_time.cancel(), late.cancel()  # the second by a server that minds the deadline as well
+        bench.clock.now = 10.0
+        bench.core.step()
+        ended = bench.core.stats().requests
+        assert (ended.cancelled, ended.failed) == (1, 1)
+
     def test_a_failed_step_fails_its_requests_publishes_nothing_and_the_next_one_works(self) -> None:
         bench = Bench(max_step_tokens=32)
         bench.runner.fail_next = RuntimeError("no such luck")

@@ -198,6 +198,11 @@ def test_a_user_takes_whole_blocks(capsys):
     assert tree["user_bytes"] == 2 * 64 * 131_072
 
 
+def test_weights_that_do_not_fit_are_said_to(capsys):
+    too_much = plan(capsys, *LLAMA_8B, "--memory-gib", "24", "--weights-gb", "16", "--overhead-gb", "16")
+    assert "left for K/V         0 B, 5.80 GiB (6.23 GB) too little for the rest\n" in too_much
+
+
 def test_memory_in_gib(capsys):
     assert plan_json(capsys, *LLAMA_8B, "--memory-gib", "80", "--weights-gb", "0")["kv_memory_bytes"] == 80 * 2**30
 
