@@ -1,4 +1,4 @@
-"""What a device waits for between two steps while all requests decode: the host's work until the next is started.
+"""What a device waits for between two steps while all that runs decodes: the host's work until the next is started.
 
 python -m bench.step_gap --json bench/results/step_gap.json
 
@@ -79,8 +79,10 @@ class IdleRunner:
         return result
 
 
-def decoding_core(runner: IdleRunner, num_requests: int, prompt_tokens: int, num_steps: int) -> EngineCore:
-    """An engine core with so many generations that all decode, and go on to for so many steps."""
+def decoding_core(
+    runner: IdleRunner, num_requests: int, prompt_tokens: int, num_steps: int, num_waiting: int = 0
+) -> EngineCore:
+    """An engine core with so many generations that all decode, and go on to for so many steps, and others that wait."""
     prompt_steps = 2 * num_requests * -(-prompt_tokens // _STEP_TOKENS)  # in which the first ones decode already
     new_tokens = num_steps + prompt_steps + 8
     num_blocks = num_requests * (-(-(prompt_tokens + new_tokens) // BLOCK_SIZE) + 1)
@@ -88,24 +90,25 @@ def decoding_core(runner: IdleRunner, num_requests: int, prompt_tokens: int, num
     core = EngineCore(cast("Runner", runner), PrefixCache(num_blocks, BLOCK_SIZE), config)
     random = np.random.default_rng(0)
     requests = []
-    for _ in range(num_requests):
+    for _ in range(num_requests + num_waiting):
         prompt = random.integers(0, VOCAB_SIZE, prompt_tokens).astype("<u4").tobytes()
         generation = Generation(Sampling(new_tokens, ignore_eos=True), frozenset(), lambda _: None)
         future: Future[GenerateResult] = Future()
         requests.append(Request(PrefillParams(prompt), Namespace("bench"), future, time.monotonic(), generation))
-        core.submit(requests[-1])
-    while not all(request.is_decoding for request in requests):
+    for request in requests:
+        core.submit(request)
+    while not all(request.is_decoding for request in requests[:num_requests]):
         core.step()
     core.step()  # tells the first tokens
     return core
 
 
-def measure(num_requests: int, prompt_tokens: int, num_steps: int, rounds: int) -> Row:
+def measure(num_requests: int, prompt_tokens: int, num_waiting: int, num_steps: int, rounds: int) -> Row:
     """Medians of all steps, in rounds that start them ahead and after in turn."""
     gaps_s: dict[bool, list[float]] = {True: [], False: []}
     for is_ahead in (True, False) * rounds:
         runner = IdleRunner(is_asynchronous=is_ahead)
-        core = decoding_core(runner, num_requests, prompt_tokens, num_steps)
+        core = decoding_core(runner, num_requests, prompt_tokens, num_steps, num_waiting)
         runner.gaps_s.clear()
         for _ in range(num_steps):
             core.step()
@@ -115,6 +118,7 @@ def measure(num_requests: int, prompt_tokens: int, num_steps: int, rounds: int) 
     return {
         "requests": num_requests,
         "prompt_tokens": prompt_tokens,
+        "waiting": num_waiting,
         "ahead_ms": ahead_ms,
         "after_ms": after_ms,
         "ratio": ahead_ms / after_ms,
@@ -126,17 +130,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="What a device waits for between two steps that decode.")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64], help="that decode together")
     parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 8192], help="tokens before the first new one")
+    parser.add_argument("--waiting", type=int, nargs="+", default=[0, 256], help="that find all places taken")
     parser.add_argument("--steps", type=int, default=200, help="of each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     rows = []
-    print("requests  prompt  ahead, ms  after, ms  ratio")
-    for num_requests, prompt_tokens in itertools.product(options.requests, options.prompts):
-        row = measure(num_requests, prompt_tokens, options.steps, options.rounds)
+    print("requests  prompt  waiting  ahead, ms  after, ms  ratio")
+    for case in itertools.product(options.requests, options.prompts, options.waiting):
+        row = measure(*case, options.steps, options.rounds)
         rows.append(row)
         print(
-            f"{num_requests:8} {prompt_tokens:7} {row['ahead_ms']:10.3f} {row['after_ms']:10.3f} {row['ratio']:6.2f}",
+            f"{row['requests']:8} {row['prompt_tokens']:7} {row['waiting']:8} {row['ahead_ms']:10.3f} {row['after_ms']:10.3f} {row['ratio']:6.2f}",
             flush=True,
         )
     if options.json:

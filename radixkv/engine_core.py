@@ -173,19 +173,16 @@ class EngineCore:
         self._extend_leases()
         if (youngest := self._scheduler.slot_to_free()) is not None:
             self._pause(youngest)
-        slices = self._schedule()
-        return start_step(self._runner, slices, self._clock()) if slices else None
-
-    def _schedule(self) -> list[Slice]:
         self._scheduler.max_step_tokens = self._budget.num_tokens
-        return self._scheduler.next_step(self._admitter)
+        slices = self._scheduler.next_step(self._admitter)
+        return start_step(self._runner, slices, self._clock()) if slices else None
 
     def _start_ahead(self, next_step: NextStep, computed: list[Computed]) -> None:
         """Start what was prepared, and then do what else belongs to the start of a step."""
         self._under_way = next_step.start(computed, self._clock())
         for request, _, _ in next_step.slices:
             _extend_lease(request)
-        slices = self._schedule()
+        slices = self._scheduler.next_tokens()
         assert slices == next_step.slices, "nobody else has anything to compute"
 
     def _sweep(self) -> None:

@@ -1,4 +1,4 @@
-"""Looks a step ahead: while all that there is decodes, the next step is prepared during the one before."""
+"""Looks a step ahead: while all that runs decodes, the next step is prepared during the one before."""
 
 from __future__ import annotations
 
@@ -71,12 +71,14 @@ class Lookahead:
         return go_on and not self._is_anything_else_due(next_step.slices)
 
     def _is_anything_else_due(self, slices: Sequence[Slice]) -> bool:
-        """Whether more than these has to be dealt with between two steps."""
+        """Whether more than these has to be dealt with between two steps; while all places are taken, nobody new."""
         now_s, scheduler, expires_s = self._clock(), self._scheduler, self._held_leases.next_expiry_s()
-        num_requests = scheduler.num_waiting + scheduler.num_following + scheduler.num_running
+        if scheduler.num_running > len(slices):
+            return True
+        if not scheduler.is_full and (scheduler.num_waiting or self._has_news()):
+            return True
         is_expired = expires_s is not None and expires_s <= now_s
-        is_anybody_due = self._departures.is_any_due(now_s)
-        return num_requests > len(slices) or is_expired or is_anybody_due or self._has_news()
+        return is_expired or self._departures.is_any_due(now_s)
 
 
 def _decodes_on(request: Request, num_coming: int = 0) -> bool:

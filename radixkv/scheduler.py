@@ -99,6 +99,13 @@ class Scheduler:
         return sum(len(queue.following) for queue in self._queues)
 
     @property
+    def is_full(self) -> bool:
+        """Whether all places are taken, one at least by each tenant: nobody is admitted until a running one ends."""
+        return len(self._running) >= self._max_running_requests and not any(
+            queue.is_left_out for queue in self._queues
+        )
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._running) or any(queue.waiting for queue in self._queues)
@@ -166,9 +173,20 @@ class Scheduler:
             if self._serve(queue, turn, admitter) == turn:
                 heapq.heappush(turns, (queue.served, serial, queue))
         self._decode(left_out)  # they had to leave their token to prompts that did not need it
-        self._queues.advance(self.max_step_tokens - self._budget)
+        slices = self._slices()
         for queue in list(self._queues):
             self._queues.close_if_empty(queue)
+        return slices
+
+    def next_tokens(self) -> list[Slice]:
+        """A token for each running request: the next step while all of them decode and nobody is admitted."""
+        self._budget, self._granted = self.max_step_tokens, {}
+        self._decode(self.running)
+        return self._slices()
+
+    def _slices(self) -> list[Slice]:
+        """Those of the step that was made."""
+        self._queues.advance(self.max_step_tokens - self._budget)
         return [
             Slice(request, request.computed_upto, request.computed_upto + tokens)
             for request, tokens in self._granted.items()

@@ -236,6 +236,20 @@ class TestPressure:
         assert bench.core.stats().blocks.published == 0
 
 
+    def test_who_would_be_paused_at_once_is_not_admitted(self) -> None:
+        """There is room for what comes, but what it reuses is then no room for what runs."""
+        bench = Bench(num_blocks=8)
+        bench.prefill(range(100, 116))
+        running = bench.generate(range(8), 8)
+        while len(running.told) < 2:
+            bench.core.step()
+        assert (bench.cache.pool.num_free, bench.cache.num_evictable_blocks) == (1, 4)
+        coming = bench.generate(range(100, 120), 4)
+        bench.run()
+        assert [generated(f) for f in (running, coming)] == [continuation(range(8), 8), continuation(range(100, 120), 4)]
+        assert bench.core.stats().requests.pauses == 0
+
+
 class TestWaysOut:
     def test_a_cancelled_generation_gives_its_blocks_back_and_keeps_what_was_published(self) -> None:
         bench = Bench()

@@ -301,6 +301,46 @@ class TestNoStepIsStartedAhead:
             assert diary.of_next_step() == ["start", "wait"]
 
 
+class TestAllPlacesAreTaken:
+    """Nobody is admitted before somebody ends, so who comes or waits changes nothing until then."""
+
+    def test_who_waits_is_no_reason_to_wait(self) -> None:
+        bench = Bench(max_running_requests=1)
+        future, diary = decoding(bench)
+        waiting = bench.generate(range(50, 60), 3)
+        bench.has_news = True
+        for _ in range(27):
+            assert diary.of_next_step() == ["prepare", "wait", "start", "tell"]
+        assert diary.of_next_step() == ["wait"]
+        assert future.result(0).token_ids == expected(30)
+        assert diary.of_next_step() == ["start", "wait"], "the prompt of the one that waited"
+        bench.run()
+        assert waiting.done()
+
+    def test_tokens_count_for_their_tenant_while_others_wait(self) -> None:
+        served = []
+        for is_asynchronous in (True, False):
+            bench = Bench(num_blocks=512, max_running_requests=2, weights={"a": 2.0})
+            bench.runner.is_asynchronous = is_asynchronous
+            futures = [bench.generate([number], 40, tenant="ab"[number % 2]) for number in range(6)]
+            bench.run()
+            assert all(future.done() for future in futures)
+            served.append((bench.core._scheduler._queues._served_before, bench.runner.steps))
+        assert served[0] == served[1]
+
+    def test_a_tenant_that_has_none_gets_one_of_them(self) -> None:
+        bench = Bench(max_running_requests=2)
+        futures = [bench.generate([number], 40, tenant="a") for number in range(2)]
+        diary = Diary(bench)
+        while len(futures[1].told) < 3:
+            bench.core.step()
+        other = bench.submit(range(50, 60), tenant="b")
+        assert diary.of_next_step() == ["wait"]
+        assert diary.of_next_step() == ["start", "wait"]
+        assert other.done()
+        assert bench.core.stats().requests.pauses == 1
+
+
 @pytest.mark.parametrize("fails_at", ["start", "wait"])
 def test_a_step_that_fails_ahead_fails_after_the_last_token_was_told(fails_at: str) -> None:
     bench = Bench()

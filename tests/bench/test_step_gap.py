@@ -13,19 +13,21 @@ from bench.step_gap import IdleRunner, decoding_core
 
 def test_it_measures_both_ways_in_one_run(tmp_path, capsys):
     file = tmp_path / "gap.json"
-    step_gap.main(["--requests", "1", "3", "--prompts", "70", "--steps", "5", "--rounds", "2", "--json", str(file)])
+    step_gap.main(["--requests", "1", "3", "--prompts", "70", "--steps", "5", "--rounds", "2", "--waiting", "0", "2", "--json", str(file)])
     result = json.loads(file.read_text(encoding="utf-8"))
-    assert [(row["requests"], row["prompt_tokens"]) for row in result["rows"]] == [(1, 70), (3, 70)]
+    cases = [(row["requests"], row["prompt_tokens"], row["waiting"]) for row in result["rows"]]
+    assert cases == [(1, 70, 0), (1, 70, 2), (3, 70, 0), (3, 70, 2)]
     for row in result["rows"]:
         assert row["ratio"] == pytest.approx(row["ahead_ms"] / row["after_ms"])
         assert row["ahead_ms"] > 0
     assert "requests  prompt" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("num_waiting", [0, 3])
 @pytest.mark.parametrize("is_ahead", [True, False])
-def test_what_is_told_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, monkeypatch):
+def test_what_is_told_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, num_waiting, monkeypatch):
     runner = IdleRunner(is_asynchronous=is_ahead)
-    core = decoding_core(runner, num_requests=2, prompt_tokens=70, num_steps=5)
+    core = decoding_core(runner, num_requests=2, prompt_tokens=70, num_steps=5, num_waiting=num_waiting)
     assert core._scheduler.num_running == 2
     tell = core._tell
 
