@@ -27,7 +27,7 @@ from radixkv.request import Generation, Outcome, Request
 from radixkv.result import GeneratedTokens, GenerateResult, PrefillResult, Retained
 from radixkv.retention import Retention
 from radixkv.runner import Runner
-from radixkv.scheduler import Scheduler, Slice
+from radixkv.scheduler import Scheduler
 from radixkv.single_flight import SingleFlight
 from radixkv.stats import EngineLoad, EngineStats
 from radixkv.step import Computed, NextStep, Step, start_step
