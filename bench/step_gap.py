@@ -141,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row = measure(*case, options.steps, options.rounds)
         rows.append(row)
         print(
-            f"{row['requests']:8} {row['prompt_tokens']:7} {row['waiting']:8} {row['ahead_ms']:10.3f} {row['after_ms']:10.3f} {row['ratio']:6.2f}",
+            f"{row['requests']:8} {row['prompt_tokens']:7} {row['waiting']:8} "
+            f"{row['ahead_ms']:10.3f} {row['after_ms']:10.3f} {row['ratio']:6.2f}",
             flush=True,
         )
     if options.json:

@@ -101,9 +101,7 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """Whether all places are taken, one at least by each tenant: nobody is admitted until a running one ends."""
-        return len(self._running) >= self._max_running_requests and not any(
-            queue.is_left_out for queue in self._queues
-        )
+        return len(self._running) >= self._max_running_requests and not any(queue.is_left_out for queue in self._queues)
 
     @property
     def has_work(self) -> bool:

@@ -13,7 +13,8 @@ from bench.step_gap import IdleRunner, decoding_core
 
 def test_it_measures_both_ways_in_one_run(tmp_path, capsys):
     file = tmp_path / "gap.json"
-    step_gap.main(["--requests", "1", "3", "--prompts", "70", "--steps", "5", "--rounds", "2", "--waiting", "0", "2", "--json", str(file)])
+    numbers = "--requests 1 3 --prompts 70 --waiting 0 2 --steps 5 --rounds 2"
+    step_gap.main([*numbers.split(), "--json", str(file)])
     result = json.loads(file.read_text(encoding="utf-8"))
     cases = [(row["requests"], row["prompt_tokens"], row["waiting"]) for row in result["rows"]]
     assert cases == [(1, 70, 0), (1, 70, 2), (3, 70, 0), (3, 70, 2)]
