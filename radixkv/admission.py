@@ -71,26 +71,21 @@ class Admitter:
             running: requests that have blocks.
         """
         params = request.params
-        num_growing = sum(other.generation is not None for other in running)
         if cached_tokens is None:
-            is_needed = num_growing or self._flights.has_leaders(request)
-            cached_tokens = self.look(request) if is_needed else 0
+            cached_tokens = self.look(request) if self._flights.has_leaders(request) else 0
         if params.read_cache and self._flights.follow(request, cached_tokens):
             return Admission.FOLLOWS
-        num_new_blocks = -(-request.num_tokens // self._cache.block_size) - cached_tokens // self._cache.block_size
-        if num_growing and self._num_available_blocks() < num_new_blocks + num_growing:
-            return Admission.NO_ROOM
+        num_growing = sum(other.generation is not None for other in running)
         try:
-            lease = self._cache.lease(request.namespace, request.tokens, read=params.read_cache)
+            lease = self._cache.lease(
+                request.namespace, request.tokens, read=params.read_cache, num_spared_blocks=num_growing
+            )
         except QuotaExceeded as error:
             if any(other.params.tenant == params.tenant for other in running):
                 return Admission.OVER_QUOTA
             return self._end(request, error)
         except OutOfBlocks as error:
             return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
-        if num_growing and self._num_available_blocks() < num_growing:
-            lease.close()
-            return Admission.NO_ROOM
         self._start(request, lease)
         # Nobody waits for a last token alone: it is the answer, and everybody's own to compute.
         if params.read_cache and params.write_cache and not request.is_revoked and request.num_left > 1:
@@ -125,6 +120,3 @@ class Admitter:
         """Whether waiting for running requests helps: it does not for blocks that other tenants' floors keep."""
         num_kept_blocks = self._cache.tenants.num_blocks_kept_from(request.params.tenant)
         return request.num_tokens <= (self._cache.pool.num_blocks - num_kept_blocks) * self._cache.block_size
-
-    def _num_available_blocks(self) -> int:
-        return self._cache.pool.num_free + self._cache.num_evictable_blocks

@@ -116,11 +116,17 @@ class Evictor:
 
     # -- making room -----------------------------------------------------------------------------------------------
 
-    def num_takeable_blocks(self, tenant: str, usage: TenantUsage) -> int:
-        """Blocks that a tenant could have by evicting all that it may. Complexity: O(tenants with a quota)."""
-        takeable = self._pool.num_free + self.num_evictable_blocks
+    def num_takeable_blocks(self, tenant: str, usage: TenantUsage, num_spared_blocks: int = 0) -> int:
+        """Blocks that a tenant could have by evicting all that it may. Complexity: O(tenants with a quota).
+
+        Args:
+            tenant, usage: who.
+            num_spared_blocks: so many must be free or evictable after that.
+        """
+        num_available = self._pool.num_free + self.num_evictable_blocks
+        takeable = num_available - num_spared_blocks
         if self._tenants.with_quota:
-            takeable -= self._tenants.num_blocks_kept_from(tenant)
+            takeable = min(takeable, num_available - self._tenants.num_blocks_kept_from(tenant))
             if (to_ceiling := usage.num_blocks_to_ceiling) is not None:
                 takeable = min(takeable, to_ceiling)
         return takeable

@@ -72,14 +72,17 @@ class Leases:
         cached_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
         return node if cached_tokens else None, num_bytes, cached_tokens, packed
 
-    def lease(self, namespace: Namespace, tokens: bytes, *, read: bool) -> Lease:
+    def lease(self, namespace: Namespace, tokens: bytes, *, read: bool, num_spared_blocks: int) -> Lease:
         """Open a lease; see `PrefixCache.lease`."""
         node, found_bytes, cached_tokens, packed = self.find(namespace, tokens, read)
         usage = self._tenants[namespace.tenant]
         num_new_blocks = -(-len(tokens) // (self._block_size * TOKEN_BYTES)) - cached_tokens // self._block_size
-        num_spare_blocks = self._evictor.num_takeable_blocks(namespace.tenant, usage) - num_new_blocks
+        num_takeable_blocks = self._evictor.num_takeable_blocks(namespace.tenant, usage, num_spared_blocks)
+        num_spare_blocks = num_takeable_blocks - num_new_blocks
         if num_spare_blocks < _num_unpinned_blocks(node):
-            node, cached_tokens = self._narrow(node, cached_tokens, num_spare_blocks, namespace.tenant, usage)
+            node, cached_tokens, num_missing_blocks = self._narrow(node, cached_tokens, num_spare_blocks)
+            if num_missing_blocks:
+                raise self._shortage(num_missing_blocks, namespace.tenant, usage, num_spared_blocks)
         num_whole_blocks, shared_tokens = divmod(cached_tokens, self._block_size)
         node_used_s = 0.0
         if node is not None:
@@ -100,9 +103,7 @@ class Leases:
         self._open.add(lease)
         return lease
 
-    def _narrow(
-        self, node: Node | None, cached_tokens: int, num_spare_blocks: int, tenant: str, usage: TenantUsage
-    ) -> tuple[Node | None, int]:
+    def _narrow(self, node: Node | None, cached_tokens: int, num_spare_blocks: int) -> tuple[Node | None, int, int]:
         """Pin less of a path that stands in its own way, and if need be reuse less of it.
 
         First what lies beyond the reused blocks is cut off; then the block that is reused in part is given up. Whole
@@ -111,14 +112,11 @@ class Leases:
         Args:
             node: the deepest node that shares tokens.
             cached_tokens: tokens that could be reused.
-            num_spare_blocks: blocks that the tenant could have, less those that the suffix takes.
-            tenant, usage: whose lease it will be.
+            num_spare_blocks: blocks that the lease could have, less those that the suffix takes.
 
         Returns:
-            The node where the path to pin ends, and the tokens to reuse.
-
-        Raises:
-            OutOfBlocks, QuotaExceeded: the whole blocks can't be held beside the suffix either. Nothing has changed.
+            The node where the path to pin ends, the tokens to reuse, and how many blocks are missing to hold the whole
+            ones of these beside the suffix. If any are, nothing has changed.
         """
         num_pinned_blocks = sum(above.num_blocks for above in path_to(node) if above.pin_count)
         num_held_blocks = -(-cached_tokens // self._block_size)
@@ -126,15 +124,15 @@ class Leases:
             num_held_blocks = cached_tokens // self._block_size
             cached_tokens = num_held_blocks * self._block_size
         num_available_blocks = num_spare_blocks - max(0, num_held_blocks - num_pinned_blocks)
-        if num_available_blocks < 0:
-            raise self._shortage(-num_available_blocks, tenant, usage)
-        if node is None or not cached_tokens:
-            return None, 0
-        return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens
+        if num_available_blocks < 0 or node is None or not cached_tokens:
+            return None, 0, max(0, -num_available_blocks)
+        return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens, 0
 
-    def _shortage(self, num_missing_blocks: int, tenant: str, usage: TenantUsage) -> CapacityError:
+    def _shortage(
+        self, num_missing_blocks: int, tenant: str, usage: TenantUsage, num_spared_blocks: int = 0
+    ) -> CapacityError:
         to_ceiling = usage.num_blocks_to_ceiling
-        to_others = self._tenants.num_blocks_kept_from(tenant)
+        to_others = max(self._tenants.num_blocks_kept_from(tenant), num_spared_blocks)
         if to_ceiling is not None and to_ceiling < self._pool.num_free + self._evictor.num_evictable_blocks - to_others:
             return QuotaExceeded(
                 f"blocks: expected {num_missing_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for this "

@@ -164,7 +164,7 @@ class PrefixCache:
 
     # -- leasing ---------------------------------------------------------------------------------------------------
 
-    def lease(self, namespace: Namespace, tokens: bytes, *, read: bool = True) -> Lease:
+    def lease(self, namespace: Namespace, tokens: bytes, *, read: bool = True, num_spared_blocks: int = 0) -> Lease:
         """Take the right to a prompt's blocks: what is cached stays, what is missing is allocated.
 
         Unused leaves are evicted if free blocks run short. If they would not suffice, nothing is evicted and nothing
@@ -175,6 +175,7 @@ class PrefixCache:
             namespace: where to look and to publish.
             tokens: the prompt, little-endian uint32 bytes; at least one token.
             read: reuse cached blocks.
+            num_spared_blocks: so many must be free or evictable after this.
 
         Returns:
             A lease that the caller must close.
@@ -183,7 +184,7 @@ class PrefixCache:
             InvalidRequest: `tokens` is empty or not whole tokens.
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
-        return self.leases.lease(namespace, tokens, read=read)
+        return self.leases.lease(namespace, tokens, read=read, num_spared_blocks=num_spared_blocks)
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,12 @@ class Mutant(NamedTuple):
 
 
 CACHE_MUTANTS = (
+    Mutant("evictor.py", "takeable = num_available - num_spared_blocks", "takeable = num_available"),
+    Mutant(
+        "leases.py",
+        "max(self._tenants.num_blocks_kept_from(tenant), num_spared_blocks)",
+        "self._tenants.num_blocks_kept_from(tenant)",
+    ),
     Mutant("block_pool.py", "        del self._free[first:]\n", ""),
     Mutant("block_pool.py", "first = len(self._free) - num_blocks", "first = max(0, len(self._free) - num_blocks)"),
     Mutant("block_pool.py", "if self._states[index].tobytes().count(before) != index.size:", "if False:"),
@@ -97,10 +103,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant("admission.py", "            request.cached_tokens = lease.cached_tokens\n", ""),
     Mutant("admission.py", "max(0, request.computed_upto - lease.cached_tokens)", "0"),
-    Mutant(
-        "admission.py", "        if num_growing and self._num_available_blocks() < num_growing:", "        if False:"
-    ),
-    Mutant("admission.py", "            lease.close()\n", "            pass\n"),
+    Mutant("admission.py", "num_spared_blocks=num_growing\n", "num_spared_blocks=0\n"),
     Mutant("admission.py", "Admission.NO_ROOM if running and", "Admission.NO_ROOM if False and"),
     Mutant("admission.py", " and not request.is_revoked and ", " and "),
     Mutant("scheduler.py", "            self._queues[request.params.tenant].charge(granted)\n", ""),

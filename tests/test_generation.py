@@ -248,6 +248,20 @@ class TestPressure:
         assert generated(running) == continuation(range(8), 8)
         assert generated(coming) == continuation(range(100, 120), 4)
         assert bench.core.stats().requests.pauses == 0
+        (tenant,) = bench.core.stats().tenants
+        assert (tenant.hit_tokens, tenant.miss_tokens) == (16, 16 + 8 + 4), "what waits has reused nothing yet"
+
+    def test_a_long_path_does_not_keep_out_who_reuses_its_beginning(self) -> None:
+        bench = Bench(num_blocks=14)
+        bench.prefill(range(100, 140))
+        running = bench.generate(range(8), 8)
+        while len(running.told) < 2:
+            bench.core.step()
+        assert (bench.cache.pool.num_free, bench.cache.num_evictable_blocks) == (1, 10)
+        coming = bench.submit([*range(100, 108), 1, 2, 3, 4])
+        bench.core.step()  # it was under way
+        bench.core.step()
+        assert coming.result(0).usage.cached_tokens == 8
 
 
 class TestWaysOut:

@@ -29,6 +29,55 @@ def test_closing_gives_back_what_was_not_committed(cache: PrefixCache) -> None:
     assert cached(cache, "abcdefghij") == 8
 
 
+class TestBlocksAreSpared:
+    """So many are free or evictable after a lease."""
+
+    def test_as_many_as_there_are(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, "aaaabbbbcccc")
+        lease = cache.lease(MODEL, spell("11112222"), num_spared_blocks=6)
+        assert (cache.pool.num_free, cache.num_evictable_blocks) == (3, 3)
+        lease.close()
+        with pytest.raises(OutOfBlocks, match="expected 1 more, got 5 free and 3 evictable"):
+            cache.lease(MODEL, spell("11112222"), num_spared_blocks=7)
+
+    def test_of_a_long_path_what_is_not_reused(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, "aaaabbbbccccddddeeeeffff")
+        lease = cache.lease(MODEL, spell("aaaabbbb1111"), num_spared_blocks=5)
+        assert lease.cached_tokens == 8
+        assert (cache.pool.num_free, cache.num_evictable_blocks) == (1, 4)
+        lease.close()
+        before = counts(cache)
+        with pytest.raises(OutOfBlocks, match="expected 1 more"):
+            cache.lease(MODEL, spell("aaaabbbb1111"), num_spared_blocks=6)
+        assert counts(cache) == before
+
+    def test_a_block_that_is_reused_in_part(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, "aaaabbbbccccddddeeeeffff")
+        assert cache.lease(MODEL, spell("aaaabb11"), num_spared_blocks=5).cached_tokens == 6
+        cache = PrefixCache(8, 4)
+        publish(cache, "aaaabbbbccccddddeeeeffff")
+        assert cache.lease(MODEL, spell("aaaabb11"), num_spared_blocks=6).cached_tokens == 4
+
+    def test_a_ceiling_is_the_reason_only_if_it_is_nearer(self) -> None:
+        cache = PrefixCache(8, 4, quotas={MODEL.tenant: Quota(ceiling_blocks=3)})
+        with pytest.raises(OutOfBlocks):
+            cache.lease(MODEL, spell("aaaabbbbccccdddd"), num_spared_blocks=6)
+        with pytest.raises(QuotaExceeded):
+            cache.lease(MODEL, spell("aaaabbbbccccdddd"), num_spared_blocks=4)
+
+    def test_beside_what_floors_keep(self) -> None:
+        other = Namespace("model", tenant="other")
+        cache = PrefixCache(8, 4, quotas={"other": Quota(floor_blocks=4)})
+        publish(cache, "aaaabbbbccccdddd", other)
+        cache.lease(MODEL, spell("11112222"), num_spared_blocks=6).close()
+        cache.lease(MODEL, spell("1111222233334444"), num_spared_blocks=4).close()
+        with pytest.raises(OutOfBlocks):
+            cache.lease(MODEL, spell("11112222333344445555"), num_spared_blocks=1)
+
+
 def test_closing_again_does_nothing(cache: PrefixCache) -> None:
     lease = lease_text(cache, "abcdef")
     other = lease_text(cache, "abcdef")
