@@ -60,7 +60,9 @@ class Admitter:
         release = self._flights.next_release(request)
         return request.num_left if release is None else min(request.num_left, release - request.computed_upto)
 
-    def admit(self, request: Request, cached_tokens: int | None, running: Collection[Request]) -> Admission:
+    def admit(
+        self, request: Request, cached_tokens: int | None, running: Collection[Request], *, is_passing: bool
+    ) -> Admission:
         """Give a request its blocks, if there are enough and nobody computes the same.
 
         A block for each running generation is left, so that what is admitted does not have to be paused at once.
@@ -69,13 +71,14 @@ class Admitter:
             request: it waits.
             cached_tokens: what `look` said in this step; None if nobody has looked.
             running: requests that have blocks.
+            is_passing: whether it gives its blocks back with the step, so that none need to be left.
         """
         params = request.params
         if cached_tokens is None:
             cached_tokens = self.look(request) if self._flights.has_leaders(request) else 0
         if params.read_cache and self._flights.follow(request, cached_tokens):
             return Admission.FOLLOWS
-        num_growing = sum(other.generation is not None for other in running)
+        num_growing = 0 if is_passing else sum(other.generation is not None for other in running)
         try:
             lease = self._cache.lease(
                 request.namespace, request.tokens, read=params.read_cache, num_spared_blocks=num_growing

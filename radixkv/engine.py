@@ -231,9 +231,9 @@ class Engine:
             Whether all of them finished in time.
         """
         self._intake.close()
-        finished = self._intake.wait_until_empty(0 if self._watchdog.is_hanging else timeout_s)
+        is_answered = self._intake.wait_until_answered(timeout_s)
         self._intake.cancel_all()
-        return finished
+        return is_answered and not self._watchdog.is_hanging
 
     def stop(self) -> None:
         """Cancel what is left and end the thread; it is left behind if its step does not end."""

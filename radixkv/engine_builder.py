@@ -43,7 +43,7 @@ def build_engine(config: Config, observer: Observer | None = None) -> Engine:
         ) from error
     recorder = GraphRecorder(model, kernels, config.engine)
     num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, config.engine, recorder)
-    _require_floors(config, num_blocks)
+    _require_bounds(config, num_blocks)
     storage = KVStorage(num_blocks, config.cache.block_size, kv_shape, model.device)
     cache = PrefixCache(
         storage.num_blocks,
@@ -75,9 +75,17 @@ def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, rec
     return Runner(model, storage, kernels, graphs)
 
 
-def _require_floors(config: Config, num_blocks: int) -> None:
-    """Refuse floors that a pool of this size can't keep; without `cache.capacity_tokens` they meet it only now."""
-    floors = sum(_quota(bounds, config.cache.block_size).floor_blocks for bounds in config.tenants.values())
+def _require_bounds(config: Config, num_blocks: int) -> None:
+    """Refuse what tenants can't have in whole blocks, in a pool whose size may be known only now."""
+    quotas = {name: _quota(bounds, config.cache.block_size) for name, bounds in config.tenants.items()}
+    for name, quota in quotas.items():
+        least = max(1, quota.floor_blocks)
+        if quota.ceiling_blocks is not None and quota.ceiling_blocks < least:
+            raise ConfigError(
+                f"tenants.{name}.ceiling_tokens: expected room for at least {least} whole blocks of "
+                f"{config.cache.block_size} tokens, got {config.tenants[name].ceiling_tokens}"
+            )
+    floors = sum(quota.floor_blocks for quota in quotas.values())
     if floors > num_blocks:
         raise ConfigError(
             f"tenants.*.floor_tokens: expected at most the pool's {num_blocks} blocks in all, got {floors}"

@@ -264,6 +264,7 @@ class EngineCore:
         num_tokens, num_requests = step.num_tokens, len(step.slices)
         _log.warning("the device has no memory for a step of %d tokens in %d requests", num_tokens, num_requests)
         if not self._budget.shrink(num_tokens):
+            self.num_failed_steps += 1
             for part in step.slices:
                 self._fail(part.request, OutOfMemory("step: the device has no memory to compute a single token"))
 

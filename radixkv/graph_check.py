@@ -56,7 +56,7 @@ def drop_wrong_graphs(
 def _why_wrong(shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runner, max_sequence_tokens: int) -> str:
     storage = runner.storage
     for prefix_tokens in _PREFIX_TOKENS:
-        chunks = _chunks(shape, tokens, storage.block_size, min(prefix_tokens, max_sequence_tokens - shape.num_tokens))
+        chunks = _chunks(shape, tokens, storage.block_size, prefix_tokens, max_sequence_tokens)
         layout = lay_out(chunks, storage.block_size)
         blocks = storage.pool.blocks[: int(layout.batch.block_tables.max()) + 1]
         if len(blocks) <= int(layout.batch.block_tables.max()):
@@ -81,15 +81,18 @@ def _difference(got: torch.Tensor, blocks: torch.Tensor, chunks: list[Chunk], ru
     return "" if is_right else "its answers differ"
 
 
-def _chunks(shape: StepShape, tokens: bytes, block_size: int, prefix_tokens: int) -> list[Chunk]:
+def _chunks(
+    shape: StepShape, tokens: bytes, block_size: int, prefix_tokens: int, max_sequence_tokens: int
+) -> list[Chunk]:
     """A step that nearly fills a shape: one longer request and others of a token each, after the first block's tokens,
-    over and over.
+    over and over. No sequence is longer than it may be.
     """
     num_tokens = max(1, shape.num_tokens - 1)
     num_others = min((shape.num_requests - 1) // 2, num_tokens - 1)
-    prefix_blocks = max(0, prefix_tokens) // block_size
+    prefix_blocks = max(0, min(prefix_tokens, max_sequence_tokens - shape.num_tokens)) // block_size
+    longest = min(num_tokens - num_others, max_sequence_tokens - prefix_blocks * block_size)
     chunks, num_blocks = [], 1
-    for query_len in [num_tokens - num_others, *[1] * num_others]:
+    for query_len in [longest, *[1] * num_others]:
         own_blocks = np.arange(num_blocks, num_blocks - (-query_len // block_size), dtype=np.int32)
         num_blocks += len(own_blocks)
         start = prefix_blocks * block_size

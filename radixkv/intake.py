@@ -72,10 +72,10 @@ class Intake:
         with self._changed:
             self._is_closed = True
 
-    def wait_until_empty(self, timeout_s: float) -> bool:
-        """Wait until every request is over; returns whether all are."""
+    def wait_until_answered(self, timeout_s: float) -> bool:
+        """Wait until every request is over, or cancelled; returns whether all are."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._unfinished, timeout_s)
+            return self._changed.wait_for(lambda: all(future.done() for future in self._unfinished), timeout_s)
 
     def cancel_all(self) -> None:
         """Cancel the futures of all requests that are not over."""
@@ -83,6 +83,8 @@ class Intake:
             unfinished = list(self._unfinished)
         for future in unfinished:
             future.cancel()
+        with self._changed:
+            self._changed.notify_all()
 
     def abandon(self, error: RadixKVError) -> None:
         """Answer all requests that are not over, whatever state they are in: nobody else will."""

@@ -132,7 +132,8 @@ class Leases:
         self, num_missing_blocks: int, tenant: str, usage: TenantUsage, num_spared_blocks: int = 0
     ) -> CapacityError:
         to_ceiling = usage.num_blocks_to_ceiling
-        to_others = max(self._tenants.num_blocks_kept_from(tenant), num_spared_blocks)
+        num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)
+        to_others = max(num_kept_blocks, num_spared_blocks)
         if to_ceiling is not None and to_ceiling < self._pool.num_free + self._evictor.num_evictable_blocks - to_others:
             return QuotaExceeded(
                 f"blocks: expected {num_missing_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for this "
@@ -141,6 +142,7 @@ class Leases:
         return OutOfBlocks(
             f"blocks: expected {num_missing_blocks} more, got {self._pool.num_free} free and "
             f"{self._evictor.num_evictable_blocks} evictable of {self._pool.num_blocks}, the reused ones among them"
+            + (f", and {num_kept_blocks} that other tenants' floors keep" if num_kept_blocks else "")
         )
 
     def extend(self, lease: Lease, tokens: bytes) -> None:

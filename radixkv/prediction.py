@@ -23,7 +23,9 @@ class Prediction(NamedTuple):
 
 
 def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence[Request]) -> list[Prediction]:
-    """Read what was asked for off the logits; waits for the device only if that is more than the most likely token.
+    """Read what was asked for off the logits.
+
+    Waits for the device once for all tokens that are drawn, and for each row of which more than a token is asked for.
 
     Args:
         logits: float32 `[len(requests), vocab_size]`.
@@ -31,17 +33,24 @@ def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence
         requests: say for each row whether to draw or to take the most likely token, how many log probabilities to
             report, and whether the row itself.
     """
+    next_token_ids = list(most_likely)
+    drawn = {
+        row: draw(logits[row], request.generation.sampling, position=request.num_tokens)
+        for row, request in enumerate(requests)
+        if request.generation is not None and request.generation.sampling.temperature > 0
+    }
+    if drawn:
+        for row, token_id in zip(drawn, torch.stack([*drawn.values()]).tolist(), strict=True):
+            next_token_ids[row] = token_id
     return [
         _prediction(logits, row, token_id, request)
-        for row, (token_id, request) in enumerate(zip(most_likely, requests, strict=True))
+        for row, (token_id, request) in enumerate(zip(next_token_ids, requests, strict=True))
     ]
 
 
-def _prediction(logits: torch.Tensor, row: int, most_likely: int, request: Request) -> Prediction:
+def _prediction(logits: torch.Tensor, row: int, next_token_id: int, request: Request) -> Prediction:
     """What one row says. A tensor of the row is made for those only who ask for more than a token."""
-    params, generation, next_token_id = request.params, request.generation, most_likely
-    if generation is not None and generation.sampling.temperature > 0:
-        next_token_id = draw(logits[row], generation.sampling, position=request.num_tokens)
+    params = request.params
     return Prediction(
         next_token_id,
         top_logprobs=_top_logprobs(logits[row], params.top_logprobs) if params.top_logprobs else (),
@@ -49,8 +58,8 @@ def _prediction(logits: torch.Tensor, row: int, most_likely: int, request: Reque
     )
 
 
-def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
-    """Draw a token.
+def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tensor:
+    """Draw a token, without waiting for the device.
 
     The noise is that of the exponential race: the least of `exponential / probability` is each token as often as its
     probability says. It comes from the seed and the position alone, and one row is drawn at a time, so that the batch
@@ -60,17 +69,20 @@ def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
         logits: float32 `[vocab_size]`, all finite.
         sampling: temperature above 0, top_p and seed.
         position: of the token that is drawn.
+
+    Returns:
+        Its id, int64 `[]`, where the logits are.
     """
     scores = (logits - logits.max()).double() / sampling.temperature
     if sampling.top_p < 1:
         ordered, order = scores.sort(descending=True, stable=True)
         probabilities = ordered.softmax(dim=0)
         is_out = probabilities.cumsum(dim=0) - probabilities >= sampling.top_p
-        scores[order[is_out]] = -torch.inf
+        scores = scores.scatter(0, order, ordered.masked_fill(is_out, -torch.inf))
     seed = xxh3_64(position.to_bytes(8, "little"), seed=sampling.seed).intdigest()
     generator = torch.Generator(logits.device).manual_seed(seed)
     noise = torch.empty_like(scores).exponential_(generator=generator)
-    return int((scores - noise.log()).argmax())
+    return (scores - noise.log()).argmax()
 
 
 def _top_logprobs(logits: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:

@@ -241,7 +241,8 @@ class Scheduler:
             if request not in self._running:
                 if self._is_full(queue) or (self._blocked is not None and not self._ends_with(request, tokens, left)):
                     continue
-                if self._admit(queue, request, admitter) is not Admission.ADMITTED:
+                is_passing = self._ends_with(request, tokens, left)
+                if self._admit(queue, request, admitter, is_passing=is_passing) is not Admission.ADMITTED:
                     continue
             left -= self._grant(request, left)
         return share - left
@@ -251,7 +252,7 @@ class Scheduler:
         left = share
         for request, cached in self._window(queue, admitter):
             may_pass = not self._is_full(queue) and self._ends_with(request, request.num_tokens - cached, left)
-            if may_pass and self._admit(queue, request, admitter) is Admission.ADMITTED:
+            if may_pass and self._admit(queue, request, admitter, is_passing=True) is Admission.ADMITTED:
                 left -= self._grant(request, left)
         return share - left
 
@@ -278,9 +279,11 @@ class Scheduler:
         num_tokens: int = sum(request.num_tokens for request in queue.waiting)
         return num_tokens <= left
 
-    def _admit(self, queue: TenantQueue, request: Request, admitter: Admitter) -> Admission:
+    def _admit(
+        self, queue: TenantQueue, request: Request, admitter: Admitter, *, is_passing: bool = False
+    ) -> Admission:
         is_first = request is queue.waiting[0]
-        admission = admitter.admit(request, self._looks.get(request), self._running)
+        admission = admitter.admit(request, self._looks.get(request), self._running, is_passing=is_passing)
         if admission is Admission.ADMITTED:
             queue.waiting.remove(request)
             queue.running.add(request)

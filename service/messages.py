@@ -11,7 +11,7 @@ from radixkv.errors import InvalidRequest
 from radixkv.request import DEFAULT_REQUEST_PRIORITY, PrefillParams
 from radixkv.result import GenerateResult, PrefillResult, Retained, Timing, Usage
 from radixkv.retention import Retention
-from radixkv.sampling import DEFAULT_MAX_NEW_TOKENS, Sampling, random_seed
+from radixkv.sampling import DEFAULT_MAX_NEW_TOKENS, MAX_STOP_TOKEN_IDS, Sampling, random_seed
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, prefill_pb2
 
@@ -63,7 +63,15 @@ def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, 
 
 
 def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
-    """How a generation was asked for."""
+    """How a generation was asked for.
+
+    Raises:
+        InvalidRequest: there are too many stop tokens to look at each.
+    """
+    if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(request.stop_token_ids)}"
+        )
     return Sampling(
         max_new_tokens=request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_MAX_NEW_TOKENS,
         temperature=request.temperature,

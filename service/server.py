@@ -55,7 +55,7 @@ class Server:
             options=[
                 ("grpc.so_reuseport", 0),  # else a second server on the port would silently take half the requests
                 ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", -1),  # whoever asks for much gets it
                 # A caller that vanished without closing its connection is noticed within 40 s, not 2 hours.
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
@@ -89,24 +89,26 @@ class Server:
     async def drain(self) -> bool:
         """Refuse new requests, let running ones finish, then stop.
 
-        Health turns NOT_SERVING first, so that routers look elsewhere before the first refusal. Requests still running
-        after `drain_timeout_s` are cancelled. Answers leave before connections end: a socket that is closed while the
-        caller still sends (what it says of its window is enough) is reset, and what it holds is lost. gRPC closes a
-        connection once it said goodbye and no call is left, so it says so only after the last answer; the caller's word
-        that it heard then says that it has read all before.
+        Health turns NOT_SERVING before the first refusal. Requests still running after `drain_timeout_s` are cancelled.
+
+        Answers leave before connections end: a socket that is closed while the caller still sends (what it says of its
+        window is enough) is reset, and what it holds is lost. gRPC closes a connection once it said goodbye and no call
+        is left, so it says so only after the last answer; the caller's word that it heard then says that it has read
+        all before.
 
         Returns:
-            Whether every request finished by itself.
+            Whether every request finished by itself, and every answer left.
         """
         if self._health_watch is not None:
             self._health_watch.cancel()
         await self._health.enter_graceful_shutdown()
         end = asyncio.get_running_loop().time() + self._config.drain_timeout_s
         try:
-            return await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)
+            are_over = await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)
+            have_left = await self._unfinished.finish(max(_FLUSH_S, end - asyncio.get_running_loop().time()))
         finally:
-            await self._unfinished.finish(max(_FLUSH_S, end - asyncio.get_running_loop().time()))
             await self._grpc.stop(_FLUSH_S)
+        return are_over and have_left
 
     async def _watch_health(self) -> None:
         while True:
@@ -156,4 +158,4 @@ async def _serve_until_signal(engine: Engine, config: ServerConfig) -> None:
     if await server.drain():
         _logger.info("stopped")
     else:
-        _logger.warning("stopped; requests still running after %g s were cancelled", config.drain_timeout_s)
+        _logger.warning("stopped; not all requests were answered")

@@ -26,9 +26,14 @@ class UnfinishedCalls:
         self._contexts.add(context)
         context.add_done_callback(self._contexts.discard)  # type: ignore[arg-type]  # a class in its stubs
 
-    async def finish(self, timeout_s: float) -> None:
-        """Wait for the calls that are there now, however many come after them, or until `timeout_s` seconds passed."""
+    async def finish(self, timeout_s: float) -> bool:
+        """Wait for the calls that are there now, however many come after them, for `timeout_s` seconds at most.
+
+        Returns:
+            Whether they are finished.
+        """
         before = self._contexts.copy()
         end = asyncio.get_running_loop().time() + timeout_s
         while self._contexts & before and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(_PERIOD_S)
+        return not self._contexts & before

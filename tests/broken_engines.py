@@ -181,8 +181,8 @@ def tells_nobody_that_a_step_failed(patch: pytest.MonkeyPatch) -> None:
 def shares_between_salts(patch: pytest.MonkeyPatch) -> None:
     lease = PrefixCache.lease
 
-    def lease_anywhere(cache: PrefixCache, namespace: Namespace, tokens: bytes, *, read: bool = True) -> Lease:
-        found = lease(cache, namespace._replace(salt=""), tokens, read=read)
+    def lease_anywhere(cache: PrefixCache, namespace: Namespace, tokens: bytes, **options: Any) -> Lease:
+        found = lease(cache, namespace._replace(salt=""), tokens, **options)
         found.namespace = namespace
         return found
 

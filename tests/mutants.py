@@ -17,8 +17,8 @@ CACHE_MUTANTS = (
     Mutant("evictor.py", "takeable = num_available - num_spared_blocks", "takeable = num_available"),
     Mutant(
         "leases.py",
-        "max(self._tenants.num_blocks_kept_from(tenant), num_spared_blocks)",
-        "self._tenants.num_blocks_kept_from(tenant)",
+        "max(num_kept_blocks, num_spared_blocks)",
+        "num_kept_blocks",
     ),
     Mutant("block_pool.py", "        del self._free[first:]\n", ""),
     Mutant("block_pool.py", "first = len(self._free) - num_blocks", "first = max(0, len(self._free) - num_blocks)"),

@@ -70,7 +70,7 @@ def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tup
     while len(token_ids) < sampling.max_new_tokens and not set(token_ids[-1:]) & sampling.stop_token_ids:
         row = logits_of(content_of(namespace, tokens))
         if sampling.temperature:
-            token_ids.append(draw(torch.from_numpy(row), sampling, position=len(tokens) // 4))
+            token_ids.append(int(draw(torch.from_numpy(row), sampling, position=len(tokens) // 4)))
         else:
             token_ids.append(int(row.argmax()))
         tokens += token_ids[-1].to_bytes(4, "little")

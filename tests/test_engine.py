@@ -297,6 +297,33 @@ def test_nothing_waits_for_a_step_that_hangs(runner: GatedRunner, monkeypatch: p
     assert engine._core.cache.pool.num_leased == 0
 
 
+def test_a_drain_does_not_wait_for_a_step_that_is_found_to_hang(runner: GatedRunner) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=0.2))
+    engine.start()
+    runner.gate.clear()
+    hanging = engine.prefill(params(range(20)))
+    assert runner.entered.wait(5)
+    start_s = time.monotonic()
+    assert engine.drain(30) is False
+    assert time.monotonic() - start_s < 5
+    assert hanging.cancelled()
+    runner.gate.set()
+    engine.stop()
+
+
+def test_a_drain_does_not_wait_for_those_that_are_cancelled_meanwhile(runner: GatedRunner) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    engine.start()
+    runner.gate.clear()
+    first, second = engine.prefill(params(range(20))), engine.prefill(params(range(50, 60)))
+    assert runner.entered.wait(5)
+    second.cancel()
+    threading.Timer(0.05, runner.gate.set).start()
+    assert engine.drain(30) is True
+    assert first.result(5).next_token_id == next_token(tokens(range(20)))
+    engine.stop()
+
+
 def test_a_thread_that_dies_leaves_nobody_waiting(runner: GatedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(max_step_tokens=4))

@@ -196,14 +196,30 @@ class TestPressure:
         shared = bench.generate([*range(16), 96, 97, 98, 99], 12)
         short = bench.generate(range(50, 58), 2)
         bench.core.step()
-        waiting = bench.submit([*range(16), 77, 78])
+        waiting = bench.generate([*range(16), 77, 78], 2)
         bench.core.step()
         assert short.done()
-        assert not waiting.done(), "the two others need what was left"
+        assert not waiting.told, "the two others need what was left"
         bench.core.step()
-        assert waiting.done(), "it needs one block, and not five"
+        assert waiting.told, "it needs one block, and not five"
         assert not shared.done()
         bench.run()
+
+    def test_a_prefill_borrows_for_a_step_what_generations_will_need(self) -> None:
+        bench = Bench(num_blocks=8)
+        running = [bench.generate(range(start, start + 5), 6) for start in (0, 50)]
+        while min(len(future.told) for future in running) < 2:
+            bench.core.step()
+        num_free = bench.cache.pool.num_free + bench.cache.num_evictable_blocks
+        brief = bench.submit(range(100, 100 + num_free * BLOCK_SIZE))
+        held = bench.submit(range(200, 204), hold_lease=True)
+        bench.core.step()  # it was under way
+        bench.core.step()
+        assert brief.done()
+        assert not held.done(), "it would keep its blocks"
+        bench.run()
+        assert [generated(f) for f in running] == [continuation(range(start, start + 5), 6) for start in (0, 50)]
+        assert bench.core.stats().requests.pauses == 0
 
     def test_a_resumed_request_leads_nobody_once_it_decodes(self) -> None:
         bench = Bench()

@@ -133,6 +133,19 @@ def test_without_memory_for_the_check_of_the_model_the_service_does_not_start(mo
         build_engine(Config.load(None, ["model.device=cpu"]))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["ceiling_tokens=63"], "expected room for at least 1 whole blocks of 64 tokens, got 63"),
+        (["floor_tokens=100", "ceiling_tokens=100"], "expected room for at least 2 whole blocks of 64 tokens, got 100"),
+    ],
+)
+def test_ceilings_must_hold_a_block_and_the_floor(settings: list[str], message: str) -> None:
+    config = Config.load(None, ["model.device=cpu", *(f"tenants.acme.{setting}" for setting in settings)])
+    with pytest.raises(ConfigError, match=rf"tenants\.acme\.ceiling_tokens: {message}"):
+        build_engine(config)
+
+
 def test_floors_must_fit_into_the_pool_that_there_is() -> None:
     settings = ["model.device=cpu", "tenants.acme.floor_tokens=131000", "tenants.other.floor_tokens=100"]
     with pytest.raises(ConfigError, match=r"tenants\.\*\.floor_tokens: .* pool's 2048 blocks in all, got 2049"):

@@ -1,7 +1,9 @@
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixkv.prediction import draw
 from radixkv.sampling import Sampling
@@ -12,7 +14,7 @@ PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 
 def draws(count: int, **fields: float) -> Counter[int]:
     sampling = Sampling(seed=1, **fields)
-    return Counter(draw(PROBABILITIES.log(), sampling, position) for position in range(count))
+    return Counter(int(draw(PROBABILITIES.log(), sampling, position)) for position in range(count))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -35,17 +37,38 @@ def test_top_p_keeps_the_fewest_tokens_that_have_so_much_together(top_p: float, 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     logits = torch.randn(300, generator=torch.Generator().manual_seed(0))
     sampling = Sampling(temperature=1.0, seed=7)
-    first = [draw(logits, sampling, position) for position in range(50)]
+    first = [int(draw(logits, sampling, position)) for position in range(50)]
     torch.manual_seed(99)
-    assert [draw(logits, sampling, position) for position in range(50)] == first
+    assert [int(draw(logits, sampling, position)) for position in range(50)] == first
     assert len(set(first)) > 25
-    assert [draw(logits, Sampling(temperature=1.0, seed=8), position) for position in range(50)] != first
+    assert [int(draw(logits, Sampling(temperature=1.0, seed=8), position)) for position in range(50)] != first
 
 
 def test_a_low_temperature_is_nearly_greedy_and_a_huge_logit_harmless() -> None:
     logits = torch.tensor([1e30, 1e30, -1e30])
-    assert {draw(logits, Sampling(temperature=1e-30, seed=s), 0) for s in range(50)} == {0, 1}
-    assert {draw(PROBABILITIES.log(), Sampling(temperature=0.01, seed=s), 0) for s in range(50)} == {0}
+    assert {int(draw(logits, Sampling(temperature=1e-30, seed=s), 0)) for s in range(50)} == {0, 1}
+    assert {int(draw(PROBABILITIES.log(), Sampling(temperature=0.01, seed=s), 0)) for s in range(50)} == {0}
+
+
+class _Calls(TorchDispatchMode):
+    """Notes which functions are called on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_a_draw_asks_the_device_for_nothing(top_p: float) -> None:
+    """What has a shape that depends on values has to wait for them, as reading one has."""
+    with _Calls() as calls:
+        draw(PROBABILITIES.log(), Sampling(temperature=1.0, top_p=top_p, seed=1), 0)
+    assert len(calls.names) > 5
+    assert not [name for name in calls.names if "_local_scalar" in name or "nonzero" in name or "index" in name]
 
 
 def test_a_generation_draws_by_its_position_and_others_take_the_most_likely_token() -> None:

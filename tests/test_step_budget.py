@@ -62,9 +62,11 @@ def test_who_has_no_memory_for_a_single_token_is_refused_and_the_others_go_on() 
         bench.cache.check()
     assert isinstance(refused.exception(0), OutOfMemory)
     assert device.tried == [16, 8, 4, 2, 1]
+    assert bench.core.num_failed_steps == 1
     device.most_tokens = 512
     bench.run()
     assert behind.result(0).next_token_id == next_token(tokens(range(20, 28)))
+    assert bench.core.num_failed_steps == 0
     assert bench.cache.pool.num_leased == 0
 
 

@@ -109,12 +109,13 @@ def record(
     *,
     max_tokens: int = 16,
     max_requests: int = 4,
+    max_sequence_tokens: int = MAX_TOKENS,
 ) -> StepGraphs:
     return StepGraphs(
         model,
         storage,
         kernels,
-        max_sequence_tokens=MAX_TOKENS,
+        max_sequence_tokens=max_sequence_tokens,
         max_step_tokens=max_tokens,
         max_requests=max_requests,
         recorder=recorder or Recorder(),
@@ -390,6 +391,18 @@ class TestCheckAtLoad:
         assert graphs.shapes == shapes
         assert not caplog.records
         assert {each.num_replays for each in recorder.recorded} == {1}
+
+    @pytest.mark.parametrize("max_sequence_tokens", [1, 20])
+    def test_those_of_a_model_with_short_sequences_stay(
+        self, max_sequence_tokens: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = load("llama", tmp_path)
+        storage, kernels = poisoned(model), TritonKernels(is_exact=False)
+        graphs = record(model, storage, kernels, max_tokens=64, max_sequence_tokens=max_sequence_tokens)
+        shapes = graphs.shapes
+        drop_wrong_graphs(graphs, model, storage, kernels, max_sequence_tokens)
+        assert graphs.shapes == shapes
+        assert not caplog.records
 
     def test_those_too_large_for_the_pool_go(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         model = load("llama", tmp_path)

@@ -251,6 +251,7 @@ def test_the_blocking_client_generates_and_closing_it_cancels():
         ({"tenant": 5}, TypeError, "tenant: expected text in UTF-8, got 5"),
         ({"tenant": "\ud800"}, ValueError, "tenant: expected text in UTF-8, got '\\ud800'"),
         ({"retention": 5}, TypeError, "retention: expected a Retention, got 5"),
+        ({"retention": Retention(60, ttl_s="5")}, ValueError, "retention.ttl_s: expected more than 0 and at most"),
         ({"timeout_s": "soon"}, ValueError, "timeout_s: expected more than 0 and less than"),
     ],
 )

@@ -413,6 +413,22 @@ def test_a_message_above_the_limit_is_refused():
     assert calling(talk, max_message_bytes=2048) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 3)
 
 
+def test_stop_tokens_are_counted_before_they_are_looked_at():
+    async def talk(client, engine):
+        refusal = await refusal_of(anext(client.generate([3], stop_token_ids=[5] * 1025)))
+        return refusal.code(), refusal.details()
+
+    message = "stop_token_ids: expected at most 1024 of them, got 1025"
+    assert calling(talk) == (grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
+def test_an_answer_may_be_larger_than_a_message_that_is_accepted():
+    async def talk(client, engine):
+        return len((await client.prefill([3], return_logits=True)).logits)
+
+    assert calling(talk, FakeEngine(num_logits=10_000), max_message_bytes=2048) == 40_000
+
+
 def test_the_engine_judges_prompts():
     async def talk(client, engine):
         return [(await refusal_of(client.prefill(ids))).code() for ids in ([], [VOCAB_SIZE])]

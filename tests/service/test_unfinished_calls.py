@@ -31,10 +31,9 @@ def test_those_that_are_there_are_waited_for(calls):
         await asyncio.sleep(0.05)
         was_waiting = not finish.done()
         second.end()
-        await asyncio.wait_for(finish, 5)
-        return was_waiting
+        return was_waiting, await asyncio.wait_for(finish, 5)
 
-    assert asyncio.run(run())
+    assert asyncio.run(run()) == (True, True)
 
 
 def test_those_that_come_later_are_not(calls):
@@ -44,14 +43,14 @@ def test_those_that_come_later_are_not(calls):
         await asyncio.sleep(0)
         begun(calls)
         call.end()
-        await asyncio.wait_for(finish, 5)
+        return await asyncio.wait_for(finish, 5)
 
-    asyncio.run(run())
+    assert asyncio.run(run())
 
 
 def test_the_wait_has_an_end(calls):
     async def run():
         begun(calls)
-        await asyncio.wait_for(calls.finish(0.05), 5)
+        return await asyncio.wait_for(calls.finish(0.05), 5)
 
-    asyncio.run(run())
+    assert not asyncio.run(run())
