@@ -16,6 +16,7 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.staging import to_device
 from radixkv.lease import BlockCopy
 from radixkv.model import Model
+from radixkv.token_bytes import TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Chunk:
         wants_logits: whether the logits after the chunk's last token are wanted.
     """
 
-    tokens: bytes
+    tokens: bytes | bytearray
     start: int
     end: int
     block_ids: BlockIds
@@ -86,7 +87,8 @@ def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepLayout:
 
 def pack_tokens(chunks: Sequence[Chunk]) -> torch.Tensor:
     """The tokens of some chunks, one chunk after the other, int64 on the host."""
-    packed = np.concatenate([np.frombuffer(chunk.tokens, dtype="<u4")[chunk.start : chunk.end] for chunk in chunks])
+    parts = [chunk.tokens[chunk.start * TOKEN_BYTES : chunk.end * TOKEN_BYTES] for chunk in chunks]
+    packed = np.frombuffer(b"".join(parts), dtype="<u4")
     return torch.from_numpy(packed.astype(np.int64))
 
 

@@ -36,7 +36,7 @@ class Lease:
     Attributes:
         namespace: where blocks are published.
         usage: where the tenant's blocks are counted.
-        tokens: the prompt and what it was extended by, little-endian uint32 bytes.
+        tokens: the prompt and what it was extended by, little-endian uint32 bytes; once extended, a bytearray.
         cached_tokens: tokens whose K/V exist already.
         block_ids: int32, all blocks of the tokens in order, and then those that are reserved. `commit` may exchange
             some for equal ones.
@@ -83,7 +83,7 @@ class Lease:
         self._leases = leases
         self.namespace = namespace
         self.usage = usage
-        self.tokens = tokens
+        self.tokens: bytes | bytearray = tokens
         self.cached_tokens = cached_tokens
         self.block_ids = block_ids
         self.num_published_blocks = num_published_blocks

@@ -149,6 +149,8 @@ class Leases:
         """Let a lease go on; see `Lease.extend`."""
         require_tokens(tokens)
         self.reserve(lease, lease.num_tokens + len(tokens) // TOKEN_BYTES)
+        if isinstance(lease.tokens, bytes):
+            lease.tokens = bytearray(lease.tokens)  # which is not copied for each token
         lease.tokens += tokens
 
     def reserve(self, lease: Lease, num_tokens: int) -> None:
@@ -186,7 +188,7 @@ class Leases:
         if end <= lease.committed_tokens or lease.is_revoked:
             return 0
         num_blocks = -(-end // self._block_size)
-        tokens = lease.tokens[: end * TOKEN_BYTES]
+        tokens = bytes(lease.tokens[: end * TOKEN_BYTES])
         tree = self._trees.get(lease.namespace)
         if tree is None:
             tree = self._trees[lease.namespace] = RadixTree(self._block_size, lease.namespace, lease.usage)

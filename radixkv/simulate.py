@@ -166,7 +166,8 @@ class _Replay:
     def _tell_future(self, future: FarthestFuture, lease: Lease, index: int) -> None:
         last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]
         ids = np.minimum(last_tokens // TOKENS_PER_ID, len(self._requests[index].hash_ids) - 1)
-        known = self.cache.match(lease.namespace, lease.tokens).block_ids  # the tree may hold a last block of its own
+        # The tree may hold a last block of its own.
+        known = self.cache.match(lease.namespace, bytes(lease.tokens)).block_ids
         next_uses = self._next_uses[index][ids]
         future.note(lease.block_ids, next_uses)
         future.note(known, next_uses[: known.size])

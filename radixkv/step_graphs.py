@@ -72,6 +72,7 @@ class StepGraphs:
         # The largest are recorded first: the others fit into their memory. They are looked through the other way round.
         recorded = [(shape, recorder(self._computing(shape))) for shape in reversed(shapes)]
         self._replays = dict(reversed(recorded))
+        self._num_prepared = 0
 
     @property
     def shapes(self) -> list[StepShape]:
@@ -113,8 +114,11 @@ class StepGraphs:
 
     def _ready(self, shape: StepShape, layout: StepLayout, plans: Plans) -> Replay:
         self._buffers.fill(shape, layout, plans)
+        self._num_prepared += 1
+        number = self._num_prepared
 
         def replay(input_ids: torch.Tensor) -> StepOutputs:
+            assert number == self._num_prepared, "another step was prepared since"
             self._buffers.upload(shape, input_ids)
             return self._replays[shape]()
 

@@ -226,7 +226,7 @@ class Walk:
 
         assert lease.committed_tokens == end
         if end:
-            self.oracle.publish(lease.namespace, lease.tokens[: end * 4], holder.identities[:end])
+            self.oracle.publish(lease.namespace, bytes(lease.tokens[: end * 4]), holder.identities[:end])
         grown = self.cache.num_segments - num_segments
         self.events["splits"] += grown == 2
         self.events["leaves attached"] += grown == 1

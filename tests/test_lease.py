@@ -293,7 +293,7 @@ class TestExtend:
     def test_without_blocks_nothing_changes(self) -> None:
         cache = PrefixCache(2, 4)
         lease = lease_text(cache, "abcdefgh")
-        before = lease.block_ids.tolist(), lease.tokens, counts(cache)
+        before = lease.block_ids.tolist(), bytes(lease.tokens), counts(cache)
         with pytest.raises(OutOfBlocks, match="expected 1 more, got 0 free and 0 evictable of 2"):
             lease.extend(spell("i"))
         assert (lease.block_ids.tolist(), lease.tokens, counts(cache)) == before
