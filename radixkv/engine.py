@@ -98,7 +98,7 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping = False
         self._is_stopped = False
-        self._inbox_lock = threading.Lock()  # of `_is_stopped` and `_calls`: whatever is in the inbox is run
+        self._inbox_lock = threading.Lock()  # of `_is_stopped` and who enters `_calls`: what is in the inbox is run
         self._calls: set[Future[Any]] = set()  # under way
         self._next_try_s = 0.0
 

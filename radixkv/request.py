@@ -120,7 +120,7 @@ class Request:
         computed_upto: tokens whose K/V exist, reused ones included.
         written_tokens: tokens that this request made matchable.
         recomputed_tokens: tokens computed again after a pause.
-        is_revoked: its namespace was purged while it waited; it publishes nothing.
+        is_revoked: its namespace was purged since it came: it publishes nothing, whatever leases it gets.
         is_over: it was answered, or never will be.
         received_s, scheduled_s, prefilled_s: `time.monotonic()` of arrival, of the first admission, and of the first
             token; None for not yet.

@@ -239,7 +239,9 @@ class Scheduler:
             if not left or tokens >= self._left(first):
                 break
             if request not in self._running:
-                if self._is_full(queue) or (self._blocked is not None and not self._ends_with(request, tokens, left)):
+                if self._has_no_place_for(queue) or (
+                    self._blocked is not None and not self._ends_with(request, tokens, left)
+                ):
                     continue
                 is_passing = self._ends_with(request, tokens, left)
                 if self._admit(queue, request, admitter, is_passing=is_passing) is not Admission.ADMITTED:
@@ -251,7 +253,7 @@ class Scheduler:
         """Serve those that give all their blocks back with the step, while somebody else waits for blocks."""
         left = share
         for request, cached in self._window(queue, admitter):
-            may_pass = not self._is_full(queue) and self._ends_with(request, request.num_tokens - cached, left)
+            may_pass = not self._has_no_place_for(queue) and self._ends_with(request, request.num_tokens - cached, left)
             if may_pass and self._admit(queue, request, admitter, is_passing=True) is Admission.ADMITTED:
                 left -= self._grant(request, left)
         return share - left
@@ -262,7 +264,7 @@ class Scheduler:
 
     def _next_of(self, queue: TenantQueue, left: int, admitter: Admitter) -> Request | None:
         """Who of a tenant is admitted next, with so many tokens left for it."""
-        if self._is_full(queue) or not queue.waiting:
+        if self._has_no_place_for(queue) or not queue.waiting:
             return None
         if self._blocked is not None:
             return self._blocked if self._blocked in queue.waiting else None
@@ -307,7 +309,7 @@ class Scheduler:
             window.append((request, self._looks[request]))
         return window
 
-    def _is_full(self, queue: TenantQueue) -> bool:
+    def _has_no_place_for(self, queue: TenantQueue) -> bool:
         """Whether a tenant may have no more running: a tenant that has some leaves room for those that have none."""
         num_free = self._max_running_requests - len(self._running)
         if num_free <= 0 or not queue.running:
