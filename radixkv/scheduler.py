@@ -239,11 +239,9 @@ class Scheduler:
             if not left or tokens >= self._left(first):
                 break
             if request not in self._running:
-                if self._has_no_place_for(queue) or (
-                    self._blocked is not None and not self._ends_with(request, tokens, left)
-                ):
-                    continue
                 is_passing = self._ends_with(request, tokens, left)
+                if self._has_no_place_for(queue) or (self._blocked is not None and not is_passing):
+                    continue
                 if self._admit(queue, request, admitter, is_passing=is_passing) is not Admission.ADMITTED:
                     continue
             left -= self._grant(request, left)

@@ -141,8 +141,8 @@ def gives_the_blocks_of_the_cancelled_back_while_a_step_runs(patch: pytest.Monke
 def counts_no_recomputed_tokens(patch: pytest.MonkeyPatch) -> None:
     admit = Admitter.admit
 
-    def admit_and_forget(admitter: Admitter, request: Request, *args: Any) -> Admission:
-        admission = admit(admitter, request, *args)
+    def admit_and_forget(admitter: Admitter, request: Request, *args: Any, **options: Any) -> Admission:
+        admission = admit(admitter, request, *args, **options)
         request.recomputed_tokens = 0
         return admission
 
@@ -152,9 +152,9 @@ def counts_no_recomputed_tokens(patch: pytest.MonkeyPatch) -> None:
 def goes_on_after_a_pause_as_if_nothing_was_evicted(patch: pytest.MonkeyPatch) -> None:
     admit = Admitter.admit
 
-    def admit_and_go_on(admitter: Admitter, request: Request, *args: Any) -> Admission:
+    def admit_and_go_on(admitter: Admitter, request: Request, *args: Any, **options: Any) -> Admission:
         computed_upto = request.computed_upto
-        admission = admit(admitter, request, *args)
+        admission = admit(admitter, request, *args, **options)
         request.computed_upto = max(computed_upto, request.computed_upto)
         return admission
 

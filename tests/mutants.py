@@ -110,7 +110,7 @@ ENGINE_MUTANTS = (
     Mutant("scheduler.py", "queue.num_passed_over >= _MAX_PASSED_OVER or ", ""),
     Mutant("scheduler.py", "max(equals, key=lambda look: look[1])", "min(equals, key=lambda look: look[1])"),
     Mutant("scheduler.py", "                self._blocked = request\n", "                pass\n"),
-    Mutant("scheduler.py", " and not self._ends_with(request, tokens, left)):", "):"),
+    Mutant("scheduler.py", "(self._blocked is not None and not is_passing):", "(self._blocked is not None and False):"),
     Mutant("scheduler.py", "if not left or tokens >= self._left(first):", "if not left:"),
     Mutant("scheduler.py", "turn // _SHORT_SHARE", "0"),
     Mutant("scheduler.py", "        self._decode(decoding[:most])\n", "        self._decode([])\n"),

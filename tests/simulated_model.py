@@ -236,7 +236,7 @@ class SimulatedRunner:
                 self.num_copies += 1
         for chunk, lease, _ in parts:
             held = self.read(chunk.block_ids, chunk.start)
-            expected = content_of(lease.namespace, chunk.tokens)[: chunk.start]
+            expected = content_of(lease.namespace, bytes(chunk.tokens))[: chunk.start]
             for position in np.flatnonzero(held != expected)[:1].tolist():
                 self.violations.append(f"position {position} of [0, {chunk.start}) holds another prefix's K/V")
             before = int(held[-1]) if chunk.start else first_digest(lease.namespace)

@@ -62,8 +62,16 @@ def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> A
 
 
 def _create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-    """Multiply bfloat16 values; the original multiplies their raw bits."""
-    return _original_create_dot(self, _as_float32(a), _as_float32(b), d, *options)
+    """Multiply bfloat16 values, where the original multiplies their raw bits; and each row of `a` by itself.
+
+    On a GPU a row's sums do not depend on how many rows there are. Those of the BLAS behind numpy do, on some machines.
+    """
+    a, b = _as_float32(a), _as_float32(b)
+    rows = interpreter.TensorHandle(a.data[..., :, np.newaxis, :], a.dtype)  # [..., M, 1, K]
+    columns = interpreter.TensorHandle(b.data[..., np.newaxis, :, :], b.dtype)  # [..., 1, K, N]
+    sums = interpreter.TensorHandle(d.data[..., :, np.newaxis, :], d.dtype)  # [..., M, 1, N]
+    product = _original_create_dot(self, rows, columns, sums, *options)
+    return interpreter.TensorHandle(product.data[..., 0, :], product.dtype)
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
