@@ -217,7 +217,7 @@ class Scheduler:
         for request in prefills:
             left -= self._grant(request, left)
         while left and (request := self._next_of(queue, left, admitter)) is not None:
-            admission = self._admit(queue, request, admitter)
+            admission = self._admit(queue, request, left, admitter)
             if admission is Admission.ADMITTED:
                 left -= self._grant(request, left)
             elif admission is Admission.NO_ROOM:
@@ -239,10 +239,9 @@ class Scheduler:
             if not left or tokens >= self._left(first):
                 break
             if request not in self._running:
-                is_passing = self._ends_with(request, tokens, left)
-                if self._has_no_place_for(queue) or (self._blocked is not None and not is_passing):
+                if self._has_no_place_for(queue) or (self._blocked is not None and not self._ends_with(request, left)):
                     continue
-                if self._admit(queue, request, admitter, is_passing=is_passing) is not Admission.ADMITTED:
+                if self._admit(queue, request, left, admitter) is not Admission.ADMITTED:
                     continue
             left -= self._grant(request, left)
         return share - left
@@ -250,15 +249,16 @@ class Scheduler:
     def _serve_passing(self, queue: TenantQueue, share: int, admitter: Admitter) -> int:
         """Serve those that give all their blocks back with the step, while somebody else waits for blocks."""
         left = share
-        for request, cached in self._window(queue, admitter):
-            may_pass = not self._has_no_place_for(queue) and self._ends_with(request, request.num_tokens - cached, left)
-            if may_pass and self._admit(queue, request, admitter, is_passing=True) is Admission.ADMITTED:
+        for request, _ in self._window(queue, admitter):
+            may_pass = not self._has_no_place_for(queue) and self._ends_with(request, left)
+            if may_pass and self._admit(queue, request, left, admitter) is Admission.ADMITTED:
                 left -= self._grant(request, left)
         return share - left
 
-    def _ends_with(self, request: Request, tokens: int, budget: int) -> bool:
-        """Whether a request gives all its blocks back after a step with so many tokens for it."""
-        return tokens <= budget and request.generation is None and not request.params.hold_lease
+    def _ends_with(self, request: Request, left: int) -> bool:
+        """Whether a waiting request gives all its blocks back after a step that has so many tokens left for it."""
+        tokens = request.num_tokens - self._looks.get(request, 0)
+        return tokens <= left and request.generation is None and not request.params.hold_lease
 
     def _next_of(self, queue: TenantQueue, left: int, admitter: Admitter) -> Request | None:
         """Who of a tenant is admitted next, with so many tokens left for it."""
@@ -279,10 +279,10 @@ class Scheduler:
         num_tokens: int = sum(request.num_tokens for request in queue.waiting)
         return num_tokens <= left
 
-    def _admit(
-        self, queue: TenantQueue, request: Request, admitter: Admitter, *, is_passing: bool = False
-    ) -> Admission:
+    def _admit(self, queue: TenantQueue, request: Request, left: int, admitter: Admitter) -> Admission:
+        """Have a waiting request admitted to a step that has so many tokens left for it."""
         is_first = request is queue.waiting[0]
+        is_passing = self._ends_with(request, left)
         admission = admitter.admit(request, self._looks.get(request), self._running, is_passing=is_passing)
         if admission is Admission.ADMITTED:
             queue.waiting.remove(request)
