@@ -143,7 +143,7 @@ def _retention_message(retention: Retention | None) -> RetentionMessage | None:
             raise ValueError(f"retention.{name}: expected a whole number from 0, got {value}")
     ttl_s = retention.ttl_s
     if ttl_s is not None and not (isinstance(ttl_s, int | float) and 0 < ttl_s <= MAX_TTL_S):
-        raise ValueError(f"retention.ttl_s: expected more than 0 and at most {MAX_TTL_S:.0f} seconds, got {ttl_s}")
+        raise ValueError(f"retention.ttl_s: expected more than 0 and at most {MAX_TTL_S:.0f} seconds, got {ttl_s!r}")
     seconds, nanos = divmod(round((ttl_s or 0) * 1e9), 1_000_000_000)
     return RetentionMessage(
         priority=retention.priority,
