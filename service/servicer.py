@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import grpc.aio
-
 from radixkv.errors import InvalidRequest
 from radixkv.result import GeneratedTokens
 from radixkv.service.mailbox import Mailbox
@@ -28,12 +26,12 @@ from radixkv.service.messages import (
     usage_message,
 )
 from radixkv.service.token_ids import read_token_ids
+from radixkv.service.unfinished_calls import Context
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine import Engine
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Answer = TypeVar("Answer")
 
 

@@ -200,6 +200,22 @@ def test_answers_known_as_the_drain_ends_still_leave(monkeypatch):
     assert asyncio.run(run()) == list(range(5))
 
 
+def test_a_drain_says_if_an_answer_did_not_leave(monkeypatch):
+    monkeypatch.setattr(server_module, "_FLUSH_S", 0.05)
+
+    class StuckCall:
+        def add_done_callback(self, callback):
+            pass
+
+    async def run():
+        async with serving(FakeEngine(), drain_timeout_s=0.05) as (server, _):
+            is_clean = await server.drain()
+            server._unfinished.add(StuckCall())
+            return is_clean, await server.drain()
+
+    assert asyncio.run(run()) == (True, False)
+
+
 def test_a_drain_is_not_held_up_by_health_watchers(monkeypatch):
     monkeypatch.setattr(server_module, "_FLUSH_S", 0.05)
 
