@@ -36,24 +36,24 @@ STEPS ?= 1000000
 ENGINE_SEEDS ?= 2000
 SEED  ?= 0
 stress: $(STAMP)
-	$(PY) -m tests.cache_walk --steps $(STEPS) --seed $(SEED)
-	$(PY) -m tests.engine_walk --seeds $(ENGINE_SEEDS) --seed $(SEED)
+	$(PY) -m tests.cache.walk.cache_walk --steps $(STEPS) --seed $(SEED)
+	$(PY) -m tests.engine.simulation.engine_walk --seeds $(ENGINE_SEEDS) --seed $(SEED)
 
 CASES ?= 1000
 exact: $(STAMP)
-	$(PY) -m tests.exact_cases --cases $(CASES) --dtype float32
-	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16
-	$(PY) -m tests.exact_cases --cases $(CASES) --dtype float32 --kv-dtype bf16
-	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype fp8
-	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int8
-	$(PY) -m tests.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int4
+	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype float32
+	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16
+	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype float32 --kv-dtype bf16
+	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype fp8
+	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int8
+	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int4
 
 CALLS ?= 50000
 campaign: $(STAMP)
-	$(PY) -m tests.campaign --calls $(CALLS) --seed $(SEED)
+	$(PY) -m tests.whole.campaign --calls $(CALLS) --seed $(SEED)
 
 mutants: $(STAMP)
-	$(PY) -m tests.mutation_check
+	$(PY) -m tests.mutants.mutation_check
 
 # TRACE is any file in Mooncake's JSONL format.
 bench: $(STAMP)

@@ -14,8 +14,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.attention_inputs import AttentionInputs
-from bench.sglang_attention import load_extend_attention
+from bench.parts.attention_inputs import AttentionInputs
+from bench.parts.sglang_attention import load_extend_attention
 
 # A call for each input set; a call returns `[suffix_tokens, num_query_heads, head_dim]`.
 Calls = list[Callable[[], torch.Tensor]]

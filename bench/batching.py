@@ -23,10 +23,10 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from bench.environment import describe_run
-from bench.report import distribution
-from bench.result_file import write_json
-from bench.server_process import ServerProcess, serve_command
+from bench.parts.environment import describe_run
+from bench.parts.report import distribution
+from bench.parts.result_file import write_json
+from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.v1 import prefill_pb2
 
 _TIMEOUT_S = 600.0

@@ -26,19 +26,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.environment import describe_run
 from bench.exactness import BLOCK_SIZE, SHAPES, build_runner
-from bench.result_file import write_json
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from radixkv.api.sampling import Sampling
+from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
-from radixkv.engine_core import EngineCore
-from radixkv.eviction_policies import make_policy
-from radixkv.forward import Chunk
+from radixkv.engine.core import EngineCore
+from radixkv.engine.step import Step
 from radixkv.namespace import Namespace
-from radixkv.prefix_cache import PrefixCache
-from radixkv.request import Generation, PrefillParams, Request
-from radixkv.runner import Runner
-from radixkv.sampling import Sampling
-from radixkv.step import Step
+from radixkv.scheduling.request import Generation, PrefillParams, Request
 
 MODEL = "model"
 REST = "rest"

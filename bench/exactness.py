@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from bench.environment import describe_run
-from bench.result_file import write_json
-from radixkv.attention import ATTENTION_NAME
-from radixkv.attention_trial import try_attention_here
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from radixkv.compute.forward import Chunk
+from radixkv.compute.graphs.recorder import GraphRecorder
+from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
-from radixkv.engine_builder import attention_kernels, make_runner
-from radixkv.forward import Chunk
-from radixkv.graph_recorder import GraphRecorder
-from radixkv.kv_storage import KVStorage
-from radixkv.model import Model
-from radixkv.runner import Runner
-from radixkv.tiny_model import build_tiny_model
+from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.model import Model
+from radixkv.model.tiny_model import build_tiny_model
+from radixkv.startup.attention_trial import try_attention_here
+from radixkv.startup.build_engine import attention_kernels, make_runner
+from radixkv.storage.device_pool import KVStorage
 
 BLOCK_SIZE = 64
 VOCAB_SIZE = 32_000

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.environment import describe_run
-from bench.result_file import write_json
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -102,8 +102,8 @@ STAGES = (
         "graphs",
         60,
         (*_ENGINE_IMPORTS, "pytest"),
-        "-m pytest -q -p no:cacheprovider -W default tests/test_step_graphs_on_gpu.py",
-        "-m pytest -q -p no:cacheprovider tests/test_step_graphs.py -k smallest",
+        "-m pytest -q -p no:cacheprovider -W default tests/compute/graphs/test_graphs_on_gpu.py",
+        "-m pytest -q -p no:cacheprovider tests/compute/graphs/test_graphs.py -k smallest",
         has_result=False,
     ),
     Stage("write_kv", 40, _KERNEL_IMPORTS, "-m bench.kernels --kernels write_kv"),
@@ -114,8 +114,8 @@ STAGES = (
         "exact_cases",
         75,
         _ENGINE_IMPORTS,
-        "-m tests.exact_cases --device cuda --dtype bfloat16 --cases 80",
-        "-m tests.exact_cases --device cpu --cases 64",
+        "-m tests.model.exact.exact_cases --device cuda --dtype bfloat16 --cases 80",
+        "-m tests.model.exact.exact_cases --device cpu --cases 64",
         has_result=False,
     ),
     Stage("gpu_prefill", 140, _ENGINE_IMPORTS, "-m bench.gpu_prefill --rounds 3"),

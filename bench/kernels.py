@@ -22,21 +22,21 @@ from pathlib import Path
 
 import torch
 
-from bench.attention_inputs import AttentionCase, Heads, expected_answer, make_inputs, worst_error
 from bench.attention_peers import NAMES, peer
-from bench.copy_inputs import BlockCopies, TokenWrites
-from bench.device_time import Rates, cache_bytes, measure_rates
-from bench.environment import describe_run
-from bench.kernel_row import HEADER, Contestant, Row, Work, format_failures, format_row, guarded_row, measure_row
-from bench.result_file import write_json
-from bench.row_inputs import GatedRows, NormedRows
+from bench.parts.attention_inputs import AttentionCase, Heads, expected_answer, make_inputs, worst_error
+from bench.parts.copy_inputs import BlockCopies, TokenWrites
+from bench.parts.device_time import Rates, cache_bytes, measure_rates
+from bench.parts.environment import describe_run
+from bench.parts.kernel_row import HEADER, Contestant, Row, Work, format_failures, format_row, guarded_row, measure_row
+from bench.parts.result_file import write_json
+from bench.parts.row_inputs import GatedRows, NormedRows
 from radixkv.kernels import reference
 from radixkv.kernels.copy_blocks import copy_blocks
 from radixkv.kernels.norm import add_rms_norm
 from radixkv.kernels.quantization import INT4
 from radixkv.kernels.swiglu import swiglu
 from radixkv.kernels.write_kv import write_kv
-from radixkv.triton_kernels import TritonKernels
+from radixkv.model.attention.triton_kernels import TritonKernels
 
 KERNELS = ("write_kv", "copy_blocks", "add_rms_norm", "swiglu", "paged_attention")
 QUANTIZED = (torch.float8_e4m3fn, torch.int8, INT4)

@@ -22,13 +22,13 @@ from torch.nn.functional import cross_entropy, kl_div
 from tqdm import trange
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from bench.environment import describe_run
-from radixkv.attention import ATTENTION_NAME, PagedStep, TorchKernels
+from bench.parts.environment import describe_run
 from radixkv.config import KV_DTYPES, ModelConfig
 from radixkv.errors import ConfigError
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kv_storage import KVStorage
-from radixkv.model import Model, load_model
+from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep, TorchKernels
+from radixkv.model.model import Model, load_model
+from radixkv.storage.device_pool import KVStorage
 
 BLOCK_SIZE = 64
 

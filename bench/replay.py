@@ -22,13 +22,13 @@ import grpc
 import grpc.aio
 from tqdm import tqdm
 
-from bench.environment import describe_run
-from bench.load_generator import OK, Pass, PrefillCall, Traffic, build_message, prefill_call, replay
-from bench.options import DEFAULT_CONCURRENCY, Options, parse_options
-from bench.report import Summary, compare_answers, format_table, speedup, summarize, ttft_ms
-from bench.result_file import write_json
-from bench.server_process import ServerProcess, serve_command
-from bench.workloads import WorkItem, evenly_spaced, median_prompt_tokens, sample, unrelated_prompts
+from bench.parts.environment import describe_run
+from bench.parts.load_generator import OK, Pass, PrefillCall, Traffic, build_message, prefill_call, replay
+from bench.parts.options import DEFAULT_CONCURRENCY, Options, parse_options
+from bench.parts.report import Summary, compare_answers, format_table, speedup, summarize, ttft_ms
+from bench.parts.result_file import write_json
+from bench.parts.server_process import ServerProcess, serve_command
+from bench.parts.workloads import WorkItem, evenly_spaced, median_prompt_tokens, sample, unrelated_prompts
 from radixkv.errors import ConfigError, RadixKVError
 from radixkv.v1 import cache_pb2, prefill_pb2
 
@@ -93,7 +93,7 @@ def run(options: Options, command: str) -> Summary:
     if options.json is not None:
         write_json(options.json, report)
     if options.plot is not None:
-        from bench.picture import draw_ttft  # imports matplotlib: slow, and needed here only
+        from bench.parts.picture import draw_ttft  # imports matplotlib: slow, and needed here only
 
         draw_ttft(options.plot, report, measured.with_cache, measured.without_cache, measured.baseline_indices)
     return report

@@ -27,11 +27,11 @@ from typing import Any, Protocol
 import grpc.aio
 import numpy as np
 
-from bench.environment import describe_run
-from bench.null_service import NEXT_TOKEN_ID, VOCAB_SIZE
-from bench.report import distribution
-from bench.result_file import write_json
-from bench.server_process import ServerProcess
+from bench.parts.environment import describe_run
+from bench.parts.null_service import NEXT_TOKEN_ID, VOCAB_SIZE
+from bench.parts.report import distribution
+from bench.parts.result_file import write_json
+from bench.parts.server_process import ServerProcess
 from radixkv.service.token_ids import write_token_ids
 from radixkv.v1 import prefill_pb2
 
@@ -192,7 +192,7 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[int, str, int]]:
 
 
 async def _start(processes: ExitStack, channels: AsyncExitStack, arguments: list[str]) -> Endpoint:
-    process = ServerProcess([sys.executable, "-m", "bench.null_service", *arguments])
+    process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", *arguments])
     address = processes.enter_context(process)
     options = [("grpc.enable_http_proxy", 0)]  # a proxy's latency is not what is measured
     channel = await channels.enter_async_context(grpc.aio.insecure_channel(address, options=options))

@@ -20,8 +20,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.environment import describe_run
-from bench.server_process import ServerProcess, serve_command
+from bench.parts.environment import describe_run
+from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import AsyncClient
 
 VOCAB_SIZE = 256

@@ -24,18 +24,18 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from bench.environment import describe_run
-from bench.result_file import write_json
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from radixkv.api.result import GenerateResult
+from radixkv.api.sampling import Sampling
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.compute.forward import Chunk, lay_out, pack_tokens
+from radixkv.compute.runner import Launch, Runner, StepResult, Wait
 from radixkv.config import EngineConfig
-from radixkv.engine_core import EngineCore
-from radixkv.forward import Chunk, lay_out, pack_tokens
+from radixkv.engine.core import EngineCore
+from radixkv.model.attention.triton_kernels import TritonKernels
 from radixkv.namespace import Namespace
-from radixkv.prefix_cache import PrefixCache
-from radixkv.request import Generation, PrefillParams, Request
-from radixkv.result import GenerateResult
-from radixkv.runner import Launch, Runner, StepResult, Wait
-from radixkv.sampling import Sampling
-from radixkv.triton_kernels import TritonKernels
+from radixkv.scheduling.request import Generation, PrefillParams, Request
 
 BLOCK_SIZE = 64
 VOCAB_SIZE = 256

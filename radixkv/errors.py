@@ -22,8 +22,8 @@
     ├── StepFailed                   a forward pass raised; the requests in it failed, the engine goes on
     └── InvariantViolation           a bug of ours
 
-`radixkv.service.status` maps each to a gRPC status. Messages name the field, what was expected and what came; they
-never carry token ids or another tenant's name.
+`radixkv.service.server.status` maps each to a gRPC status. Messages name the field, what was expected and what came;
+they never carry token ids or another tenant's name.
 """
 
 from __future__ import annotations

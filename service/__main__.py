@@ -2,7 +2,7 @@
 
 import sys
 
-from radixkv.service.cli import main
+from radixkv.service.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from radixkv.api.result import GeneratedTokens, GenerateResult, PrefillResult
+from radixkv.api.sampling import Sampling
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenants import Quota
 from radixkv.config import EngineConfig
-from radixkv.engine_core import EngineCore
+from radixkv.engine.core import EngineCore
+from radixkv.engine.observer import Observer
 from radixkv.namespace import Namespace
-from radixkv.observer import Observer
-from radixkv.prefix_cache import PrefixCache
-from radixkv.request import Generation, PrefillParams, Request
-from radixkv.result import GeneratedTokens, GenerateResult, PrefillResult
-from radixkv.sampling import Sampling
-from radixkv.tenants import Quota
+from radixkv.scheduling.request import Generation, PrefillParams, Request
 from tests.fake_runner import FakeRunner, tokens
 
 BLOCK_SIZE = 4

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from radixkv.forward import Chunk
-from radixkv.runner import Launch, StepResult, Wait
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import Launch, StepResult, Wait
 
 VOCAB_SIZE = 256
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixkv.lease import Lease
+from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.tenants import Quota, TenantUsage
 from radixkv.namespace import Namespace
-from radixkv.prefix_cache import PrefixCache
-from radixkv.radix_tree import RadixTree
-from radixkv.tenants import Quota, TenantUsage
 
 MODEL = Namespace("model")
 

@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from bench import attention_peers
-from bench.attention_inputs import AttentionCase, AttentionInputs, Heads, expected_answer, make_inputs, worst_error
 from bench.attention_peers import Unavailable, peer
+from bench.parts.attention_inputs import (
+    AttentionCase,
+    AttentionInputs,
+    Heads,
+    expected_answer,
+    make_inputs,
+    worst_error,
+)
 
 HEADS = Heads(num_query_heads=4, num_kv_heads=2, head_dim=32, block_size=16)
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from bench import gpu_prefill
-from bench.device_time import Rates
 from bench.exactness import build_runner
 from bench.gpu_prefill import Bench, main
-from bench.transformers_prefix import TransformersPrefix
-from radixkv.attention import ATTENTION_NAME
+from bench.parts.device_time import Rates
+from bench.parts.transformers_prefix import TransformersPrefix
+from radixkv.compute.runner import Runner
 from radixkv.errors import ConfigError
-from radixkv.model import Model
-from radixkv.runner import Runner
-from radixkv.tiny_model import build_tiny_model
+from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.model import Model
+from radixkv.model.tiny_model import build_tiny_model
 from tests.kernels.interpreter import interpret_kernels
 
 

@@ -12,12 +12,19 @@ import pytest
 import torch
 
 import bench.kernels
-from bench.attention_inputs import AttentionCase, AttentionInputs, Heads, expected_answer, make_inputs, worst_error
 from bench.attention_peers import Calls
-from bench.copy_inputs import TokenWrites
-from bench.device_time import measure
 from bench.kernels import main
-from bench.sglang_attention import load_extend_attention
+from bench.parts.attention_inputs import (
+    AttentionCase,
+    AttentionInputs,
+    Heads,
+    expected_answer,
+    make_inputs,
+    worst_error,
+)
+from bench.parts.copy_inputs import TokenWrites
+from bench.parts.device_time import measure
+from bench.parts.sglang_attention import load_extend_attention
 from radixkv.kernels import reference
 
 CPU = torch.device("cpu")
@@ -160,7 +167,7 @@ def test_samples_on_a_gpu_take_inputs_that_were_not_used_just_before(monkeypatch
 def test_the_expected_answer_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(AttentionCase(20, 40), HEADS, cache_bytes=1, device=CPU)
     whole = reference.paged_attention(inputs.queries[0], inputs.pool, 0, inputs.batch, scale=inputs.scale)
-    monkeypatch.setattr("bench.attention_inputs._REFERENCE_ROWS", 7)
+    monkeypatch.setattr("bench.parts.attention_inputs._REFERENCE_ROWS", 7)
     assert worst_error(expected_answer(inputs), whole) < 0.01
 
 

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 import bench.replay
-from bench.options import parse_options
+from bench.parts.options import parse_options
+from bench.parts.workloads import WorkItem
 from bench.replay import choose_baseline, main
-from bench.workloads import WorkItem
 from radixkv.v1 import prefill_pb2
 from tests.bench.fake_service import FakeService, Trouble, serving
-from tests.reusable_tokens import count_reusable_tokens
+from tests.cache.walk.reusable_tokens import count_reusable_tokens
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--workload", "shared-prefix", "--requests", "12", "--prefix-tokens", "37", "--suffix-tokens", "17"]

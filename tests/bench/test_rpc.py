@@ -8,7 +8,7 @@ import json
 import pytest
 
 from bench import rpc
-from bench.null_service import NEXT_TOKEN_ID
+from bench.parts.null_service import NEXT_TOKEN_ID
 from radixkv.v1 import prefill_pb2
 
 

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from radixkv.errors import Draining, InvalidRequest, UnknownLease
-from radixkv.miss_reason import MissReason
-from radixkv.prefix_cache import Purged
-from radixkv.result import (
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.result import (
     FinishReason,
     GeneratedTokens,
     GenerateResult,
@@ -24,8 +22,10 @@ from radixkv.result import (
     Timing,
     Usage,
 )
-from radixkv.retention import Grant
-from radixkv.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TokenStats
+from radixkv.api.retention import Grant
+from radixkv.api.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TokenStats
+from radixkv.cache.prefix_cache import Purged
+from radixkv.errors import Draining, InvalidRequest, UnknownLease
 
 VOCAB_SIZE = 256
 LIMITS = SimpleNamespace(

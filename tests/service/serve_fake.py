@@ -10,15 +10,15 @@ from fake_engine import FakeEngine
 
 
 def build_engine(config, observer):
-    """Stand in for `radixkv.engine_builder.build_engine`."""
+    """Stand in for `radixkv.startup.build_engine.build_engine`."""
     delay_s = float(sys.argv[1])
     return FakeEngine(is_gated=delay_s > 0, delay_s=delay_s)
 
 
 if __name__ == "__main__":
-    stand_in = types.ModuleType("radixkv.engine_builder")
+    stand_in = types.ModuleType("radixkv.startup.build_engine")
     stand_in.build_engine = build_engine
-    sys.modules["radixkv.engine_builder"] = stand_in
-    from radixkv.service.cli import main
+    sys.modules["radixkv.startup.build_engine"] = stand_in
+    from radixkv.service.commands.cli import main
 
     sys.exit(main(sys.argv[2:]))

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from radixkv.config import ServerConfig
-from radixkv.service.server import Server
+from radixkv.service.server.server import Server
 
 # The start of a program that runs as on the base install: what only the extra `engine` brings can't be imported.
 WITHOUT_ENGINE = """
@@ -19,7 +19,7 @@ import importlib.abc, sys
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"torch", "triton", "transformers", "peft", "safetensors", "grpc_health",
-                                      "grpc_reflection", "prometheus_client"} or name == "radixkv.engine_builder":
+                                      "grpc_reflection", "prometheus_client"} or name == "radixkv.startup.build_engine":
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Refuse())
 """

@@ -1,0 +1,157 @@
+"""What an attention kernel is measured on: random queries, and random K/V in the pool and side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bench.parts.device_time import num_input_sets
+from radixkv.kernels import reference
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import is_quantized
+
+# The rows whose scores the reference holds at once: 1 GiB of float32 for 32 heads and 32,768 keys.
+_REFERENCE_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The attention of one layer of a model."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """One request: `suffix_tokens` queries after `prefix_tokens` that are cached.
+
+    Attributes:
+        kv_dtype: of the pool; the queries are bfloat16.
+        is_shuffled: whether blocks are in random order; otherwise block i is the i-th of the request.
+        is_exact: whether the attention is planned as in exact mode.
+        is_specialized: whether warps specialize, where they can.
+        is_dequantized_first: whether the blocks of a quantized pool are dequantized before attention, not in it.
+    """
+
+    suffix_tokens: int
+    prefix_tokens: int
+    kv_dtype: torch.dtype = torch.bfloat16
+    is_shuffled: bool = True
+    is_exact: bool = False
+    is_specialized: bool = False
+    is_dequantized_first: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole sequence."""
+        return self.prefix_tokens + self.suffix_tokens
+
+    def flops(self, heads: Heads) -> float:
+        """Of both products, over the keys that each query sees."""
+        suffix = self.suffix_tokens
+        visible = suffix * self.prefix_tokens + suffix * (suffix + 1) / 2
+        return 4 * heads.num_query_heads * heads.head_dim * visible
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Input sets of one shape, one for each of the first layers of the pool.
+
+    Attributes:
+        queries: for each layer bfloat16 `[suffix_tokens, num_query_heads, head_dim]`.
+        pool: their K/V, and zeros in the layers that have no set.
+        batch: the one request.
+        keys, values: for each layer bfloat16 `[num_tokens, num_kv_heads, head_dim]`, what was written into the pool;
+            empty for a quantized pool, which no peer reads.
+    """
+
+    case: AttentionCase
+    heads: Heads
+    queries: list[torch.Tensor]
+    pool: KVPool
+    batch: PagedBatch
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied with."""
+        return float(self.heads.head_dim**-0.5)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one set that are read or written at least: queries, answers, and all K/V once."""
+        queries = 2 * self.queries[0].numel() * self.queries[0].element_size()
+        return queries + self.case.num_tokens * _token_bytes(self.pool)
+
+
+def make_inputs(
+    case: AttentionCase, heads: Heads, cache_bytes: int, device: torch.device, *, num_layers: int = 1
+) -> AttentionInputs:
+    """Draw as many input sets as are needed to be larger than a cache, with the same numbers each time.
+
+    Args:
+        case: what is drawn.
+        heads: of each layer.
+        cache_bytes: of that cache.
+        device: where it goes.
+        num_layers: of the pool, or more if there are more sets. Kernels are compiled for its strides, so that with the
+            same number they are compiled once for all cases.
+    """
+    torch.manual_seed(0)
+    num_blocks = -(-case.num_tokens // heads.block_size)
+    block_size = (num_blocks, 1, heads.num_kv_heads, heads.block_size, heads.head_dim)
+    token_bytes = _token_bytes(KVPool.allocate(1, *block_size[1:], dtype=case.kv_dtype))
+    num_sets = num_input_sets(case.num_tokens * token_bytes, cache_bytes)
+    size = (num_blocks, max(num_sets, num_layers), *block_size[2:])
+    pool = KVPool.allocate(*size, dtype=case.kv_dtype, device=device)
+    order = torch.randperm(num_blocks) if case.is_shuffled else torch.arange(num_blocks)
+    table = order.to(torch.int32).numpy()
+    whole = PagedBatch.build([case.num_tokens], [case.num_tokens], [table], heads.block_size, device)
+    batch = PagedBatch.build([case.suffix_tokens], [case.num_tokens], [table], heads.block_size, device)
+    keys, values = [], []
+    for layer in range(num_sets):
+        kv_size = (2, case.num_tokens, heads.num_kv_heads, heads.head_dim)
+        key, value = torch.randn(kv_size, dtype=torch.bfloat16, device=device).unbind()
+        reference.write_kv(key, value, whole.slots, pool, layer)
+        if not is_quantized(case.kv_dtype):
+            keys.append(key)
+            values.append(value)
+    query_size = (case.suffix_tokens, heads.num_query_heads, heads.head_dim)
+    queries = [torch.randn(query_size, dtype=torch.bfloat16, device=device) for _ in range(num_sets)]
+    return AttentionInputs(case, heads, queries, pool, batch, keys, values)
+
+
+def expected_answer(inputs: AttentionInputs) -> torch.Tensor:
+    """What the reference gives for the first set, some rows at a time; like its queries."""
+    case, table = inputs.case, inputs.batch.block_tables[0].cpu().numpy()
+    parts = []
+    for start in range(0, case.suffix_tokens, _REFERENCE_ROWS):
+        end = min(start + _REFERENCE_ROWS, case.suffix_tokens)
+        batch = PagedBatch.build(
+            [end - start], [case.prefix_tokens + end], [table], inputs.heads.block_size, inputs.batch.slots.device
+        )
+        query = inputs.queries[0][start:end]
+        parts.append(reference.paged_attention(query, inputs.pool, 0, batch, scale=inputs.scale))
+    return torch.cat(parts)
+
+
+def worst_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far the worst vector is off, over the length of the right one; infinite where a number is none.
+
+    Args:
+        got: `[..., head_dim]`.
+        expected: like `got`; no vector of it is zero.
+    """
+    errors = (got.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    return float(errors.nan_to_num(float("inf")).max())
+
+
+def _token_bytes(pool: KVPool) -> int:
+    """K and V of a token in one layer, scales included."""
+    return pool.blocks.shape[1] // (pool.num_layers * pool.block_size)

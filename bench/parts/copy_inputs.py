@@ -1,0 +1,117 @@
+"""What the kernels that only move numbers are measured on: new K/V for the pool, and whole blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from bench.parts.attention_inputs import Heads, worst_error
+from bench.parts.device_time import num_input_sets
+from bench.parts.kernel_row import Contestant
+from radixkv.kernels import reference
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import dequantize, is_quantized
+
+# Of a vector that is quantized another way at one number: a step of int4 is a 7th of the largest, 5 % of its length.
+_QUANTIZED_TOLERANCE = 0.1
+
+_SLOT_BYTES = torch.int64.itemsize
+
+WriteKV = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, KVPool, int], None]
+CopyBlocks = Callable[[KVPool, torch.Tensor, torch.Tensor], None]
+
+
+class TokenWrites:
+    """K and V of new tokens for each layer of a pool, in blocks of random order.
+
+    Attributes:
+        num_bytes: read and written by one step in one layer.
+        tolerance: largest error of what is stored; 0 where it is not quantized.
+    """
+
+    def __init__(
+        self, num_tokens: int, kv_dtype: torch.dtype, heads: Heads, cache_bytes: int, device: torch.device
+    ) -> None:
+        torch.manual_seed(0)
+        num_blocks = -(-num_tokens // heads.block_size)
+        size = (num_tokens, heads.num_kv_heads, heads.head_dim)
+        layer_size = (heads.num_kv_heads, heads.block_size, heads.head_dim)
+        layer_bytes = KVPool.allocate(1, 1, *layer_size, dtype=kv_dtype).blocks.numel()
+        stored_bytes = num_tokens * layer_bytes // heads.block_size
+        read_bytes = 2 * num_tokens * heads.num_kv_heads * heads.head_dim * torch.bfloat16.itemsize
+        self.num_bytes = stored_bytes + read_bytes + num_tokens * _SLOT_BYTES
+        self.tolerance = _QUANTIZED_TOLERANCE if is_quantized(kv_dtype) else 0.0
+        num_sets = num_input_sets(self.num_bytes, cache_bytes)
+        self._pool = KVPool.allocate(num_blocks, num_sets, *layer_size, dtype=kv_dtype, device=device)
+        self._pool.blocks.random_()
+        self._tokens = torch.randn(num_sets, 2, *size, dtype=torch.bfloat16, device=device)
+        slots = torch.randperm(num_blocks)[:, None] * heads.block_size + torch.arange(heads.block_size)
+        self._slots = slots.flatten()[:num_tokens].to(device)
+
+    def contestant(self, write: WriteKV) -> Contestant:
+        """A kernel that writes the tokens of each layer."""
+        calls = [
+            partial(write, key, value, self._slots, self._pool, layer)
+            for layer, (key, value) in enumerate(self._tokens)
+        ]
+        return Contestant([*calls], partial(self._error, write))
+
+    def _error(self, write: WriteKV) -> float:
+        """How far the worst vector is off; infinite if anything else in the pool has changed."""
+        got, expected = _clone(self._pool), _clone(self._pool)
+        key, value = self._tokens[0]
+        write(key, value, self._slots, got, 0)
+        reference.write_kv(key, value, self._slots, expected, 0)
+        error = worst_error(self._stored(got), self._stored(expected))
+        reference.write_kv(key, value, self._slots, got, 0)
+        return error if torch.equal(got.blocks, expected.blocks) else float("inf")
+
+    def _stored(self, pool: KVPool) -> torch.Tensor:
+        """What a pool holds of the tokens of the first layer, `[num_tokens, 2, num_kv_heads, head_dim]`."""
+        where = (self._slots // pool.block_size, 0, slice(None), slice(None), self._slots % pool.block_size)
+        values = pool.values[where]
+        return values.float() if pool.scales is None else dequantize(values, pool.scales[where], pool.dtype)
+
+
+class BlockCopies:
+    """Pairs of blocks of a pool, in random order: some for each step.
+
+    Attributes:
+        num_bytes: read and written by one step.
+    """
+
+    def __init__(self, num_copies: int, num_layers: int, heads: Heads, cache_bytes: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        block_size = (num_layers, heads.num_kv_heads, heads.block_size, heads.head_dim)
+        block_bytes = KVPool.allocate(1, *block_size, dtype=torch.bfloat16).blocks.numel()
+        self.num_bytes = 2 * num_copies * block_bytes
+        num_sets = num_input_sets(self.num_bytes, cache_bytes)
+        num_blocks = 2 * num_copies * num_sets
+        self._pool = KVPool.allocate(num_blocks, *block_size, dtype=torch.bfloat16, device=device)
+        self._pool.blocks.random_()
+        self._pairs = torch.randperm(num_blocks).view(num_sets, 2, num_copies).to(device)
+
+    def contestant(self, copy: CopyBlocks) -> Contestant:
+        """A kernel that copies the pairs of each step."""
+        calls = [partial(copy, self._pool, sources, targets) for sources, targets in self._pairs]
+        return Contestant([*calls], partial(self._error, copy))
+
+    def _error(self, copy: CopyBlocks) -> float:
+        """0 if all bits of the pool are what the reference leaves, else infinite."""
+        got, expected = _clone(self._pool), _clone(self._pool)
+        sources, targets = self._pairs[0]
+        copy(got, sources, targets)
+        reference.copy_blocks(expected, sources, targets)
+        return 0.0 if torch.equal(got.blocks, expected.blocks) else float("inf")
+
+
+def _clone(pool: KVPool) -> KVPool:
+    """The same K/V in other memory."""
+    num_blocks, num_layers, _, num_kv_heads, block_size, _ = pool.values.shape
+    cloned = KVPool.allocate(
+        num_blocks, num_layers, num_kv_heads, block_size, pool.head_dim, dtype=pool.dtype, device=pool.blocks.device
+    )
+    cloned.blocks.copy_(pool.blocks)
+    return cloned

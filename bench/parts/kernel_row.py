@@ -1,0 +1,141 @@
+"""One line of the kernels' benchmark: is the answer right, how long does it take, and how does it stand to others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.parts.device_time import Call, Rates, measure
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A kernel with its inputs.
+
+    Attributes:
+        calls: the same work on different inputs, together larger than the cache.
+        error: how far the first call's answer is from the reference's.
+    """
+
+    calls: list[Call]
+    error: Callable[[], float]
+
+
+Prepare = Callable[[], Contestant]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one call has to do at least.
+
+    Attributes:
+        flops: of its products.
+        num_bytes: to be read and written.
+        tolerance: largest error of a right answer.
+    """
+
+    flops: float
+    num_bytes: int
+    tolerance: float
+
+
+def measure_row(
+    work: Work,
+    own: Prepare,
+    peers: Mapping[str, Prepare],
+    rates: Rates,
+    device: torch.device,
+) -> Row:
+    """Check and time a kernel and its peers; what fails says why, and the others go on.
+
+    Returns:
+        What `_attempt` says of our kernel, with its rates, its floor (the time that the work takes at the rates of
+        this run) and, by name, what it says of each peer; a peer's ratio is how many times longer it takes.
+    """
+    row = _attempt(own, work.tolerance, device)
+    row["peers"] = {name: _attempt(prepare, work.tolerance, device) for name, prepare in peers.items()}
+    if not row["is_right"]:
+        return row
+    seconds = row["ms"] / 1e3
+    matrix_s, copy_s = work.flops / rates.flops_per_s, work.num_bytes / rates.bytes_per_s
+    row |= {
+        "tflops": work.flops / seconds / 1e12,
+        "gb_per_s": work.num_bytes / seconds / 1e9,
+        "matrix_share": matrix_s / seconds,
+        "copy_share": copy_s / seconds,
+        "floor_ms": max(matrix_s, copy_s) * 1e3,
+        "floor_share": max(matrix_s, copy_s) / seconds,
+    }
+    for peer in row["peers"].values():
+        if peer["is_right"]:
+            peer["ratio"] = peer["ms"] / row["ms"]
+    return row
+
+
+def guarded_row(kernel: str, case: str, make: Callable[[], Row]) -> Row:
+    """Make a row; a failed one, with the reason, if its inputs can't be made or the reference can't be computed."""
+    try:
+        return {"kernel": kernel, "case": case, **make()}
+    except Exception as raised:  # noqa: BLE001 - out of memory, or a device that an earlier kernel broke
+        return {
+            "kernel": kernel,
+            "case": case,
+            "is_right": False,
+            "error": None,
+            "reason": describe_error(raised),
+            "peers": {},
+        }
+
+
+def _attempt(prepare: Prepare, tolerance: float, device: torch.device) -> Row:
+    """Whether the answer is right; then its error and times, or else the reason."""
+    try:
+        contestant = prepare()
+        error = contestant.error()
+        if not error <= tolerance:
+            known = error if math.isfinite(error) else None
+            return {"is_right": False, "error": known, "reason": f"wrong: off by {error:.3g}, at most {tolerance:g}"}
+        timing = measure(contestant.calls, device)
+    except Exception as raised:  # noqa: BLE001 - whatever one kernel raises, the others are measured
+        return {"is_right": False, "error": None, "reason": describe_error(raised)}
+    return {"is_right": True, "error": error, "ms": timing.device_ms, "host_ms": timing.host_ms}
+
+
+def describe_error(error: Exception) -> str:
+    """Its type and the first line of its message."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
+HEADER = (
+    f"{'kernel':<16} {'case':<44} {'ms':>9} {'host ms':>8} {'TFLOP/s':>8} {'GB/s':>7} {'matrix':>7} {'copy':>7} "
+    f"{'floor':>7}  peers, times as long"
+)
+
+
+def format_row(row: Row) -> str:
+    """Lay a row out for people, below `HEADER`."""
+    start = f"{row['kernel']:<16} {row['case']:<44} "
+    if not row["is_right"]:
+        return f"{start}FAILED  {row['reason']}"
+    ratios = [f"{name} {peer['ratio']:.2f}" for name, peer in row["peers"].items() if peer["is_right"]]
+    return (
+        f"{start}{row['ms']:>9.4f} {row['host_ms']:>8.3f} {row['tflops']:>8.1f} {row['gb_per_s']:>7.0f} "
+        f"{row['matrix_share']:>7.1%} {row['copy_share']:>7.1%} {row['floor_share']:>7.1%}  {', '.join(ratios)}"
+    ).rstrip()
+
+
+def format_failures(rows: list[Row]) -> list[str]:
+    """Name each peer that was not measured, and why, once for each reason."""
+    reasons: dict[tuple[str, str], int] = {}
+    for row in rows:
+        for name, peer in row["peers"].items():
+            if not peer["is_right"]:
+                reasons[name, peer["reason"]] = reasons.get((name, peer["reason"]), 0) + 1
+    return [f"{name}, not measured in {count} of them: {reason}" for (name, reason), count in reasons.items()]

@@ -1,0 +1,120 @@
+"""Two servers to compare, each a process of its own: the service over a model that costs nothing, and an echo server.
+
+python -m bench.parts.null_service engine [--set engine.max_step_tokens=8192]
+python -m bench.parts.null_service echo ANSWER_IN_HEX
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc.aio
+import torch
+
+from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import Runner, StepResult
+from radixkv.config import Config
+from radixkv.engine.engine import Engine
+from radixkv.service.server.server import run
+from radixkv.v1 import prefill_pb2, prefill_pb2_grpc
+
+VOCAB_SIZE = 256
+NEXT_TOKEN_ID = 7
+
+
+class NullRunner:
+    """Stands in for `Runner`, and answers at once with constant logits."""
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(
+            name="null",
+            device=torch.device("cpu"),
+            vocab_size=VOCAB_SIZE,
+            max_tokens=None,
+            fingerprint="null",
+            eos_token_ids=frozenset(),
+        )
+        self.storage = SimpleNamespace(block_bytes=0, kv_dtype="fp32")
+        self._row = torch.zeros(1, VOCAB_SIZE)
+        self._row[0, NEXT_TOKEN_ID] = 1.0
+        self._logits: dict[int, torch.Tensor] = {}  # by number of rows
+
+    is_asynchronous = False
+
+    def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
+        """Compute nothing."""
+        num_rows = sum(chunk.wants_logits for chunk in chunks)
+        if num_rows not in self._logits:
+            self._logits[num_rows] = self._row.repeat(num_rows, 1)
+        result = StepResult(self._logits[num_rows], [NEXT_TOKEN_ID] * num_rows, [True] * len(chunks))
+        return lambda: result
+
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+        """Compute nothing, at once."""
+        return self.start(chunks)()
+
+
+def build_null_engine(config: Config) -> Engine:
+    """The real engine and cache over no model."""
+    cache = PrefixCache(
+        config.cache.num_blocks,
+        config.cache.block_size,
+        policy=make_policy(config.cache.policy, config.cache.num_blocks),
+    )
+    return Engine(cast("Runner", NullRunner()), cache, config.engine)
+
+
+class _Echo(prefill_pb2_grpc.PrefillServiceServicer):
+    def __init__(self, answer: prefill_pb2.PrefillResponse) -> None:
+        self._answer = answer
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillResponse:  # noqa: N802
+        return self._answer
+
+
+async def serve_echo(answer: prefill_pb2.PrefillResponse) -> None:
+    """Parse requests and serialize this answer, until SIGTERM."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", 64 * 2**20),
+            ("grpc.max_send_message_length", 64 * 2**20),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+        ]
+    )
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_Echo(answer), server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(f"listening on 127.0.0.1:{port}", flush=True)
+    await stop.wait()
+    await server.stop(0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until SIGTERM."""
+    parser = argparse.ArgumentParser(description="A server for bench.rpc.")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    engine = kinds.add_parser("engine")
+    engine.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V")
+    echo = kinds.add_parser("echo")
+    echo.add_argument("answer", metavar="ANSWER_IN_HEX")
+    options = parser.parse_args(arguments)
+    if options.kind == "echo":
+        asyncio.run(serve_echo(prefill_pb2.PrefillResponse.FromString(bytes.fromhex(options.answer))))
+    else:
+        config = Config.load(None, ["server.port=0", *options.settings])
+        run(build_null_engine(config), config.server)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The command line of the replay."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.parts.workloads import MAX_SEED, WorkItem, mooncake, poisson_arrivals, shared_prefix, trace_arrivals
+from radixkv.planning.trace import load_trace, tokens_per_scaled_id
+
+DEFAULT_CONCURRENCY = 4
+DEFAULT_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line asked for, defaults filled in. See `python -m bench.replay --help`.
+
+    Attributes:
+        concurrency: None in an open loop.
+        rate: None unless arrivals are Poisson.
+        baseline_requests: None for as many as `baseline_seconds` allow, 0 for no pass without cache.
+    """
+
+    workload: str
+    address: str | None
+    model: str | None
+    device: str | None
+    settings: tuple[str, ...]
+    requests: int
+    prefix_tokens: int
+    suffix_tokens: int
+    groups: int
+    trace: Path | None
+    limit: int | None
+    scale: float
+    pace: str
+    speedup: float
+    concurrency: int | None
+    rate: float | None
+    timeout_s: float
+    vocab_size: int
+    seed: int
+    baseline_requests: int | None
+    baseline_seconds: float
+    json: Path | None
+    plot: Path | None
+    progress: bool
+
+    def build_items(self) -> list[WorkItem]:
+        """Make the whole workload.
+
+        Raises:
+            ConfigError: the trace can't be read.
+        """
+        if self.trace is not None:
+            items = mooncake(load_trace(self.trace, limit=self.limit), self.vocab_size, self.scale)
+        else:
+            items = shared_prefix(
+                self.requests, self.prefix_tokens, self.suffix_tokens, self.groups, self.vocab_size, self.seed
+            )
+        if self.rate is not None:
+            return poisson_arrivals(items, self.rate, self.seed)
+        return trace_arrivals(items, self.speedup) if self.pace == "trace" else items
+
+    def describe_workload(self, items: Sequence[WorkItem]) -> str:
+        """Say what is sent."""
+        num_tokens = sum(len(item.token_ids) for item in items)
+        if self.trace is None:
+            groups = "1 group" if self.groups == 1 else f"{self.groups:,} groups"
+            kind = f"{self.prefix_tokens:,} shared + {self.suffix_tokens:,} own tokens each, {groups}"
+        else:
+            kind = f"{self.trace.name}, {tokens_per_scaled_id(self.scale)} tokens a hash id (scale {self.scale:g})"
+        return f"{len(items):,} requests, {kind}, {num_tokens:,} tokens in all"
+
+    def describe_traffic(self) -> str:
+        """Say how it is sent."""
+        if self.rate is not None:
+            return f"open loop, Poisson arrivals at {self.rate:g} requests/s"
+        if self.pace == "trace":
+            return f"open loop, arrivals of the trace at {self.speedup:g}x speed"
+        return f"closed loop, {self.concurrency} requests at a time"
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line; what can't be done is refused here, before anything is started.
+
+    Raises:
+        SystemExit: the arguments are wrong, or help was asked for.
+    """
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if conflict := _conflict(args):
+        parser.error(conflict)
+    for file in (args.json, args.plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            parser.error(f"expected a directory, got none at {file.absolute().parent}")
+    given = vars(args)
+    given["baseline_requests"] = 0 if given.pop("no_baseline") else args.baseline_requests
+    given["requests"] = args.requests or DEFAULT_REQUESTS
+    given["concurrency"] = None if _is_open_loop(args) else args.concurrency or DEFAULT_CONCURRENCY
+    given["settings"] = tuple(args.settings)
+    return Options(**given)
+
+
+def _is_open_loop(args: argparse.Namespace) -> bool:
+    return args.rate is not None or args.pace == "trace"
+
+
+def _conflict(args: argparse.Namespace) -> str | None:
+    is_trace = args.workload == "mooncake"
+    starts_server = args.address is None
+    rules = (
+        (is_trace and args.trace is None, "--workload mooncake needs --trace FILE"),
+        (is_trace and args.requests is not None, "--requests is for shared-prefix; a trace takes --limit"),
+        (not is_trace and args.trace is not None, "--trace needs --workload mooncake"),
+        (not is_trace and args.limit is not None, "--limit is for mooncake; shared-prefix takes --requests"),
+        (not is_trace and args.pace == "trace", "--pace trace needs --workload mooncake"),
+        (args.rate is not None and args.pace == "trace", "--rate and --pace trace exclude each other"),
+        (args.pace != "trace" and args.speedup != 1, "--speedup needs --pace trace"),
+        (_is_open_loop(args) and args.concurrency is not None, "--concurrency excludes --rate and --pace trace"),
+        (args.no_baseline and args.baseline_requests is not None, "--no-baseline excludes --baseline-requests"),
+        (not starts_server and args.model is not None, "--model is for a server started here, not for --address"),
+        (not starts_server and args.device is not None, "--device is for a server started here, not for --address"),
+        (not starts_server and bool(args.settings), "--set is for a server started here, not for --address"),
+        (args.plot is not None and importlib.util.find_spec("matplotlib") is None, "--plot needs matplotlib"),
+    )
+    return next((message for is_wrong, message in rules if is_wrong), None)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.replay",
+        description="Replay traffic with the cache, then without it, on the same server; compare.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workload", required=True, choices=("shared-prefix", "mooncake"))
+    shared = parser.add_argument_group("shared-prefix")
+    shared.add_argument("--requests", type=_whole(1), metavar="N", help=f"default {DEFAULT_REQUESTS}")
+    shared.add_argument("--prefix-tokens", type=_whole(0), default=2048, metavar="N", help="default 2048")
+    shared.add_argument("--suffix-tokens", type=_whole(1), default=64, metavar="N", help="default 64")
+    shared.add_argument("--groups", type=_whole(1), default=1, metavar="N", help="different prefixes; default 1")
+    trace = parser.add_argument_group("mooncake")
+    trace.add_argument("--trace", type=Path, metavar="FILE", help="requests in Mooncake's JSONL format")
+    trace.add_argument("--limit", type=_whole(1), metavar="N", help="the first N requests only")
+    trace.add_argument("--scale", type=_positive, default=1.0, metavar="X", help="shorten all prompts; default 1")
+    trace.add_argument("--pace", choices=("fast", "trace"), default="fast", help="trace: send at the timestamps")
+    trace.add_argument("--speedup", type=_positive, default=1.0, metavar="X", help="with --pace trace; default 1")
+    traffic = parser.add_argument_group("traffic")
+    traffic.add_argument(
+        "--concurrency", type=_whole(1), metavar="N", help=f"requests under way; default {DEFAULT_CONCURRENCY}"
+    )
+    traffic.add_argument("--rate", type=_positive, metavar="R", help="Poisson arrivals, R requests/s")
+    traffic.add_argument("--timeout-s", type=_positive, default=600.0, metavar="S", help="per request; default 600")
+    traffic.add_argument(
+        "--vocab-size", type=_whole(1), default=256, metavar="N", help="token ids below N; default 256 fits any model"
+    )
+    traffic.add_argument("--seed", type=_whole(0, MAX_SEED - 1), default=0, metavar="N", help="default 0")
+    baseline = parser.add_argument_group("without cache")
+    baseline.add_argument(
+        "--baseline-requests", type=_whole(1), metavar="N", help="replay an even sample; default all that time allows"
+    )
+    baseline.add_argument(
+        "--baseline-seconds", type=_positive, default=120.0, metavar="S", help="about this long at most; default 120"
+    )
+    baseline.add_argument("--no-baseline", action="store_true", help="skip the pass without cache")
+    server = parser.add_argument_group("server")
+    server.add_argument("--address", metavar="HOST:PORT", help="a running server; default: start one for this run")
+    server.add_argument("--model", metavar="M", help="tiny, or a directory")
+    server.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    server.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V", help="may be repeated")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE")
+    output.add_argument("--plot", type=Path, metavar="FILE.png")
+    output.add_argument("--progress", action="store_true", help="progress also when stderr is no terminal")
+    return parser
+
+
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            limits = f"at least {least}" if most is None else f"{least} to {most}"
+            raise argparse.ArgumentTypeError(f"expected {limits}, got {value}")
+        return value
+
+    parse.__name__ = "whole number"
+    return parse
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return value

@@ -1,0 +1,183 @@
+"""One picture of a replay: how the times to first token are distributed, and how the cache earns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
+
+from bench.parts.load_generator import OK, Pass
+from bench.parts.report import Summary, describe_served
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.collections import PathCollection
+    from matplotlib.figure import Figure
+
+_WITH, _WITHOUT, _COLD = "#1769aa", "#8a8f98", "#d9480f"
+_INK, _QUIET, _FAINT = "#1f2328", "#57606a", "#d8dce1"
+_REUSE = LinearSegmentedColormap.from_list("reuse", (_COLD, "#e58a54", "#a57fc4", "#5d86d0", _WITH))
+_LEGEND: Any = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 2, "frameon": False}
+_STYLE: Any = {
+    "font.size": 10.5,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": "#8a8f98",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": _QUIET,
+    "ytick.color": _QUIET,
+    "grid.color": _FAINT,
+    "grid.linewidth": 0.8,
+}
+
+
+def draw_ttft(
+    path: Path, report: Summary, with_cache: Pass, without_cache: Pass | None, baseline_indices: Sequence[int]
+) -> None:
+    """Draw the distribution of TTFT on the left, TTFT in order of sending on the right, and write it as PNG.
+
+    Args:
+        path: where to; replaced if it exists.
+        report: for the words around it.
+        with_cache: the pass over all requests.
+        without_cache: the pass over `baseline_indices`, if there was one.
+        baseline_indices: which requests that pass replayed.
+    """
+    with plt.rc_context(_STYLE):
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(12.5, 5.6), dpi=150, gridspec_kw={"width_ratios": (1, 1.35), "wspace": 0.2}
+        )
+        figure.subplots_adjust(left=0.06, right=0.985, top=0.76, bottom=0.11)
+        _draw_heading(figure, report)
+        _draw_distribution(left, with_cache, without_cache)
+        _draw_sequence(right, with_cache, without_cache, baseline_indices)
+        figure.savefig(path, format="png", facecolor="white")
+        plt.close(figure)
+
+
+def _draw_heading(figure: Figure, report: Summary) -> None:
+    title = f"{report['workload']}: time to first token"
+    ratio = report["speedup"]["ttft_p50"] if report["speedup"] else None
+    if ratio is not None:
+        without_ms, with_ms = report["without_cache"]["ttft_ms"]["p50"], report["ttft_ms"]["p50"]
+        title += f", median {_milliseconds(without_ms)} → {_milliseconds(with_ms)}, {_compared(ratio)}"
+    hit_rate = "" if report["token_hit_rate"] is None else f"; {report['token_hit_rate']:.1%} of them reused"
+    served = f"{describe_served(report)}; {report['traffic_text']}"
+    figure.text(0.06, 0.945, title, fontsize=16, fontweight="bold", va="center")
+    figure.text(0.06, 0.89, report["workload_text"] + hit_rate, va="center", color=_QUIET)
+    figure.text(0.06, 0.85, served, va="center", color=_QUIET)
+
+
+def _draw_distribution(axes: Axes, with_cache: Pass, without_cache: Pass | None) -> None:
+    medians_ms = []
+    of, num_replayed = len(with_cache.outcomes), len(without_cache.outcomes) if without_cache is not None else 0
+    sampled = "without cache" if num_replayed == of else f"without cache, {num_replayed:,} of {of:,}"
+    for replayed, color, label in ((with_cache, _WITH, "with cache"), (without_cache, _WITHOUT, sampled)):
+        ordered_ms = np.sort(_ttft_ms(replayed)) if replayed is not None else np.empty(0)
+        if not len(ordered_ms):
+            continue
+        shares = np.linspace(0, 100, len(ordered_ms) + 1)
+        median_ms = float(np.median(ordered_ms))
+        medians_ms.append(median_ms)
+        starts_ms = np.concatenate((ordered_ms[:1], ordered_ms))
+        axes.step(starts_ms, shares, where="post", color=color, linewidth=2.4, label=label)
+        axes.plot(median_ms, 50, "o", color=color, markersize=8, markeredgecolor="white", zorder=5)
+    _log_milliseconds(axes.xaxis, axes.set_xscale, narrow=100)
+    axes.set(xlabel="time to first token", ylabel="requests answered within this time, %", ylim=(0, 101))
+    axes.grid(visible=True)
+    if len(medians_ms) == 2:
+        with_ms, without_ms = medians_ms
+        arrow = {"arrowstyle": "-|>", "color": _INK, "shrinkA": 5, "shrinkB": 5}
+        axes.annotate("", (with_ms, 50), (without_ms, 50), arrowprops=arrow)
+        low_ms, high_ms = axes.get_xlim()
+        if abs(np.log(without_ms / with_ms)) > 0.35 * np.log(high_ms / low_ms):  # else the words hide the curves
+            middle_ms = (with_ms * without_ms) ** 0.5
+            axes.text(middle_ms, 52.5, _compared(without_ms / with_ms), ha="center", fontweight="bold", bbox=_halo())
+    if medians_ms:
+        axes.legend(**_LEGEND)
+
+
+def _draw_sequence(axes: Axes, with_cache: Pass, without_cache: Pass | None, baseline_indices: Sequence[int]) -> None:
+    if without_cache is not None:
+        answered = [outcome.status == OK for outcome in without_cache.outcomes]
+        places = np.asarray(baseline_indices)[answered] + 1
+        axes.scatter(places, _ttft_ms(without_cache), s=10, color=_WITHOUT, alpha=0.55, linewidths=0)
+        axes.scatter([], [], s=24, color=_WITHOUT, linewidths=0, label="without cache")
+        axes.legend(**_LEGEND)
+    answered = [outcome.status == OK for outcome in with_cache.outcomes]
+    places = np.flatnonzero(answered) + 1
+    ttft_ms = _ttft_ms(with_cache)
+    reused = np.array([o.cached_tokens / o.prompt_tokens for o in with_cache.outcomes if o.status == OK])
+    sizes = np.where(reused < 0.01, 26, 10)
+    points = axes.scatter(places, ttft_ms, s=sizes, c=reused, cmap=_REUSE, vmin=0, vmax=1, linewidths=0)
+    _draw_reuse_scale(axes, points)
+    _log_milliseconds(axes.yaxis, axes.set_yscale, narrow=300)
+    axes.set(xlabel="request, in order of sending", ylabel="time to first token")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set_xlim(1 - 0.02 * len(answered), 1 + 1.02 * len(answered))
+    axes.grid(visible=True, axis="y")
+    if len(reused) and answered[0] and with_cache.outcomes[0].cached_tokens == 0:
+        low_ms, high_ms = axes.get_ylim()
+        is_high = ttft_ms[0] ** 2 > low_ms * high_ms
+        axes.annotate(
+            f"first request: cold, {_milliseconds(ttft_ms[0])}",
+            (1, ttft_ms[0]),
+            xytext=(20, -42 if is_high else 42),
+            textcoords="offset points",
+            color=_COLD,
+            fontweight="bold",
+            bbox=_halo(),
+            arrowprops={"arrowstyle": "-", "color": _COLD, "shrinkB": 4, "relpos": (0, 0.5)},
+        )
+
+
+def _draw_reuse_scale(axes: Axes, points: PathCollection) -> None:
+    inset = axes.inset_axes((0.7, 1.06, 0.22, 0.025))
+    scale = axes.figure.colorbar(points, cax=inset, orientation="horizontal", ticks=[])
+    scale.outline.set_visible(False)
+    inset.text(-0.03, 0.5, "with cache: 0% reused", transform=inset.transAxes, ha="right", va="center")
+    inset.text(1.03, 0.5, "100%", transform=inset.transAxes, ha="left", va="center")
+
+
+def _ttft_ms(replayed: Pass) -> npt.NDArray[np.float64]:
+    return np.array([outcome.ttft_s * 1e3 for outcome in replayed.outcomes if outcome.status == OK])
+
+
+def _log_milliseconds(axis: Axis, set_scale: Callable[[str], object], narrow: float) -> None:
+    if not np.isfinite(axis.get_data_interval()).all():
+        return  # nothing was answered
+    set_scale("log")
+    low_ms, high_ms = axis.get_view_interval()
+    # Ticks at decades alone are too few to read a value from; 1, 2, 5 over many decades collide.
+    axis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if high_ms < narrow * low_ms else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _milliseconds(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _milliseconds(value: float) -> str:
+    if value >= 1000:
+        return f"{value / 1000:.3g} s"
+    return f"{value:.3g} ms"
+
+
+def _compared(ratio: float) -> str:
+    if 0.95 < ratio < 1.05:
+        return "about the same"
+    return f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
+
+
+def _halo() -> dict[str, object]:
+    return {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}

@@ -1,0 +1,65 @@
+"""What the kernels that work on rows are measured on: hidden states of a layer and the numbers inside its MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from bench.parts.attention_inputs import worst_error
+from bench.parts.device_time import num_input_sets
+from bench.parts.kernel_row import Contestant
+from radixkv.kernels import reference
+from radixkv.kernels.norm_style import LLAMA, NormStyle
+
+_EPS = 1e-5
+
+AddRMSNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, NormStyle], tuple[torch.Tensor, torch.Tensor]]
+SwiGLU = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class NormedRows:
+    """Hidden states and residuals in bfloat16, and the weight of a norm as Llama's layers have it.
+
+    Attributes:
+        num_bytes: read and written by one call: two tensors in, two out.
+    """
+
+    def __init__(self, num_tokens: int, hidden_size: int, cache_bytes: int, device: torch.device) -> None:
+        self.num_bytes, self._pairs = _pairs(num_tokens, hidden_size, 4, cache_bytes, device)
+        self._weight = torch.randn(hidden_size, dtype=torch.bfloat16, device=device)
+
+    def contestant(self, add_rms_norm: AddRMSNorm) -> Contestant:
+        """A kernel that adds and norms each set."""
+        calls = [partial(add_rms_norm, rows, residual, self._weight, _EPS, LLAMA) for rows, residual in self._pairs]
+        rows, residual = self._pairs[0]
+        expected = torch.stack(reference.add_rms_norm(rows, residual, self._weight, _EPS, LLAMA))
+        return Contestant([*calls], lambda: worst_error(torch.stack(calls[0]()), expected))
+
+
+class GatedRows:
+    """Gates and what they gate, in bfloat16.
+
+    Attributes:
+        num_bytes: read and written by one call: two tensors in, one out.
+    """
+
+    def __init__(self, num_tokens: int, intermediate_size: int, cache_bytes: int, device: torch.device) -> None:
+        self.num_bytes, self._pairs = _pairs(num_tokens, intermediate_size, 3, cache_bytes, device)
+
+    def contestant(self, swiglu: SwiGLU) -> Contestant:
+        """A kernel that gates each set."""
+        calls = [partial(swiglu, gate, up) for gate, up in self._pairs]
+        expected = reference.swiglu(*self._pairs[0])
+        return Contestant([*calls], lambda: worst_error(calls[0](), expected))
+
+
+def _pairs(
+    num_tokens: int, num_columns: int, num_tensors: int, cache_bytes: int, device: torch.device
+) -> tuple[int, torch.Tensor]:
+    """The bytes of `num_tensors` tensors of a call, and `[num_sets, 2, num_tokens, num_columns]` random numbers."""
+    torch.manual_seed(0)
+    num_bytes = num_tensors * num_tokens * num_columns * torch.bfloat16.itemsize
+    num_sets = num_input_sets(num_bytes, cache_bytes)
+    return num_bytes, torch.randn(num_sets, 2, num_tokens, num_columns, dtype=torch.bfloat16, device=device)

@@ -1,0 +1,65 @@
+"""A model as transformers itself runs it after a prefix that it has in a cache, to stand beside our engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache
+
+from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.model import Model
+
+Tokens = npt.NDArray[np.uint32]
+
+
+class TransformersPrefix:
+    """The same model as transformers runs it, with SDPA, and K and V of one long prompt.
+
+    Args:
+        model: with our attention and kernels, which it has again after each call.
+        tokens: the prompt.
+        step_tokens: computed at a time.
+    """
+
+    def __init__(self, model: Model, tokens: Tokens, step_tokens: int) -> None:
+        self._model = model
+        self._module = model.module
+        self._device = model.device
+        self._cache = DynamicCache()
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for start in range(0, len(tokens), step_tokens):
+            self.logits(tokens[start : start + step_tokens], start)
+        self._layers = [(layer.keys, layer.values) for layer in self._cache.layers]
+
+    def restore(self, num_tokens: int) -> None:
+        """Hold the K and V of so many tokens again, and of no others."""
+        self._cache = DynamicCache()
+        for index, (keys, values) in enumerate(self._layers if num_tokens else ()):
+            self._cache.update(keys[:, :, :num_tokens], values[:, :, :num_tokens], index)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def next_token(self, suffix: Tokens, start: int) -> int:
+        """The most likely token after the suffix; waits for the device."""
+        return int(self._forward(suffix, start).argmax())
+
+    def logits(self, suffix: Tokens, start: int) -> npt.NDArray[np.float32]:
+        """Logits after the suffix, whose first token is at position `start`."""
+        logits: npt.NDArray[np.float32] = self._forward(suffix, start).float().cpu().numpy()
+        return logits
+
+    @torch.inference_mode()
+    def _forward(self, suffix: Tokens, start: int) -> torch.Tensor:
+        ids = torch.from_numpy(suffix.astype(np.int64)).to(self._device)[None]
+        positions = torch.arange(start, start + len(suffix), device=self._device)[None]
+        self._module.set_attn_implementation("sdpa")
+        try:
+            with self._model.unfused():
+                output = self._module(
+                    input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+                )
+        finally:
+            self._module.set_attn_implementation(ATTENTION_NAME)
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits

@@ -1,0 +1,106 @@
+"""What the replay sends: prompts, and when each arrives. The same on every machine for the same arguments."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.errors import ConfigError
+from radixkv.planning.trace import TraceRequest, block_tokens, prompt_tokens
+
+MAX_SEED = 2**30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkItem:
+    """One request to send.
+
+    Attributes:
+        arrival_s: when to send it, counted from the start of the pass. Without meaning in a closed loop.
+        token_ids: uint32 `[prompt_tokens]`.
+    """
+
+    arrival_s: float
+    token_ids: npt.NDArray[np.uint32]
+
+
+def shared_prefix(
+    num_requests: int, prefix_tokens: int, suffix_tokens: int, groups: int, vocab_size: int, seed: int
+) -> list[WorkItem]:
+    """Make system-prompt traffic: request `i` is the prefix of group `i % groups` and a suffix of its own.
+
+    Args:
+        num_requests: at least 1.
+        prefix_tokens: tokens that a group shares; 0 for none.
+        suffix_tokens: tokens of a request's own, at least 1.
+        groups: different prefixes, at least 1.
+        vocab_size: token ids are in `[0, vocab_size)`.
+        seed: `[0, 2**30)`; another seed gives other tokens.
+
+    Returns:
+        Items that all arrive at once.
+    """
+    prefixes = [_stream(seed, group, prefix_tokens, vocab_size) for group in range(min(groups, num_requests))]
+    return [
+        WorkItem(0.0, np.concatenate((prefixes[i % groups], _stream(seed, groups + i, suffix_tokens, vocab_size))))
+        for i in range(num_requests)
+    ]
+
+
+def mooncake(requests: Sequence[TraceRequest], vocab_size: int, scale: float = 1.0) -> list[WorkItem]:
+    """Make the prompts of a trace, in its order, arriving at its timestamps counted from the first of them."""
+    start_ms = min(request.timestamp_ms for request in requests)
+    return [
+        WorkItem((request.timestamp_ms - start_ms) / 1000, prompt_tokens(request, vocab_size=vocab_size, scale=scale))
+        for request in requests
+    ]
+
+
+def unrelated_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[npt.NDArray[np.uint32]]:
+    """Make prompts for a warm-up: nothing in common with each other or with any seed's traffic."""
+    return [_stream(MAX_SEED, index, num_tokens, vocab_size) for index in range(num_prompts)]
+
+
+def poisson_arrivals(items: Sequence[WorkItem], rate_per_s: float, seed: int) -> list[WorkItem]:
+    """Give the items, in order, the arrivals of a Poisson process; the first arrives at 0."""
+    draws = block_tokens(_stream_id(seed, 2**32 - 1), tokens_per_id=len(items)).astype(np.float64)
+    gaps_s = -np.log1p(-draws / 2**32) / rate_per_s  # [num_items]; draws / 2**32 is in [0, 1)
+    arrivals_s = np.cumsum(gaps_s) - gaps_s[0]
+    return [replace(item, arrival_s=float(arrival_s)) for item, arrival_s in zip(items, arrivals_s, strict=True)]
+
+
+def trace_arrivals(items: Sequence[WorkItem], speedup: float) -> list[WorkItem]:
+    """Order the items by arrival and let time pass `speedup` times as fast."""
+    in_order = sorted(items, key=lambda item: item.arrival_s)
+    return [replace(item, arrival_s=item.arrival_s / speedup) for item in in_order]
+
+
+def evenly_spaced(num_items: int, num_kept: int) -> list[int]:
+    """Choose `min(num_kept, num_items)` different indices in order, evenly spaced, the first always among them."""
+    num_kept = min(num_kept, num_items)
+    return [index * num_items // num_kept for index in range(num_kept)]
+
+
+def sample(items: Sequence[WorkItem], indices: Sequence[int]) -> list[WorkItem]:
+    """Keep some items, and draw their arrivals together so that requests come as often as before."""
+    shrink = len(indices) / len(items)
+    return [replace(items[index], arrival_s=items[index].arrival_s * shrink) for index in indices]
+
+
+def median_prompt_tokens(items: Sequence[WorkItem]) -> int:
+    """Length of the middle prompt, at least 1."""
+    return int(statistics.median_high(len(item.token_ids) for item in items))
+
+
+def _stream(seed: int, index: int, num_tokens: int, vocab_size: int) -> npt.NDArray[np.uint32]:
+    return block_tokens(_stream_id(seed, index), tokens_per_id=num_tokens, vocab_size=vocab_size)
+
+
+def _stream_id(seed: int, index: int) -> int:
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"seed: expected 0 to {MAX_SEED - 1}, got {seed}")
+    return (seed << 32) | index

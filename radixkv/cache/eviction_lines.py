@@ -1,0 +1,174 @@
+"""Which leaf goes first: what a policy is asked and told, and the sorted index that it orders.
+
+Leaves of lower priority go before all others; among equals the policy decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+from sortedcontainers import SortedList
+
+from radixkv.cache.node import Node
+
+_KEYED_AT_ONCE = 32  # takes 0.1 ms; all of a million leaves at once would take 3 s
+
+
+class EvictionPolicy:
+    """A sort key for leaves that nobody uses: the smallest goes first.
+
+    A policy is one subclass with a `key`. The other methods tell it what happens in the cache, and do what most
+    policies need. Times are seconds of the cache's clock.
+
+    Attributes:
+        generation: a policy that changes its order raises it, and the leaves get new keys.
+    """
+
+    generation = 0
+
+    def key(self, node: Node) -> Any:
+        """The node's place in line, taken when it becomes evictable; by default the time of its last use.
+
+        Keys of one policy are comparable. Leaves with equal keys go in the order in which they fell idle.
+        """
+        return node.last_used_s
+
+    def num_offered_blocks(self, leaf: Node) -> int:
+        """How many blocks may be cut off a leaf's end before it gets a new key; at least one. All of them, if not said.
+
+        Asked of the first in line, when blocks are needed.
+        """
+        return leaf.num_blocks
+
+    def reused(self, node: Node, num_bytes: int, now_s: float) -> None:
+        """A lease begins that found the first `num_bytes` of the path to a node's end. Its nodes count a use.
+
+        Called before the path's `last_used_s` changes. A node of which only the beginning was found is not used: if
+        the rest of the prompt comes, the node is split, and its upper half is.
+
+        Complexity: O(depth).
+        """
+        for used in used_nodes(node, num_bytes):
+            used.num_uses += 1
+
+    def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
+        """A node was cut in two, because a prompt shares its upper half only, which counts a use.
+
+        `last_used_s` is when it was used before.
+        """
+        assert lower.parent is not None
+        lower.parent.num_uses += 1
+
+    def cut(self, lower: Node) -> None:
+        """A node was cut in two for the cache's own purposes, not by a use. Both halves have its `policy_note`."""
+
+    def inserted(self, leaf: Node, now_s: float) -> None:
+        """A leaf is new, or has grown."""
+
+    def evicted(self, leaf: Node, num_blocks: int, now_s: float) -> None:
+        """So many blocks are about to be cut off a leaf's end, perhaps all."""
+
+
+def used_nodes(node: Node, num_bytes: int) -> list[Node]:
+    """The nodes that the first `num_bytes` of the path to a node's end cover whole, the deepest first."""
+    nodes: list[Node] = []
+    path_bytes = 0
+    while node.parent is not None:
+        nodes.append(node)
+        path_bytes += len(node.tokens)
+        node = node.parent
+    return nodes[1:] if path_bytes > num_bytes else nodes
+
+
+class EvictionIndex:
+    """Leaves that may go: by priority, then in the policy's order.
+
+    When the policy changes its order, leaves get new keys a few at a time, those first that were about to go. Until all
+    have one, the others wait.
+
+    Complexity: O(log n) for each operation.
+    """
+
+    def __init__(self, policy: EvictionPolicy, arrivals: Iterator[int]) -> None:
+        self._policy = policy
+        self._entries = SortedList()  # of (priority, key, arrival, node); arrivals are distinct
+        self._outdated = SortedList()  # the same, with keys of the order before
+        self._arrivals = arrivals
+        self._generation = policy.generation
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._outdated)
+
+    def __contains__(self, node: Node) -> bool:
+        return node.eviction_entry is not None
+
+    def add(self, node: Node) -> None:
+        """Put a leaf in line, if it is not there already."""
+        if node.eviction_entry is None:
+            node.eviction_entry = (node.priority, self._policy.key(node), next(self._arrivals), node)
+            self._entries.add(node.eviction_entry)
+
+    def discard(self, node: Node) -> None:
+        """Take a leaf out of the line, if it is there."""
+        if node.eviction_entry is not None:
+            is_outdated = self._outdated and node.eviction_entry in self._outdated
+            (self._outdated if is_outdated else self._entries).remove(node.eviction_entry)
+            node.eviction_entry = None
+
+    def first(self) -> tuple[int, Any, int, Node] | None:
+        """Priority, sort key, arrival and node of the leaf to evict next; None if there is no leaf."""
+        if self._generation != self._policy.generation:
+            self._generation = self._policy.generation
+            self._outdated.update(self._entries)
+            self._entries.clear()
+        for _ in range(min(_KEYED_AT_ONCE, len(self._outdated))):
+            priority, _, arrival, node = self._outdated.pop(0)
+            node.eviction_entry = (priority, self._policy.key(node), arrival, node)
+            self._entries.add(node.eviction_entry)
+        return self._entries[0] if self._entries else None
+
+
+class EvictionLines:
+    """A line for each tenant with a quota and one for all the others, so that a tenant can be spared or go first.
+
+    Args:
+        policy: orders all lines alike.
+        tenants: those with a quota.
+
+    Complexity: O(log leaves) to add and discard, O(lines) to find the first.
+    """
+
+    def __init__(self, policy: EvictionPolicy, tenants: Iterable[str]) -> None:
+        arrivals = itertools.count()
+        self._common = EvictionIndex(policy, arrivals)
+        self._own = {tenant: EvictionIndex(policy, arrivals) for tenant in tenants}
+
+    def __len__(self) -> int:
+        return len(self._common) + sum(map(len, self._own.values()))
+
+    def __contains__(self, node: Node) -> bool:
+        return node.eviction_entry is not None
+
+    def add(self, node: Node) -> None:
+        """Put a leaf in its tenant's line, if it is not there already."""
+        self._line(node).add(node)
+
+    def discard(self, node: Node) -> None:
+        """Take a leaf out of its line, if it is there."""
+        self._line(node).discard(node)
+
+    def first_of(self, tenant: str) -> Node | None:
+        """The leaf of a tenant with a quota that goes first."""
+        first = self._own[tenant].first()
+        return None if first is None else first[-1]
+
+    def first(self, spared: Container[str]) -> Node | None:
+        """The leaf that goes first of all but the spared tenants."""
+        lines = [self._common, *(line for tenant, line in self._own.items() if tenant not in spared)]
+        first = min((entry for line in lines if (entry := line.first()) is not None), default=None)
+        return None if first is None else first[-1]
+
+    def _line(self, node: Node) -> EvictionIndex:
+        return self._own.get(node.tree.namespace.tenant, self._common)

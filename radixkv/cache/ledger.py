@@ -1,0 +1,275 @@
+"""The open leases of a cache: handed out, extended, published and taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from radixkv.api.retention import RetainedNodes
+from radixkv.cache.block_pool import BlockIds, BlockPool
+from radixkv.cache.eviction_lines import EvictionPolicy
+from radixkv.cache.evictor import Evictor
+from radixkv.cache.lease import BlockCopy, Lease
+from radixkv.cache.node import DEFAULT_PRIORITY, Node, path_to
+from radixkv.cache.radix_tree import Insertion, RadixTree
+from radixkv.cache.tenants import Tenants, TenantUsage
+from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, OutOfBlocks, QuotaExceeded
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES, require_tokens
+
+
+class Leases:
+    """Moves blocks from the pool to leases, and from leases to trees. The evictor moves them back to the pool.
+
+        pool ── lease, reserve, extend ──▶ lease ── commit ──▶ tree
+          ▲                                  │                  │
+          └────────────── close ─────────────┘◀──── adopt ──────┘
+
+    Args:
+        trees: by namespace; those with a cached token. A commit adds one where there is none.
+        block_size: tokens a block.
+        pool, tenants, policy, retained, evictor: of the same cache.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        trees: dict[Namespace, RadixTree],
+        block_size: int,
+        pool: BlockPool,
+        tenants: Tenants,
+        policy: EvictionPolicy,
+        retained: RetainedNodes,
+        evictor: Evictor,
+        clock: Callable[[], float],
+    ) -> None:
+        self._trees = trees
+        self._block_size = block_size
+        self._pool = pool
+        self._tenants = tenants
+        self._policy = policy
+        self._retained = retained
+        self._evictor = evictor
+        self._clock = clock
+        self._open: set[Lease] = set()
+
+    def __iter__(self) -> Iterator[Lease]:
+        """Those that are open."""
+        return iter(self._open)
+
+    def find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> tuple[Node | None, int, int, bytes]:
+        """The deepest node that shares tokens, bytes found, tokens reusable, and the packed ids of their blocks.
+
+        Raises:
+            InvalidRequest: `tokens` is empty or not whole tokens.
+        """
+        require_tokens(tokens)
+        tree = self._trees.get(namespace) if read else None
+        if tree is None:
+            return None, 0, 0, b""
+        node, num_bytes, packed = tree.match(tokens)
+        cached_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        return node if cached_tokens else None, num_bytes, cached_tokens, packed
+
+    def lease(self, namespace: Namespace, tokens: bytes, *, read: bool, num_spared_blocks: int) -> Lease:
+        """Open a lease; see `PrefixCache.lease`."""
+        node, found_bytes, cached_tokens, packed = self.find(namespace, tokens, read)
+        usage = self._tenants[namespace.tenant]
+        num_new_blocks = -(-len(tokens) // (self._block_size * TOKEN_BYTES)) - cached_tokens // self._block_size
+        num_takeable_blocks = self._evictor.num_takeable_blocks(namespace.tenant, usage, num_spared_blocks)
+        num_spare_blocks = num_takeable_blocks - num_new_blocks
+        if num_spare_blocks < _num_unpinned_blocks(node):
+            node, cached_tokens, num_missing_blocks = self._narrow(node, cached_tokens, num_spare_blocks)
+            if num_missing_blocks:
+                raise self._shortage(num_missing_blocks, namespace.tenant, usage, num_spared_blocks)
+        num_whole_blocks, shared_tokens = divmod(cached_tokens, self._block_size)
+        node_used_s = 0.0
+        if node is not None:
+            node_used_s = node.last_used_s
+            self._policy.reused(node, found_bytes, self._clock())
+        self._evictor.pin(node)
+        self._evictor.make_room(num_new_blocks, namespace.tenant, usage)
+        new = self._pool.acquire(num_new_blocks)
+        usage.num_leased_blocks += num_new_blocks
+        usage.num_hit_tokens += cached_tokens
+        usage.num_miss_tokens += len(tokens) // TOKEN_BYTES - cached_tokens
+        reused = np.frombuffer(packed, dtype=np.int32)
+        block_ids = np.concatenate((reused[:num_whole_blocks], new))
+        copy = BlockCopy(int(reused[num_whole_blocks]), int(new[0])) if shared_tokens else None
+        lease = Lease(
+            self, namespace, usage, tokens, cached_tokens, block_ids, num_whole_blocks, copy, node, node_used_s
+        )
+        self._open.add(lease)
+        return lease
+
+    def _narrow(self, node: Node | None, cached_tokens: int, num_spare_blocks: int) -> tuple[Node | None, int, int]:
+        """Pin less of a path that stands in its own way, and if need be reuse less of it.
+
+        First what lies beyond the reused blocks is cut off; then the block that is reused in part is given up. Whole
+        blocks never are: computing one anew takes a block too.
+
+        Args:
+            node: the deepest node that shares tokens.
+            cached_tokens: tokens that could be reused.
+            num_spare_blocks: blocks that the lease could have, less those that the suffix takes.
+
+        Returns:
+            The node where the path to pin ends, the tokens to reuse, and how many blocks are missing to hold the whole
+            ones of these beside the suffix. If any are, nothing has changed.
+        """
+        num_pinned_blocks = sum(above.num_blocks for above in path_to(node) if above.pin_count)
+        num_held_blocks = -(-cached_tokens // self._block_size)
+        if num_spare_blocks < num_held_blocks - num_pinned_blocks:
+            num_held_blocks = cached_tokens // self._block_size
+            cached_tokens = num_held_blocks * self._block_size
+        num_available_blocks = num_spare_blocks - max(0, num_held_blocks - num_pinned_blocks)
+        if num_available_blocks < 0 or node is None or not cached_tokens:
+            return None, 0, max(0, -num_available_blocks)
+        return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens, 0
+
+    def _shortage(
+        self, num_missing_blocks: int, tenant: str, usage: TenantUsage, num_spared_blocks: int = 0
+    ) -> CapacityError:
+        to_ceiling = usage.num_blocks_to_ceiling
+        num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)
+        to_others = max(num_kept_blocks, num_spared_blocks)
+        if to_ceiling is not None and to_ceiling < self._pool.num_free + self._evictor.num_evictable_blocks - to_others:
+            return QuotaExceeded(
+                f"blocks: expected {num_missing_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for this "
+                f"tenant, of which leases hold {usage.num_leased_blocks + usage.num_pinned_blocks}"
+            )
+        return OutOfBlocks(
+            f"blocks: expected {num_missing_blocks} more, got {self._pool.num_free} free and "
+            f"{self._evictor.num_evictable_blocks} evictable of {self._pool.num_blocks}, the reused ones among them"
+            + (f", and {num_kept_blocks} that other tenants' floors keep" if num_kept_blocks else "")
+        )
+
+    def extend(self, lease: Lease, tokens: bytes) -> None:
+        """Let a lease go on; see `Lease.extend`."""
+        require_tokens(tokens)
+        self.reserve(lease, lease.num_tokens + len(tokens) // TOKEN_BYTES)
+        if isinstance(lease.tokens, bytes):
+            lease.tokens = bytearray(lease.tokens)  # which is not copied for each token
+        lease.tokens += tokens
+
+    def reserve(self, lease: Lease, num_tokens: int) -> None:
+        """Take blocks for tokens that will come; see `Lease.reserve`."""
+        self._require_open(lease)
+        if num_tokens <= lease.num_tokens:
+            return
+        usage, kept = lease.usage, lease.block_ids
+        # What comes is not written into a block that the tree has, but into a copy of it.
+        last = lease.num_tokens // self._block_size
+        replaces_last = lease.num_published_blocks > last
+        if replaces_last:
+            kept = np.delete(kept, last)
+        num_new_blocks = max(0, -(-num_tokens // self._block_size) - kept.size)
+        if not num_new_blocks and not replaces_last:
+            return
+        num_missing_blocks = num_new_blocks - self._evictor.num_takeable_blocks(lease.namespace.tenant, usage)
+        if num_missing_blocks > 0:
+            raise self._shortage(num_missing_blocks, lease.namespace.tenant, usage)
+        self._evictor.make_room(num_new_blocks, lease.namespace.tenant, usage)
+        block_ids = np.concatenate((kept, self._pool.acquire(num_new_blocks)))
+        usage.num_leased_blocks += num_new_blocks
+        if replaces_last:
+            lease.copy = BlockCopy(int(lease.block_ids[last]), int(block_ids[last]))
+            lease.num_published_blocks -= 1
+        lease.block_ids = block_ids
+
+    def commit(self, lease: Lease, upto_tokens: int) -> int:
+        """Publish a lease's finished blocks; see `Lease.commit`."""
+        self._require_open(lease)
+        if not 0 <= upto_tokens <= lease.num_tokens:
+            raise InvalidRequest(f"upto_tokens: expected 0 to {lease.num_tokens}, got {upto_tokens}")
+        whole_tokens = upto_tokens // self._block_size * self._block_size
+        end = upto_tokens if upto_tokens == lease.num_tokens else whole_tokens
+        if end <= lease.committed_tokens or lease.is_revoked:
+            return 0
+        num_blocks = -(-end // self._block_size)
+        tokens = bytes(lease.tokens[: end * TOKEN_BYTES])
+        tree = self._trees.get(lease.namespace)
+        if tree is None:
+            tree = self._trees[lease.namespace] = RadixTree(self._block_size, lease.namespace, lease.usage)
+        packed = lease.block_ids[:num_blocks].tobytes()
+        insertion = tree.insert(tokens, packed)
+        if not packed.startswith(insertion.known_block_ids):
+            self._adopt(lease, np.frombuffer(insertion.known_block_ids, dtype=np.int32))
+        if insertion.split is not None:
+            self._retained.split(insertion.split)
+            self._policy.split(insertion.split, lease.node_used_s, self._clock())
+        if insertion.is_covered:
+            lease.num_published_blocks = insertion.num_known_blocks
+        else:
+            self._policy.inserted(insertion.node, self._clock())
+            if lease.written_from_tokens is None:
+                lease.written_from_tokens = insertion.known_bytes // TOKEN_BYTES
+            self._publish(lease.block_ids[insertion.num_known_blocks : num_blocks], insertion)
+            lease.num_published_blocks = num_blocks
+        before, lease.node, lease.copy = lease.node, insertion.node, None
+        self._evictor.pin(insertion.node)
+        self._evictor.unpin(before)
+        if before is not None and insertion.split is before:
+            self._evictor.forget_use(before, lease.node_used_s)
+        known_tokens = max(lease.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
+        lease.committed_tokens = end
+        return max(0, end - known_tokens)
+
+    def _require_open(self, lease: Lease) -> None:
+        if lease not in self._open:
+            raise LeaseClosed("lease: expected an open lease of this cache, got a closed or a foreign one")
+
+    def _adopt(self, lease: Lease, known: BlockIds) -> None:
+        """Exchange the lease's own copies for blocks that were published first."""
+        differing = np.flatnonzero(lease.block_ids[: known.size] != known)
+        self._pool.release(lease.block_ids[differing])
+        lease.usage.num_leased_blocks -= differing.size
+        lease.block_ids[differing] = known[differing]
+
+    def _publish(self, block_ids: BlockIds, insertion: Insertion) -> None:
+        """Hand a lease's blocks to the tree, and take back the one that they replace."""
+        self._pool.publish(block_ids)
+        usage = insertion.node.tree.usage
+        usage.num_leased_blocks -= block_ids.size
+        usage.num_cached_blocks += block_ids.size
+        node, replaced = insertion.node, np.frombuffer(insertion.replaced_block_ids, dtype=np.int32)
+        if replaced.size:
+            self._pool.unpublish(replaced)
+            usage.num_cached_blocks -= 1
+            usage.num_leased_blocks += 1
+        if node.pin_count:  # a leaf has grown that leases use: they may hold the replaced block, too
+            node.retired_block_ids += insertion.replaced_block_ids
+            self._evictor.count_pinned(node, block_ids.size - replaced.size)
+        elif replaced.size:
+            self._pool.release(replaced)
+            usage.num_leased_blocks -= 1
+        num_old_blocks = node.num_blocks - block_ids.size + replaced.size
+        if num_old_blocks and (node.priority != DEFAULT_PRIORITY or node.has_expired):
+            self._retained.grown(node, block_ids.size - replaced.size)
+            if node.num_blocks > num_old_blocks:  # what was granted ends where the leaf did
+                self._retained.cut(node, num_old_blocks)
+                self._retained.set(node, DEFAULT_PRIORITY, None)
+
+    def close(self, lease: Lease) -> None:
+        """Give a lease's blocks back; see `Lease.close`."""
+        if lease.is_closed:
+            return
+        if lease not in self._open:
+            raise LeaseClosed("lease: expected a lease of this cache, got a foreign one")
+        lease.is_closed = True
+        self._open.remove(lease)
+        own = lease.block_ids[lease.num_published_blocks :]
+        if own.size:
+            self._pool.release(own)
+            lease.usage.num_leased_blocks -= own.size
+        self._evictor.unpin(lease.node)
+
+
+def _num_unpinned_blocks(node: Node | None) -> int:
+    """Blocks of a path that no lease pins yet. Complexity: O(depth)."""
+    num_blocks = 0
+    while node is not None and node.pin_count == 0:
+        num_blocks += node.num_blocks
+        node = node.parent
+    return num_blocks

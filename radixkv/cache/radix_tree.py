@@ -1,0 +1,297 @@
+"""The radix tree of one namespace: runs of token blocks and the physical blocks that hold them.
+
+A match reads, an insert grows. Blocks are four tokens here:
+
+    insert [a b c d|e f g h|i j]            root ── [abcd|efgh|ij]            only a leaf may end inside a block
+    insert [a b c d|x y]                    root ── [abcd] ┬─ [efgh|ij]       a split: the old object is the lower half,
+                                                           └─ [xy]            so whoever points at it stays right
+    match  [a b c d|e f z z]                6 tokens: the block [efgh] is shared up to `f`; the caller copies it
+    insert [a b c d|x y z z|w]              root ── [abcd] ┬─ [efgh|ij]       a leaf grows in place; the block [xy] is
+                                                           └─ [xyzz|w]        replaced by its longer copy
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from radixkv.api.miss_reason import prefix_fingerprint
+from radixkv.cache.child_table import ChildTable
+from radixkv.cache.node import BLOCK_ID_BYTES, Node
+from radixkv.cache.tenants import TenantUsage
+from radixkv.errors import InvariantViolation
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES, shared_bytes
+
+
+class Insertion(NamedTuple):
+    """What an insert did. Of the blocks offered, `[num_known_blocks, end)` belong to the tree now.
+
+    Attributes:
+        node: the node in which the inserted run ends.
+        known_bytes: bytes of the run that were in the tree before, token-exact.
+        known_block_ids: packed ids of the tree's own whole blocks for the run's beginning.
+        is_covered: the tree knew all of it, and took nothing.
+        split: the lower half of a node that was cut in two, or None.
+        replaced_block_ids: packed id of a partly filled block that a longer copy took the place of, or empty.
+    """
+
+    node: Node
+    known_bytes: int
+    known_block_ids: bytes
+    is_covered: bool
+    split: Node | None
+    replaced_block_ids: bytes
+
+    @property
+    def num_known_blocks(self) -> int:
+        """Whole blocks at the beginning of the run that the tree held before."""
+        return len(self.known_block_ids) // BLOCK_ID_BYTES
+
+
+class RadixTree:
+    """Segments of one namespace. Compares tokens, so what it matches is equal, never probably equal.
+
+    Args:
+        block_size: tokens a block.
+        namespace: whose segments these are.
+        usage: where the tenant's blocks are counted.
+    """
+
+    def __init__(self, block_size: int, namespace: Namespace, usage: TenantUsage) -> None:
+        self.block_size = block_size
+        self.namespace = namespace
+        self.usage = usage
+        self.root = Node(self, None, b"", b"", 0)
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._seed = namespace.seed
+
+    def match(self, tokens: bytes) -> tuple[Node | None, int, bytes]:
+        """Find the longest known prefix, to the token. Changes nothing.
+
+        Returns:
+            The deepest node that shares at least one token, None if none does; the bytes of the prompt that match; the
+            packed ids of the `ceil` blocks that hold them, of which the last one may be shared in part. A plain tuple:
+            a named one takes 0.2 us.
+
+        Complexity: one dict look-up and one memory comparison a node; at the end O(log siblings).
+        """
+        block_bytes = self._block_bytes
+        node, position = self.root, 0
+        runs: list[bytes] = []
+        while children := node.children:
+            first_block = tokens[position : position + block_bytes]
+            child = children.get(first_block)
+            if child is None:
+                child, shared = children.nearest(first_block)
+            elif tokens.startswith(child.tokens, position):
+                node = child
+                position += len(child.tokens)
+                runs.append(child.block_ids)
+                continue
+            else:
+                shared = shared_bytes(child.tokens, tokens, position)
+            if shared:
+                node = child
+                position += shared
+                runs.append(child.block_ids[: -(-shared // block_bytes) * BLOCK_ID_BYTES])
+            break
+        return node if position else None, position, b"".join(runs)
+
+    def insert(self, tokens: bytes, block_ids: bytes) -> Insertion:
+        """Make a run of tokens matchable, taking over the blocks that hold its unknown end.
+
+        Args:
+            tokens: the run from the root on; at least one token.
+            block_ids: packed ids of all its blocks, `ceil(tokens / block_size)`.
+
+        Complexity: O(len(tokens)) memory comparison, one split or one new node at most.
+        """
+        block_bytes = self._block_bytes
+        node, position = self.root, 0
+        runs: list[bytes] = []
+        while children := node.children:
+            first_block = tokens[position : position + block_bytes]
+            child = children.get(first_block)
+            if child is None:
+                child, shared = children.nearest(first_block)
+                if shared == len(first_block):  # the run ends inside a longer block
+                    return Insertion(child, len(tokens), b"".join(runs), True, None, b"")
+                if shared == len(child.tokens):  # a leaf inside its first block, which the run continues
+                    return self._grow(child, tokens, position, block_ids, runs)
+                return self._attach(node, tokens, position, position + shared, block_ids, runs, None)
+            shared = shared_bytes(child.tokens, tokens, position)
+            whole_blocks = shared // block_bytes
+            if position + shared == len(tokens):
+                runs.append(child.block_ids[: whole_blocks * BLOCK_ID_BYTES])
+                return Insertion(child, len(tokens), b"".join(runs), True, None, b"")
+            if shared < len(child.tokens):
+                self._split(child, whole_blocks, tokens, position)
+                upper = child.parent
+                assert upper is not None
+                runs.append(upper.block_ids)
+                boundary = position + whole_blocks * block_bytes
+                return self._attach(upper, tokens, boundary, position + shared, block_ids, runs, child)
+            if child.is_leaf:
+                return self._grow(child, tokens, position, block_ids, runs)
+            node = child
+            position += shared
+            runs.append(child.block_ids)
+        return self._attach(node, tokens, position, position, block_ids, runs, None)
+
+    def _attach(
+        self,
+        parent: Node,
+        tokens: bytes,
+        start: int,
+        known: int,
+        block_ids: bytes,
+        runs: list[bytes],
+        split: Node | None,
+    ) -> Insertion:
+        """Hang `tokens[start:]` below `parent`; `start` is a block boundary."""
+        first = start // self._block_bytes * BLOCK_ID_BYTES
+        node = Node(self, parent, tokens[start:], block_ids[first:], self._fingerprint(tokens, start))
+        if parent.children is None:
+            parent.children = ChildTable()
+        parent.children[tokens[start : start + self._block_bytes]] = node
+        return Insertion(node, known, b"".join(runs), False, split, b"")
+
+    def _grow(self, leaf: Node, tokens: bytes, start: int, block_ids: bytes, runs: list[bytes]) -> Insertion:
+        """Let a leaf that begins at `start` reach the end of `tokens`, of which it holds a proper prefix."""
+        known = start + len(leaf.tokens)
+        whole_blocks = len(leaf.tokens) // self._block_bytes
+        kept = leaf.block_ids[: whole_blocks * BLOCK_ID_BYTES]
+        replaced = leaf.block_ids[whole_blocks * BLOCK_ID_BYTES :]
+        old_key = leaf.tokens[: self._block_bytes]
+        leaf.tokens = tokens[start:]
+        leaf.block_ids = kept + block_ids[start // self._block_bytes * BLOCK_ID_BYTES + len(kept) :]
+        if whole_blocks == 0:  # the first block itself was longer than known: the leaf has a new key
+            assert leaf.parent is not None
+            siblings = leaf.parent.children
+            assert siblings is not None
+            del siblings[old_key]
+            siblings[leaf.tokens[: self._block_bytes]] = leaf
+            leaf.fingerprint = self._fingerprint(tokens, start)
+        runs.append(kept)
+        return Insertion(leaf, known, b"".join(runs), False, None, replaced)
+
+    def cut(self, node: Node, num_blocks: int) -> Node:
+        """Split a node after its first `num_blocks` blocks, at least one and fewer than it has.
+
+        Returns:
+            The new upper node; `node` is the lower one now.
+
+        Complexity: O(depth + tokens of the path).
+        """
+        tokens = self.path_tokens(node)
+        self._split(node, num_blocks, tokens, len(tokens) - len(node.tokens))
+        upper = node.parent
+        assert upper is not None
+        return upper
+
+    def _split(self, lower: Node, num_blocks: int, tokens: bytes, start: int) -> None:
+        """Cut a node that begins at `start` after `num_blocks` blocks, which `tokens` shares.
+
+        The new upper node takes the beginning; `lower` stays the same object and keeps its children, its pins and
+        its place in the eviction index.
+        """
+        cut = num_blocks * self._block_bytes
+        parent = lower.parent
+        assert parent is not None
+        assert parent.children is not None
+        upper = Node(
+            self, parent, lower.tokens[:cut], lower.block_ids[: num_blocks * BLOCK_ID_BYTES], lower.fingerprint
+        )
+        upper.pin_count = lower.pin_count
+        upper.last_used_s = lower.last_used_s
+        upper.num_uses = lower.num_uses
+        upper.policy_note = lower.policy_note
+        parent.children[upper.tokens[: self._block_bytes]] = upper
+        lower.parent = upper
+        lower.tokens = lower.tokens[cut:]
+        lower.block_ids = lower.block_ids[num_blocks * BLOCK_ID_BYTES :]
+        upper.children = ChildTable()
+        upper.children[lower.tokens[: self._block_bytes]] = lower
+        lower.fingerprint = prefix_fingerprint(self._seed, tokens, start + cut, lower.tokens[: self._block_bytes])
+
+    def remove(self, leaf: Node) -> None:
+        """Cut a leaf off. The caller owns its blocks. Complexity: O(log siblings)."""
+        parent = leaf.parent
+        assert parent is not None
+        assert parent.children is not None
+        del parent.children[leaf.tokens[: self._block_bytes]]
+        if not parent.children:
+            parent.children = None
+
+    def truncate(self, leaf: Node, num_blocks: int) -> tuple[bytes, int]:
+        """Shorten a leaf to its first `num_blocks` blocks, at least one and fewer than it has.
+
+        Returns:
+            The packed ids of the blocks cut off, now the caller's, and the fingerprint of the first of them.
+
+        Complexity: O(depth + tokens of the path), for the fingerprint.
+        """
+        cut = num_blocks * self._block_bytes
+        prefix = self.path_tokens(leaf)
+        start = len(prefix) - len(leaf.tokens)
+        fingerprint = self._fingerprint(prefix, start + cut)
+        removed = leaf.block_ids[num_blocks * BLOCK_ID_BYTES :]
+        leaf.tokens = leaf.tokens[:cut]
+        leaf.block_ids = leaf.block_ids[: num_blocks * BLOCK_ID_BYTES]
+        return removed, fingerprint
+
+    def _fingerprint(self, tokens: bytes, start: int) -> int:
+        return prefix_fingerprint(self._seed, tokens, start + self._block_bytes)
+
+    def path_tokens(self, node: Node) -> bytes:
+        """All tokens from the root to the end of `node`. Complexity: O(depth + tokens)."""
+        runs = [node.tokens]
+        while (parent := node.parent) is not None:
+            runs.append(parent.tokens)
+            node = parent
+        return b"".join(reversed(runs))
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents before children."""
+        stack = list(self.root.children.values()) if self.root.children else []
+        while stack:
+            node = stack.pop()
+            yield node
+            if node.children:
+                stack.extend(node.children.values())
+
+    def check(self) -> None:
+        """Assert the shape of every node.
+
+        Raises:
+            InvariantViolation: the message names what is wrong.
+        """
+        for node in (self.root, *self.nodes()):
+            prefixed = any(
+                after.startswith(before) for before, after in itertools.pairwise(sorted(node.children or ()))
+            )
+            _require(not prefixed, "a leaf is the beginning of its sibling")
+            _require(node.children is None or node.children.is_in_order(), "the sorted keys are not the children's")
+        for node in self.nodes():
+            parent = node.parent
+            key = node.tokens[: self._block_bytes]
+            _require(parent is not None and parent.children is not None, "a node has no parent")
+            assert parent is not None
+            assert parent.children is not None
+            _require(parent.children.get(key) is node, "a node is not filed under its first block")
+            _require(node.tree is self, "a node belongs to another tree")
+            _require(len(node.tokens) > 0 and len(node.tokens) % TOKEN_BYTES == 0, "a run is not whole tokens")
+            _require(node.num_blocks == -(-len(node.tokens) // self._block_bytes), "blocks do not cover the run")
+            _require(node.is_leaf or len(node.tokens) % self._block_bytes == 0, "an inner node ends inside a block")
+            _require(node.children is None or len(node.children) > 0, "an empty child table is kept")
+            path = self.path_tokens(node)
+            _require(
+                node.fingerprint == self._fingerprint(path, len(path) - len(node.tokens)), "a fingerprint is stale"
+            )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvariantViolation(f"radix tree: {message}")

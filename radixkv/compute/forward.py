@@ -1,0 +1,128 @@
+"""One forward pass over the pool: what goes in, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from radixkv.cache.block_pool import BlockIds
+from radixkv.cache.lease import BlockCopy
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.staging import to_device
+from radixkv.model.attention.paged_step import AttentionKernels, PagedStep
+from radixkv.model.model import Model
+from radixkv.tokens import TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part `[start, end)` of one request's tokens, to be computed in one step. K/V of all tokens before it exist.
+
+    Attributes:
+        tokens: all of them so far, little-endian uint32 bytes. Those of the chunk itself may come later, when a step
+            that was prepared is started.
+        block_ids: int32, their blocks.
+        copy: a block copy to make first.
+        wants_logits: whether the logits after the chunk's last token are wanted.
+    """
+
+    tokens: bytes | bytearray
+    start: int
+    end: int
+    block_ids: BlockIds
+    copy: BlockCopy | None
+    wants_logits: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by this chunk."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where the packed tokens of several requests stand. Laid out on the host, read on the model's device.
+
+    Attributes:
+        positions: int64 `[num_tokens]`.
+        logit_rows: int64 `[n]`, the rows whose logits are wanted.
+        batch: whose tokens these are and where their K/V live.
+    """
+
+    positions: torch.Tensor
+    logit_rows: torch.Tensor
+    batch: PagedBatch
+
+    def to(self, device: torch.device) -> StepLayout:
+        """The same on a device; see `to_device`."""
+        return StepLayout(
+            to_device(self.positions, device),
+            to_device(self.logit_rows, device),
+            self.batch.to(device),
+        )
+
+
+def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepLayout:
+    """Say where the packed tokens of some chunks stand, on the host. Looks at none of them.
+
+    Args:
+        chunks: at least one.
+        block_size: tokens a block.
+    """
+    batch = PagedBatch.build(
+        query_lens=[chunk.num_tokens for chunk in chunks],
+        kv_lens=[chunk.end for chunk in chunks],
+        block_tables=[chunk.block_ids for chunk in chunks],
+        block_size=block_size,
+    )
+    ends = batch.query_starts[1:]
+    logit_rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
+    return StepLayout(torch.from_numpy(batch.positions), torch.tensor(logit_rows, dtype=torch.int64), batch)
+
+
+def pack_tokens(chunks: Sequence[Chunk]) -> torch.Tensor:
+    """The tokens of some chunks, one chunk after the other, int64 on the host."""
+    parts = [chunk.tokens[chunk.start * TOKEN_BYTES : chunk.end * TOKEN_BYTES] for chunk in chunks]
+    packed = np.frombuffer(b"".join(parts), dtype="<u4")
+    return torch.from_numpy(packed.astype(np.int64))
+
+
+# Relative distance of logits that are computed in two ways. Summation order costs about 1e-6 in float32 and 1e-2 in
+# bfloat16; a window, mask or state that got lost costs 1e-1 and more (see tests/startup/test_model_check.py).
+LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class StepOutputs(NamedTuple):
+    """What a forward pass computes, on the model's device.
+
+    Attributes:
+        logits: float32 `[n, vocab_size]`.
+        summary: int64 `[num_tokens + n]`, what the host has to know of each step: for each token whether its K, V and
+            last hidden state are finite, then for each row of logits the most likely token. In one piece, so that the
+            host waits once.
+    """
+
+    logits: torch.Tensor
+    summary: torch.Tensor
+
+
+def compute_step(
+    model: Model, pool: KVPool, kernels: AttentionKernels, input_ids: torch.Tensor, layout: StepLayout
+) -> StepOutputs:
+    """Compute all tokens and write their K/V. Waits for nothing.
+
+    Args:
+        model: the weights.
+        pool: where K and V are kept.
+        kernels: what works on the pool.
+        input_ids: int64 `[num_tokens]` on the model's device.
+        layout: on the same.
+    """
+    step = PagedStep(pool, layout.batch, kernels)
+    logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows)
+    return StepOutputs(logits, torch.cat((is_finite & step.is_finite, logits.argmax(dim=-1))))

@@ -1,0 +1,135 @@
+"""Where recorded steps read what is to be computed: the same memory each time, filled anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from radixkv.compute.forward import StepLayout
+from radixkv.compute.graphs.shapes import StepShape
+from radixkv.kernels.attention_plan import NO_MERGE, NO_WORK, AttentionPlan
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.staging import StagedArrays
+
+_NO_SLOT = -1
+
+
+class StepBuffers:
+    """Tokens, layout and attention plans of a step, as large as the largest shape needs them.
+
+    A step with less is filled up: with tokens that are written nowhere, rows of logits that nobody reads, and work that
+    reads nothing.
+
+        shape    [ 32 tokens .............................. )    4 rows of logits
+        step     [ 20 tokens ........... )[ padding ....... )    2 rows, and two that nobody reads
+
+    Args:
+        shapes: that are filled; at least one.
+        windows: of the model's layers, each once.
+        group_size: query heads a KV head.
+        table_blocks: blocks of the longest sequence.
+        block_size: tokens a block.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[StepShape],
+        windows: Sequence[int | None],
+        group_size: int,
+        table_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._group_size = group_size
+        self._block_size = block_size
+        num_tokens = max(shape.num_tokens for shape in shapes)
+        num_requests = max(shape.num_requests for shape in shapes)
+        num_items = max(shape.num_items for shape in shapes)
+        num_merges = max(shape.num_tiles for shape in shapes)
+        arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "input_ids": ((num_tokens,), torch.int64),
+            "positions": ((num_tokens,), torch.int64),
+            "slots": ((num_tokens,), torch.int64),
+            "logit_rows": ((num_requests,), torch.int64),
+        }
+        for window in windows:
+            arrays[f"work {window}"] = (num_items, len(NO_WORK)), torch.int32
+            arrays[f"merges {window}"] = (num_merges, len(NO_MERGE)), torch.int32
+        arrays["tables"] = (num_requests, table_blocks), torch.int32  # the last: of few requests a part is brought over
+        self._arrays = StagedArrays(arrays, device)
+        self._windows = windows
+        self._arrays.host["slots"].fill_(_NO_SLOT)
+        for window in windows:  # a step that computes nothing
+            self._arrays.host[f"work {window}"][:] = torch.tensor(NO_WORK)
+        self._arrays.upload(num_requests)
+
+    def input_ids(self, shape: StepShape) -> torch.Tensor:
+        """The tokens on the device, of a shape."""
+        return self._arrays.device["input_ids"][: shape.num_tokens]
+
+    def layout(self, shape: StepShape) -> StepLayout:
+        """The layout on the device, of a shape. The host's numbers of its batch mean nothing: see `plans`."""
+        arrays = self._arrays.device
+        batch = PagedBatch(
+            query_starts=(0, shape.num_tokens),
+            kv_lens=(shape.num_tokens,),
+            block_tables=arrays["tables"][: shape.num_requests],
+            slots=arrays["slots"][: shape.num_tokens],
+            block_size=self._block_size,
+            host_tables=np.empty((0, 0), dtype=np.int32),
+        )
+        return StepLayout(
+            arrays["positions"][: shape.num_tokens],
+            arrays["logit_rows"][: shape.num_requests],
+            batch,
+        )
+
+    def plans(self, shape: StepShape) -> dict[int | None, AttentionPlan]:
+        """The plans on the device, of a shape, by window."""
+        arrays = self._arrays.device
+        return {
+            window: AttentionPlan(
+                tile_rows=shape.tile_rows,
+                group_size=self._group_size,
+                window=window,
+                work=arrays[f"work {window}"][: shape.num_items],
+                merges=arrays[f"merges {window}"][: shape.num_tiles],
+                num_partials=shape.num_partials,
+            )
+            for window in self._windows
+        }
+
+    def fill(self, shape: StepShape, layout: StepLayout, plans: Mapping[int | None, AttentionPlan]) -> None:
+        """Note a step on the host, but for its tokens. The last one that was uploaded may still be computed.
+
+        Args:
+            shape: where there is room for the step.
+            layout: on the host.
+            plans: of that step, for each window, on the host.
+        """
+        batch, arrays = layout.batch, self._arrays.host
+        arrays["tables"][: batch.num_requests, : batch.block_tables.shape[1]] = batch.block_tables
+        _fill(arrays["positions"][: shape.num_tokens], layout.positions, 0)
+        _fill(arrays["slots"][: shape.num_tokens], batch.slots, _NO_SLOT)
+        _fill(arrays["logit_rows"][: shape.num_requests], layout.logit_rows, 0)
+        for window, plan in plans.items():
+            _fill(arrays[f"work {window}"][: shape.num_items], plan.work, NO_WORK)
+            _fill(arrays[f"merges {window}"][: shape.num_tiles], plan.merges, NO_MERGE)
+
+    def upload(self, shape: StepShape, input_ids: torch.Tensor) -> None:
+        """Bring the step that was filled in last to the device. The step before must be done.
+
+        Args:
+            shape: of that step.
+            input_ids: its tokens, int64 on the host.
+        """
+        _fill(self._arrays.host["input_ids"][: shape.num_tokens], input_ids, 0)
+        self._arrays.upload(shape.num_requests)
+
+
+def _fill(array: torch.Tensor, rows: torch.Tensor, padding: int | tuple[int, ...]) -> None:
+    array[: len(rows)] = rows
+    array[len(rows) :] = torch.tensor(padding, dtype=array.dtype)

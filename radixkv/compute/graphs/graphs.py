@@ -1,0 +1,150 @@
+"""Short steps as CUDA graphs: recorded once at load, so that each of them is one launch instead of a thousand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from radixkv.compute.forward import StepLayout, StepOutputs, compute_step
+from radixkv.compute.graphs.buffers import StepBuffers
+from radixkv.compute.graphs.shapes import StepShape, step_shapes
+from radixkv.kernels.attention_plan import AttentionPlan
+from radixkv.kernels.batch import PagedBatch
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVStorage
+
+if TYPE_CHECKING:  # Triton is not there on every platform
+    from radixkv.model.attention.triton_kernels import TritonKernels
+
+# Does something on the device and records it; what is returned does it again, and returns the same tensors filled anew.
+Recorder = Callable[[Callable[[], StepOutputs]], Callable[[], StepOutputs]]
+
+# Computes a step that was prepared, given its tokens, int64 on the host. The step before must be done.
+Replay = Callable[[torch.Tensor], StepOutputs]
+
+Plans = Mapping[int | None, AttentionPlan]  # by window
+
+
+class StepGraphs:
+    """The recorded steps of one model over one pool.
+
+    Args:
+        model: the weights.
+        storage: the K/V memory, whose address is recorded.
+        kernels: what works on it.
+        max_sequence_tokens: of the longest sequence.
+        max_step_tokens: of a step.
+        max_requests: of a step.
+        recorder: records each step once.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        storage: KVStorage,
+        kernels: TritonKernels,
+        *,
+        max_sequence_tokens: int,
+        max_step_tokens: int,
+        max_requests: int,
+        recorder: Recorder,
+    ) -> None:
+        self._model = model
+        self._storage = storage
+        self._kernels = kernels
+        self._num_query_heads = max(kind.num_query_heads for kind in model.attention_kinds)
+        self._group_size = self._num_query_heads // model.kv_shape.num_kv_heads
+        self._windows = list(dict.fromkeys(kind.window for kind in model.attention_kinds))
+        shapes = step_shapes(
+            kernels,
+            model.kv_shape.dtype,
+            self._num_query_heads,
+            model.kv_shape.num_kv_heads,
+            max_tokens=max_step_tokens,
+            max_requests=max_requests,
+        )
+        table_blocks = -(-max_sequence_tokens // storage.block_size)
+        self._buffers = StepBuffers(
+            shapes, self._windows, self._group_size, table_blocks, storage.block_size, model.device
+        )
+        # The largest are recorded first: the others fit into their memory. They are looked through the other way round.
+        recorded = [(shape, recorder(self._computing(shape))) for shape in reversed(shapes)]
+        self._replays = dict(reversed(recorded))
+        self._num_prepared = 0
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        """What is recorded, those with the least room first."""
+        return list(self._replays)
+
+    def drop(self, shape: StepShape) -> None:
+        """Forget a recorded step."""
+        del self._replays[shape]
+
+    def prepare(self, layout: StepLayout) -> Replay | None:
+        """Make a step ready to be computed as the smallest recorded one that has room for it. Waits for nothing.
+
+        Args:
+            layout: on the host. The step before may still be computed.
+
+        Returns:
+            Computes it, if no other step was prepared since, and returns tensors that the next step overwrites, with
+            rows that were not asked for behind the others; None if no recorded step has room.
+        """
+        batch, dtype = layout.batch, self._model.kv_shape.dtype
+        least_rows = self._kernels.tile_rows(self._group_size * batch.most_query_tokens, dtype)
+        plans: dict[int, Plans] = {}  # by the rows of a tile, on which alone they depend
+        for shape in self._replays:
+            if shape.tile_rows < least_rows or not shape.has_room(batch):
+                continue
+            if shape.tile_rows not in plans:
+                plans[shape.tile_rows] = self._plan(batch, shape.tile_rows)
+            if all(map(shape.has_room_for, plans[shape.tile_rows].values())):
+                return self._ready(shape, layout, plans[shape.tile_rows])
+        return None
+
+    def prepare_as(self, shape: StepShape, layout: StepLayout) -> Replay | None:
+        """Make a step ready to be computed as this recorded one; None if it has no room for it. See `prepare`."""
+        plans = self._plan(layout.batch, shape.tile_rows)
+        if not (shape.has_room(layout.batch) and all(map(shape.has_room_for, plans.values()))):
+            return None
+        return self._ready(shape, layout, plans)
+
+    def _ready(self, shape: StepShape, layout: StepLayout, plans: Plans) -> Replay:
+        self._buffers.fill(shape, layout, plans)
+        self._num_prepared += 1
+        number = self._num_prepared
+
+        def replay(input_ids: torch.Tensor) -> StepOutputs:
+            assert number == self._num_prepared, "another step was prepared since"
+            self._buffers.upload(shape, input_ids)
+            return self._replays[shape]()
+
+        return replay
+
+    def _computing(self, shape: StepShape) -> Callable[[], StepOutputs]:
+        """What is recorded for a shape: nobody's step, which only has its size."""
+        input_ids, layout = self._buffers.input_ids(shape), self._buffers.layout(shape)
+        plans = self._buffers.plans(shape)
+
+        def compute() -> StepOutputs:
+            self._kernels.use_plans(layout.batch, plans)
+            return compute_step(self._model, self._storage.pool, self._kernels, input_ids, layout)
+
+        return compute
+
+    def _plan(self, batch: PagedBatch, tile_rows: int) -> Plans:
+        kv_shape = self._model.kv_shape
+        return {
+            window: self._kernels.plan(
+                batch,
+                self._num_query_heads,
+                kv_shape.num_kv_heads,
+                kv_shape.dtype,
+                window=window,
+                tile_rows=tile_rows,
+            )
+            for window in self._windows
+        }

@@ -1,0 +1,96 @@
+"""Records short steps as CUDA graphs, if the model lets itself be recorded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from radixkv.compute.forward import StepOutputs
+from radixkv.compute.graphs.graphs import StepGraphs
+from radixkv.config import EngineConfig
+from radixkv.model.attention.paged_step import AttentionKernels
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVStorage
+
+if TYPE_CHECKING:  # Triton is not there on every platform
+    from radixkv.model.attention.triton_kernels import TritonKernels
+
+_log = logging.getLogger(__name__)
+
+
+class GraphRecorder:
+    """Records the steps of a model over one pool after the other.
+
+    A model whose forward pass waits for the device can't be recorded. It is computed launch by launch, and a warning
+    says so, once.
+
+    Args:
+        model: the weights.
+        kernels: what works on the pool.
+        engine: how large steps are.
+    """
+
+    def __init__(self, model: Model, kernels: AttentionKernels, engine: EngineConfig) -> None:
+        self._model = model
+        self._kernels = kernels
+        self._engine = engine
+        self._is_on = model.device.type == "cuda" and engine.cuda_graphs
+        self._aside: torch.cuda.Stream | None = None  # one for all: libraries keep memory for each that they see
+
+    def record(self, storage: KVStorage, max_sequence_tokens: int) -> StepGraphs | None:
+        """Record over a pool; None where there are no CUDA graphs, or if `engine.cuda_graphs` is off.
+
+        Args:
+            storage: the K/V memory, whose address is recorded.
+            max_sequence_tokens: of the longest sequence.
+        """
+        if not self._is_on:
+            return None
+        memory = torch.cuda.graph_pool_handle()
+        try:
+            return StepGraphs(
+                self._model,
+                storage,
+                cast("TritonKernels", self._kernels),
+                max_sequence_tokens=max_sequence_tokens,
+                max_step_tokens=self._engine.max_step_tokens,
+                max_requests=self._engine.max_running_requests,
+                recorder=lambda compute: self._record(compute, memory),
+            )
+        except Exception as error:  # noqa: BLE001 - whatever a forward pass raises that can't be recorded
+            self._is_on = False
+            _log.warning("no step is recorded as a CUDA graph: %s: %s", type(error).__name__, error)
+            return None
+
+    def _record(self, compute: Callable[[], StepOutputs], memory: Any) -> Callable[[], StepOutputs]:
+        """See `step_graphs.Recorder`. Graphs share their memory: only one of them is in use at a time."""
+        current = torch.cuda.current_stream()
+        if self._aside is None:
+            self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._aside.wait_stream(current)
+        with torch.cuda.stream(self._aside):
+            compute()  # compiles kernels and makes choices, neither of which can be recorded
+            _without_waiting(compute)  # or it raises here: a recording that fails may leave torch's allocator broken
+        current.wait_stream(self._aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=memory):  # current again if recording fails, too
+            outputs = compute()
+
+        def replay() -> StepOutputs:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+def _without_waiting(compute: Callable[[], StepOutputs]) -> None:
+    """Compute, and raise where the host would wait for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        compute()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

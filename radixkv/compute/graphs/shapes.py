@@ -1,0 +1,109 @@
+"""Which steps are recorded, and how much room each of them has."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from radixkv.kernels.attention_plan import AttentionPlan, balanced_partials
+from radixkv.kernels.batch import PagedBatch
+
+if TYPE_CHECKING:  # Triton is not there on every platform
+    from radixkv.model.attention.triton_kernels import TritonKernels
+
+# An estimate: a step of more tokens takes the device longer than its launches take the host, at least in large models.
+_MOST_TOKENS = 128
+_LEAST_PROMPT_TOKENS = 16
+
+# Requests in the steps that answer short prompts alone: each has its row of logits, which is not for free.
+_FEW_REQUESTS = 4
+
+# Partial results for long contexts in exact mode, where splits do not grow with them: 64 requests after 10,000 tokens,
+# or 4 after 131,072. Room is not for free: a program that finds nothing to do has to start.
+_MANY_PARTIALS = 320
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepShape:
+    """Room for the tokens of a step and for the plans of its attention. Those with less room come first.
+
+    Attributes:
+        num_tokens: new tokens, all requests together.
+        num_requests: requests, and rows of logits.
+        num_partials: partial results of each plan and KV head.
+        tile_rows: of each plan.
+        num_tiles: of each plan.
+    """
+
+    num_tokens: int
+    num_requests: int
+    num_partials: int
+    tile_rows: int
+    num_tiles: int
+
+    @property
+    def num_items(self) -> int:
+        """Items of work of each plan."""
+        return self.num_tiles + self.num_partials
+
+    def has_room(self, batch: PagedBatch) -> bool:
+        """Whether the tokens and requests of a step fit."""
+        return batch.num_tokens <= self.num_tokens and batch.num_requests <= self.num_requests
+
+    def has_room_for(self, plan: AttentionPlan) -> bool:
+        """Whether a plan with tiles of these many rows fits."""
+        return (
+            len(plan.work) <= self.num_items
+            and len(plan.merges) <= self.num_tiles
+            and plan.num_partials <= self.num_partials
+        )
+
+
+def step_shapes(
+    kernels: TritonKernels,
+    dtype: torch.dtype,
+    num_query_heads: int,
+    num_kv_heads: int,
+    *,
+    max_tokens: int,
+    max_requests: int,
+) -> list[StepShape]:
+    """List what is worth being recorded: decoding, short prompts, and both together.
+
+    Args:
+        kernels: those that attend; they say how large their tiles are.
+        dtype: of the queries.
+        num_query_heads: most that a layer has.
+        num_kv_heads: of the pool.
+        max_tokens: of a step.
+        max_requests: of a step.
+
+    Returns:
+        Shapes in order: doubling from 1 request to 64 that have a token each, and from 16 tokens to 128 with few
+        requests and with many; in exact mode each for short contexts and for long ones.
+    """
+    group_size = num_query_heads // num_kv_heads
+    max_tokens, max_requests = min(max_tokens, _MOST_TOKENS), min(max_requests, _MOST_TOKENS // 2)
+    sizes = [(number, number, 1) for number in _doubling(1, max_requests)]  # tokens, requests, most of one request
+    for number in _doubling(_LEAST_PROMPT_TOKENS, max_tokens):
+        sizes += [(number, min(number, most, max_requests), number) for most in (_FEW_REQUESTS, max_requests)]
+    shapes = set()
+    for (num_tokens, num_requests, most), is_long in itertools.product(sizes, (False, True)):
+        tile_rows = kernels.tile_rows(group_size * most, dtype)
+        num_tiles = num_requests + num_tokens * group_size // tile_rows
+        num_partials = balanced_partials(num_requests, num_kv_heads)
+        if is_long and kernels.is_exact:
+            num_partials = max(num_partials, _MANY_PARTIALS)
+        shapes.add(StepShape(num_tokens, num_requests, num_partials, tile_rows, num_tiles))
+    return sorted(shapes)
+
+
+def _doubling(least: int, most: int) -> list[int]:
+    numbers = []
+    while least <= most:
+        numbers.append(least)
+        least *= 2
+    return numbers

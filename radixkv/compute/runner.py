@@ -1,0 +1,133 @@
+"""Runs one step: chunks of several requests as one forward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from radixkv.cache.lease import BlockCopy
+from radixkv.compute.forward import Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
+from radixkv.compute.graphs.graphs import StepGraphs
+from radixkv.kernels.staging import to_device
+from radixkv.model.attention.paged_step import AttentionKernels
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVStorage
+
+
+class StepResult(NamedTuple):
+    """What a step computed.
+
+    Attributes:
+        logits: float32 `[n, vocab_size]` on the model's device; valid until the next step is started.
+        most_likely: for each row of logits, the token with the largest.
+        is_finite: for each chunk, whether K, V and the last hidden states of all its tokens are finite.
+    """
+
+    logits: torch.Tensor
+    most_likely: list[int]
+    is_finite: list[bool]
+
+
+# Waits for a step that was started. To be called once.
+Wait: TypeAlias = Callable[[], StepResult]
+# Starts a step that was prepared, given the tokens of its chunks one after the other, int64 `[num_tokens]` on the host.
+# The step before must have been waited for.
+Launch: TypeAlias = Callable[[torch.Tensor], Wait]
+
+
+class Runner:
+    """Owns the model and the K/V memory; knows nothing of trees and requests.
+
+    Args:
+        model: the weights.
+        storage: the K/V memory.
+        kernels: what works on it.
+        graphs: steps that are recorded over all three; None if there are none.
+    """
+
+    def __init__(
+        self, model: Model, storage: KVStorage, kernels: AttentionKernels, graphs: StepGraphs | None = None
+    ) -> None:
+        self.model = model
+        self.storage = storage
+        self._kernels = kernels
+        self._graphs = graphs
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether any steps are recorded."""
+        return self._graphs is not None and bool(self._graphs.shapes)
+
+    def without_graphs(self) -> Runner:
+        """The same model over the same memory, where every step is launched kernel by kernel."""
+        return Runner(self.model, self.storage, self._kernels)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the device computes a step that was started while the host does something else."""
+        return self.model.device.type == "cuda"
+
+    def prepare(self, chunks: Sequence[Chunk]) -> Launch:
+        """Do what can be done of a step before its tokens are known. The step before may still be computed.
+
+        A recorded step is planned and brought as far as pinned memory; of any other the tables are made.
+
+        Returns:
+            Starts it, unless another step was prepared since; see `start`.
+        """
+        layout = lay_out(chunks, self.storage.block_size)
+        copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
+        recorded = None if self._graphs is None else self._graphs.prepare(layout)
+        return functools.partial(self._start, layout, copies, recorded or functools.partial(self._compute, layout))
+
+    def start(self, chunks: Sequence[Chunk]) -> Wait:
+        """Copy shared blocks, then compute all chunks in one forward pass. The step before must have been waited for.
+
+        If it is not asynchronous, all is computed when it is waited for.
+
+        Returns:
+            Waits, and returns a row of logits for each chunk that wants them, in order, and for each chunk whether all
+            its tokens came out finite.
+        """
+        return self.prepare(chunks)(pack_tokens(chunks))
+
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+        """Start a step and wait for it; see `start`."""
+        return self.start(chunks)()
+
+    def _start(
+        self,
+        layout: StepLayout,
+        copies: Sequence[BlockCopy],
+        compute: Callable[[torch.Tensor], StepOutputs],
+        input_ids: torch.Tensor,
+    ) -> Wait:
+        def launch() -> StepOutputs:
+            if copies:
+                sources, targets = to_device(torch.tensor(copies).T.contiguous(), self.model.device)
+                self._kernels.copy_blocks(self.storage.pool, sources, targets)
+            return compute(input_ids)
+
+        if not self.is_asynchronous:
+            return lambda: _read(layout, launch())
+        outputs = launch()
+        return lambda: _read(layout, outputs)
+
+    def _compute(self, layout: StepLayout, input_ids: torch.Tensor) -> StepOutputs:
+        device = self.model.device
+        return compute_step(
+            self.model, self.storage.pool, self._kernels, to_device(input_ids, device), layout.to(device)
+        )
+
+
+def _read(layout: StepLayout, outputs: StepOutputs) -> StepResult:
+    summary = outputs.summary.cpu().numpy()  # waits
+    are_finite, most_likely = np.split(summary, [len(summary) - len(outputs.logits)])
+    *starts, num_tokens = layout.batch.query_starts
+    is_finite = np.logical_and.reduceat(are_finite[:num_tokens], starts)
+    num_rows = len(layout.logit_rows)
+    return StepResult(outputs.logits[:num_rows], most_likely[:num_rows].tolist(), is_finite.tolist())

@@ -1,0 +1,103 @@
+"""Makes the answer of a request that was computed: usage, timing, and what outlives it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from radixkv.api.result import FinishReason, GenerateResult, HeldLease, PrefillResult, Retained, Timing
+from radixkv.api.retention import Grant
+from radixkv.cache.lease import Lease
+from radixkv.cache.node import DEFAULT_PRIORITY
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.engine.sampler import Prediction
+from radixkv.scheduling.held_leases import HeldLeases
+from radixkv.scheduling.request import Request
+
+
+class Answers:
+    """Turns requests into results.
+
+    Args:
+        cache: where retention is granted.
+        held_leases: where leases go that outlive their request.
+    """
+
+    def __init__(self, cache: PrefixCache, held_leases: HeldLeases) -> None:
+        self._cache = cache
+        self._held_leases = held_leases
+
+    def prefill(self, request: Request, lease: Lease, prediction: Prediction, now_s: float) -> PrefillResult:
+        """The answer to a prefill. A lease that is held is the holder's afterwards, and no more the request's."""
+        return PrefillResult(
+            request_id=request.params.request_id,
+            usage=request.usage,
+            next_token_id=prediction.next_token_id,
+            top_logprobs=prediction.top_logprobs,
+            logits=prediction.logits,
+            miss_reason=request.miss_reason,
+            timing=_timing(request, now_s),
+            held_lease=self._hold(request, lease, now_s) if request.params.hold_lease else None,
+            retained=self._retain(request, lease, now_s),
+        )
+
+    def generation(self, request: Request, lease: Lease, finish_reason: FinishReason, now_s: float) -> GenerateResult:
+        """The answer to a generation."""
+        assert request.generation is not None, "only a generation has a finish reason"
+        return GenerateResult(
+            request_id=request.params.request_id,
+            usage=request.usage,
+            token_ids=tuple(request.generation.token_ids),
+            finish_reason=finish_reason,
+            miss_reason=request.miss_reason,
+            timing=_timing(request, now_s),
+            retained=self._retain(request, lease, now_s),
+        )
+
+    def retained(self, grant: Grant, now_s: float) -> Retained:
+        """A grant with its end in Unix time."""
+        ends_s = grant.expires_s
+        return Retained(grant, None if ends_s is None else time.time() + ends_s - now_s)
+
+    def _retain(self, request: Request, lease: Lease, now_s: float) -> Retained | None:
+        """What others cached is never lowered: a low priority is for what this request has published."""
+        retention = request.params.retention
+        if retention is None:
+            return None
+        start, end = retention.range_in(request.params.num_tokens)
+        shared_upto = start
+        if retention.priority < DEFAULT_PRIORITY:
+            written_from = end if lease.written_from_tokens is None else lease.written_from_tokens
+            block_size = self._cache.block_size
+            shared_upto = max(start, min(end, -(-written_from // block_size) * block_size))
+        grant = Grant(0, 0, 0)
+        for part_start, part_end, only_raise in (
+            (start, shared_upto, True),
+            (shared_upto, end, retention.priority >= DEFAULT_PRIORITY),
+        ):
+            if part_start < part_end:
+                part = dataclasses.replace(retention, start=part_start, end=part_end)
+                grant = grant.joined(
+                    self._cache.retain(request.namespace, request.params.tokens, part, only_raise=only_raise)
+                )
+        return self.retained(grant, now_s)
+
+    def _hold(self, request: Request, lease: Lease, now_s: float) -> HeldLease:
+        lease_id, expires_s = self._held_leases.hold(lease, request.params.tenant, now_s)
+        request.lease = None  # the holder's now
+        return HeldLease(lease_id, time.time() + expires_s - now_s, lease.block_ids.copy())
+
+
+def _timing(request: Request, now_s: float) -> Timing:
+    assert request.scheduled_s is not None, "an answer comes after admission"
+    assert request.prefilled_s is not None, "an answer comes after the first token"
+    return Timing(
+        queue_us=_microseconds(request.scheduled_s - request.received_s),
+        prefill_us=_microseconds(request.prefilled_s - request.scheduled_s),
+        decode_us=_microseconds(now_s - request.prefilled_s),
+        total_us=_microseconds(now_s - request.received_s),
+    )
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

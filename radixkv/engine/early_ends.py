@@ -1,0 +1,63 @@
+"""Who leaves without an answer: those that are cancelled, late, or have a caller who could not take what came."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from sortedcontainers import SortedList
+
+from radixkv.errors import DeadlineExceeded, RadixKVError
+from radixkv.scheduling.request import Request
+
+
+class Departures:
+    """Requests that have to end, found between two steps.
+
+    Other threads only cancel futures; all methods are for the engine's.
+    """
+
+    def __init__(self) -> None:
+        self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals differ
+        self._cancelled: deque[Request] = deque()  # other threads append
+        self._failed: dict[Request, RadixKVError] = {}
+
+    def watch(self, request: Request) -> None:
+        """Mind a request's deadline, and its future. Complexity: O(log watched)."""
+        if request.params.deadline_s is not None:
+            self._deadlines.add((request.params.deadline_s, request.arrival, request))
+        request.future.add_done_callback(lambda future: self._cancelled.append(request) if future.cancelled() else None)
+
+    def forget(self, request: Request) -> None:
+        """Mind a request no more: it is over. Complexity: O(log watched)."""
+        self._failed.pop(request, None)
+        if request.params.deadline_s is not None:
+            self._deadlines.remove((request.params.deadline_s, request.arrival, request))
+
+    def fail(self, request: Request, error: RadixKVError) -> None:
+        """Have a request end with an error, but not before the step that may be under way."""
+        self._failed[request] = error
+
+    def is_failing(self, request: Request) -> bool:
+        """Whether a request has to end with an error."""
+        return request in self._failed
+
+    def is_any_due(self, now_s: float) -> bool:
+        """Whether anybody has to end now."""
+        return bool(self._cancelled or self._failed or (self._deadlines and self._deadlines[0][0] <= now_s))
+
+    def due(self, now_s: float) -> Iterator[tuple[Request, RadixKVError | None]]:
+        """Those that have to end now, each with its error; None for one cancelled in time. End each at once."""
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            if not request.is_over:
+                yield request, deadline_passed() if request.is_late(now_s) else None
+        failed, self._failed = self._failed, {}
+        yield from ((request, error) for request, error in failed.items() if not request.is_over)
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            yield self._deadlines[0][2], deadline_passed()
+
+
+def deadline_passed() -> DeadlineExceeded:
+    """What a late request fails with."""
+    return DeadlineExceeded("deadline: passed before the answer was known")

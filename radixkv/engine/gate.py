@@ -1,0 +1,110 @@
+"""Lets requests in while there is room, and knows those that are not over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from radixkv.config import EngineConfig
+from radixkv.errors import Draining, QueueFull, RadixKVError
+from radixkv.scheduling.request import Request
+
+# Bounds of the hint when to come back to a full queue.
+_MIN_RETRY_S, _DEFAULT_RETRY_S, _MAX_RETRY_S = 0.05, 1.0, 60.0
+_NUM_REMEMBERED_ENDS = 64
+
+
+class Intake:
+    """The door of the engine. All methods may be called from any thread.
+
+    Args:
+        config: how many may be unfinished.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._max_unfinished = config.max_waiting_requests + config.max_running_requests
+        self._max_tenant_requests = config.max_tenant_requests
+        self._is_closed = False
+        self._unfinished: set[Future[Any]] = set()
+        self._num_by_tenant: Counter[str] = Counter()
+        self._ended_s: deque[float] = deque(maxlen=_NUM_REMEMBERED_ENDS)
+        self._changed = threading.Condition()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it lets nobody in any more."""
+        return self._is_closed
+
+    def enter(self, request: Request, pass_on: Callable[[], None]) -> None:
+        """Let a request in, and pass it on before anybody can close the door.
+
+        Raises:
+            Draining: the door is closed.
+            QueueFull: too many requests are unfinished, or too many of this tenant.
+        """
+        tenant = request.params.tenant
+        with self._changed:
+            if self._is_closed:
+                raise Draining("engine: shutting down, no new requests")
+            self._require_room(len(self._unfinished), self._max_unfinished, "")
+            self._require_room(self._num_by_tenant[tenant], self._max_tenant_requests, " of this tenant")
+            self._unfinished.add(request.future)
+            self._num_by_tenant[tenant] += 1
+            pass_on()
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that is over."""
+        tenant = request.params.tenant
+        with self._changed:
+            self._unfinished.discard(request.future)
+            self._num_by_tenant[tenant] -= 1
+            if not self._num_by_tenant[tenant]:
+                del self._num_by_tenant[tenant]
+            self._ended_s.append(time.monotonic())
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        with self._changed:
+            self._is_closed = True
+
+    def wait_until_answered(self, timeout_s: float) -> bool:
+        """Wait until every request is over, or cancelled; returns whether all are."""
+        with self._changed:
+            return self._changed.wait_for(lambda: all(future.done() for future in self._unfinished), timeout_s)
+
+    def cancel_all(self) -> None:
+        """Cancel the futures of all requests that are not over."""
+        with self._changed:
+            unfinished = list(self._unfinished)
+        for future in unfinished:
+            future.cancel()
+        with self._changed:
+            self._changed.notify_all()
+
+    def abandon(self, error: RadixKVError) -> None:
+        """Answer all requests that are not over, whatever state they are in: nobody else will."""
+        self.cancel_all()
+        with self._changed:
+            unfinished = list(self._unfinished)
+        for future in unfinished:
+            if not future.done():
+                future.set_exception(error)
+
+    def _require_room(self, num_unfinished: int, most: int, whose: str) -> None:
+        if num_unfinished >= most:
+            raise QueueFull(
+                f"engine: expected fewer than {most} unfinished requests{whose}, got {num_unfinished}",
+                retry_after_s=self._seconds_to_end(num_unfinished // 2),
+            )
+
+    def _seconds_to_end(self, num_requests: int) -> float:
+        """How long it takes until so many requests have ended, as fast as the last ones did."""
+        if len(self._ended_s) < 2:
+            return _DEFAULT_RETRY_S
+        seconds_each = (self._ended_s[-1] - self._ended_s[0]) / (len(self._ended_s) - 1)
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, num_requests * seconds_each))

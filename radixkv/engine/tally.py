@@ -1,0 +1,113 @@
+"""Counts what the engine holds and what it has done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from radixkv.api.result import Usage
+from radixkv.api.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TokenStats
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenants import TenantUsage
+from radixkv.scheduling.held_leases import HeldLeases
+from radixkv.scheduling.request import Outcome
+from radixkv.scheduling.scheduler import Scheduler
+from radixkv.storage.device_pool import KVStorage
+
+
+class Census:
+    """Is told of what ends, and looks at the rest when it is asked.
+
+    Args:
+        cache, scheduler, held_leases, storage: whose state it is.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        scheduler: Scheduler,
+        held_leases: HeldLeases,
+        storage: KVStorage,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._held_leases = held_leases
+        self._storage = storage
+        self._clock = clock
+        self._started_s = clock()
+        self._num_ended = dict.fromkeys((Outcome.FINISHED, Outcome.FAILED, Outcome.CANCELLED), 0)
+        self._num_pauses = 0
+        self._tokens = TokenStats()
+
+    def answered(self, usage: Usage) -> None:
+        """A request got its answer."""
+        self._tokens = self._tokens.plus(usage)
+
+    def ended(self, outcome: Outcome) -> None:
+        """A request is over."""
+        self._num_ended[outcome] += 1
+
+    def paused(self) -> None:
+        """A request gave its blocks back for others."""
+        self._num_pauses += 1
+
+    def load(self) -> EngineLoad:
+        """Say how full the engine is. Complexity: O(waiting requests)."""
+        pool = self._cache.pool
+        return EngineLoad(
+            blocks=BlockStats(
+                total=pool.num_blocks,
+                free=pool.num_free,
+                leased=pool.num_leased,
+                published=pool.num_published,
+                pinned=self._cache.num_pinned_blocks,
+                retained=self._cache.num_retained_blocks,
+                retainable=self._cache.max_retained_blocks,
+            ),
+            requests=RequestStats(
+                waiting=self._scheduler.num_waiting,
+                running=self._scheduler.num_running,
+                following=self._scheduler.num_following,
+                paused=sum(request.is_paused for request in self._scheduler.idle_requests()),
+                finished=self._num_ended[Outcome.FINISHED],
+                failed=self._num_ended[Outcome.FAILED],
+                cancelled=self._num_ended[Outcome.CANCELLED],
+                pauses=self._num_pauses,
+            ),
+            namespaces=self._cache.num_namespaces,
+            held_leases=len(self._held_leases),
+            evicted_blocks=self._cache.num_evicted_blocks,
+        )
+
+    def stats(self) -> EngineStats:
+        """Count everything. Complexity: O(segments)."""
+        load = self.load()
+        return EngineStats(
+            uptime_s=self._clock() - self._started_s,
+            blocks=load.blocks,
+            requests=load.requests,
+            tokens=self._tokens,
+            namespaces=load.namespaces,
+            segments=self._cache.num_segments,
+            held_leases=load.held_leases,
+            evicted_blocks=load.evicted_blocks,
+            block_bytes=self._storage.block_bytes,
+            kv_dtype=self._storage.kv_dtype,
+            tenants=tuple(_tenant_stats(tenant, usage) for tenant, usage in self._cache.tenants.items()),
+        )
+
+
+def _tenant_stats(tenant: str, usage: TenantUsage) -> TenantStats:
+    return TenantStats(
+        tenant=tenant,
+        cached_blocks=usage.num_cached_blocks,
+        pinned_blocks=usage.num_pinned_blocks,
+        leased_blocks=usage.num_leased_blocks,
+        evicted_blocks=usage.num_evicted_blocks,
+        hit_tokens=usage.num_hit_tokens,
+        miss_tokens=usage.num_miss_tokens,
+        retained_blocks=usage.num_retained_blocks,
+        floor_blocks=usage.quota.floor_blocks,
+        ceiling_blocks=usage.quota.ceiling_blocks,
+    )

@@ -1,0 +1,178 @@
+"""The operations on the pool as Triton kernels: what the service uses on a GPU."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from radixkv.kernels import copy_blocks, paged_attention, write_kv
+from radixkv.kernels.attention_plan import AttentionPlan, fitting_tile_rows, plan_attention
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.dequantize_blocks import dequantize_blocks
+from radixkv.kernels.dequantize_plan import DequantizePlan, plan_dequantize
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import is_quantized
+from radixkv.kernels.specialized_attention import supports
+from radixkv.startup.attention_check import AttentionUse
+
+# Keys of a split in exact mode. More splits fill the device when few tokens follow a long prefix, and cost more partial
+# results when many do: of 2,048 new tokens after 8,192, as many bytes as 5 times their queries in float32.
+_SPLIT_TOKENS = 2048
+
+
+class TritonKernels:
+    """Implements `AttentionKernels`. Plans the attention of a step once for each window, not once for each layer.
+
+    Args:
+        is_exact: whether tiles and splits are the same for every batch, so that a token's attention depends on its
+            prefix alone; otherwise they fit the batch.
+        is_specialized: whether warps specialize where `supports` says that they can, which in exact mode does not
+            depend on the batch either.
+        dequantizes_first: whether the blocks of a quantized pool are dequantized before attention rather than in it,
+            see `kernels/dequantize_plan.py`; "always" is for trials. Never in exact mode: it depends on the batch.
+        has_idle_work: whether plans are filled up as those of recorded steps are; for trials.
+
+    Attributes:
+        is_exact: as given.
+    """
+
+    write_kv = staticmethod(write_kv.write_kv)
+    copy_blocks = staticmethod(copy_blocks.copy_blocks)
+
+    def __init__(
+        self,
+        *,
+        is_exact: bool,
+        is_specialized: bool = False,
+        dequantizes_first: Literal["never", "if it pays", "always"] = "never",
+        has_idle_work: bool = False,
+    ) -> None:
+        assert not is_exact or dequantizes_first == "never"
+        self.is_exact = is_exact
+        self._is_specialized = is_specialized
+        self._dequantizes_first = dequantizes_first
+        self._has_idle_work = has_idle_work
+        self._batch: PagedBatch | None = None
+        self._plans: dict[int | None, AttentionPlan] = {}  # of `_batch`, by window
+        self._dequantize_plans: dict[int | None, DequantizePlan | None] = {}  # likewise
+
+    def for_service(self) -> TritonKernels:
+        """What serves once these have passed a trial: without idle work, and dequantizing first only if it pays."""
+        return TritonKernels(
+            is_exact=self.is_exact,
+            is_specialized=self._is_specialized,
+            dequantizes_first="never" if self._dequantizes_first == "never" else "if it pays",
+        )
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        pool: KVPool,
+        layer: int,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attend over prefix and suffix; see `kernels/reference.py`."""
+        if batch is not self._batch:
+            self.use_plans(batch, {})
+        if window not in self._plans:
+            tile_rows = self.tile_rows(query.shape[1] // pool.num_kv_heads * batch.most_query_tokens, query.dtype)
+            self._plans[window] = self.plan(
+                batch, query.shape[1], pool.num_kv_heads, query.dtype, window=window, tile_rows=tile_rows
+            )
+            self._dequantize_plans[window] = self._plan_dequantize(query, pool, batch, window)
+        plan, dequantize_plan = self._plans[window], self._dequantize_plans.get(window)
+        if dequantize_plan is not None:
+            pool = dequantize_blocks(pool, layer, dequantize_plan.block_ids, query.dtype)
+            layer, batch = 0, dequantize_plan.batch
+        shape = (query.dtype, pool.dtype, pool.head_dim, pool.block_size, plan.tile_rows)
+        return paged_attention.paged_attention(
+            query,
+            pool,
+            layer,
+            batch,
+            plan,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            is_specialized=self._is_specialized and supports(*shape),
+        )
+
+    def tile_rows(self, most_rows: int, dtype: torch.dtype) -> int:
+        """Rows of the tiles for a batch whose longest request has so many packed rows."""
+        if not self.is_exact:
+            return fitting_tile_rows(most_rows, dtype)
+        # What suits long suffixes, since short ones wait for memory anyway.
+        return 16 if dtype == torch.float32 else 128
+
+    def plan(
+        self,
+        batch: PagedBatch,
+        num_query_heads: int,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        *,
+        window: int | None,
+        tile_rows: int,
+    ) -> AttentionPlan:
+        """Lay out the attention of all layers with one window; see `plan_attention`."""
+        plan = plan_attention(
+            batch,
+            num_query_heads=num_query_heads,
+            num_kv_heads=num_kv_heads,
+            dtype=dtype,
+            window=window,
+            tile_rows=tile_rows,
+            split_tokens=_SPLIT_TOKENS if self.is_exact else None,
+        )
+        return plan.with_idle_work() if self._has_idle_work else plan
+
+    def use_plans(self, batch: PagedBatch, plans: dict[int | None, AttentionPlan]) -> None:
+        """Attend for a batch by these plans, by window; what is missing is planned."""
+        self._batch, self._plans, self._dequantize_plans = batch, plans, {}
+
+    def _plan_dequantize(
+        self, query: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None
+    ) -> DequantizePlan | None:
+        if self._dequantizes_first == "never":
+            return None
+        return plan_dequantize(
+            batch,
+            pool,
+            num_query_heads=query.shape[1],
+            dtype=query.dtype,
+            window=window,
+            is_forced=self._dequantizes_first == "always",
+        )
+
+
+def candidates(use: AttentionUse, capability: tuple[int, int]) -> dict[str, TritonKernels]:
+    """Choose what is worth a trial on a GPU.
+
+    Args:
+        use: for what.
+        capability: of the GPU, major and minor; (9, 0) is Hopper.
+
+    Returns:
+        Kernels by the name of their attention, the fastest first, for a trial; then `for_service` gives those that
+        serve. The last ones need nothing of the GPU or the shape.
+    """
+    kernels = {}
+    dtype, shape, block_size, is_exact = use.dtype, use.shape, use.block_size, use.is_exact
+    is_hopper = capability[0] == 9
+    if is_hopper and supports(dtype, shape.dtype, shape.head_dim, block_size):
+        kernels["warp-specialized attention"] = TritonKernels(
+            is_exact=is_exact, is_specialized=True, has_idle_work=True
+        )
+    if not is_exact and is_quantized(shape.dtype) and dtype != torch.float32:
+        name = "attention over blocks dequantized first"
+        if is_hopper and supports(dtype, dtype, shape.head_dim, block_size):
+            kernels[f"warp-specialized {name}"] = TritonKernels(
+                is_exact=False, is_specialized=True, dequantizes_first="always", has_idle_work=True
+            )
+        kernels[name] = TritonKernels(is_exact=False, dequantizes_first="always", has_idle_work=True)
+    return kernels | {"attention through pointers": TritonKernels(is_exact=is_exact, has_idle_work=True)}

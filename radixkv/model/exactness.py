@@ -1,0 +1,139 @@
+"""Makes a loaded model compute each token from its prefix alone, bit for bit, whatever is computed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from radixkv.errors import UnsupportedModel
+from radixkv.kernels.row_pieces import in_row_pieces
+from radixkv.kernels.row_tiles import SIZES, agreeing_sizes, tiled_linear
+
+T = TypeVar("T")
+
+# A forward pass has a multiple of so many tokens, padding included: a single row would be taken for a vector.
+TOKENS_MULTIPLE = SIZES[-1]
+
+# Few rows are ever wanted of the largest matrices, which make logits; trying 512 rows on one takes half a minute.
+_WIDE_FEATURES = 32_768
+_WIDE_SIZES = (64, 16)
+
+# Functions of one number that torch computes, or could compute, differently in vectors and one by one: here sigmoid,
+# gelu, softplus and mish in float32, rsqrt in half precision.
+_POINTWISE = (
+    *("cos", "sin", "tan", "rsqrt", "exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "erfc"),
+    *("sigmoid", "logsigmoid", "silu", "gelu", "mish", "softplus", "elu", "selu", "hardswish"),
+)
+
+
+class ExactFunctions(TorchFunctionMode):
+    """While it is entered, some of torch's functions are replaced by exact ones.
+
+    Args:
+        functions: what to call in place of what.
+    """
+
+    def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for each of its functions."""
+        return self._functions.get(func, func)(*args, **(kwargs or {}))
+
+
+def make_exact(module: PreTrainedModel) -> ExactFunctions:
+    """Prepare a model that is where it will run; what is returned must be entered during each forward pass.
+
+    A mixture of experts computes each expert's tokens by itself, and adds them up in the order of the experts. What is
+    left inexact is found by `check_model`.
+    """
+    if module._can_set_experts_implementation():
+        module.set_experts_implementation("eager")
+    if module.device.type == "cuda":
+        # Triton is not there on every platform.
+        from radixkv.kernels.linear import linear, rows_agree
+        from radixkv.model.exactness_on_gpu import require_exact_gpu, row_functions
+
+        require_exact_gpu(module.device)
+        on_gpu = _Products(module, rows_agree, lambda rows, weight, bias, _: linear(rows, weight, bias))
+        return ExactFunctions(on_gpu.functions | row_functions())
+    return ExactFunctions(_Products(module, _agreeing_sizes, tiled_linear).functions | pointwise_functions())
+
+
+class _Products(Generic[T]):
+    """Products, by a way that is tried once for each shape of weight.
+
+    Args:
+        module: whose weights they are, for their names.
+        attempt: tries it for a weight and a bias; what it returns is false if rows are not computed alike.
+        multiply: the product of rows, a weight and a bias, given what the attempt returned.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        attempt: Callable[[torch.Tensor, torch.Tensor | None], T],
+        multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, T], torch.Tensor],
+    ) -> None:
+        self._module = module
+        self._attempt = attempt
+        self._multiply = multiply
+        self._attempts: dict[tuple[object, ...], T] = {}
+        self.functions: dict[Callable[..., Any], Callable[..., Any]] = {
+            functional.linear: self._linear,
+            torch.addmm: self._addmm,
+        }
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._multiply(input, weight, bias, self._attempt_of(weight, bias))
+
+    def _addmm(self, input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
+        return self._linear(mat1, mat2.t(), input)
+
+    def _attempt_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> T:
+        key = (weight.shape, weight.dtype, weight.stride(), weight.data_ptr() % 16, bias is None)
+        if key not in self._attempts:
+            self._attempts[key] = self._attempt(weight, bias)
+        if not self._attempts[key]:
+            raise UnsupportedModel(
+                f"{self._name_of(weight)}: expected the rows of a product to be computed alike, got others for "
+                f'{tuple(weight.shape)} in {weight.dtype} on this machine; model.exactness = "fast" serves the model '
+                "with answers that depend on what is cached"
+            )
+        return self._attempts[key]
+
+    def _name_of(self, weight: torch.Tensor) -> str:
+        names = [name for name, own in self._module.named_parameters() if own.data_ptr() == weight.data_ptr()]
+        return names[0] if names else type(self._module).__name__
+
+
+def _agreeing_sizes(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
+    return agreeing_sizes(weight, bias, _WIDE_SIZES if weight.shape[0] > _WIDE_FEATURES else SIZES)
+
+
+def pointwise_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Functions of single numbers on a CPU, in pieces, and what they stand for."""
+    functions = {}
+    for name in _POINTWISE:
+        for owner in (torch, torch.Tensor, torch.special, functional, torch._C._nn):
+            function = getattr(owner, name, None)
+            if function is not None:
+                functions[function] = _pointwise(function)
+    return functions
+
+
+def _pointwise(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def exact(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if rows.dim() == 0 or not rows.is_floating_point() or "out" in kwargs:
+            return function(rows, *args, **kwargs)
+        return in_row_pieces(function, rows, *args, **kwargs)
+
+    return exact

@@ -1,0 +1,283 @@
+"""A transformers model whose attention works on the block pool."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+from xxhash import xxh3_128
+
+from radixkv.config import ModelConfig
+from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
+from radixkv.model.attention.paged_step import ATTENTION_NAME, AttentionStep, PaddedStep
+from radixkv.model.exactness import TOKENS_MULTIPLE, make_exact
+from radixkv.model.tiny_model import build_tiny_model
+from radixkv.startup.attention_check import AttentionKind, AttentionUse
+from radixkv.storage.device_pool import KVShape
+
+if TYPE_CHECKING:
+    from radixkv.model.fused_modules import FusedModules
+
+# RoPE variants whose rotation of every token depends on the longest position in the batch, once one passes this key.
+_LENGTH_DEPENDENT_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+
+
+class Model:
+    """A causal language model, ready for prefill.
+
+    Args:
+        name: see below.
+        module: a loaded model.
+        device: where it will run.
+        is_exact: see below.
+        is_fused: whether its known parts run as one kernel each; None for whether it is in fast mode on a GPU.
+
+    Attributes:
+        name: `tiny` or the directory's name.
+        module: the transformers model, in evaluation mode on `device`.
+        kv_shape: K and V of one token.
+        attention_kinds: what the layers ask of attention, each kind once.
+        vocab_size: token ids are below this.
+        is_exact: whether a token's K, V and logits depend on its prefix alone, bit for bit.
+        max_tokens: longest sequence that the model is made for; None if it says nothing.
+        eos_token_ids: with which it ends what it generates.
+        fingerprint: equal for equal configuration and weights.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: PreTrainedModel,
+        device: torch.device,
+        *,
+        is_exact: bool = True,
+        is_fused: bool | None = None,
+    ) -> None:
+        assert not (is_exact and is_fused), "exact mode takes the place of torch's functions, which kernels do not call"
+        self.name = name
+        self.device = device
+        self.is_exact = is_exact
+        self.module = module.to(device).eval().requires_grad_(False)
+        self._fused: FusedModules | None = None
+        if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
+            from radixkv.model.fused_modules import FusedModules  # Triton is not there on every platform
+
+            self._fused = FusedModules(module)
+        self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
+        self._hidden_states = torch.empty(0)  # [1, num_tokens, hidden_size] of the forward pass at hand
+        module.base_model.register_forward_hook(self._keep_hidden_states)
+        config = module.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        self.max_tokens = _max_tokens(config)
+        self.eos_token_ids = _eos_token_ids(module)
+        self.kv_shape, self.attention_kinds = _probe_attention(self, int(config.num_hidden_layers))
+        self.fingerprint = _fingerprint(module)
+
+    @torch.inference_mode()
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: AttentionStep, logit_rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass over packed tokens of several requests; `step` knows which token belongs to whom.
+
+        Args:
+            input_ids: int64 `[num_tokens]`.
+            position_ids: int64 `[num_tokens]`, absolute positions.
+            step: what the attention layers talk to.
+            logit_rows: int64 `[n]`, the rows whose logits are wanted.
+
+        Returns:
+            Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite, bool
+            `[num_tokens]`.
+        """
+        num_tokens = input_ids.numel()
+        if self.is_exact:
+            padding = (0, -num_tokens % TOKENS_MULTIPLE)
+            input_ids, position_ids = pad(input_ids, padding), pad(position_ids, padding)
+            step = PaddedStep(step, num_tokens)
+        with self._mode:
+            output = self.module(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                use_cache=False,
+                logits_to_keep=logit_rows,
+                radix_step=step,
+            )
+        is_finite = self._hidden_states[0, :num_tokens].isfinite().all(dim=-1)
+        self._hidden_states = torch.empty(0)
+        return output.logits[0].float(), is_finite
+
+    def attention_use(self, shape: KVShape, block_size: int) -> AttentionUse:
+        """What it asks of attention kernels over a pool.
+
+        Args:
+            shape: K and V as the pool stores them.
+            block_size: tokens a block.
+        """
+        return AttentionUse(
+            self.attention_kinds, self.kv_shape.dtype, shape, block_size, self.device, is_exact=self.is_exact
+        )
+
+    def unfused(self) -> AbstractContextManager[object]:
+        """Inside, `module` runs as transformers wrote it."""
+        return contextlib.nullcontext() if self._fused is None else self._fused.undone()
+
+    def _keep_hidden_states(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
+        self._hidden_states = output.last_hidden_state
+
+
+def load_model(config: ModelConfig) -> Model:
+    """Load a model directory (config.json and safetensors), or make the embedded one.
+
+    Raises:
+        ConfigError: the directory or a file in it can't be used.
+        UnsupportedModel: the model would ignore the cache, or needs something that the kernels do not do.
+    """
+    device = _resolve_device(config.device)
+    is_exact = config.exactness == "exact"
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    if config.path == "tiny":
+        tiny = build_tiny_model(ATTENTION_NAME).to(dtype or torch.float32)
+        return Model("tiny", tiny, device, is_exact=is_exact)
+    directory = Path(config.path)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model.path: expected `tiny` or a directory with a config.json, got {config.path}")
+    try:
+        module = _load_directory(directory, dtype)
+        _refuse_masks_we_do_not_make(module)
+        return Model(directory.resolve().name, module, device, is_exact=is_exact)
+    except RadixKVError:
+        raise
+    except Exception as error:  # whatever transformers raises over a bad directory
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"model.path: {directory} can't be loaded: {type(error).__name__}: {reason}") from error
+
+
+def _load_directory(directory: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    disable_progress_bar()  # a service's log is no terminal
+    hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    model_class = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
+    if model_class is None:
+        raise UnsupportedModel(f"model_type {hf_config.model_type}: expected a causal language model")
+    if not (model_class.is_backend_compatible() and model_class._can_set_attn_implementation()):
+        raise UnsupportedModel(
+            f"{model_class.__name__}: its attention does not go through transformers' attention interface, so it would "
+            "ignore the cache"
+        )
+    module, info = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=hf_config,
+        attn_implementation=ATTENTION_NAME,
+        dtype=dtype or "auto",
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
+    wrong = [f"{kind} {sorted(info[kind])[:3]}" for kind in kinds if info.get(kind)]
+    if wrong:
+        raise ConfigError(f"model.path: the weights in {directory} do not fit its config.json: {', '.join(wrong)}")
+    return module
+
+
+def _refuse_masks_we_do_not_make(module: PreTrainedModel) -> None:
+    """Our attention is causal, with or without a sliding window; other masks would get lost without a word."""
+    config = module.config.get_text_config()
+    name = type(module).__name__
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        kinds = ", ".join(sorted(others))
+        raise UnsupportedModel(f"{name}: expected layers of full or sliding attention, got {kinds}")
+    for key in ("attention_chunk_size", "use_bidirectional_attention"):
+        if getattr(config, key, None):
+            raise UnsupportedModel(f"{name}: its config.json sets {key}, which our attention does not do")
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device: expected a CUDA device for `cuda`, got none")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _max_tokens(config: Any) -> int | None:
+    """The longest sequence for which a token's K/V depend on its prefix alone."""
+    limits = [getattr(config, "max_position_embeddings", None)]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    for rope in by_layer_type:
+        key = _LENGTH_DEPENDENT_ROPE.get(rope.get("rope_type", "default"))
+        if key is not None:
+            limits.append(rope.get(key) or getattr(config, key, None))
+    known = [int(limit) for limit in limits if limit]
+    return min(known) if known else None
+
+
+def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
+    """What generation_config.json says, or else config.json."""
+    for config in (getattr(module, "generation_config", None), module.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()
+
+
+class _ShapeProbe:
+    """Stands in for the pool in one forward pass, and notes what each layer would have stored."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}
+        self.kinds: dict[AttentionKind, None] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2], key.dtype)
+        self.kinds[AttentionKind(query.shape[1], window, softcap)] = None
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[AttentionKind, ...]]:
+    """See what the layers hand to their attention. Refuses a model that keeps state elsewhere."""
+    probe = _ShapeProbe()
+    name = type(model.module).__name__
+    ids = torch.zeros(2, dtype=torch.int64, device=model.device)
+    model.forward(ids, torch.arange(2, device=model.device), probe, torch.ones(1, dtype=torch.int64, device=ids.device))
+    if sorted(probe.shapes) != list(range(num_layers)):
+        raise UnsupportedModel(
+            f"{name}: expected {num_layers} layers to call attention, got {len(probe.shapes)}; the others keep state "
+            "that the cache does not hold"
+        )
+    shapes = set(probe.shapes.values())
+    num_kv_heads, head_dim, value_dim, dtype = next(iter(shapes))
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedModel(f"{name}: expected K/V of float32, bfloat16 or float16, got {dtype}")
+    if len(shapes) > 1 or head_dim != value_dim:
+        raise UnsupportedModel(f"{name}: expected one K/V shape in all layers, got {sorted(map(str, shapes))}")
+    return KVShape(num_layers, num_kv_heads, head_dim, dtype), tuple(probe.kinds)
+
+
+def _fingerprint(module: PreTrainedModel) -> str:
+    """Digest of the configuration, and of 4 KiB from the start, the middle and the end of every parameter."""
+    digest = xxh3_128(module.config.to_json_string().encode())
+    for name, parameter in module.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        data = parameter.detach().reshape(-1).view(torch.uint8)
+        middle = data.numel() // 2
+        for piece in (data[:4096], data[middle : middle + 4096], data[-4096:]):
+            digest.update(piece.cpu().numpy().tobytes())
+    return digest.hexdigest()

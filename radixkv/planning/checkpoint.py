@@ -1,0 +1,168 @@
+"""What a model directory says of its attention and its weights, without loading anything."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from radixkv.errors import ConfigError
+from radixkv.storage.kv_layout import FORMAT_OF_DTYPE
+
+_SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}
+# Keys of models whose layers do not all store the same K/V. Guessing there gives numbers that look right.
+_UNEQUAL_LAYERS = (
+    "attn_layer_indices",
+    "attn_layer_period",
+    "block_configs",
+    "full_attention_interval",
+    "global_head_dim",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "num_global_key_value_heads",
+    "num_kv_shared_layers",
+    "swa_head_dim",
+    "swa_num_key_value_heads",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is known of a model; None where the checkpoint says nothing.
+
+    Attributes:
+        num_layers: `num_hidden_layers`.
+        num_query_heads: `num_attention_heads`.
+        num_kv_heads: `num_key_value_heads`; as many as query heads if only those are named.
+        head_dim: `head_dim`, or `hidden_size` over the query heads; with a latent the dimension of a value.
+        mla_rank: `kv_lora_rank`.
+        rope_dim: `qk_rope_head_dim`, where there is a latent.
+        dtype: `dtype` or `torch_dtype`, as `KVFormat` names it; None for one that K/V are not stored in.
+        weights_bytes: what the safetensors index, or else the files, say.
+    """
+
+    num_layers: int | None = None
+    num_query_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    mla_rank: int | None = None
+    rope_dim: int | None = None
+    dtype: str | None = None
+    weights_bytes: int | None = None
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """Read a model's config.json, and the size of the weights beside it.
+
+    The text part of a multimodal model is read. GPT-2's names (`n_layer`, `n_head`, `n_embd`) are known too.
+
+    Args:
+        path: a directory with a config.json, or such a file.
+
+    Raises:
+        ConfigError: a file can't be read, a field has the wrong type or range, or the layers do not all store the same
+            K/V. The message names the file and the field.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    top = _read_object(file)
+    text = top if top.get("text_config") is None else top["text_config"]
+    if not isinstance(text, dict):
+        raise ConfigError(f"{file}: text_config: expected an object, got {_shown(text)}")
+    fields = _Fields(file, text)
+    fields.require_equal_layers()
+    num_query_heads = fields.size("num_attention_heads", "n_head")
+    mla_rank = fields.size("kv_lora_rank")
+    return Checkpoint(
+        num_layers=fields.size("num_hidden_layers", "n_layer"),
+        num_query_heads=num_query_heads,
+        num_kv_heads=_num_kv_heads(fields) or num_query_heads,
+        head_dim=_head_dim(fields, num_query_heads) if mla_rank is None else fields.size("v_head_dim"),
+        mla_rank=mla_rank,
+        rope_dim=None if mla_rank is None else fields.size("qk_rope_head_dim"),
+        dtype=_dtype(text, top),
+        weights_bytes=_weights_bytes(file.parent),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    file: Path
+    values: dict[str, Any]
+
+    def size(self, *names: str) -> int | None:
+        """The first of these fields that is there and not null."""
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{self.file}: {name}: expected an integer of at least 1, got {_shown(value)}")
+            return value
+        return None
+
+    def require_equal_layers(self) -> None:
+        unequal = [name for name in _UNEQUAL_LAYERS if self.values.get(name)]
+        types = self.values.get("layer_types") or []
+        if not isinstance(types, list) or not {str(each) for each in types} <= _SAME_KV:
+            unequal.append("layer_types")
+        if unequal:
+            name = unequal[0]
+            raise ConfigError(
+                f"{self.file}: {name}: expected layers that all store the same K/V, got {_shown(self.values[name])}"
+            )
+
+
+def _dtype(*places: dict[str, Any]) -> str | None:
+    named = [place[name] for place in places for name in ("dtype", "torch_dtype") if place.get(name) is not None]
+    return FORMAT_OF_DTYPE.get(str(named[0]).removeprefix("torch.")) if named else None
+
+
+def _num_kv_heads(fields: _Fields) -> int | None:
+    if fields.values.get("multi_query") is True and not fields.values.get("new_decoder_architecture"):  # old Falcon
+        return 1
+    return fields.size("num_key_value_heads", "num_kv_heads")
+
+
+def _head_dim(fields: _Fields, num_query_heads: int | None) -> int | None:
+    head_dim = fields.size("head_dim")
+    hidden_size = fields.size("hidden_size", "n_embd")
+    if head_dim is not None or hidden_size is None or num_query_heads is None:
+        return head_dim
+    if hidden_size % num_query_heads:
+        raise ConfigError(
+            f"{fields.file}: hidden_size: expected a multiple of num_attention_heads {num_query_heads} where there is "
+            f"no head_dim, got {hidden_size}"
+        )
+    return hidden_size // num_query_heads
+
+
+def _weights_bytes(directory: Path) -> int | None:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        metadata = _read_object(index).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if isinstance(total, int | float) and not isinstance(total, bool) and 1 <= total < 2**63:
+            return int(total)
+    # A directory may hold the same weights a second time, in the shards of another format.
+    files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files) or None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"model: expected a directory with a config.json, or such a file, got {file}: {error.strerror}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: expected a JSON object, got text that is not JSON ({error})") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: expected a JSON object, got {_shown(tree)}")
+    return tree
+
+
+def _shown(value: object) -> str:
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) <= 60 else text[:57] + "..."

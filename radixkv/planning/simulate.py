@@ -1,0 +1,206 @@
+"""Replay a request trace through the prefix cache, without a model: which hit rate does a capacity buy?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.cache.block_pool import BlockIds
+from radixkv.cache.eviction_lines import EvictionPolicy
+from radixkv.cache.lease import Lease
+from radixkv.cache.node import Node
+from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.config import EVICTION_POLICIES
+from radixkv.errors import ConfigError
+from radixkv.namespace import Namespace
+from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens
+
+OPTIMAL = "optimal"
+SIMULATED_POLICIES = (*EVICTION_POLICIES, OPTIMAL)
+_VOCAB_SIZE = 2**32
+_LEAST_STEP_S = 1e-5  # so that time passes in a trace without times
+_NEVER = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What one policy made of one capacity.
+
+    Attributes:
+        policy: its name.
+        capacity_tokens: tokens that the cache was given.
+        block_size: tokens a block.
+        requests: how many were replayed.
+        prompt_tokens: tokens of all prompts.
+        cached_tokens: those that were reused.
+        token_hit_rate: their share.
+        evicted_tokens: room of the evicted blocks.
+        seconds: wall time of the replay.
+    """
+
+    policy: str
+    capacity_tokens: int
+    block_size: int
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    token_hit_rate: float
+    evicted_tokens: int
+    seconds: float
+
+
+class FarthestFuture(EvictionPolicy):
+    """The block that is needed again last goes first: the offline optimum, which has to be told the future.
+
+    Source: Belady: "A study of replacement algorithms for a virtual-storage computer", 1966.
+
+    Args:
+        num_blocks: blocks of the cache's pool.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._next_uses = np.full(num_blocks, _NEVER, dtype=np.int32)
+
+    def note(self, block_ids: BlockIds, next_uses: npt.NDArray[np.int32]) -> None:
+        """Say which request needs each of these blocks next."""
+        self._next_uses[block_ids] = next_uses
+
+    def key(self, node: Node) -> int:
+        """The next use of its last block, the farthest first."""
+        return -int(self._next_uses[int.from_bytes(node.block_ids[-4:], "little")])
+
+    def num_offered_blocks(self, leaf: Node) -> int:
+        """The blocks at its end that are needed at the same time."""
+        next_uses = self._next_uses[np.frombuffer(leaf.block_ids, dtype=np.int32)]
+        sooner = np.flatnonzero(next_uses != next_uses[-1])
+        return len(next_uses) - (int(sooner[-1]) + 1 if sooner.size else 0)
+
+
+def simulate(
+    requests: Sequence[TraceRequest],
+    *,
+    policy: str,
+    capacity_tokens: int,
+    block_size: int = TOKENS_PER_ID,
+    on_request: Callable[[], object] | None = None,
+) -> Simulation:
+    """Replay a trace in its order and on its clock, each prompt leased, published and closed before the next.
+
+    The same trace, policy, capacity and block size give the same counts, everywhere. A prompt longer than the cache is
+    counted and not cached. The optimum alone gets room for the longest prompt on top of its capacity, to which it
+    returns after each request: a bound must not pay for the prompt being computed.
+
+    Args:
+        requests: the trace.
+        policy: one of `SIMULATED_POLICIES`.
+        capacity_tokens: tokens that the cache holds, rounded down to whole blocks.
+        block_size: tokens a block, at least 1.
+        on_request: called after each request.
+
+    Raises:
+        ConfigError: the policy is unknown, or the capacity or the block size makes no sense.
+    """
+    check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size)
+    start_s = time.perf_counter()
+    replay = _Replay(requests, policy, capacity_tokens // block_size, block_size)
+    for index in range(len(requests)):
+        replay.step(index)
+        if on_request is not None:
+            on_request()
+    return Simulation(
+        policy,
+        capacity_tokens,
+        block_size,
+        len(requests),
+        replay.num_prompt_tokens,
+        replay.num_cached_tokens,
+        replay.num_cached_tokens / replay.num_prompt_tokens,
+        replay.cache.num_evicted_blocks * block_size,
+        time.perf_counter() - start_s,
+    )
+
+
+class _Replay:
+    """One cache, its virtual clock, and what was counted so far."""
+
+    def __init__(self, requests: Sequence[TraceRequest], policy: str, num_blocks: int, block_size: int) -> None:
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self._requests = requests
+        self._num_kept_blocks = num_blocks
+        self._namespace = Namespace("trace")
+        self._now_s = 0.0
+        self._future: FarthestFuture | None = None
+        if policy == OPTIMAL:
+            num_blocks += -(-max(request.input_length for request in requests) // block_size)
+            self._future = FarthestFuture(num_blocks)
+            self._next_uses = _next_uses(requests)
+        self.cache = PrefixCache(
+            num_blocks,
+            block_size,
+            policy=self._future or make_policy(policy, num_blocks),
+            evicted_prefixes=0,
+            clock=lambda: self._now_s,
+        )
+
+    def step(self, index: int) -> None:
+        """Replay one request."""
+        request = self._requests[index]
+        self._now_s = max(self._now_s + _LEAST_STEP_S, request.timestamp_ms / 1000)
+        tokens = prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes()
+        self.num_prompt_tokens += request.input_length
+        if request.input_length > self.cache.pool.num_blocks * self.cache.block_size:
+            return
+        with self.cache.lease(self._namespace, tokens) as lease:
+            lease.commit(lease.num_tokens)
+            self.num_cached_tokens += lease.cached_tokens
+            if self._future is not None:
+                self._tell_future(self._future, lease, index)
+        if self._future is not None:
+            self.cache.evict(self.cache.pool.num_published - self._num_kept_blocks)
+
+    def _tell_future(self, future: FarthestFuture, lease: Lease, index: int) -> None:
+        last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]
+        ids = np.minimum(last_tokens // TOKENS_PER_ID, len(self._requests[index].hash_ids) - 1)
+        # The tree may hold a last block of its own.
+        known = self.cache.match(lease.namespace, bytes(lease.tokens)).block_ids
+        next_uses = self._next_uses[index][ids]
+        future.note(lease.block_ids, next_uses)
+        future.note(known, next_uses[: known.size])
+
+
+def check_simulation(*, policy: str, capacity_tokens: int, block_size: int = TOKENS_PER_ID) -> None:
+    """Refuse what `simulate` would refuse, before anything is replayed.
+
+    Raises:
+        ConfigError: as `simulate`; the message names the argument.
+    """
+    if policy not in SIMULATED_POLICIES:
+        raise ConfigError(f"policy: expected one of {', '.join(SIMULATED_POLICIES)}, got {policy}")
+    if block_size < 1:
+        raise ConfigError(f"block_size: expected at least 1 token, got {block_size}")
+    if capacity_tokens < block_size:
+        raise ConfigError(f"capacity_tokens: expected at least a block of {block_size} tokens, got {capacity_tokens}")
+
+
+def _next_uses(requests: Sequence[TraceRequest]) -> list[npt.NDArray[np.int32]]:
+    """For each request and each of its ids, the next request that has the same ids up to there; `_NEVER` if none."""
+    prefixes: dict[tuple[int, int], int] = {}
+    paths = []
+    for request in requests:
+        path, prefix = [], -1
+        for hash_id in request.hash_ids:
+            prefix = prefixes.setdefault((prefix, hash_id), len(prefixes))
+            path.append(prefix)
+        paths.append(np.array(path, dtype=np.int32))
+    upcoming = np.full(len(prefixes), _NEVER, dtype=np.int32)
+    next_uses: list[npt.NDArray[np.int32]] = []
+    for index in range(len(paths) - 1, -1, -1):
+        next_uses.append(upcoming[paths[index]])
+        upcoming[paths[index]] = index
+    next_uses.reverse()
+    return next_uses

@@ -1,0 +1,125 @@
+"""Who gets blocks: looks at waiting requests, and gives them a lease if nobody computes the same and there is room."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
+from radixkv.scheduling.held_leases import HeldLeases
+from radixkv.scheduling.request import Request
+from radixkv.scheduling.single_flight import SingleFlight
+
+
+class Admission(enum.Enum):
+    """What became of one try."""
+
+    ADMITTED = "it has its blocks and runs"
+    FOLLOWS = "it waits for what a running request computes; those behind it may go ahead"
+    ENDED = "it was refused"
+    NO_ROOM = "it waits for blocks, and nobody behind it may have them"
+    OVER_QUOTA = "it waits for blocks of its own tenant; other tenants go on"
+
+
+class Admitter:
+    """Gives waiting requests their blocks.
+
+    Args:
+        cache: whose blocks.
+        flights: who computes what.
+        held_leases: what may stand in the way when nobody runs.
+        clock: seconds, never going back.
+        refuse: ends a request that can't be served.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        flights: SingleFlight,
+        held_leases: HeldLeases,
+        clock: Callable[[], float],
+        refuse: Callable[[Request, CapacityError], None],
+    ) -> None:
+        self._cache = cache
+        self._flights = flights
+        self._held_leases = held_leases
+        self._clock = clock
+        self._refuse = refuse
+
+    def look(self, request: Request) -> int:
+        """How many tokens a request could reuse now. Complexity: one match."""
+        if not request.params.read_cache:
+            return 0
+        return self._cache.match(request.namespace, request.tokens).cached_tokens
+
+    def urgent_tokens(self, request: Request) -> int:
+        """How many tokens a running request computes until somebody gets on: itself, or one who follows it."""
+        release = self._flights.next_release(request)
+        return request.num_left if release is None else min(request.num_left, release - request.computed_upto)
+
+    def admit(
+        self, request: Request, cached_tokens: int | None, running: Collection[Request], *, is_passing: bool
+    ) -> Admission:
+        """Give a request its blocks, if there are enough and nobody computes the same.
+
+        A block for each running generation is left, so that what is admitted does not have to be paused at once.
+
+        Args:
+            request: it waits.
+            cached_tokens: what `look` said in this step; None if nobody has looked.
+            running: requests that have blocks.
+            is_passing: whether it gives its blocks back with the step, so that none need to be left.
+        """
+        params = request.params
+        if cached_tokens is None:
+            cached_tokens = self.look(request) if self._flights.has_leaders(request) else 0
+        if params.read_cache and self._flights.follow(request, cached_tokens):
+            return Admission.FOLLOWS
+        num_growing = 0 if is_passing else sum(other.generation is not None for other in running)
+        try:
+            lease = self._cache.lease(
+                request.namespace, request.tokens, read=params.read_cache, num_spared_blocks=num_growing
+            )
+        except QuotaExceeded as error:
+            if any(other.params.tenant == params.tenant for other in running):
+                return Admission.OVER_QUOTA
+            return self._end(request, error)
+        except OutOfBlocks as error:
+            return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
+        self._start(request, lease)
+        # Nobody waits for a last token alone: it is the answer, and everybody's own to compute.
+        if params.read_cache and params.write_cache and not request.is_revoked and request.num_left > 1:
+            self._flights.lead(request)
+        return Admission.ADMITTED
+
+    def _start(self, request: Request, lease: Lease) -> None:
+        """Let a request go on from what its lease found."""
+        request.lease = lease
+        if request.scheduled_s is None:
+            request.scheduled_s = self._clock()
+        if not request.has_computed:
+            request.cached_tokens = lease.cached_tokens
+            request.miss_reason = (
+                self._cache.explain(request.namespace, request.tokens, lease.cached_tokens)
+                if request.params.read_cache
+                else MissReason.READ_DISABLED
+            )
+        else:
+            request.recomputed_tokens += max(0, request.computed_upto - lease.cached_tokens)
+        request.computed_upto = lease.cached_tokens
+
+    def _end(self, request: Request, error: CapacityError) -> Admission:
+        """Refuse a request that no running one can make room for: only held leases could, or others' floors."""
+        expires_s = self._held_leases.next_expiry_s()
+        if expires_s is not None:
+            error.retry_after_s = max(0.0, expires_s - self._clock())
+        self._refuse(request, error)
+        return Admission.ENDED
+
+    def _can_fit(self, request: Request) -> bool:
+        """Whether waiting for running requests helps: it does not for blocks that other tenants' floors keep."""
+        num_kept_blocks = self._cache.tenants.num_blocks_kept_from(request.params.tenant)
+        return request.num_tokens <= (self._cache.pool.num_blocks - num_kept_blocks) * self._cache.block_size

@@ -1,0 +1,203 @@
+"""What a caller asks, and the life of a request until its answer."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult, Usage
+from radixkv.api.retention import Retention
+from radixkv.api.sampling import Sampling
+from radixkv.cache.lease import Lease
+from radixkv.errors import InvalidRequest
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES
+
+DEFAULT_REQUEST_PRIORITY = 50
+MAX_REQUEST_PRIORITY = 100
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillParams:
+    """One prompt as the caller asked for it to be computed.
+
+    Attributes:
+        tokens: the prompt, token ids as little-endian uint32 bytes.
+        tenant, adapter, salt: identity; see `Namespace`.
+        request_id: echoed in the answer.
+        read_cache: reuse cached tokens.
+        write_cache: publish computed tokens.
+        retention: keep the prompt longer than others, or less long; None for neither.
+        priority: 0 to 100; goes before its tenant's other requests that came up to so many seconds earlier, counted
+            from theirs.
+        top_logprobs: how many most likely next tokens to report.
+        return_logits: return the whole logits row.
+        hold_lease: keep the prompt's blocks alive after the answer.
+        traceparent: the caller's span as W3C Trace Context writes it; empty for none.
+        deadline_s: `time.monotonic()` after which nobody waits for the answer; None for no deadline.
+    """
+
+    tokens: bytes
+    tenant: str = ""
+    adapter: str = ""
+    salt: str = ""
+    request_id: str = ""
+    read_cache: bool = True
+    write_cache: bool = True
+    retention: Retention | None = None
+    priority: int = DEFAULT_REQUEST_PRIORITY
+    top_logprobs: int = 0
+    return_logits: bool = False
+    hold_lease: bool = False
+    traceparent: str = ""
+    deadline_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt length in tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    def require_generable(self) -> None:
+        """Refuse what only the answer to a prefill has.
+
+        Raises:
+            InvalidRequest: the message names the field.
+        """
+        for name in ("top_logprobs", "return_logits", "hold_lease"):
+            if given := getattr(self, name):
+                raise InvalidRequest(f"prefill.{name}: expected none in a generation, got {given}")
+
+
+class Outcome(enum.Enum):
+    """How a request ended."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """What a request has that goes on after its prompt.
+
+    Attributes:
+        stop_token_ids: what ends it, the model's own end-of-sequence tokens included.
+        on_tokens: called on the engine's thread with each new token but the last, which comes with the result.
+        token_ids: generated so far.
+    """
+
+    sampling: Sampling
+    stop_token_ids: frozenset[int]
+    on_tokens: Callable[[GeneratedTokens], None]
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ends here; None if it goes on."""
+        if self.token_ids and self.token_ids[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.sampling.max_new_tokens else None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request inside the engine. Owned by the engine thread; only `future` is shared with the caller.
+
+        tokens      [0 ............. prompt .............)[ generated ... )
+                                 ^ computed_upto: K/V exist before it      ^ num_tokens: their logits are wanted next
+
+    Attributes:
+        future: the result of a prefill, or of a generation if there is one.
+        generation: None for a prefill.
+        arrival: how many requests came before it.
+        cached_tokens: prompt tokens that were reused when it was admitted, for the last time before it computed any.
+        has_computed: whether it has computed any tokens.
+        computed_upto: tokens whose K/V exist, reused ones included.
+        written_tokens: tokens that this request made matchable.
+        recomputed_tokens: tokens computed again after a pause.
+        is_revoked: its namespace was purged since it came: it publishes nothing, whatever leases it gets.
+        is_over: it was answered, or never will be.
+        received_s, scheduled_s, prefilled_s: `time.monotonic()` of arrival, of the first admission, and of the first
+            token; None for not yet.
+    """
+
+    params: PrefillParams
+    namespace: Namespace
+    future: Future[PrefillResult] | Future[GenerateResult]
+    received_s: float
+    generation: Generation | None = None
+    arrival: int = 0
+    lease: Lease | None = None
+    miss_reason: MissReason = MissReason.COLD
+    cached_tokens: int = 0
+    has_computed: bool = False
+    computed_upto: int = 0
+    written_tokens: int = 0
+    recomputed_tokens: int = 0
+    is_revoked: bool = False
+    is_over: bool = False
+    scheduled_s: float | None = None
+    prefilled_s: float | None = None
+
+    @property
+    def open_lease(self) -> Lease:
+        """Its lease; for a running request, which holds one."""
+        assert self.lease is not None, "a running request holds a lease"
+        return self.lease
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of prompt and generated tokens together."""
+        num_prompt_tokens = self.params.num_tokens
+        return num_prompt_tokens if self.generation is None else num_prompt_tokens + len(self.generation.token_ids)
+
+    @property
+    def tokens(self) -> bytes:
+        """The prompt and what was generated, little-endian uint32 bytes. Complexity: a copy if anything was."""
+        return self.params.tokens + self.tokens_from(self.params.num_tokens)
+
+    def tokens_from(self, start: int) -> bytes:
+        """What was generated from a position on that is not before the end of the prompt; bytes as in `tokens`."""
+        token_ids = [] if self.generation is None else self.generation.token_ids[start - self.params.num_tokens :]
+        return np.array(token_ids, dtype="<u4").tobytes() if token_ids else b""
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to compute until the next token is known."""
+        return self.num_tokens - self.computed_upto
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the last generated token is all that is left to compute."""
+        return self.prefilled_s is not None and self.num_left == 1
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it had blocks and gave them back."""
+        return self.scheduled_s is not None and self.lease is None
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether its deadline has passed; whoever cancels it then has only noticed that first."""
+        return self.params.deadline_s is not None and self.params.deadline_s <= now_s
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Its place among its tenant's requests, the least first: a point of priority is worth a second of waiting."""
+        return self.received_s - self.params.priority, self.arrival
+
+    @property
+    def usage(self) -> Usage:
+        """Its tokens so far."""
+        return Usage(
+            prompt_tokens=self.params.num_tokens,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=self.params.num_tokens - self.cached_tokens,
+            written_tokens=self.written_tokens,
+            generated_tokens=0 if self.generation is None else len(self.generation.token_ids),
+            recomputed_tokens=self.recomputed_tokens,
+        )

@@ -1,0 +1,161 @@
+"""Refuses attention kernels that are wrong on this machine, or whose bits depend on the batch where they must not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from radixkv.errors import UnsupportedModel
+from radixkv.kernels import reference
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
+from radixkv.model.attention.paged_step import AttentionKernels
+from radixkv.storage.device_pool import KVShape
+
+# More keys than a split has on a GPU, and a tile of queries on a CPU.
+_NUM_TOKENS = {"cuda": 2600, "cpu": 650}
+_NUM_QUERIES = 200
+
+# Where the queries are cut into parts: a single one, few, and more than the rows of a tile.
+_CUTS = (1, 18, 70)
+
+# Distance of a row from the reference, over its length: rounding, and summation order.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+
+
+class AttentionKind(NamedTuple):
+    """What the layers of a model ask of attention: see `AttentionStep.attend`."""
+
+    num_query_heads: int
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionUse:
+    """What a model asks of attention kernels, and where.
+
+    Attributes:
+        kinds: of its layers, each once.
+        dtype: of the queries.
+        shape: K and V as the pool stores them.
+        block_size: tokens a block.
+        device: where they run.
+        is_exact: whether a row's bits must not depend on the rows that are computed with it.
+    """
+
+    kinds: tuple[AttentionKind, ...]
+    dtype: torch.dtype
+    shape: KVShape
+    block_size: int
+    device: torch.device
+    is_exact: bool
+
+
+def check_attention(kernels: AttentionKernels, use: AttentionUse) -> None:
+    """Attend over a long prefix, at once and in parts with company, and compare with `kernels/reference.py`.
+
+    In exact mode the bits of parts are compared, too. Slots that nobody wrote hold NaN.
+
+    Args:
+        kernels: those that will serve.
+        use: for what.
+
+    Raises:
+        UnsupportedModel: they differ, for one kind of layer at least.
+    """
+    for kind in use.kinds:
+        _check_kind(_Trial(kernels, kind, use), kind, use)
+
+
+def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
+    dtype, shape = use.dtype, use.shape
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(trial.num_tokens, heads, shape.head_dim, generator=generator)
+        for heads in (kind.num_query_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    name, scale = f"attention over {shape.format.name} on {use.device}", shape.head_dim**-0.5
+    try:
+        results = [trial.attend(query, key, value, scale=scale, cuts=cuts) for cuts in ((), _CUTS)]
+    except Exception as error:  # whatever a compiler or a driver raises over a dtype that it does not know
+        reason = str(error).strip().partition("\n")[0]
+        raise UnsupportedModel(f"{name}: does not run there: {type(error).__name__}: {reason}") from error
+    expected = trial.attend_reference(query, key, value, scale=scale)
+    for got in results:
+        apart = float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+        if not apart <= _TOLERANCE[dtype]:
+            raise UnsupportedModel(
+                f"{name}: expected a relative distance of at most {_TOLERANCE[dtype]} from the reference, "
+                f"got {apart:.2g}"
+            )
+    if use.is_exact and not all(_parts_agree(trial, kind, shape, what) for what in ("values", "scores")):
+        raise UnsupportedModel(
+            f"{name}: expected the same bits computed at once and in parts, got others; "
+            'model.exactness = "fast" serves the model with answers that depend on what is cached'
+        )
+
+
+def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Literal["values", "scores"]) -> bool:
+    inputs = cancelling_attention(what, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim)
+    at_once = trial.attend(*inputs, scale=CANCELLING_SCALE)
+    return torch.equal(at_once, trial.attend(*inputs, scale=CANCELLING_SCALE, cuts=_CUTS))
+
+
+class _Trial:
+    """One layer of K and V, and the last queries over it."""
+
+    def __init__(self, kernels: AttentionKernels, kind: AttentionKind, use: AttentionUse) -> None:
+        self.num_tokens = _NUM_TOKENS[use.device.type]
+        num_blocks = -(-self.num_tokens // use.block_size)
+        size = (num_blocks, 1, use.shape.num_kv_heads, use.block_size, use.shape.head_dim)
+        self._pool = KVPool.allocate(*size, dtype=use.shape.dtype, device=use.device)
+        self._pool.blocks.fill_(0xFF)  # NaN, of the scales where the numbers themselves are integers
+        self._table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+        self._kernels, self._kind, self._dtype, self._device = kernels, kind, use.dtype, use.device
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        cuts: tuple[int, ...] = (),
+    ) -> torch.Tensor:
+        """The last queries, in parts that begin at `cuts`; parts have company. Float32 `[num_queries, heads, dim]`."""
+        query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
+        self._kernels.write_kv(key, value, self._batch([self.num_tokens], [self.num_tokens]).slots, self._pool, 0)
+        ends = [*cuts, _NUM_QUERIES]
+        rows = []
+        for start, end in zip((0, *cuts), ends, strict=True):
+            first, last = self.num_tokens - _NUM_QUERIES + start, self.num_tokens - _NUM_QUERIES + end
+            batch, company = self._batch([end - start], [last]), query[:0]
+            if cuts:
+                company = query[:7]
+                batch = self._batch([7, end - start], [7, last])
+            packed = torch.cat((company, query[first:last]))
+            rows.append(self._run(self._kernels, packed, batch, scale)[len(company) :])
+        return torch.cat(rows).float()
+
+    def attend_reference(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
+        """The same, as the kernels are meant."""
+        query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
+        reference.write_kv(key, value, self._batch([self.num_tokens], [self.num_tokens]).slots, self._pool, 0)
+        return self._run(
+            reference, query[-_NUM_QUERIES:], self._batch([_NUM_QUERIES], [self.num_tokens]), scale
+        ).float()
+
+    def _run(self, kernels: AttentionKernels, query: torch.Tensor, batch: PagedBatch, scale: float) -> torch.Tensor:
+        window, softcap = self._kind.window, self._kind.softcap
+        return kernels.paged_attention(query, self._pool, 0, batch, scale=scale, window=window, softcap=softcap)
+
+    def _batch(self, query_lens: list[int], kv_lens: list[int]) -> PagedBatch:
+        tables = [self._table] * len(kv_lens)
+        return PagedBatch.build(query_lens, kv_lens, tables, self._pool.block_size, self._device)

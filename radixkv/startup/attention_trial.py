@@ -1,0 +1,125 @@
+"""Attention kernels tried in a process of their own: one that hangs, or breaks the device for its process, breaks that.
+
+python -m radixkv.startup.attention_trial < trial.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from radixkv.errors import UnsupportedModel
+from radixkv.startup.attention_check import AttentionKind, AttentionUse, check_attention
+from radixkv.storage.device_pool import KVShape
+
+# Starting Python, torch and a GPU takes ten seconds, compiling and running the kernels of a model some more.
+_TIMEOUT_S = 120.0
+_DEATH_S = 5.0
+_REFUSED = 3  # a Python that fails ends with 1
+
+
+def try_attention(
+    name: str,
+    use: AttentionUse,
+    *,
+    command: Sequence[str] = (sys.executable, "-m", "radixkv.startup.attention_trial"),
+    timeout_s: float = _TIMEOUT_S,
+) -> None:
+    """Run `check_attention` in another process.
+
+    Args:
+        name: of the kernels, among `triton_kernels.candidates`.
+        use: see `check_attention`.
+        command: what reads the trial.
+        timeout_s: after so long it is killed.
+
+    Raises:
+        UnsupportedModel: the kernels are wrong, or the process did not come to a good end.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    except OSError as error:
+        raise UnsupportedModel(f"its trial can't be started: {error}") from error
+    try:
+        printed, errors = process.communicate(_written(name, use), timeout=timeout_s)
+    except subprocess.TimeoutExpired as late:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what is stuck in a driver does not even die
+            process.communicate(timeout=_DEATH_S)
+        raise UnsupportedModel(f"its trial did not end within {timeout_s:g} s") from late
+    if process.returncode == _REFUSED:
+        raise UnsupportedModel(printed.strip())
+    if process.returncode:
+        last_line = (errors.strip().splitlines() or ["no message"])[-1]
+        raise UnsupportedModel(f"its trial ended with status {process.returncode}: {last_line}")
+
+
+def try_attention_here(name: str, use: AttentionUse) -> None:
+    """The same in this process, for those that are tried with it: see `try_attention`."""
+    from radixkv.model.attention.triton_kernels import candidates  # Triton is not there on every platform
+
+    capability = torch.cuda.get_device_capability(use.device) if use.device.type == "cuda" else (0, 0)
+    check_attention(candidates(use, capability)[name], use)
+
+
+def _written(name: str, use: AttentionUse) -> str:
+    """A trial as JSON."""
+    shape = use.shape
+    return json.dumps(
+        {
+            "name": name,
+            "kinds": use.kinds,
+            "dtype": _name_of(use.dtype),
+            "shape": [shape.num_layers, shape.num_kv_heads, shape.head_dim, _name_of(shape.dtype)],
+            "block_size": use.block_size,
+            "device": str(use.device),
+            "is_exact": use.is_exact,
+        }
+    )
+
+
+def _read(trial: str) -> tuple[str, AttentionUse]:
+    """The inverse of `_written`."""
+    values = json.loads(trial)
+    num_layers, num_kv_heads, head_dim, stored = values["shape"]
+    return values["name"], AttentionUse(
+        kinds=tuple(AttentionKind(*kind) for kind in values["kinds"]),
+        dtype=getattr(torch, values["dtype"]),
+        shape=KVShape(num_layers, num_kv_heads, head_dim, getattr(torch, stored)),
+        block_size=values["block_size"],
+        device=torch.device(values["device"]),
+        is_exact=values["is_exact"],
+    )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _refusal_of(trial: str) -> str:
+    """Do what `try_attention` asks for; returns why the kernels can't serve, or nothing."""
+    try:
+        try_attention_here(*_read(trial))
+    except UnsupportedModel as refusal:
+        return str(refusal)
+    return ""
+
+
+if __name__ == "__main__":
+    refusal = _refusal_of(sys.stdin.read())
+    print(refusal)
+    sys.exit(_REFUSED if refusal else 0)

@@ -1,0 +1,101 @@
+"""Drops recorded steps that do not answer as the model does."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from radixkv.compute.forward import LOGITS_TOLERANCE, Chunk, lay_out, pack_tokens
+from radixkv.compute.graphs.graphs import StepGraphs
+from radixkv.compute.graphs.shapes import StepShape
+from radixkv.compute.runner import Runner
+from radixkv.model.attention.paged_step import AttentionKernels
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVStorage
+
+# Cached tokens before those that are computed: more than one split has, in exact mode too. Fewer if there is no room.
+_PREFIX_TOKENS = (4608, 2304, 128)
+
+_FIRST_BLOCK = np.zeros(1, dtype=np.int32)
+
+_log = logging.getLogger(__name__)
+
+
+def drop_wrong_graphs(
+    graphs: StepGraphs, model: Model, storage: KVStorage, kernels: AttentionKernels, max_sequence_tokens: int
+) -> None:
+    """Compute a step with each graph and without it, and drop those that answer otherwise, with a warning.
+
+    In exact mode every bit of logits and K/V counts. The steps have a token less than there is room for. Graphs that a
+    small pool has too few blocks to check are dropped, too.
+
+    Args:
+        graphs: recorded over `storage`.
+        model: the weights.
+        storage: the K/V memory; what is in it is lost.
+        kernels: what works on it.
+        max_sequence_tokens: of the longest sequence.
+    """
+    num_tokens = max(_PREFIX_TOKENS) + max(shape.num_tokens for shape in graphs.shapes)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, num_tokens).astype("<u4").tobytes()
+    prefix = Chunk(tokens, 0, min(storage.block_size, max_sequence_tokens), _FIRST_BLOCK, None, wants_logits=False)
+    runner = Runner(model, storage, kernels)  # without graphs
+    runner.run([prefix])
+    for shape in graphs.shapes:
+        try:
+            reason = _why_wrong(shape, tokens, graphs, runner, max_sequence_tokens)
+        except torch.OutOfMemoryError:
+            reason = "there is no memory to check it"
+        if reason:
+            graphs.drop(shape)
+            _log.warning("a recorded step is not used, %s: %s", reason, shape)
+
+
+def _why_wrong(shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runner, max_sequence_tokens: int) -> str:
+    storage = runner.storage
+    for prefix_tokens in _PREFIX_TOKENS:
+        chunks = _chunks(shape, tokens, storage.block_size, prefix_tokens, max_sequence_tokens)
+        layout = lay_out(chunks, storage.block_size)
+        blocks = storage.pool.blocks[: int(layout.batch.block_tables.max()) + 1]
+        if len(blocks) <= int(layout.batch.block_tables.max()):
+            return "the pool has too few blocks to check it"
+        blocks[1:] = 0xFF  # NaN, or scales that are NaN
+        replay = graphs.prepare_as(shape, layout)
+        if replay is not None:
+            logits = replay(pack_tokens(chunks)).logits[: len(chunks)]
+            return _difference(logits.clone(), blocks, chunks, runner)
+    return "there is no room for a step to check it"
+
+
+def _difference(got: torch.Tensor, blocks: torch.Tensor, chunks: list[Chunk], runner: Runner) -> str:
+    model = runner.model
+    got_blocks = blocks.to("cpu", copy=True) if model.is_exact else None  # the device may have no memory for a copy
+    blocks[1:] = 0xFF
+    expected = runner.run(chunks).logits
+    if got_blocks is None:
+        is_right = bool((got - expected).norm() <= LOGITS_TOLERANCE[model.kv_shape.dtype] * expected.norm())
+    else:
+        is_right = torch.equal(got, expected) and torch.equal(got_blocks, blocks.cpu())
+    return "" if is_right else "its answers differ"
+
+
+def _chunks(
+    shape: StepShape, tokens: bytes, block_size: int, prefix_tokens: int, max_sequence_tokens: int
+) -> list[Chunk]:
+    """A step that nearly fills a shape: one longer request and others of a token each, after the first block's tokens,
+    over and over. No sequence is longer than it may be.
+    """
+    num_tokens = max(1, shape.num_tokens - 1)
+    num_others = min((shape.num_requests - 1) // 2, num_tokens - 1)
+    prefix_blocks = max(0, min(prefix_tokens, max_sequence_tokens - shape.num_tokens)) // block_size
+    longest = min(num_tokens - num_others, max_sequence_tokens - prefix_blocks * block_size)
+    chunks, num_blocks = [], 1
+    for query_len in [longest, *[1] * num_others]:
+        own_blocks = np.arange(num_blocks, num_blocks - (-query_len // block_size), dtype=np.int32)
+        num_blocks += len(own_blocks)
+        start = prefix_blocks * block_size
+        block_ids = np.concatenate((np.zeros(prefix_blocks, dtype=np.int32), own_blocks))
+        chunks.append(Chunk(tokens, start, start + query_len, block_ids, None, wants_logits=True))
+    return chunks

@@ -1,0 +1,118 @@
+"""Refuses a model whose answers a prefix cache would change."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from radixkv.compute.forward import LOGITS_TOLERANCE, Chunk
+from radixkv.compute.runner import Runner
+from radixkv.errors import UnsupportedModel
+from radixkv.model.attention.paged_step import ATTENTION_NAME, AttentionKernels
+from radixkv.model.model import Model
+from radixkv.startup.attention_check import check_attention
+from radixkv.storage.device_pool import KVShape, KVStorage
+from radixkv.tokens import TOKEN_BYTES
+
+
+def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_shape: KVShape | None = None) -> None:
+    """Compare a short prompt computed at once, computed in parts, and computed by transformers' eager attention.
+
+    In exact mode the first two must have the same bits, also over a pool that stores K and V in another dtype. The
+    kernels themselves are checked first, see `check_attention`.
+
+    The second part is a single token: it depends on what came before it the most.
+
+    Args:
+        model: as loaded.
+        kernels: those that will serve it.
+        block_size: tokens a block; the prompt fills two blocks and a part of a third.
+        kv_shape: K and V as the pool will store them; None for the model's own.
+
+    Raises:
+        UnsupportedModel: they disagree, so the model keeps state that the cache does not hold, or its attention is
+            not what our kernels compute.
+    """
+    num_tokens = 2 * block_size + 5
+    tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
+    expected = _eager_logits(model, tokens)  # [num_tokens, vocab_size]
+    for shape in dict.fromkeys((model.kv_shape, kv_shape or model.kv_shape)):
+        check_attention(kernels, model.attention_use(shape, block_size))
+        storage = KVStorage(2 * -(-num_tokens // block_size), block_size, shape, model.device)
+        runner = Runner(model, storage, kernels)
+        answers = []
+        for first_block, ends in (
+            (0, [num_tokens]),
+            (storage.num_blocks // 2, [block_size + 3, block_size + 4, num_tokens]),
+        ):
+            for start, end in itertools.pairwise([0, *ends]):
+                answer = _compute(runner, tokens, start, end, first_block)
+                if shape == model.kv_shape:
+                    _require_close(model, start, answer, expected[end - 1])
+            answers.append(answer)
+        if model.is_exact and not (torch.equal(*answers) and torch.equal(*storage.pool.blocks.chunk(2))):
+            raise UnsupportedModel(
+                f"{_first_inexact_module(runner, tokens)}: expected the same bits computed at once and in parts, got "
+                'others; model.exactness = "fast" serves the model with answers that depend on what is cached'
+            )
+
+
+def _compute(runner: Runner, tokens: bytes, start: int, end: int, first_block: int) -> torch.Tensor:
+    """Logits `[vocab_size]` after the part `[start, end)` of a prompt in the blocks from `first_block` on."""
+    block_ids = first_block + np.arange(-(-end // runner.storage.block_size), dtype=np.int32)
+    return runner.run([Chunk(tokens, start, end, block_ids, None, wants_logits=True)]).logits[0]
+
+
+def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
+    """The first module whose output for the last token depends on how many tokens are computed with it."""
+    module = runner.model.module
+    seen: dict[str, torch.Tensor] = {}  # the last token's output, in the order in which modules end
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: torch.nn.Module, inputs: object, output: object) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
+                seen[name] = tensor.reshape(-1, tensor.shape[-1])[:num_new][-1].clone()
+
+        return hook
+
+    num_tokens = len(tokens) // TOKEN_BYTES
+    hooks = [part.register_forward_hook(keep(name)) for name, part in module.named_modules() if name]
+    outputs = []
+    try:
+        for start in (0, num_tokens - 1):
+            num_new = num_tokens - start
+            _compute(runner, tokens, start, num_tokens, first_block=0)
+            outputs.append(dict(seen))
+            seen.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    whole, part = outputs
+    names = [name for name in whole if name in part and not torch.equal(whole[name], part[name])]
+    return names[0] if names else type(module).__name__
+
+
+@torch.inference_mode()
+def _eager_logits(model: Model, tokens: bytes) -> torch.Tensor:
+    input_ids = torch.from_numpy(np.frombuffer(tokens, dtype="<u4").astype(np.int64)).to(model.device)
+    model.module.set_attn_implementation("eager")
+    try:
+        with model.unfused():
+            logits: torch.Tensor = model.module(input_ids=input_ids[None], use_cache=False).logits[0].float()
+    finally:
+        model.module.set_attn_implementation(ATTENTION_NAME)
+    return logits
+
+
+def _require_close(model: Model, cached_tokens: int, got: torch.Tensor, expected: torch.Tensor) -> None:
+    distance = float((got - expected).norm() / expected.norm())
+    tolerance = LOGITS_TOLERANCE[model.kv_shape.dtype]
+    if not distance <= tolerance:
+        raise UnsupportedModel(
+            f"{type(model.module).__name__}: computed over {cached_tokens} cached tokens, the logits differ from those "
+            f"of transformers' own attention: expected a relative distance of at most {tolerance}, got {distance:.2g}"
+        )

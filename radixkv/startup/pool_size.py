@@ -1,0 +1,117 @@
+"""How large the pool is: what is configured, or what a GPU has room for beside the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from radixkv.compute.forward import Chunk
+from radixkv.compute.graphs.recorder import GraphRecorder
+from radixkv.compute.runner import Runner
+from radixkv.config import MAX_BLOCKS, CacheConfig, EngineConfig
+from radixkv.errors import ConfigError
+from radixkv.model.attention.paged_step import AttentionKernels
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVShape, KVStorage
+from radixkv.tokens import TOKEN_BYTES
+
+# How long a sequence the dry run has if the model does not say how long it may be.
+_DRY_RUN_TOKENS = 131_072
+
+_log = logging.getLogger(__name__)
+
+
+def choose_num_blocks(
+    model: Model,
+    kernels: AttentionKernels,
+    kv_shape: KVShape,
+    cache: CacheConfig,
+    engine: EngineConfig,
+    recorder: GraphRecorder,
+    memory: Callable[[], tuple[int, int]] | None = None,
+) -> int:
+    """Say how many blocks the pool has.
+
+    Without `cache.capacity_tokens` a GPU's pool takes what `cache.memory_share` of its memory leaves beside everything
+    that is there: the weights, other programs, and what recorded steps and the largest step need, which are recorded
+    and computed once to find out.
+
+        total    [ other programs | weights | recorded steps | largest step | pool ........ | 1 - memory_share )
+
+    Args:
+        model: as loaded.
+        kernels: those that will serve it.
+        kv_shape: K and V as the pool will store them.
+        cache, engine: what is configured.
+        recorder: of the steps that will be recorded.
+        memory: free and total bytes of the device; None asks it, if it is a GPU. Without one the pool has the default
+            size.
+
+    Raises:
+        ConfigError: no block fits, or not even the largest step does.
+    """
+    if memory is None and model.device.type == "cuda":
+        memory = torch.cuda.mem_get_info
+    if cache.capacity_tokens is not None or memory is None:
+        return cache.num_blocks
+    torch.cuda.empty_cache()  # of what loading needed; does nothing without a GPU
+    storage = KVStorage(1, cache.block_size, kv_shape, model.device)
+    graphs = recorder.record(storage, _longest(model))  # first, since it empties torch's cache, too
+    try:
+        run_largest_step(model, kernels, storage, engine)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"engine.max_step_tokens: expected steps that {model.device} has memory for beside the model, got "
+            f"{engine.max_step_tokens}"
+        ) from error
+    free_bytes, total_bytes = memory()
+    del graphs
+    block_bytes = cache.block_size * kv_shape.token_bytes
+    pool_bytes = free_bytes - (1 - cache.memory_share) * total_bytes
+    num_blocks = min(int(pool_bytes // block_bytes), MAX_BLOCKS)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"cache.memory_share: expected a share of {total_bytes} bytes that leaves {block_bytes} for a block beside "
+            f"model and steps, got {cache.memory_share}, which leaves {max(0, int(pool_bytes))}"
+        )
+    _log.info("%d of %d bytes are free: a pool of %d blocks", free_bytes, total_bytes, num_blocks)
+    return num_blocks
+
+
+def run_largest_step(model: Model, kernels: AttentionKernels, storage: KVStorage, engine: EngineConfig) -> None:
+    """Compute a step of as many tokens and requests as there can be, the first at the end of the longest sequence.
+
+    No sequence is longer than the model allows: beyond that some look for positions that they do not have.
+
+    The allocator keeps what it needed, so that it is no longer free. All requests use the first block, over and over:
+    what is computed means nothing. Many long sequences in one step may need more; such a step is tried smaller.
+    """
+    num_requests = min(engine.max_running_requests, engine.max_step_tokens)
+    longest = _longest(model)
+    chunks: list[Chunk] = []
+    num_left = engine.max_step_tokens
+    for num_others in reversed(range(num_requests)):
+        num_tokens = min(longest, num_left - num_others)  # a token at least is left for each of the others
+        end = num_tokens if chunks else longest
+        chunks.append(_chunk(end - num_tokens, end, storage.block_size))
+        num_left -= num_tokens
+    Runner(model, storage, kernels).run(chunks)
+
+
+def _longest(model: Model) -> int:
+    """Tokens of the longest sequence."""
+    return min(model.max_tokens or _DRY_RUN_TOKENS, _DRY_RUN_TOKENS)
+
+
+def _chunk(start: int, end: int, block_size: int) -> Chunk:
+    return Chunk(
+        tokens=bytes(end * TOKEN_BYTES),
+        start=start,
+        end=end,
+        block_ids=np.zeros(-(-end // block_size), dtype=np.int32),
+        copy=None,
+        wants_logits=True,
+    )

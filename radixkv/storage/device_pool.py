@@ -1,0 +1,87 @@
+"""The memory that block ids point into, for one model."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from radixkv.errors import ConfigError
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import INT4, is_quantized
+from radixkv.storage.kv_layout import HeadKV, KVFormat
+
+_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.int8: "int8",
+    INT4: "int4",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """K and V of one token in one model: `num_layers * 2 * num_kv_heads * head_dim` numbers of `dtype`."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def format(self) -> KVFormat:
+        """How the numbers are stored."""
+        return KVFormat(_NAMES[self.dtype], has_scales=is_quantized(self.dtype))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token, all layers, scales included."""
+        return HeadKV(self.num_layers, self.num_kv_heads, self.head_dim).token_bytes(self.format)
+
+    def stored_as(self, kv_dtype: str) -> KVShape:
+        """The same K and V as the pool stores them.
+
+        Args:
+            kv_dtype: see `CacheConfig.kv_dtype`.
+
+        Raises:
+            ConfigError: this model's K and V can't be stored so.
+        """
+        if kv_dtype == "auto":
+            return self
+        if kv_dtype == "int4" and self.head_dim % 2:
+            raise ConfigError(f"cache.kv_dtype: expected an even head_dim for int4, got {self.head_dim}")
+        if kv_dtype == "bf16" and self.dtype == torch.float16:
+            raise ConfigError("cache.kv_dtype: expected a model in float32 or bfloat16 for bf16, got float16")
+        return dataclasses.replace(self, dtype=_DTYPES[kv_dtype])
+
+
+class KVStorage:
+    """Physical KV blocks.
+
+    Attributes:
+        pool: the blocks, zeroed.
+        block_bytes: bytes of one block, all layers, scales included.
+        kv_dtype: how the numbers are stored, as `KVFormat` names it.
+
+    Raises:
+        ConfigError: the device has not that much memory.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, shape: KVShape, device: torch.device) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.block_bytes = block_size * shape.token_bytes
+        self.kv_dtype = shape.format.name
+        size = (num_blocks, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim)
+        try:
+            self.pool = KVPool.allocate(*size, dtype=shape.dtype, device=device)
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            raise ConfigError(
+                f"cache.capacity_tokens: {num_blocks * block_size} tokens need {num_blocks * self.block_bytes} bytes "
+                f"of K/V on {device}, which can't be allocated"
+            ) from error

@@ -1,0 +1,83 @@
+"""Prometheus metrics of the moment: asks the engine when somebody scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from radixkv import __version__
+from radixkv.api.stats import EngineLoad
+from radixkv.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from radixkv.engine.engine import Engine
+
+# Half of the 10 s that Prometheus waits by default. The engine answers between two steps.
+_TIMEOUT_S = 5.0
+
+
+class EngineGauges(Collector):
+    """Says how full the engine is, when it is asked. While a step hangs, it says only that.
+
+    Args:
+        engine: asked on its own thread, between two steps; see `Engine.load`.
+        timeout_s: how long to wait for it.
+    """
+
+    def __init__(self, engine: Engine, timeout_s: float = _TIMEOUT_S) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+
+    def collect(self) -> Iterable[Metric]:
+        """Ask the engine; `radixkv_up` alone says whether it answered. Never raises because of it."""
+        limits, load = self._engine.limits, self._load()
+        labels = {"version": __version__, "model": limits.model, "device": limits.device}
+        yield InfoMetricFamily("radixkv", "What is served.", labels)
+        yield GaugeMetricFamily("radixkv_up", "1 if the engine answered this scrape.", load is not None)
+        yield GaugeMetricFamily("radixkv_healthy", "1 if requests are taken and steps work.", self._engine.is_healthy)
+        if load is not None:
+            yield from _families(load)
+
+    def _load(self) -> EngineLoad | None:
+        if not self._engine.is_alive:
+            return None
+        try:
+            future = self._engine.load()
+        except LifecycleError:  # it has just stopped
+            return None
+        try:
+            return future.result(self._timeout_s)
+        except (TimeoutError, CancelledError):
+            future.cancel()
+            return None
+
+
+def _families(load: EngineLoad) -> Iterable[Metric]:
+    blocks, requests = load.blocks, load.requests
+    yield _by_state(
+        "radixkv_blocks",
+        "Blocks of the pool.",
+        {"free": blocks.free, "leased": blocks.leased, "published": blocks.published},
+    )
+    yield GaugeMetricFamily("radixkv_pinned_blocks", "Published blocks that leases use.", blocks.pinned)
+    yield GaugeMetricFamily("radixkv_retained_blocks", "Published blocks with a priority.", blocks.retained)
+    yield CounterMetricFamily("radixkv_evicted_blocks", "Blocks that were evicted.", load.evicted_blocks)
+    yield _by_state(
+        "radixkv_unfinished_requests",
+        "Requests that are not over.",
+        {"waiting": requests.waiting, "running": requests.running, "following": requests.following},
+    )
+    yield GaugeMetricFamily("radixkv_paused_requests", "Waiting and following ones that ran before.", requests.paused)
+    yield GaugeMetricFamily("radixkv_held_leases", "Leases that outlive their request.", load.held_leases)
+    yield GaugeMetricFamily("radixkv_namespaces", "Namespaces with cached tokens.", load.namespaces)
+
+
+def _by_state(name: str, documentation: str, counts: dict[str, int]) -> Metric:
+    family = GaugeMetricFamily(name, documentation, labels=["state"])
+    for state, count in counts.items():
+        family.add_metric([state], count)
+    return family

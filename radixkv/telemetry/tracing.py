@@ -1,0 +1,113 @@
+"""OpenTelemetry spans of requests. Needs opentelemetry-api, the extra `tracing`; nothing else here does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from radixkv.engine.observer import Observer
+from radixkv.scheduling.request import Outcome, Request
+
+_log = logging.getLogger(__name__)
+
+
+class Tracing(Observer):
+    """Makes the spans of a request when it is over, from the times it noted.
+
+        caller's span
+        └─ Prefill | Generate    received ................................. over
+           ├─ queue              received ─ blocks
+           ├─ prefill                       blocks ─ first token
+           └─ decode                                 first token ────────── over    (a generation's only)
+
+    The caller's span is the one that `PrefillParams.traceparent` names; its sampling decision is taken over by the
+    usual samplers. A request that is over early has the spans that it began.
+
+    Attributes follow OpenTelemetry's conventions for generative AI where there are some. Names that callers choose for
+    tenants, adapters and salts are not among them, and neither are tokens: traces are read by more people than logs,
+    and the caller's span can say who it is.
+
+    Args:
+        tracer: makes the spans; whatever it raises is logged.
+        unix_ns: nanoseconds since 1970.
+    """
+
+    def __init__(self, tracer: trace.Tracer, unix_ns: Callable[[], int] = time.time_ns) -> None:
+        self._tracer = tracer
+        self._unix_ns = unix_ns
+        self._propagator = TraceContextTextMapPropagator()
+
+    def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
+        """Make its spans, if they are recorded."""
+        try:
+            self._trace(request, outcome, error, _UnixTimes(self._unix_ns(), now_s))
+        except Exception:  # noqa: BLE001 - samplers and processors are other people's, and the engine goes on
+            _log.exception("a request could not be traced")
+
+    def _trace(self, request: Request, outcome: Outcome, error: Exception | None, times: _UnixTimes) -> None:
+        traceparent = request.params.traceparent
+        span = self._tracer.start_span(
+            "Prefill" if request.generation is None else "Generate",
+            self._propagator.extract({"traceparent": traceparent}) if traceparent else Context(),
+            SpanKind.SERVER,
+            start_time=times.of(request.received_s),
+        )
+        if span.is_recording():
+            span.set_attributes(_attributes(request, outcome))
+            if error is not None:
+                span.set_attribute("error.type", type(error).__name__)
+                span.set_status(Status(StatusCode.ERROR, str(error)))
+            self._trace_phases(request, span, times)
+        span.end(times.now_ns)
+
+    def _trace_phases(self, request: Request, span: Span, times: _UnixTimes) -> None:
+        """A phase begins where the one before it ends; the last one ends with the request."""
+        begins = [("queue", request.received_s), ("prefill", request.scheduled_s)]
+        if request.generation is not None:
+            begins.append(("decode", request.prefilled_s))
+        began_ns = [(name, times.of(begin_s)) for name, begin_s in begins if begin_s is not None]
+        ends_ns = [begin_ns for _, begin_ns in began_ns[1:]] + [times.now_ns]
+        context = trace.set_span_in_context(span, Context())
+        for (name, begin_ns), end_ns in zip(began_ns, ends_ns, strict=True):
+            self._tracer.start_span(name, context, start_time=begin_ns).end(end_ns)
+
+
+class _UnixTimes:
+    """Times of the engine's clock as nanoseconds since 1970, which OpenTelemetry takes."""
+
+    def __init__(self, now_ns: int, now_s: float) -> None:
+        self.now_ns = now_ns
+        self._now_s = now_s
+
+    def of(self, time_s: float) -> int:
+        """When it was `time_s`."""
+        return self.now_ns - round((self._now_s - time_s) * 1e9)
+
+
+def _attributes(request: Request, outcome: Outcome) -> dict[str, AttributeValue]:
+    usage = request.usage
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "radixkv.request_id": request.params.request_id,
+        "radixkv.outcome": outcome.value,
+    }
+    if request.scheduled_s is not None:  # before, nobody looked what is cached
+        attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
+        attributes["radixkv.computed_tokens"] = usage.computed_tokens
+        attributes["radixkv.miss_reason"] = request.miss_reason.value
+    generation = request.generation
+    if generation is not None:
+        attributes["gen_ai.operation.name"] = "text_completion"
+        attributes["gen_ai.request.max_tokens"] = generation.sampling.max_new_tokens
+        attributes["gen_ai.usage.output_tokens"] = usage.generated_tokens
+        attributes["radixkv.recomputed_tokens"] = usage.recomputed_tokens
+        if generation.finish_reason is not None:
+            attributes["gen_ai.response.finish_reasons"] = (generation.finish_reason.name.lower(),)
+    return attributes

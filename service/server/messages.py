@@ -1,0 +1,178 @@
+"""Protobuf to domain values and back."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, Usage
+from radixkv.api.retention import Retention
+from radixkv.api.sampling import DEFAULT_MAX_NEW_TOKENS, MAX_STOP_TOKEN_IDS, Sampling, random_seed
+from radixkv.errors import InvalidRequest
+from radixkv.scheduling.request import DEFAULT_REQUEST_PRIORITY, PrefillParams
+from radixkv.service.token_ids import read_token_ids
+from radixkv.v1 import cache_pb2, prefill_pb2
+
+MAX_NAME_CHARS = 256
+MAX_TOP_LOGPROBS = 100
+
+
+def require_names(**names: str) -> None:
+    """Refuse names that are too long.
+
+    Raises:
+        InvalidRequest: the message names the field.
+    """
+    for field, name in names.items():
+        if len(name) > MAX_NAME_CHARS:
+            raise InvalidRequest(f"{field}: expected at most {MAX_NAME_CHARS} characters, got {len(name)}")
+
+
+def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, traceparent: str = "") -> PrefillParams:
+    """A prompt as it was asked for.
+
+    Args:
+        request: the message.
+        remaining_s: until the caller's deadline; None without one.
+        traceparent: of the call's metadata; empty without one.
+
+    Raises:
+        InvalidRequest: a field can't be read.
+    """
+    require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt, request_id=request.request_id)
+    if request.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs: expected at most {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
+    return PrefillParams(
+        tokens=read_token_ids(request),
+        tenant=request.tenant,
+        adapter=request.adapter,
+        salt=request.salt,
+        request_id=request.request_id or secrets.token_hex(16),
+        read_cache=request.read_cache if request.HasField("read_cache") else True,
+        write_cache=request.write_cache if request.HasField("write_cache") else True,
+        retention=read_retention(request),
+        priority=request.priority if request.HasField("priority") else DEFAULT_REQUEST_PRIORITY,
+        top_logprobs=request.top_logprobs,
+        return_logits=request.return_logits,
+        hold_lease=request.hold_lease,
+        traceparent=traceparent,
+        deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
+    )
+
+
+def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
+    """How a generation was asked for.
+
+    Raises:
+        InvalidRequest: there are too many stop tokens to look at each.
+    """
+    if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(request.stop_token_ids)}"
+        )
+    return Sampling(
+        max_new_tokens=request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_MAX_NEW_TOKENS,
+        temperature=request.temperature,
+        top_p=request.top_p if request.HasField("top_p") else 1.0,
+        seed=request.seed if request.HasField("seed") else random_seed(),
+        stop_token_ids=frozenset(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+    )
+
+
+def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest) -> Retention | None:
+    """A retention as it was asked for; None without one.
+
+    Raises:
+        InvalidRequest: a field is missing or out of range.
+    """
+    if not request.HasField("retention"):
+        return None
+    asked = request.retention
+    if not asked.HasField("priority"):
+        raise InvalidRequest("retention.priority: expected 0 to 100, got none")
+    if not 0 <= asked.ttl.nanos < 1_000_000_000:
+        raise InvalidRequest(f"retention.ttl.nanos: expected 0 to 999999999, got {asked.ttl.nanos}")
+    return Retention(
+        priority=asked.priority,
+        ttl_s=asked.ttl.seconds + asked.ttl.nanos / 1e9 if asked.HasField("ttl") else None,
+        start=asked.start_token,
+        end=asked.end_token if asked.HasField("end_token") else None,
+    )
+
+
+def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> prefill_pb2.PrefillResponse:
+    """The answer to a prefill; block size and epoch belong to the block table of a held lease."""
+    response = prefill_pb2.PrefillResponse(
+        request_id=result.request_id,
+        usage=usage_message(result.usage),
+        next_token_id=result.next_token_id,
+        top_logprobs=[
+            prefill_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in result.top_logprobs
+        ],
+        logits=b"" if result.logits is None else result.logits.astype("<f4", copy=False).tobytes(),
+        miss_reason=result.miss_reason.value,
+        timing=_timing_message(result.timing),
+        retained=None if result.retained is None else grant_message(result.retained),
+    )
+    held = result.held_lease
+    if held is not None:
+        response.lease_id = held.lease_id
+        response.lease_expires_at.CopyFrom(_timestamp(held.expires_at_s))
+        response.block_table.extend(held.block_table.tolist())
+        response.block_size = block_size
+        response.epoch = epoch
+    return response
+
+
+def last_response(result: GenerateResult, num_told: int) -> prefill_pb2.GenerateResponse:
+    """The end of a generation, of which so many tokens were told before."""
+    return prefill_pb2.GenerateResponse(
+        token_ids=result.token_ids[num_told:],
+        finished=True,
+        finish_reason=prefill_pb2.FinishReason.Name(result.finish_reason.value),
+        usage=usage_message(result.usage),
+        request_id=result.request_id,
+        miss_reason=result.miss_reason.value,
+        timing=_timing_message(result.timing),
+        retained=None if result.retained is None else grant_message(result.retained),
+    )
+
+
+def usage_message(usage: Usage) -> prefill_pb2.Usage:
+    """Tokens of one request."""
+    return prefill_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        computed_tokens=usage.computed_tokens,
+        written_tokens=usage.written_tokens,
+        generated_tokens=usage.generated_tokens,
+        recomputed_tokens=usage.recomputed_tokens,
+    )
+
+
+def grant_message(retained: Retained) -> prefill_pb2.Grant:
+    """What became of a retention."""
+    expires_at_s = retained.expires_at_s
+    return prefill_pb2.Grant(
+        granted_tokens=retained.grant.granted_tokens,
+        refused_tokens=retained.grant.refused_tokens,
+        uncached_tokens=retained.grant.uncached_tokens,
+        expires_at=None if expires_at_s is None else _timestamp(expires_at_s),
+    )
+
+
+def _timing_message(timing: Timing) -> prefill_pb2.Timing:
+    return prefill_pb2.Timing(
+        queue_us=timing.queue_us,
+        prefill_us=timing.prefill_us,
+        decode_us=timing.decode_us,
+        total_us=timing.total_us,
+    )
+
+
+def _timestamp(unix_s: float) -> Timestamp:
+    seconds, nanos = divmod(round(unix_s * 1e9), 1_000_000_000)
+    return Timestamp(seconds=seconds, nanos=nanos)

@@ -1,0 +1,161 @@
+"""The gRPC server: the services, health, reflection, and an orderly end.
+
+bind -> serving -> draining (health NOT_SERVING, new requests UNAVAILABLE, running ones finish) -> stopped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+from typing import TYPE_CHECKING
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from radixkv.config import ServerConfig
+from radixkv.errors import InvariantViolation
+from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.servicer import CacheServicer, PrefillServicer
+from radixkv.service.server.status import StatusInterceptor
+from radixkv.service.server.unfinished_calls import UnfinishedCalls
+from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+if TYPE_CHECKING:
+    from radixkv.engine.engine import Engine
+
+SERVICES = (
+    prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
+    cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
+)
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_HEALTH_PERIOD_S = 1.0
+# What is written has this long to reach the callers; health watchers would stay for ever.
+_FLUSH_S = 1.0
+
+_logger = logging.getLogger(__name__)
+
+
+class Server:
+    """One gRPC server over one engine. Make it inside the event loop that runs it; it does not own the engine."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # behind a version check
+        self._health_watch: asyncio.Task[None] | None = None
+        self._unfinished = UnfinishedCalls()
+        self._grpc = grpc.aio.server(
+            interceptors=[StatusInterceptor(self._unfinished)],
+            options=[
+                ("grpc.so_reuseport", 0),  # else a second server on the port would silently take half the requests
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", -1),  # whoever asks for much gets it
+                # A caller that vanished without closing its connection is noticed within 40 s, not 2 hours.
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+            ],
+        )
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(engine), self._grpc)  # type: ignore[no-untyped-call]
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine), self._grpc)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._grpc)
+
+    async def start(self) -> str:
+        """Bind and serve.
+
+        Returns:
+            `HOST:PORT` with the port that was taken.
+
+        Raises:
+            ConfigError: the address can't be bound; nothing is served.
+        """
+        host, port = self._config.host, self._config.port
+        try:
+            port = self._grpc.add_insecure_port(host_port(host, port))
+        except RuntimeError as error:
+            raise not_free("server.port", host, port) from error
+        await self._set_health()
+        await self._grpc.start()
+        self._health_watch = asyncio.create_task(self._watch_health())
+        return host_port(host, port)
+
+    async def drain(self) -> bool:
+        """Refuse new requests, let running ones finish, then stop.
+
+        Health turns NOT_SERVING before the first refusal. Requests still running after `drain_timeout_s` are cancelled.
+
+        Answers leave before connections end: a socket that is closed while the caller still sends (what it says of its
+        window is enough) is reset, and what it holds is lost. gRPC closes a connection once it said goodbye and no call
+        is left, so it says so only after the last answer; the caller's word that it heard then says that it has read
+        all before.
+
+        Returns:
+            Whether every request finished by itself, and every answer left.
+        """
+        if self._health_watch is not None:
+            self._health_watch.cancel()
+        await self._health.enter_graceful_shutdown()
+        end = asyncio.get_running_loop().time() + self._config.drain_timeout_s
+        try:
+            are_over = await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)
+            have_left = await self._unfinished.finish(max(_FLUSH_S, end - asyncio.get_running_loop().time()))
+        finally:
+            await self._grpc.stop(_FLUSH_S)
+        return are_over and have_left
+
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_PERIOD_S)
+            await self._set_health()
+
+    async def _set_health(self) -> None:
+        status = _SERVING if self._engine.is_healthy else _NOT_SERVING
+        for service in ("", *SERVICES):
+            await self._health.set(service, status)
+
+
+def run(engine: Engine, config: ServerConfig) -> None:
+    """Serve until SIGTERM or SIGINT, drain, and return.
+
+    Starts the engine and stops it on every way out. Prints one line, `listening on HOST:PORT`, on stdout when ready.
+    Garbage collection leaves alone what is in memory now.
+
+    Raises:
+        ConfigError: the address can't be bound.
+        InvariantViolation: the engine's thread ended by itself; a supervisor should start the server again.
+    """
+    gc.collect()
+    gc.freeze()  # modules and model stay: a collection that goes through them stops every request for 0.2 s
+    engine.start()
+    try:
+        asyncio.run(_serve_until_signal(engine, config))
+    finally:
+        engine.stop()
+        gc.unfreeze()  # nanobind, which Triton uses, reports on stderr what is not collected by the end
+
+
+async def _serve_until_signal(engine: Engine, config: ServerConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)  # further signals change nothing: the drain has an end
+    server = Server(engine, config)
+    address = await server.start()
+    print(f"listening on {address}", flush=True)
+    while not stop.is_set() and engine.is_alive:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _HEALTH_PERIOD_S)
+    if not engine.is_alive:
+        raise InvariantViolation("engine: expected its thread to run until the server stops, got a thread that ended")
+    _logger.info("draining, at most %g s", config.drain_timeout_s)
+    if await server.drain():
+        _logger.info("stopped")
+    else:
+        _logger.warning("stopped; not all requests were answered")

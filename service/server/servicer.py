@@ -1,0 +1,195 @@
+"""The gRPC services: protobuf to domain values, the engine's answer to protobuf.
+
+The event loop never touches the cache. It hands a request to the engine and awaits a future; a caller that goes away
+cancels its future, and with it the request. `radixkv.service.server.status` turns what is raised here into statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from radixkv.api.result import GeneratedTokens
+from radixkv.errors import InvalidRequest
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.messages import (
+    grant_message,
+    last_response,
+    prefill_response,
+    read_params,
+    read_retention,
+    read_sampling,
+    require_names,
+    usage_message,
+)
+from radixkv.service.server.unfinished_calls import Context
+from radixkv.service.token_ids import read_token_ids
+from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.engine import Engine
+
+Answer = TypeVar("Answer")
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """The data path."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._mailbox = Mailbox()
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
+        """Compute the suffix of one prompt."""
+        params = read_params(request, context.time_remaining(), _traceparent(context))
+        result = await _answer_of(self._engine, self._mailbox, self._engine.prefill(params))
+        return prefill_response(result, self._engine.limits.block_size, self._engine.limits.epoch)
+
+    async def Generate(  # noqa: N802
+        self, request: prefill_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
+        """Go on with a prompt. Tokens that come while the caller reads slowly wait, and go out together."""
+        params = read_params(request.prefill, context.time_remaining(), _traceparent(context))
+        stream = _TokenStream(self._mailbox)
+        future = self._engine.generate(params, read_sampling(request), stream.put)
+        future.add_done_callback(stream.end)
+        num_told = 0
+        try:
+            while news := await stream.get():
+                response = prefill_pb2.GenerateResponse(request_id=params.request_id)
+                response.token_ids.extend(token_id for tokens in news for token_id in tokens.token_ids)
+                if num_told == 0:
+                    response.usage.CopyFrom(usage_message(news[0].usage))
+                num_told += len(response.token_ids)
+                yield response
+            yield last_response(await _answer_of(self._engine, self._mailbox, future), num_told)
+        finally:
+            future.cancel()
+
+    async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
+        """Say what a prefill would reuse."""
+        require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
+        result = await _answer_of(
+            self._engine,
+            self._mailbox,
+            self._engine.probe(
+                read_token_ids(request), tenant=request.tenant, adapter=request.adapter, salt=request.salt
+            ),
+        )
+        return prefill_pb2.ProbeResponse(
+            cached_tokens=result.cached_tokens,
+            prompt_tokens=result.prompt_tokens,
+            miss_reason=result.miss_reason.value,
+        )
+
+    async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802
+        """Give back a held lease."""
+        require_names(tenant=request.tenant, lease_id=request.lease_id)
+        await _answer_of(self._engine, self._mailbox, self._engine.release(request.lease_id, tenant=request.tenant))
+        return prefill_pb2.ReleaseResponse()
+
+
+class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
+    """The operator's path."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._mailbox = Mailbox()
+
+    async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
+        """Give a cached range a priority."""
+        require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
+        retention = read_retention(request)
+        if retention is None:
+            raise InvalidRequest("retention: expected one, got none")
+        retained = await _answer_of(
+            self._engine,
+            self._mailbox,
+            self._engine.retain(
+                read_token_ids(request), retention, tenant=request.tenant, adapter=request.adapter, salt=request.salt
+            ),
+        )
+        return cache_pb2.RetainResponse(retained=grant_message(retained))
+
+    async def Purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:  # noqa: N802
+        """Forget namespaces."""
+        require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
+        purged = await _answer_of(
+            self._engine,
+            self._mailbox,
+            self._engine.purge(
+                tenant=request.tenant if request.HasField("tenant") else None,
+                adapter=request.adapter if request.HasField("adapter") else None,
+                salt=request.salt if request.HasField("salt") else None,
+            ),
+        )
+        return cache_pb2.PurgeResponse(freed_blocks=purged.freed_blocks, pinned_blocks=purged.pinned_blocks)
+
+    async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
+        """Say what the cache holds and what it did."""
+        limits, stats = self._engine.limits, await _answer_of(self._engine, self._mailbox, self._engine.stats())
+        return cache_pb2.StatsResponse(
+            model=limits.model,
+            device=limits.device,
+            epoch=limits.epoch,
+            block_size=limits.block_size,
+            **dataclasses.asdict(stats),  # the same names on both sides
+        )
+
+
+class _TokenStream:
+    """Hands tokens from the engine's thread to the event loop."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._news: list[GeneratedTokens] = []
+        self._has_come = asyncio.Event()
+        self._is_over = False
+
+    def put(self, tokens: GeneratedTokens) -> None:
+        """Called by the engine."""
+        self._mailbox.post(self._add, tokens)
+
+    def end(self, _: Future[Any]) -> None:
+        """Called when the answer is known; what was not read yet is part of it."""
+        self._mailbox.post(self._end)
+
+    async def get(self) -> list[GeneratedTokens]:
+        """What came since the last time, at least one; nothing when it is over."""
+        await self._has_come.wait()
+        self._has_come.clear()
+        news, self._news = self._news, []
+        return [] if self._is_over else news
+
+    def _add(self, tokens: GeneratedTokens) -> None:
+        self._news.append(tokens)
+        self._has_come.set()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._has_come.set()
+
+
+def _traceparent(context: Context) -> str:
+    """The caller's span, which tracing libraries put into the metadata of a call; empty without one."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "traceparent":
+            return str(value)
+    return ""
+
+
+async def _answer_of(engine: Engine, mailbox: Mailbox, future: Future[Answer]) -> Answer:
+    """Await the engine. Cancelling the awaiting task cancels `future`."""
+    is_known = asyncio.Event()
+    future.add_done_callback(lambda _: mailbox.post(is_known.set))
+    try:
+        await is_known.wait()
+    except asyncio.CancelledError:
+        future.cancel()  # the caller went away; nobody is there to be answered
+        raise
+    if future.cancelled():
+        raise engine.cancellation
+    return future.result()

@@ -1,0 +1,164 @@
+"""What a caller sees of an exception: one table from exception classes to gRPC statuses."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from radixkv.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    InvariantViolation,
+    LifecycleError,
+    RadixKVError,
+    RequestError,
+    StepFailed,
+    StepHangs,
+    UnknownAdapter,
+    UnknownLease,
+)
+from radixkv.service.server.unfinished_calls import Context, UnfinishedCalls
+
+# A class that is not here has the status of its nearest ancestor.
+STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
+    RequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownAdapter: grpc.StatusCode.NOT_FOUND,
+    UnknownLease: grpc.StatusCode.NOT_FOUND,
+    CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    LifecycleError: grpc.StatusCode.INTERNAL,  # the service itself used something outside its life
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Draining: grpc.StatusCode.UNAVAILABLE,
+    StepHangs: grpc.StatusCode.UNAVAILABLE,
+    ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    StepFailed: grpc.StatusCode.INTERNAL,
+    InvariantViolation: grpc.StatusCode.INTERNAL,
+}
+
+RETRY_AFTER = "retry-after-ms"
+
+_logger = logging.getLogger(__name__)
+
+Handler = Callable[[Any, Context], Awaitable[Any]]
+
+
+def status_of(error: BaseException) -> grpc.StatusCode:
+    """The gRPC status of an exception: its own line of the table, or that of its nearest ancestor.
+
+    INTERNAL for an exception that radixkv does not raise on purpose.
+    """
+    for kind in type(error).__mro__:
+        if kind in STATUS:
+            return STATUS[kind]
+    return grpc.StatusCode.INTERNAL
+
+
+def trailing_metadata_of(error: RadixKVError) -> tuple[tuple[str, str], ...]:
+    """`retry-after-ms` for a service that is full now, in whole milliseconds, rounded up; else nothing."""
+    if isinstance(error, CapacityError):
+        return ((RETRY_AFTER, str(max(0, math.ceil(error.retry_after_s * 1000)))),)
+    return ()
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
+    """Answers every exception of a handler that takes one request with the status of the table.
+
+    A request that does not parse is INVALID_ARGUMENT. An exception that radixkv does not raise on purpose is INTERNAL
+    without its message, which may hold what other callers sent; the log has it. Other requests go on.
+
+    Every such call is noted in `unfinished`.
+    """
+
+    def __init__(self, unfinished: UnfinishedCalls) -> None:
+        self._unfinished = unfinished
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}  # by method
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Wrap the handler of one call; gRPC calls this for each, so what was wrapped once is kept."""
+        method = handler_call_details.method
+        if method in self._wrapped:
+            return self._wrapped[method]
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler  # anybody can call names that are not there, so these are not kept
+        self._wrapped[method] = _wrapped(handler, method, self._unfinished)
+        return self._wrapped[method]
+
+
+def _wrapped(
+    handler: grpc.RpcMethodHandler[Any, Any], method: str, unfinished: UnfinishedCalls
+) -> grpc.RpcMethodHandler[Any, Any]:
+    if handler.unary_unary is not None:
+        return grpc.unary_unary_rpc_method_handler(
+            _answering(handler, method, unfinished), response_serializer=handler.response_serializer
+        )
+    if inspect.isasyncgenfunction(handler.unary_stream):
+        return grpc.unary_stream_rpc_method_handler(
+            _streaming(handler, method, unfinished), response_serializer=handler.response_serializer
+        )
+    return handler
+
+
+def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, unfinished: UnfinishedCalls) -> Any:
+    call: Any = handler.unary_unary
+    parse: Any = handler.request_deserializer
+
+    async def answer(data: bytes, context: Context) -> Any:
+        unfinished.add(context)
+        try:
+            return await call(_parsed(parse, data), context)
+        except Exception as error:  # noqa: BLE001 - the table has a status for every one
+            await _refuse(error, context, method)
+
+    return answer
+
+
+def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str, unfinished: UnfinishedCalls) -> Any:
+    call: Any = handler.unary_stream
+    parse: Any = handler.request_deserializer
+
+    async def stream(data: bytes, context: Context) -> Any:
+        unfinished.add(context)
+        try:
+            async with contextlib.aclosing(call(_parsed(parse, data), context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:  # noqa: BLE001 - the table has a status for every one
+            await _refuse(error, context, method)
+
+    return stream
+
+
+async def _refuse(error: Exception, context: Context, method: str) -> None:
+    """End a call with the status of an exception."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error  # the handler has answered
+    if not isinstance(error, RadixKVError):
+        _logger.error("%s raised what no handler should", method, exc_info=error)
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the cause")
+    else:
+        code = status_of(error)
+        if code is grpc.StatusCode.INTERNAL:
+            _logger.error("%s failed", method, exc_info=error)
+        await context.abort(code, str(error), trailing_metadata_of(error))
+
+
+def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return parse(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"request: expected a protobuf message, got {len(data)} other bytes") from error

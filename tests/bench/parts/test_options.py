@@ -1,0 +1,65 @@
+"""What can't be done is refused before anything starts, and defaults are what the help says."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.parts.options import parse_options
+
+SHARED = ["--workload", "shared-prefix"]
+TRACE = ["--workload", "mooncake", "--trace", "t.jsonl"]
+
+
+def test_defaults() -> None:
+    options = parse_options(SHARED)
+    assert (options.requests, options.prefix_tokens, options.suffix_tokens, options.groups) == (1000, 2048, 64, 1)
+    assert (options.concurrency, options.rate, options.vocab_size, options.seed) == (4, None, 256, 0)
+    assert (options.baseline_requests, options.baseline_seconds) == (None, 120)
+    assert (options.address, options.model, options.settings) == (None, None, ())
+
+
+def test_a_server_is_described_by_model_device_and_repeated_settings() -> None:
+    options = parse_options([*SHARED, "--model", "m", "--device", "cpu", "--set", "a.b=1", "--set", "c.d=2"])
+    assert (options.model, options.device, options.settings) == ("m", "cpu", ("a.b=1", "c.d=2"))
+
+
+@pytest.mark.parametrize("arguments", [[*SHARED, "--rate", "5"], [*TRACE, "--pace", "trace"]])
+def test_an_open_loop_has_no_concurrency(arguments: list[str]) -> None:
+    assert parse_options(arguments).concurrency is None
+    assert parse_options(arguments).describe_traffic().startswith("open loop")
+
+
+def test_no_baseline_means_no_requests_without_cache() -> None:
+    assert parse_options([*SHARED, "--no-baseline"]).baseline_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workload", "other"], "invalid choice: 'other'"),
+        (["--workload", "mooncake"], "--workload mooncake needs --trace FILE"),
+        ([*TRACE, "--requests", "5"], "--requests is for shared-prefix; a trace takes --limit"),
+        ([*SHARED, "--trace", "t"], "--trace needs --workload mooncake"),
+        ([*SHARED, "--limit", "5"], "--limit is for mooncake; shared-prefix takes --requests"),
+        ([*SHARED, "--pace", "trace"], "--pace trace needs --workload mooncake"),
+        ([*TRACE, "--pace", "trace", "--rate", "5"], "--rate and --pace trace exclude each other"),
+        ([*TRACE, "--speedup", "2"], "--speedup needs --pace trace"),
+        ([*SHARED, "--rate", "5", "--concurrency", "2"], "--concurrency excludes --rate"),
+        ([*SHARED, "--no-baseline", "--baseline-requests", "2"], "--no-baseline excludes --baseline-requests"),
+        ([*SHARED, "--address", "a:1", "--model", "m"], "--model is for a server started here"),
+        ([*SHARED, "--address", "a:1", "--device", "cpu"], "--device is for a server started here"),
+        ([*SHARED, "--address", "a:1", "--set", "a.b=1"], "--set is for a server started here"),
+        ([*SHARED, "--requests", "0"], "--requests: expected at least 1, got 0"),
+        ([*SHARED, "--requests", "x"], "--requests: invalid whole number value: 'x'"),
+        ([*SHARED, "--suffix-tokens", "0"], "--suffix-tokens: expected at least 1, got 0"),
+        ([*SHARED, "--rate", "-1"], "--rate: expected a positive number, got -1"),
+        ([*SHARED, "--rate", "inf"], "--rate: expected a positive number, got inf"),
+        ([*SHARED, "--seed", "1073741824"], "--seed: expected 0 to 1073741823, got 1073741824"),
+        ([*SHARED, "--json", "/nowhere/at/all.json"], "expected a directory, got none at /nowhere/at"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_options(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""A server of ours is there inside the block and gone after it, and a failure to start says why."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.errors import ConfigError
+
+SERVE = "print('listening on 127.0.0.1:4321', flush=True); time.sleep(60)"
+
+
+def python(code: str) -> list[str]:
+    prelude = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+    return [sys.executable, "-S", "-c", prelude + textwrap.dedent(code)]
+
+
+def test_the_command_runs_this_interpreter_and_carries_every_choice() -> None:
+    command = serve_command("some/dir", "cpu", ("cache.block_size=16", "a.b=c"))
+    assert command[0] == sys.executable
+    assert " ".join(command[1:]) == (
+        "-m radixkv.service serve --port 0 --model some/dir --device cpu --set cache.block_size=16 --set a.b=c"
+    )
+    assert " ".join(serve_command(None, None, ())[1:]) == "-m radixkv.service serve --port 0"
+
+
+def test_the_address_is_read_past_other_lines() -> None:
+    server = ServerProcess(python(f"print('loading'); {SERVE}"))
+    with server as address:
+        assert address == "127.0.0.1:4321"
+        assert server.is_running
+        assert server.pid is not None
+        assert Path(f"/proc/{server.pid}").exists() or sys.platform != "linux"
+    assert not server.is_running
+    assert server.stop() == 0
+
+
+def test_an_exception_inside_the_block_stops_the_server() -> None:
+    server = ServerProcess(python(SERVE))
+    with pytest.raises(ZeroDivisionError), server:
+        _ = 1 / 0
+    assert server.stop() == 0
+
+
+def test_a_server_that_ends_early_shows_its_status_and_stderr() -> None:
+    server = ServerProcess(python("print('no such model', file=sys.stderr); sys.exit(3)"))
+    with pytest.raises(ConfigError, match=r"(?s)got its end, with exit status 3; its stderr:\nno such model"), server:
+        pass
+
+
+def test_only_the_end_of_a_long_stderr_is_shown() -> None:
+    server = ServerProcess(python("print('x' * 100_000 + ' the reason', file=sys.stderr); sys.exit(3)"))
+    with pytest.raises(ConfigError, match=r"x the reason$") as caught, server:
+        pass
+    assert len(str(caught.value)) < 5000
+
+
+def test_a_server_that_never_listens_is_stopped_and_told() -> None:
+    server = ServerProcess(python("time.sleep(60)"), start_timeout_s=0.3)
+    with pytest.raises(ConfigError, match=r"(?s)got nothing within 0.3 s; its stderr:\n\(nothing\)"), server:
+        pass
+    assert server.stop() == 0
+
+
+def test_a_server_that_ignores_sigterm_is_killed() -> None:
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    server = ServerProcess(python(ignore + SERVE), stop_timeout_s=0.2)
+    with server:
+        start_s = time.monotonic()
+    assert time.monotonic() - start_s < 5
+    assert server.stop() == -9
+
+
+def test_a_talkative_server_is_never_blocked() -> None:
+    code = """
+        print('listening on 127.0.0.1:1', flush=True)
+        for stream in (sys.stdout, sys.stderr):
+            stream.write('x' * 1_000_000 + chr(10))
+            stream.flush()
+        os._exit(7)
+    """
+    server = ServerProcess(python(code))
+    with server:
+        deadline_s = time.monotonic() + 10
+        while server.is_running and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    assert server.stop() == 7
+
+
+def test_a_missing_program_is_told() -> None:
+    server = ServerProcess(["/nowhere/python"])
+    with pytest.raises(ConfigError, match="expected to start /nowhere/python, got: No such file"), server:
+        pass
+    assert server.stop() is None

@@ -1,0 +1,115 @@
+"""Workloads are the same for the same arguments, and what their names say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.parts.workloads import (
+    WorkItem,
+    evenly_spaced,
+    median_prompt_tokens,
+    mooncake,
+    poisson_arrivals,
+    sample,
+    shared_prefix,
+    trace_arrivals,
+    unrelated_prompts,
+)
+from radixkv.errors import ConfigError
+from radixkv.planning.trace import TraceRequest
+from tests.cache.walk.reusable_tokens import count_reusable_tokens
+
+
+def prompts_of(items: list[WorkItem]) -> list[list[int]]:
+    return [item.token_ids.tolist() for item in items]
+
+
+def at(*arrivals_s: float) -> list[WorkItem]:
+    return [WorkItem(arrival_s, np.array([i], np.uint32)) for i, arrival_s in enumerate(arrivals_s)]
+
+
+def test_shared_prefix_is_the_same_for_the_same_arguments() -> None:
+    first, again = (prompts_of(shared_prefix(10, 37, 17, 3, 256, seed=5)) for _ in range(2))
+    assert first == again
+    assert first != prompts_of(shared_prefix(10, 37, 17, 3, 256, seed=6))
+
+
+def test_shared_prefix_tokens_are_pinned() -> None:
+    assert shared_prefix(1, 3, 2, 1, 256, seed=7)[0].token_ids.tolist() == [1, 107, 24, 34, 185]
+
+
+def test_a_group_shares_its_prefix_and_nothing_else() -> None:
+    items = shared_prefix(9, 37, 17, 3, 2**32, seed=0)
+    assert all(item.token_ids.shape == (54,) and item.token_ids.dtype == np.uint32 for item in items)
+    assert count_reusable_tokens(prompts_of(items)) == [0, 0, 0, 37, 37, 37, 37, 37, 37]
+
+
+def test_tokens_stay_below_the_vocabulary_size() -> None:
+    tokens = np.concatenate([item.token_ids for item in shared_prefix(50, 17, 37, 2, 5, seed=0)])
+    assert set(tokens.tolist()) == {0, 1, 2, 3, 4}
+
+
+def test_no_prefix_is_allowed() -> None:
+    assert len(shared_prefix(2, 0, 4, 1, 256, seed=0)[0].token_ids) == 4
+
+
+def test_warm_up_prompts_share_nothing_with_the_traffic() -> None:
+    prompts = [*prompts_of(shared_prefix(3, 37, 17, 1, 2**32, seed=0))]
+    prompts += [prompt.tolist() for prompt in unrelated_prompts(3, 54, 2**32)]
+    assert count_reusable_tokens(prompts) == [0, 37, 37, 0, 0, 0]
+
+
+def test_a_seed_out_of_range_is_refused() -> None:
+    with pytest.raises(ConfigError, match="seed: expected 0 to 1073741823, got -1"):
+        shared_prefix(1, 1, 1, 1, 256, seed=-1)
+
+
+def test_mooncake_keeps_order_and_counts_arrivals_from_the_first() -> None:
+    requests = [TraceRequest(3000, 700, 1, (4, 5)), TraceRequest(3500.0, 512, 1, (4,))]
+    items = mooncake(requests, 2**32, scale=1 / 8)
+    assert [item.arrival_s for item in items] == [0.0, 0.5]
+    assert [len(item.token_ids) for item in items] == [64 + 24, 64]
+    assert count_reusable_tokens(prompts_of(items)) == [0, 63]
+
+
+def test_trace_arrivals_are_in_order_and_sped_up() -> None:
+    items = trace_arrivals(at(4.0, 0.0, 2.0, 2.0), speedup=2)
+    assert [item.arrival_s for item in items] == [0.0, 1.0, 1.0, 2.0]
+    assert [int(item.token_ids[0]) for item in items] == [1, 2, 3, 0]
+
+
+def test_poisson_arrivals_have_the_rate_asked_for() -> None:
+    items = at(*[0.0] * 20_000)
+    arrivals_s = np.array([item.arrival_s for item in poisson_arrivals(items, rate_per_s=50, seed=1)])
+    gaps_s = np.diff(arrivals_s)
+    assert arrivals_s[0] == 0
+    assert (gaps_s >= 0).all()
+    assert gaps_s.mean() == pytest.approx(1 / 50, rel=0.03)
+    assert gaps_s.std() == pytest.approx(1 / 50, rel=0.03)  # exponential: deviation equals mean
+
+
+def test_poisson_arrivals_follow_the_seed() -> None:
+    a, b, c = ([i.arrival_s for i in poisson_arrivals(at(0, 0, 0), 50, seed)] for seed in (1, 1, 2))
+    assert a == b != c
+
+
+@pytest.mark.parametrize(("num_items", "num_kept"), [(10, 1), (10, 3), (17, 16), (37, 37), (5, 9), (1000, 212)])
+def test_a_sample_is_evenly_spaced(num_items: int, num_kept: int) -> None:
+    indices = evenly_spaced(num_items, num_kept)
+    gaps = np.diff([*indices, num_items])
+    assert len(indices) == min(num_items, num_kept)
+    assert indices[0] == 0
+    assert gaps.min() >= 1
+    assert gaps.max() - gaps.min() <= 1
+
+
+def test_a_sample_keeps_the_rate_of_arrival() -> None:
+    kept = sample(at(0.0, 1.0, 2.0, 3.0), [0, 2])
+    assert [item.arrival_s for item in kept] == [0.0, 1.0]
+    assert [int(item.token_ids[0]) for item in kept] == [0, 2]
+
+
+def test_median_prompt_is_one_of_the_lengths() -> None:
+    items = [WorkItem(0.0, np.zeros(length, np.uint32)) for length in (9, 1, 4, 100)]
+    assert median_prompt_tokens(items) == 9

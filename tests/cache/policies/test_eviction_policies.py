@@ -1,0 +1,270 @@
+"""Each policy's order, and what the mechanism tells a policy. Blocks are four tokens."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import radixkv.cache.eviction_lines
+import radixkv.cache.prefix_cache
+from radixkv.api.retention import Retention
+from radixkv.cache.policies.adaptive import BestOfThreeOrders, _Order
+from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.policies.shadow_cache import BlockSampler, ShadowCache
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.config import EVICTION_POLICIES
+from tests.fakes import MODEL, FakeClock, cached, publish, spell
+
+
+def make_cache(policy: str, num_blocks: int = 32) -> tuple[PrefixCache, FakeClock]:
+    clock = FakeClock()
+    return PrefixCache(num_blocks, 4, policy=make_policy(policy, num_blocks), clock=clock), clock
+
+
+def survivors(policy: str, *texts: str, evicted: int) -> list[str]:
+    """Publish texts a second apart, evict, and say which are still there whole."""
+    cache, clock = make_cache(policy)
+    for text in texts:
+        clock.now_s += 1
+        publish(cache, text)
+    cache.evict(evicted)
+    cache.check()
+    return [text for text in dict.fromkeys(texts) if cached(cache, text) == len(text)]
+
+
+def test_every_name_of_the_configuration_makes_a_policy() -> None:
+    for name in EVICTION_POLICIES:
+        cache, clock = make_cache(name)
+        for text in ("aaaabbbb", "aaaacccc", "dddd", "aaaacccceeee"):
+            clock.now_s += 1
+            publish(cache, text)
+        assert cache.evict(100) == 5  # every key was comparable with every other
+        cache.check()
+
+
+def test_lru_drops_what_was_not_used_for_longest() -> None:
+    assert survivors("lru", "aaaa", "aaaa", "bbbb", "cccc", evicted=2) == ["cccc"]
+
+
+def test_slru_keeps_what_was_ever_used_again() -> None:
+    assert survivors("slru", "aaaa", "aaaa", "bbbb", "cccc", evicted=2) == ["aaaa"]
+
+
+def test_lfu_keeps_what_was_used_most() -> None:
+    texts = ("aaaa", "aaaa", "aaaa", "bbbb", "bbbb", "cccc")
+    assert survivors("lfu", *texts, evicted=2) == ["aaaa"]
+
+
+def test_priority_wins_over_recency() -> None:
+    cache, clock = make_cache("priority")
+    for text in ("aaaa", "bbbb", "cccc"):
+        clock.now_s += 1
+        with cache.lease(MODEL, spell(text)) as lease:
+            lease.commit(4)
+            assert lease.node is not None
+            lease.node.priority = {"aaaa": 80, "bbbb": 50, "cccc": 20}[text]
+    cache.evict(2)
+    assert [cached(cache, text) for text in ("aaaa", "bbbb", "cccc")] == [4, 0, 0]
+
+
+def test_the_default_is_lru_until_it_has_learned() -> None:
+    assert survivors("adaptive", "aaaa", "bbbb", "cccc", "aaaa", evicted=2) == ["aaaa"]
+
+
+def test_a_use_counts_for_every_node_of_the_path() -> None:
+    cache, _ = make_cache("lru")
+    for text in ("aaaabbbb", "aaaacccc", "aaaaccccdddd"):
+        publish(cache, text)
+    nodes = {node.tokens: node.num_uses for node in cache._trees[MODEL].nodes()}
+    assert nodes == {spell("aaaa"): 2, spell("bbbb"): 0, spell("ccccdddd"): 1}
+
+
+def test_the_half_that_is_not_shared_is_as_old_as_before() -> None:
+    cache, clock = make_cache("lru")
+    for text in ("aaaabbbb", "cccc", "aaaadddd"):
+        clock.now_s += 1
+        publish(cache, text)
+    cache.evict(1)
+    assert [cached(cache, text) for text in ("aaaabbbb", "cccc", "aaaadddd")] == [4, 4, 8]
+
+
+def test_a_policy_may_offer_a_leaf_piece_by_piece() -> None:
+    class OneByOne(radixkv.cache.eviction_lines.EvictionPolicy):
+        def key(self, node: Any) -> float:
+            return -node.num_blocks  # the longest first
+
+        def num_offered_blocks(self, leaf: Any) -> int:
+            return 1
+
+    cache = PrefixCache(16, 4, policy=OneByOne(), clock=FakeClock())
+    publish(cache, "aaaabbbbcccc")
+    publish(cache, "dddd")
+    assert cache.evict(3) == 3  # a block from the first until it is no longer than the second, which has waited
+    cache.check()
+    assert [cached(cache, text) for text in ("aaaabbbbcccc", "dddd")] == [4, 0]
+
+
+@pytest.mark.parametrize(
+    "module", [radixkv.cache.eviction_lines, radixkv.cache.prefix_cache], ids=lambda module: module.__name__
+)
+def test_the_mechanism_knows_no_policy_by_name(module: Any) -> None:
+    words = set(re.findall(r"\w+", Path(module.__file__).read_text(encoding="utf-8").lower()))
+    assert words.isdisjoint({*EVICTION_POLICIES, "optimal"} - {"priority"})
+    assert "leastrecentlyused" not in words
+
+
+def test_a_change_of_order_keys_all_leaves_anew() -> None:
+    class Turned(radixkv.cache.eviction_lines.EvictionPolicy):
+        sign = 1
+
+        def key(self, node: Any) -> float:
+            return self.sign * node.last_used_s
+
+    policy, clock = Turned(), FakeClock()
+    cache = PrefixCache(16, 4, policy=policy, clock=clock)
+    for text in ("aaaa", "bbbb", "cccc"):
+        clock.now_s += 1
+        publish(cache, text)
+    policy.sign, policy.generation = -1, 1
+    cache.evict(1)
+    cache.check()
+    assert [cached(cache, text) for text in ("aaaa", "bbbb", "cccc")] == [4, 4, 0]
+
+
+# -- the trial of orders -----------------------------------------------------------------------------------------------
+
+
+def test_an_order_in_force_gives_way_to_a_clearly_better_one_only() -> None:
+    policy = BestOfThreeOrders(100)
+    policy._filled(400)
+    policy._wins[_Order.REUSED_LAST][_Order.LIFETIMES] = 60.0
+    policy._wins[_Order.LIFETIMES][_Order.REUSED_LAST] = 40.0  # a lead of 20: two deviations of a coin
+    policy._filled(10)
+    assert (policy._order, policy.generation) == (_Order.LIFETIMES, 0)
+    policy._wins[_Order.REUSED_LAST][_Order.LIFETIMES] += 10
+    policy._filled(9)
+    assert policy.generation == 0  # a tenth of the cache is not yet new
+    policy._filled(1)
+    assert (policy._order, policy.generation) == (_Order.REUSED_LAST, 1)
+
+
+def test_lifetimes_are_given_time_to_be_learned() -> None:
+    policy = BestOfThreeOrders(100)
+    policy._filled(380)
+    policy._wins[_Order.LAST_USE][_Order.LIFETIMES] = 1000.0
+    policy._filled(10)
+    assert policy._order == _Order.LIFETIMES
+    policy._filled(20)
+    assert policy._order == _Order.LAST_USE
+
+
+def test_a_shadow_cache_lets_the_smallest_key_go() -> None:
+    shadow = ShadowCache()
+    for digest, key, was_held in ((1, 5.0, False), (2, 3.0, False), (3, 4.0, False), (1, 2.0, True)):
+        assert shadow.use([digest], key, key, 3) == [was_held]
+    assert shadow.use([4, 3], 9.0, 4.0, 3) == [False, True]  # the newest key of a block counts
+    assert [digest in shadow for digest in (1, 2, 3, 4)] == [False, True, True, True]
+    for index in range(1000):
+        shadow.use([index % 5], float(index), float(index), 3)
+    assert len(shadow) == 3
+    assert len(shadow._line) <= 13
+
+
+def test_the_same_prefixes_are_sampled_wherever_nodes_begin() -> None:
+    def samples(*texts: str) -> list[tuple[int, int]]:
+        """Depth in blocks and digest."""
+        cache, _ = make_cache("lru", num_blocks=1000)
+        for text in texts:
+            publish(cache, text)
+        sampler = BlockSampler(1000)
+        found = []
+        for node in cache._trees[MODEL].nodes():
+            depth, above = 0, node.parent
+            while above is not None:
+                depth, above = depth + above.num_blocks, above.parent
+            found += [(depth + index, digest) for index, digest in sampler.sample(node, 0)]
+        return sorted(found)
+
+    text = "".join(chr(97 + index % 26) * 4 for index in range(500))
+    whole = samples(text)
+    assert [depth for depth, _ in whole] == [127, 255, 383]  # every 512 tokens of four a block
+    assert samples(text, text[:800] + "?" * 40) == whole
+
+
+# -- the learned lifetimes ---------------------------------------------------------------------------------------------
+
+
+def leaf_used(num_uses: int, age_s: float, fingerprint: int = 0) -> Any:
+    stay = SimpleNamespace(kind=num_uses)
+    return SimpleNamespace(num_uses=num_uses, last_used_s=age_s, fingerprint=fingerprint, policy_note=stay)
+
+
+def test_a_lifetime_is_added_to_the_last_use_and_a_share_of_nodes_gets_the_long_one() -> None:
+    policy = BestOfThreeOrders(100)
+    policy._lifetimes_s = [(0.0, 8.0), (64.0, 64.0)]
+    policy._long_share = 0.5
+    policy._order = _Order.LIFETIMES
+    assert policy.key(leaf_used(0, 10.0, fingerprint=2**62)) == 18
+    assert policy.key(leaf_used(0, 10.0, fingerprint=2**63)) == 10
+    assert policy.key(leaf_used(1, 10.0)) == 74
+
+
+def test_what_it_remembers_is_bounded() -> None:
+    cache, clock = make_cache("adaptive", num_blocks=8)
+    policy = cache._policy
+    assert isinstance(policy, BestOfThreeOrders)
+    for index in range(5000):
+        clock.now_s += 1
+        publish(cache, chr(1000 + index) * 4)
+    assert len(policy._ghosts) == 4096
+
+
+def test_a_leaf_that_comes_back_after_eviction_is_learned_from() -> None:
+    cache, clock = make_cache("adaptive", num_blocks=4)
+    policy = cache._policy
+    assert isinstance(policy, BestOfThreeOrders)
+    publish(cache, "aaaabbbb")
+    cache.evict(1)  # the leaf is shortened before it goes: both parts are remembered
+    cache.evict(1)
+    clock.now_s = 60
+    publish(cache, "aaaabbbbcccc")
+    assert policy._counts.hits.sum() == 2
+    assert policy._counts.waits.sum() == 120
+    assert [node.policy_note.num_uses for node in cache._trees[MODEL].nodes()] == [1]
+
+
+def test_what_is_learned_does_not_depend_on_where_a_path_is_cut() -> None:
+    def learned(*, cuts: bool) -> tuple[float, float]:
+        cache, clock = make_cache("adaptive")
+        policy = cache._policy
+        assert isinstance(policy, BestOfThreeOrders)
+        publish(cache, "aaaabbbbccccdddd")
+        if cuts:
+            for start in (8, 4, 12):
+                cache.retain(MODEL, spell("aaaabbbbccccdddd"), Retention(20, start=start))
+            assert cache.num_segments == 4
+        clock.now_s = 7
+        publish(cache, "aaaabbbbccccddddeeee")
+        return policy._counts.hits.sum(), policy._counts.waits.sum()
+
+    assert learned(cuts=True) == learned(cuts=False) == (4, 28)
+
+
+def test_a_leaf_that_comes_back_in_chunks_is_learned_from_as_if_at_once() -> None:
+    def learned(*ends: int) -> float:
+        cache, clock = make_cache("adaptive", num_blocks=8)
+        policy = cache._policy
+        assert isinstance(policy, BestOfThreeOrders)
+        publish(cache, "aaaabbbbccccdddd")
+        cache.evict(4)
+        clock.now_s = 60
+        with cache.lease(MODEL, spell("aaaabbbbccccddddeeee")) as lease:
+            for end in ends:
+                lease.commit(end)
+        return float(policy._counts.hits.sum())
+
+    assert learned(20) == learned(4, 8, 12, 16, 20) == 4

@@ -1,0 +1,79 @@
+"""Random walks over the cache, every step judged by the oracle: 200,000 steps. `make stress` takes more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from radixkv.config import EVICTION_POLICIES
+from tests.cache.walk.cache_walk import ROOMY, SHARED, TIGHT, World, dice_of, fails, shortest_failing, walk
+
+
+def world_id(world: World) -> str:
+    return f"block_size={world.block_size},blocks={world.num_blocks}"
+
+
+@pytest.mark.parametrize("world", ROOMY, ids=world_id)
+def test_a_cache_with_room_reuses_everything_ever_published(world: World) -> None:
+    events = Counter[str]()
+    for seed in range(10):
+        events += walk(world, "lru", dice_of(seed, steps=100))
+    assert events["OutOfBlocks"] == events["evicted blocks"] == 0
+    assert events["splits"] > 0
+    assert events["leaves attached"] > 0
+    assert events["leaves grown"] > 0
+    assert events["blocks adopted"] > 0
+    assert (events["copies"] > 0) == (world.block_size > 1)
+
+
+@pytest.mark.parametrize("world", TIGHT, ids=world_id)
+def test_a_cache_without_room_reuses_everything_not_evicted(world: World) -> None:
+    events = walk(world, "lru", dice_of(world.block_size, steps=20_000))
+    rare = (
+        {"copies", "extensions in a copy", "tail blocks replaced", "shared blocks given up"}
+        if world.block_size > 1
+        else set()
+    )
+    rare |= {"refused tokens"} if world.max_retained_blocks < world.num_blocks else set()
+    rare |= {"explained as EXPIRED"} if world.max_retained_blocks else set()
+    common = {
+        "splits",
+        "leaves attached",
+        "leaves grown",
+        "leaves truncated",
+        "blocks adopted",
+        "closed uncommitted",
+        "evicted blocks",
+        "blocks expired",
+        "explained as EVICTED",
+        "OutOfBlocks",
+        "retained tokens",
+        "blocks purged",
+        "blocks purged while in use",
+        "commits after a purge",
+        "extensions",
+        "extensions refused",
+    }
+    assert {event for event in common | rare if not events[event]} == set()
+
+
+@pytest.mark.parametrize("world", SHARED, ids=world_id)
+def test_tenants_get_what_they_were_promised(world: World) -> None:
+    events = walk(world, "lru", dice_of(1, steps=20_000))
+    wanted = {"evicted blocks", "OutOfBlocks", "retained tokens", "refused tokens", "blocks purged while in use"}
+    wanted |= {"QuotaExceeded"} if any(quota.ceiling_blocks for _, quota in world.quotas) else set()
+    assert {event for event in wanted if not events[event]} == set()
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_every_policy_frees_the_right_blocks(policy: str) -> None:
+    events = Counter[str]()
+    for world in (*TIGHT, *SHARED):
+        events += walk(world, policy, dice_of(2, steps=2000))
+    assert min(events["evicted blocks"], events["splits"], events["leaves truncated"]) > 0
+
+
+def test_a_failing_walk_is_made_short() -> None:
+    assert shortest_failing(lambda dice: {3, 17} <= set(dice), list(range(100))) == [3, 17]
+    assert fails(TIGHT[0], "lru", range(50)) == ""

@@ -1,0 +1,229 @@
+"""Which leaf goes first. Blocks are four tokens; the clock stands still unless a test moves it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from radixkv.cache.eviction_lines import EvictionIndex, EvictionPolicy
+from radixkv.cache.node import Node
+from radixkv.cache.policies.by_name import LeastRecentlyUsed
+from radixkv.cache.prefix_cache import PrefixCache
+from tests.fakes import FakeClock, cached, lease_text, make_tree, publish
+
+
+class Timeline:
+    """A cache whose clock moves by a second with every prompt."""
+
+    def __init__(self, num_blocks: int = 32) -> None:
+        self.clock = FakeClock()
+        self.cache = PrefixCache(num_blocks, 4, clock=self.clock)
+
+    def publish(self, *texts: str) -> None:
+        for text in texts:
+            self.clock.now_s += 1
+            publish(self.cache, text)
+
+    def evict(self, num_blocks: int) -> int:
+        freed = self.cache.evict(num_blocks)
+        self.cache.check()
+        return freed
+
+    def left(self, *texts: str) -> list[int]:
+        return [cached(self.cache, text) for text in texts]
+
+
+def test_the_least_recently_used_leaf_goes_first() -> None:
+    line = Timeline()
+    line.publish("aaaa", "bbbb", "cccc")
+    line.publish("aaaa")
+    assert line.evict(1) == 1
+    assert line.left("aaaa", "bbbb", "cccc") == [4, 0, 4]
+    assert line.evict(1) == 1
+    assert line.left("aaaa", "bbbb", "cccc") == [4, 0, 0]
+
+
+def test_a_leaf_is_as_recent_as_the_end_of_its_last_lease() -> None:
+    line = Timeline()
+    line.publish("aaaa")
+    lease = lease_text(line.cache, "aaaaX")
+    line.publish("bbbb")
+    line.clock.now_s += 1
+    lease.close()
+    line.evict(1)
+    assert line.left("aaaa", "bbbb") == [4, 0]
+
+
+def test_a_path_is_used_when_a_lease_begins_and_when_it_ends() -> None:
+    line = Timeline()
+    line.publish("aaaabbbb", "aaaacccc")
+    line.clock.now_s = 10
+    lease = lease_text(line.cache, "aaaabbbbX")
+    node = lease.node
+    assert node is not None
+    assert node.parent is not None
+    assert (node.last_used_s, node.parent.last_used_s) == (10, 10)
+    line.clock.now_s = 20
+    lease.close()
+    assert (node.last_used_s, node.parent.last_used_s) == (20, 20)
+
+
+def test_leaves_used_at_the_same_time_go_in_the_order_they_fell_idle() -> None:
+    line = Timeline()
+    for text in ("aaaa", "bbbb", "cccc"):
+        publish(line.cache, text)
+    line.evict(2)
+    assert line.left("aaaa", "bbbb", "cccc") == [0, 0, 4]
+
+
+def test_leaves_go_before_their_parents() -> None:
+    line = Timeline()
+    line.publish("aaaabbbb", "aaaacccc", "dddd")
+    assert line.evict(2) == 2
+    assert line.left("aaaabbbb", "aaaacccc", "dddd") == [4, 4, 4]
+    assert line.evict(1) == 1
+    assert line.left("aaaa", "dddd") == [0, 4]
+
+
+def test_a_parent_is_as_recent_as_its_latest_child() -> None:
+    line = Timeline()
+    line.publish("aaaabbbb", "aaaacccc", "dddd")
+    line.publish("aaaacccc")
+    assert line.evict(2) == 2
+    assert line.left("aaaacccc", "aaaabbbb", "dddd") == [8, 4, 0]
+
+
+def test_a_leaf_is_evicted_from_its_end_and_no_more_than_asked() -> None:
+    line = Timeline()
+    line.publish("aaaabbbbccccdd")
+    assert line.evict(1) == 1
+    assert line.left("aaaabbbbccccdd") == [12]
+    assert line.evict(2) == 2
+    assert line.left("aaaabbbbccccdd") == [4]
+    assert line.cache.num_segments == 1
+
+
+def test_a_truncated_leaf_keeps_its_place() -> None:
+    line = Timeline()
+    line.publish("aaaabbbb", "cccc")
+    line.evict(1)
+    line.evict(1)
+    assert line.left("aaaabbbb", "cccc") == [0, 4]
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2, 3, 4, 5, 6, 7, 100])
+def test_eviction_frees_what_was_asked_or_all_there_is(asked: int) -> None:
+    line = Timeline()
+    line.publish("aaaabbbb", "aaaacccc", "ddddeeee", "ffff")
+    assert line.cache.num_evictable_blocks == 6
+    num_free = line.cache.pool.num_free
+    freed = line.evict(asked)
+    assert freed == min(asked, 6)
+    assert line.cache.pool.num_free == num_free + freed
+    assert line.cache.num_evicted_blocks == freed
+    assert line.cache.num_evictable_blocks == 6 - freed
+
+
+def test_a_negative_number_of_blocks_evicts_nothing() -> None:
+    line = Timeline()
+    line.publish("aaaa")
+    assert line.evict(-1) == 0
+    assert line.left("aaaa") == [4]
+
+
+def test_a_pinned_path_stays_and_its_idle_siblings_go() -> None:
+    line = Timeline()
+    line.publish("aaaabbbb", "aaaacccc")
+    with lease_text(line.cache, "aaaabbbbX"):
+        assert line.evict(100) == 1
+        assert line.left("aaaabbbb", "aaaacccc") == [8, 4]
+    assert line.evict(100) == 2
+
+
+def test_a_pinned_parent_falls_idle_after_its_children_went() -> None:
+    line = Timeline()
+    line.publish("aaaabbbb", "aaaacccc")
+    lease = lease_text(line.cache, "aaaaX")
+    assert line.evict(100) == 2
+    assert line.left("aaaa") == [4]
+    lease.close()
+    line.cache.check()
+    assert line.evict(100) == 1
+    assert line.left("aaaa") == [0]
+
+
+def test_a_leaf_that_grew_is_recent() -> None:
+    line = Timeline()
+    line.publish("aaaa", "bbbb", "aaaaXX")
+    line.evict(1)
+    assert line.left("aaaa", "bbbb") == [4, 0]
+
+
+# -- the index ---------------------------------------------------------------------------------------------------------
+
+
+def first_of(index: EvictionIndex) -> Node:
+    entry = index.first()
+    assert entry is not None
+    return entry[-1]
+
+
+def idle_node(last_used_s: float) -> Node:
+    tree = make_tree(4)
+    node = Node(tree, tree.root, b"\0\0\0\0", b"\0\0\0\0", 0)
+    node.last_used_s = last_used_s
+    return node
+
+
+def test_the_index_is_in_the_policys_order() -> None:
+    index = EvictionIndex(LeastRecentlyUsed(), itertools.count())
+    nodes = [idle_node(seconds) for seconds in (3.0, 1.0, 2.0)]
+    for node in nodes:
+        index.add(node)
+    order = []
+    while len(index):
+        order.append(first_of(index))
+        index.discard(order[-1])
+    assert order == [nodes[1], nodes[2], nodes[0]]
+
+
+def test_adding_twice_and_discarding_twice_change_nothing() -> None:
+    index, node = EvictionIndex(LeastRecentlyUsed(), itertools.count()), idle_node(1.0)
+    index.discard(node)
+    index.add(node)
+    index.add(node)
+    assert len(index) == 1
+    assert node in index
+    index.discard(node)
+    index.discard(node)
+    assert len(index) == 0
+    assert node not in index
+
+
+def test_a_place_in_line_is_taken_on_arrival() -> None:
+    index, early, late = EvictionIndex(LeastRecentlyUsed(), itertools.count()), idle_node(1.0), idle_node(2.0)
+    index.add(early)
+    index.add(late)
+    early.last_used_s = 3.0
+    assert first_of(index) is early
+    index.discard(early)
+    index.add(early)
+    assert first_of(index) is late
+
+
+def test_an_empty_index_has_no_first() -> None:
+    assert EvictionIndex(LeastRecentlyUsed(), itertools.count()).first() is None
+
+
+def test_a_policy_is_a_sort_key() -> None:
+    class LongestFirst(EvictionPolicy):
+        def key(self, node: Node) -> int:
+            return -node.num_blocks
+
+    cache = PrefixCache(16, 4, policy=LongestFirst(), clock=FakeClock())
+    for text in ("aaaa", "bbbbccccdddd", "eeeeffff"):
+        publish(cache, text)
+    cache.evict(3)
+    cache.check()
+    assert [cached(cache, text) for text in ("aaaa", "bbbbccccdddd", "eeeeffff")] == [4, 0, 8]

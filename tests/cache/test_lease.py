@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import pytest
+
+from radixkv.cache.block_pool import BlockState
+from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenants import Quota
+from radixkv.errors import InvalidRequest, LeaseClosed, OutOfBlocks, QuotaExceeded
+from radixkv.namespace import Namespace
+from tests.fakes import MODEL, cached, lease_text, publish, spell
+
+
+@pytest.fixture
+def cache() -> PrefixCache:
+    return PrefixCache(32, 4)
+
+
+def counts(cache: PrefixCache) -> tuple[int, int, int, int]:
+    return cache.pool.num_free, cache.pool.num_leased, cache.pool.num_published, cache.num_pinned_blocks
+
+
+def test_closing_gives_back_what_was_not_committed(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdefghij")
+    lease.commit(8)
+    assert counts(cache) == (29, 1, 2, 2)
+    lease.close()
+    assert counts(cache) == (30, 0, 2, 0)
+    assert cached(cache, "abcdefghij") == 8
+
+
+class TestBlocksAreSpared:
+    """So many are free or evictable after a lease."""
+
+    def test_as_many_as_there_are(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, "aaaabbbbcccc")
+        lease = cache.lease(MODEL, spell("11112222"), num_spared_blocks=6)
+        assert (cache.pool.num_free, cache.num_evictable_blocks) == (3, 3)
+        lease.close()
+        with pytest.raises(OutOfBlocks, match="expected 1 more, got 5 free and 3 evictable"):
+            cache.lease(MODEL, spell("11112222"), num_spared_blocks=7)
+
+    def test_of_a_long_path_what_is_not_reused(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, "aaaabbbbccccddddeeeeffff")
+        lease = cache.lease(MODEL, spell("aaaabbbb1111"), num_spared_blocks=5)
+        assert lease.cached_tokens == 8
+        assert (cache.pool.num_free, cache.num_evictable_blocks) == (1, 4)
+        lease.close()
+        before = counts(cache)
+        with pytest.raises(OutOfBlocks, match="expected 1 more"):
+            cache.lease(MODEL, spell("aaaabbbb1111"), num_spared_blocks=6)
+        assert counts(cache) == before
+
+    def test_a_block_that_is_reused_in_part(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, "aaaabbbbccccddddeeeeffff")
+        assert cache.lease(MODEL, spell("aaaabb11"), num_spared_blocks=5).cached_tokens == 6
+        cache = PrefixCache(8, 4)
+        publish(cache, "aaaabbbbccccddddeeeeffff")
+        assert cache.lease(MODEL, spell("aaaabb11"), num_spared_blocks=6).cached_tokens == 4
+
+    def test_a_ceiling_is_the_reason_only_if_it_is_nearer(self) -> None:
+        cache = PrefixCache(8, 4, quotas={MODEL.tenant: Quota(ceiling_blocks=3)})
+        with pytest.raises(OutOfBlocks):
+            cache.lease(MODEL, spell("aaaabbbbccccdddd"), num_spared_blocks=6)
+        with pytest.raises(QuotaExceeded):
+            cache.lease(MODEL, spell("aaaabbbbccccdddd"), num_spared_blocks=4)
+
+    def test_beside_what_floors_keep(self) -> None:
+        other = Namespace("model", tenant="other")
+        cache = PrefixCache(8, 4, quotas={"other": Quota(floor_blocks=4)})
+        publish(cache, "aaaabbbbccccdddd", other)
+        cache.lease(MODEL, spell("11112222"), num_spared_blocks=6).close()
+        cache.lease(MODEL, spell("1111222233334444"), num_spared_blocks=4).close()
+        with pytest.raises(OutOfBlocks):
+            cache.lease(MODEL, spell("11112222333344445555"), num_spared_blocks=1)
+
+
+def test_closing_again_does_nothing(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdef")
+    other = lease_text(cache, "abcdef")
+    lease.close()
+    before = counts(cache)
+    lease.close()
+    cache.leases.close(lease)
+    assert counts(cache) == before
+    assert lease.is_closed
+    cache.check()
+    other.close()
+    assert cache.pool.num_free == 32
+
+
+def test_a_closed_lease_commits_nothing(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdef")
+    lease.close()
+    with pytest.raises(LeaseClosed):
+        lease.commit(6)
+    assert cached(cache, "abcdef") == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("with_blocks", [False, True], ids=["never leased from it", "its own leases hold blocks too"])
+def test_a_foreign_lease_is_refused_and_changes_nothing(cache: PrefixCache, with_blocks: bool) -> None:
+    foreign = lease_text(PrefixCache(32, 4), "abcdef")
+    if with_blocks:
+        lease_text(cache, "abcdef")
+    before = counts(cache)
+    with pytest.raises(LeaseClosed):
+        cache.leases.commit(foreign, 6)
+    with pytest.raises(LeaseClosed):
+        cache.leases.close(foreign)
+    assert counts(cache) == before
+    assert not foreign.is_closed
+    foreign.commit(6)
+
+
+def test_a_made_up_lease_is_refused(cache: PrefixCache) -> None:
+    real = lease_text(cache, "abcdef")
+    forged = Lease(cache.leases, MODEL, real.usage, real.tokens, 0, real.block_ids, 0, None, None, 0.0)
+    with pytest.raises(LeaseClosed):
+        forged.close()
+    with pytest.raises(LeaseClosed):
+        forged.commit(6)
+    assert counts(cache) == (30, 2, 0, 0)
+
+
+def test_a_lease_closes_when_its_block_ends(cache: PrefixCache) -> None:
+    with lease_text(cache, "abcdef") as lease:
+        assert not lease.is_closed
+    assert lease.is_closed
+    assert cache.pool.num_free == 32
+
+
+def test_a_lease_closes_when_its_holder_fails_and_lets_the_error_through(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdefghij")
+
+    def fail() -> None:
+        with lease:
+            lease.commit(4)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert lease.is_closed
+    assert cached(cache, "abcdefghij") == 4
+    assert cache.pool.num_leased == 0
+    cache.check()
+
+
+def test_nested_leases_close_in_any_order(cache: PrefixCache) -> None:
+    publish(cache, "abcdefgh")
+    leases = [lease_text(cache, text) for text in ("abcdefgh", "abcdefghij", "abcdXX", "abX")]
+    cache.check()
+    assert cache.evict(32) == 0
+    for index in (1, 3, 0, 2):
+        leases[index].close()
+        cache.check()
+    assert counts(cache) == (30, 0, 2, 0)
+
+
+def test_what_is_committed_stays_while_the_lease_is_open(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdefgh")
+    lease.commit(4)
+    assert cache.evict(32) == 0
+    lease.commit(8)
+    assert cache.evict(32) == 0
+    assert cached(cache, "abcdefgh") == 8
+    lease.close()
+    assert cache.evict(32) == 2
+
+
+def test_a_lease_keeps_its_tail_block_when_a_longer_copy_replaces_it(cache: PrefixCache) -> None:
+    lease = lease_text(cache, "abcdef")
+    lease.commit(6)
+    tail = int(lease.block_ids[1])
+    publish(cache, "abcdefgh")
+    assert cache.match(MODEL, spell("abcdefgh")).block_ids[1] != tail
+    assert cache.pool.state(tail) is BlockState.LEASED
+    cache.check()
+    lease.close()
+    assert cache.pool.state(tail) is BlockState.FREE
+    cache.check()
+
+
+class TestReserve:
+    def test_the_blocks_are_there_when_the_tokens_come(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcd")
+        lease.reserve(9)
+        assert (lease.num_tokens, lease.block_ids.size, counts(cache)) == (4, 3, (29, 3, 0, 0))
+        before = lease.block_ids.tolist()
+        lease.extend(spell("efghi"))
+        assert lease.block_ids.tolist() == before
+        lease.commit(9)
+        assert cached(cache, "abcdefghi") == 9
+        cache.check()
+
+    def test_what_is_there_is_not_reserved_again(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcdef")
+        lease.commit(6)
+        before = lease.block_ids.tolist(), counts(cache)
+        for num_tokens in (1, 6):
+            lease.reserve(num_tokens)
+        assert (lease.block_ids.tolist(), counts(cache), lease.copy) == (*before, None)
+        lease.reserve(9)
+        before = lease.block_ids.tolist(), counts(cache)
+        lease.reserve(8)
+        assert (lease.block_ids.tolist(), counts(cache)) == before
+
+    def test_without_the_tokens_the_blocks_go_back(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcdef")
+        lease.reserve(12)
+        lease.commit(6)
+        assert counts(cache) == (29, 1, 2, 2)
+        lease.close()
+        assert counts(cache) == (30, 0, 2, 0)
+        cache.check()
+
+    @pytest.mark.parametrize("num_tokens", [7, 9, 13])
+    def test_a_published_end_is_copied_into_a_reserved_block(self, cache: PrefixCache, num_tokens: int) -> None:
+        lease = lease_text(cache, "abcdef")
+        lease.reserve(num_tokens)
+        lease.commit(6)
+        published = lease.block_ids[:2].tolist()
+        lease.extend(spell("g"))
+        assert lease.copy == (published[1], lease.block_ids[1])
+        assert lease.block_ids.tolist().count(published[1]) == 0
+        assert cache.pool.state(lease.block_ids[1]) is BlockState.LEASED
+        lease.copy = None
+        lease.commit(7)
+        assert cached(cache, "abcdefg") == 7
+        lease.close()
+        cache.check()
+        assert cache.pool.num_leased == 0
+
+    def test_without_blocks_nothing_changes(self) -> None:
+        cache = PrefixCache(2, 4)
+        lease = lease_text(cache, "abcdefgh")
+        before = lease.block_ids.tolist(), counts(cache)
+        with pytest.raises(OutOfBlocks, match="expected 1 more, got 0 free and 0 evictable of 2"):
+            lease.reserve(9)
+        assert (lease.block_ids.tolist(), counts(cache)) == before
+
+    def test_a_closed_lease_reserves_nothing(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcd")
+        lease.close()
+        with pytest.raises(LeaseClosed):
+            lease.reserve(9)
+
+
+class TestExtend:
+    def test_a_whole_last_block_is_followed_by_a_new_one(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcd")
+        lease.commit(4)
+        lease.extend(spell("e"))
+        assert counts(cache) == (30, 1, 1, 1)
+        assert (lease.num_tokens, lease.block_ids.size, lease.copy) == (5, 2, None)
+
+    def test_room_in_the_last_block_is_used_while_it_is_its_own(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "ab")
+        before = lease.block_ids.tolist()
+        lease.extend(spell("cd"))
+        assert lease.block_ids.tolist() == before
+        lease.extend(spell("efghi"))
+        assert lease.block_ids.size == 3
+
+    def test_a_published_end_is_never_written_again_but_copied(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcdef")
+        lease.commit(6)
+        first, second = lease.block_ids.tolist()
+        lease.extend(spell("g"))
+        assert lease.block_ids[0] == first
+        assert lease.copy == (second, lease.block_ids[1])
+        assert cache.pool.state(second) is BlockState.PUBLISHED
+        assert cached(cache, "abcdef") == 6, "what was published stays"
+        lease.copy = None
+        lease.extend(spell("hi"))
+        lease.commit(9)
+        assert cached(cache, "abcdefghi") == 9
+        assert cache.pool.state(second) is BlockState.LEASED, "whoever read it still may, until the path is let go"
+        lease.close()
+        assert cache.pool.state(second) is BlockState.FREE
+        cache.check()
+
+    def test_only_the_longer_copy_stays(self, cache: PrefixCache) -> None:
+        with lease_text(cache, "abcdef") as lease:
+            lease.commit(6)
+            lease.extend(spell("g"))
+            lease.commit(7)
+        assert counts(cache) == (30, 0, 2, 0)
+
+    def test_without_blocks_nothing_changes(self) -> None:
+        cache = PrefixCache(2, 4)
+        lease = lease_text(cache, "abcdefgh")
+        before = lease.block_ids.tolist(), bytes(lease.tokens), counts(cache)
+        with pytest.raises(OutOfBlocks, match="expected 1 more, got 0 free and 0 evictable of 2"):
+            lease.extend(spell("i"))
+        assert (lease.block_ids.tolist(), lease.tokens, counts(cache)) == before
+
+    def test_beyond_the_ceiling_nothing_changes(self) -> None:
+        cache = PrefixCache(9, 4, quotas={"acme": Quota(ceiling_blocks=2)})
+        lease = lease_text(cache, "abcdefgh", Namespace("model", "acme"))
+        with pytest.raises(QuotaExceeded, match="a ceiling of 2 for this tenant, of which leases hold 2"):
+            lease.extend(spell("i"))
+        assert lease.num_tokens == 8
+
+    def test_others_give_way(self) -> None:
+        cache = PrefixCache(3, 4)
+        publish(cache, "wxyz")
+        lease = lease_text(cache, "abcdefgh")
+        lease.extend(spell("i"))
+        assert cached(cache, "wxyz") == 0
+        assert cache.num_evicted_blocks == 1
+
+    @pytest.mark.parametrize("tokens", [b"", b"abc"])
+    def test_what_is_not_tokens_is_refused(self, cache: PrefixCache, tokens: bytes) -> None:
+        lease = lease_text(cache, "abcd")
+        with pytest.raises(InvalidRequest, match=f"expected one or more uint32 token ids, got {len(tokens)} bytes"):
+            lease.extend(tokens)
+
+    def test_a_closed_lease_does_not_go_on(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcd")
+        lease.close()
+        with pytest.raises(LeaseClosed):
+            lease.extend(spell("e"))
+        cache.check()

@@ -1,0 +1,99 @@
+"""Floors, ceilings and what is counted for each tenant. Blocks are four tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenants import _MAX_IDLE_TENANTS, Quota, Tenants
+from radixkv.errors import OutOfBlocks, QuotaExceeded
+from radixkv.namespace import Namespace
+from tests.fakes import FakeClock, cached, lease_text, publish
+
+ACME, OTHER, THIRD = (Namespace("model", tenant=name) for name in ("acme", "other", "third"))
+
+
+def make_cache(num_blocks: int, **quotas: Quota) -> PrefixCache:
+    return PrefixCache(num_blocks, 4, quotas=quotas, clock=FakeClock())
+
+
+def test_a_floor_keeps_a_tenants_blocks_from_the_others() -> None:
+    cache = make_cache(8, acme=Quota(floor_blocks=3))
+    publish(cache, "aaaabbbbccccddddeeee", ACME)
+    publish(cache, "11112222333344445555", OTHER)
+    cache.check()
+    assert cached(cache, "aaaabbbbccccddddeeee", ACME) == 12, "five blocks were needed, three were free"
+    with pytest.raises(OutOfBlocks, match=r"expected 1 more, .* and 3 that other tenants' floors keep"):
+        lease_text(cache, "111122223333444455556666", THIRD)
+
+
+def test_a_floor_does_not_protect_a_tenant_from_itself() -> None:
+    cache = make_cache(4, acme=Quota(floor_blocks=4))
+    publish(cache, "aaaabbbbccccdddd", ACME)
+    publish(cache, "1111222233334444", ACME)
+    assert cached(cache, "1111222233334444", ACME) == 16
+
+
+def test_without_quotas_the_oldest_goes_whoever_it_is() -> None:
+    cache = make_cache(4)
+    publish(cache, "aaaabbbb", ACME)
+    publish(cache, "11112222", OTHER)
+    publish(cache, "xxxxyyyy", THIRD)
+    assert [cached(cache, "aaaabbbb", ACME), cached(cache, "11112222", OTHER)] == [0, 8]
+
+
+def test_a_ceiling_makes_a_tenant_evict_its_own_first() -> None:
+    cache = make_cache(16, acme=Quota(ceiling_blocks=3))
+    publish(cache, "11112222", OTHER)
+    publish(cache, "aaaabbbb", ACME)
+    publish(cache, "ccccdddd", ACME)
+    cache.check()
+    assert cached(cache, "11112222", OTHER) == 8, "older, but another tenant's"
+    assert cached(cache, "aaaabbbb", ACME) == 4
+    assert cached(cache, "ccccdddd", ACME) == 8
+
+
+def test_beyond_its_ceiling_a_tenant_is_refused_and_nothing_changes() -> None:
+    cache = make_cache(16, acme=Quota(ceiling_blocks=3))
+    publish(cache, "aaaabbbb", ACME)
+    with pytest.raises(QuotaExceeded, match="ceiling of 3"):
+        lease_text(cache, "1111222233334444", ACME)
+    assert cached(cache, "aaaabbbb", ACME) == 8
+    held = lease_text(cache, "xxxxyyyy", ACME)
+    with pytest.raises(QuotaExceeded):
+        lease_text(cache, "11112222", ACME)
+    held.close()
+    lease_text(cache, "11112222", ACME).close()
+    cache.check()
+
+
+def test_other_tenants_do_not_feel_a_ceiling() -> None:
+    cache = make_cache(8, acme=Quota(ceiling_blocks=1))
+    publish(cache, "aaaa", ACME)
+    publish(cache, "11112222333344445555666677778888", OTHER)
+    assert cached(cache, "11112222333344445555666677778888", OTHER) == 32
+
+
+def test_usage_is_counted_for_each_tenant() -> None:
+    cache = make_cache(8)
+    publish(cache, "aaaabbbb", ACME)
+    with lease_text(cache, "aaaabbbbcc", ACME) as lease:
+        lease.commit(10)
+        usage = cache.tenants["acme"]
+        assert (usage.num_cached_blocks, usage.num_pinned_blocks, usage.num_leased_blocks) == (3, 3, 0)
+        assert (usage.num_hit_tokens, usage.num_miss_tokens) == (8, 8 + 2)
+    publish(cache, "1111222233334444555566667777", OTHER)
+    usage = cache.tenants["acme"]
+    assert (usage.num_cached_blocks, usage.num_evicted_blocks) == (1, 2)
+    assert cache.tenants["other"].num_cached_blocks == 7
+
+
+def test_a_crowd_of_tenants_is_forgotten_but_not_those_that_hold_something() -> None:
+    tenants = Tenants({"quota": Quota(floor_blocks=1)})
+    holder = tenants["holder"]
+    holder.num_cached_blocks = 1
+    for number in range(_MAX_IDLE_TENANTS + 100):
+        tenants[f"passer-by {number}"]
+    assert len(tenants.items()) <= _MAX_IDLE_TENANTS + 2
+    assert tenants["holder"] is holder
+    assert "quota" in dict(tenants.items())

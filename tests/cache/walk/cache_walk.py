@@ -1,0 +1,489 @@
+"""Random walks over the cache, every step judged by the oracle. A walk that fails is made short.
+
+python -m tests.cache.walk.cache_walk --steps 1000000 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.retention import Retention
+from radixkv.cache.node import Node
+from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenants import Quota
+from radixkv.config import EVICTION_POLICIES
+from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, RadixKVError
+from radixkv.namespace import Namespace
+from tests.cache.walk.oracle import Holder, Oracle
+from tests.cache.walk.retention_oracle import Ask
+from tests.fakes import FakeClock
+
+NAMESPACES = (Namespace("m"), Namespace("m", tenant="a"), Namespace("m", adapter="a"), Namespace("m", salt="a"))
+
+
+@dataclass(frozen=True)
+class World:
+    """The size of things in one walk: small, so that everything collides."""
+
+    block_size: int
+    num_blocks: int
+    max_tokens: int
+    alphabet: int = 2
+    num_namespaces: int = 2
+    max_leases: int = 5
+    evicts: bool = True
+    max_retained_blocks: int = 0
+    quotas: tuple[tuple[str, Quota], ...] = ()
+
+
+ROOMY = [
+    World(block_size=1, num_blocks=600, max_tokens=10, evicts=False),
+    World(block_size=2, num_blocks=600, max_tokens=12, evicts=False),
+    World(block_size=4, num_blocks=600, max_tokens=21, alphabet=3, evicts=False),
+    World(block_size=16, num_blocks=600, max_tokens=70, num_namespaces=4, evicts=False),
+]
+TIGHT = [
+    World(block_size=1, num_blocks=24, max_tokens=8, max_retained_blocks=7),
+    World(block_size=2, num_blocks=20, max_tokens=13, max_retained_blocks=4),
+    World(block_size=4, num_blocks=24, max_tokens=30, alphabet=3, max_retained_blocks=24),
+    World(block_size=4, num_blocks=9, max_tokens=28, num_namespaces=1, max_leases=3),
+    World(block_size=16, num_blocks=16, max_tokens=70, num_namespaces=4, max_retained_blocks=5),
+]
+SHARED = [
+    World(
+        block_size=2,
+        num_blocks=24,
+        max_tokens=26,
+        max_retained_blocks=8,
+        quotas=(("", Quota(floor_blocks=6, ceiling_blocks=14)), ("a", Quota(ceiling_blocks=11))),
+    ),
+    World(
+        block_size=4,
+        num_blocks=20,
+        max_tokens=40,
+        alphabet=3,
+        num_namespaces=4,
+        max_retained_blocks=6,
+        quotas=(("a", Quota(floor_blocks=7)),),
+    ),
+]
+WORLDS = (*ROOMY, *TIGHT, *SHARED)
+
+
+class Counts(NamedTuple):
+    """What every refused call must leave as it was, in blocks."""
+
+    num_free: int
+    num_leased: int
+    num_published: int
+    num_pinned: int
+    num_evicted: int
+
+
+class Walk:
+    """One cache, its oracle, and whoever holds leases. Counts what happened."""
+
+    def __init__(self, world: World, policy: str) -> None:
+        self.world = world
+        self.random = random.Random()
+        self.clock = FakeClock()
+        self.cache = PrefixCache(
+            world.num_blocks,
+            world.block_size,
+            policy=make_policy(policy, world.num_blocks),
+            quotas=dict(world.quotas),
+            max_retained_blocks=world.max_retained_blocks,
+            clock=self.clock,
+            evicted_prefixes=16,
+        )
+        self.oracle = Oracle(world.num_blocks, world.block_size, world.max_retained_blocks)
+        self.holders: list[Holder] = []
+        self.foreign = PrefixCache(4, world.block_size).lease(NAMESPACES[0], b"\1\0\0\0")
+        self.prompts: list[tuple[int, ...]] = [()]
+        self.events: Counter[str] = Counter()
+        self.actions: dict[Callable[[], str | None], float] = {
+            self.match: 4,
+            self.lease: 8,
+            self.write: 4,
+            self.commit: 10,
+            self.extend: 4,
+            self.close: 6,
+            self.evict: world.evicts,
+            self.retain: 2 * world.evicts,
+            self.purge: 0.1 * world.evicts,
+            self.misuse: 1,
+        }
+
+    def step(self, dice: int) -> None:
+        """Do the one random thing that the dice say, then recount everything."""
+        self.random.seed(dice)
+        self.clock.now_s += self.random.choice((0, 0, 1))
+        self.events["blocks expired"] += self.oracle.retention.expire(self.clock.now_s)
+        num_evicted_blocks = self.cache.num_evicted_blocks
+        self.random.choices(list(self.actions), list(self.actions.values()))[0]()
+        num_evicted_blocks = self.cache.num_evicted_blocks - num_evicted_blocks
+        if num_evicted_blocks:
+            num_lost_tokens = self.oracle.forget_evicted(self.cache)
+            assert num_evicted_blocks <= num_lost_tokens <= num_evicted_blocks * self.world.block_size
+            self.events["evicted blocks"] += num_evicted_blocks
+        self.cache.check()
+        assert self.cache.num_retained_blocks == len(self.oracle.retention.retained())
+        for tree in self.cache._trees.values():
+            self.oracle.verify_priorities(tree)
+        self.oracle.poison_free_blocks(self.cache)
+        for tenant, quota in self.world.quotas:
+            usage = self.cache.tenants[tenant]
+            assert usage.num_cached_blocks + usage.num_leased_blocks <= (quota.ceiling_blocks or math.inf)
+        for holder in self.holders:
+            holder.verify()
+            if not holder.is_revoked:
+                assert self.oracle.num_published(holder.identities) >= holder.lease.committed_tokens
+
+    # -- what may happen -------------------------------------------------------------------------------------------
+
+    def match(self) -> None:
+        namespace, tokens = self._namespace(), self._prompt()
+        match = self.cache.match(namespace, tokens)
+        identities = self.oracle.identities(namespace, tokens)
+        assert match.cached_tokens == self.oracle.num_reusable(identities)
+        self.oracle.verify_match(match, identities)
+        reason = self.cache.explain(match.namespace, match.tokens, match.cached_tokens)
+        block_end = (match.cached_tokens // self.world.block_size + 1) * self.world.block_size
+        assert (reason is MissReason.NONE) == (match.cached_tokens == identities.size - 1)
+        if reason in (MissReason.EVICTED, MissReason.EXPIRED):
+            assert self.oracle.was_published(int(identities[:block_end][-1]))
+        self.events[f"explained as {reason.value}"] += 1
+
+    def lease(self) -> None:
+        if len(self.holders) == self.world.max_leases:
+            return self.close()
+        namespace, tokens, read = self._namespace(), self._prompt(), self.random.random() < 0.85
+        identities = self.oracle.identities(namespace, tokens)
+        num_reusable = self.oracle.num_reusable(identities) if read else 0
+        before, floors = self._counts(), self._floors(namespace.tenant)
+        try:
+            lease = self.cache.lease(namespace, tokens, read=read)
+        except CapacityError as error:
+            num_blocks = -(-identities.size // self.world.block_size)
+            assert num_blocks > self._num_takeable(namespace.tenant)
+            assert self._counts() == before
+            self.events[type(error).__name__] += 1
+            return None
+        self._verify_floors(floors)
+        if lease.cached_tokens != num_reusable:  # the block shared in part was given up, for the last block there was
+            assert lease.cached_tokens == num_reusable // self.world.block_size * self.world.block_size
+            assert self._num_takeable(namespace.tenant) == 0
+            self.events["shared blocks given up"] += 1
+        num_new_blocks = lease.block_ids.size - lease.cached_tokens // self.world.block_size
+        num_evicted, num_missing = self.cache.num_evicted_blocks - before.num_evicted, num_new_blocks - before.num_free
+        assert num_evicted == max(0, num_missing) or (self.world.quotas and num_evicted > num_missing)
+        holder = Holder(self.oracle, lease, identities)
+        holder.receive()
+        self.holders.append(holder)
+        self.events["copies"] += lease.copy is not None
+        return None
+
+    def write(self) -> None:
+        if holder := self._holder():
+            holder.write(self.random.randint(holder.num_written, holder.lease.num_tokens))
+
+    def commit(self) -> None:
+        if not (holder := self._holder()):
+            return
+        if self.random.random() < 0.7:
+            holder.write(holder.lease.num_tokens)
+        lease, block_size = holder.lease, self.world.block_size
+        upto = self.random.choice((holder.num_written, self.random.randint(0, holder.num_written)))
+        whole = upto if upto == lease.num_tokens else upto // block_size * block_size
+        end = max(whole, lease.committed_tokens)
+        if end > lease.committed_tokens:
+            holder.begin()  # whoever commits has made the copy
+        if holder.is_revoked:
+            counts = self._counts()
+            assert lease.commit(upto) == 0
+            assert self._counts() == counts
+            self.events["commits after a purge"] += 1
+            return
+        expected = end - min(end, max(self.oracle.num_published(holder.identities), lease.committed_tokens))
+        num_segments, num_published = self.cache.num_segments, self.cache.pool.num_published
+        block_ids = lease.block_ids.copy()
+
+        assert lease.commit(upto) == expected
+
+        assert lease.committed_tokens == end
+        if end:
+            self.oracle.publish(lease.namespace, bytes(lease.tokens[: end * 4]), holder.identities[:end])
+        grown = self.cache.num_segments - num_segments
+        self.events["splits"] += grown == 2
+        self.events["leaves attached"] += grown == 1
+        self.events["leaves grown"] += grown == 0 and expected > 0
+        replaced = grown == 0 and expected > 0 and self.cache.pool.num_published == num_published
+        self.events["tail blocks replaced"] += replaced
+        self.events["blocks adopted"] += int(np.count_nonzero(block_ids != lease.block_ids))
+
+    def extend(self) -> None:
+        holder = self._holder()
+        if holder is None or holder.lease.num_tokens >= 2 * self.world.max_tokens:
+            return
+        lease, block_size = holder.lease, self.world.block_size
+        tokens = np.array(
+            [self.random.randrange(self.world.alphabet) for _ in range(self.random.randint(1, block_size + 1))],
+            dtype="<u4",
+        ).tobytes()
+        is_published = lease.committed_tokens == lease.num_tokens
+        goes_on_in_a_copy = lease.num_tokens % block_size > 0 and lease.num_published_blocks == lease.block_ids.size
+        assert is_published or not goes_on_in_a_copy
+        num_blocks = -(-(lease.num_tokens + len(tokens) // 4) // block_size) - lease.block_ids.size + goes_on_in_a_copy
+        before, num_takeable = self._counts(), self._num_takeable(lease.namespace.tenant)
+        floors = self._floors(lease.namespace.tenant)
+        try:
+            assert holder.extend(tokens) == num_blocks <= num_takeable
+        except CapacityError:
+            assert num_blocks > num_takeable
+            assert self._counts() == before
+            self.events["extensions refused"] += 1
+            return
+        self._verify_floors(floors)
+        assert (lease.copy is not None) >= goes_on_in_a_copy
+        self.events["extensions"] += 1
+        self.events["extensions in a copy"] += goes_on_in_a_copy
+
+    def close(self) -> None:
+        if holder := self._holder():
+            self.holders.remove(holder)
+            self.events["closed uncommitted"] += holder.lease.committed_tokens < holder.lease.num_tokens
+            holder.lease.close()
+            if self.random.random() < 0.3:
+                before = self._counts()
+                holder.lease.close()
+                with pytest.raises(LeaseClosed):
+                    holder.lease.commit(holder.lease.num_tokens)
+                assert self._counts() == before
+
+    def evict(self) -> None:
+        num_blocks, num_segments = self.random.randint(1, 5), self.cache.num_segments
+        tenant = self.random.choice((None, "", "a"))
+        num_free, floors, leaves = self.cache.pool.num_free, self._floors(tenant), self._leaves()
+        num_expected = min(num_blocks, self.cache.num_evictable_blocks - self._num_kept_from(tenant))
+        assert self.cache.evict(num_blocks, tenant=tenant) == num_expected
+        assert self.cache.pool.num_free == num_free + num_expected
+        self._verify_floors(floors)
+        self.events["leaves truncated"] += num_expected > 0 and self.cache.num_segments == num_segments
+        if not self.world.quotas:
+            now = self._leaves()
+            shrunk = [priority for leaf, (priority, size) in leaves.items() if now.get(leaf, (0, 0))[1] < size]
+            whole = [priority for leaf, (priority, size) in leaves.items() if now.get(leaf, (0, 0))[1] == size]
+            assert max(shrunk, default=0) <= min(whole, default=100), "a leaf went before one of lower priority"
+
+    def retain(self) -> None:
+        runs = self.oracle.runs()
+        if not runs:
+            return
+        namespace, tokens = self.random.choice(runs)
+        identities, now_s = self.oracle.identities(namespace, tokens).tolist(), self.clock.now_s
+        ends = [*range(self.world.block_size, len(identities), self.world.block_size), len(identities)]
+        end = self.random.choice(ends)  # where a block ends: inside one, siblings could share the range
+        start, ttl_s = self.random.randrange(end), self.random.choice((None, 1.0, 7.0))
+        priority = self.random.choice((0, 20, 50, 51, 80, 80, 100))
+        only_raise = self.random.random() < 0.5
+        ask = Ask(start, end, priority, math.inf if ttl_s is None else now_s + ttl_s, only_raise)
+        expected = self.oracle.retention.retain(identities, ask)
+        before = self._counts()
+        grant = self.cache.retain(namespace, tokens, Retention(priority, ttl_s, start, end), only_raise=only_raise)
+        assert grant[:3] == expected[:3], f"{ask}: expected {expected}, got {grant}"
+        assert self._counts() == before
+        self.events["retained tokens"] += grant.granted_tokens
+        self.events["refused tokens"] += grant.refused_tokens
+
+    def purge(self) -> None:
+        tenant, adapter, salt = (self.random.choice((None, "", "a")) for _ in range(3))
+
+        def is_gone(namespace: Namespace) -> bool:
+            pairs = ((tenant, namespace.tenant), (adapter, namespace.adapter), (salt, namespace.salt))
+            return all(wanted is None or wanted == name for wanted, name in pairs)
+
+        num_free, num_published = self.cache.pool.num_free, self.cache.pool.num_published
+        purged = self.cache.purge(tenant=tenant, adapter=adapter, salt=salt)
+        assert self.cache.pool.num_free == num_free + purged.freed_blocks
+        assert self.cache.pool.num_published == num_published - purged.freed_blocks - purged.pinned_blocks
+        assert not any(is_gone(namespace) for namespace in self.cache._trees)
+        self.oracle.forget(is_gone)
+        for holder in self.holders:
+            holder.is_revoked = holder.is_revoked or is_gone(holder.lease.namespace)
+        self.events["blocks purged"] += purged.freed_blocks
+        self.events["blocks purged while in use"] += purged.pinned_blocks
+
+    def misuse(self) -> None:
+        before = self._counts()
+        with pytest.raises(LeaseClosed):
+            self.cache.leases.commit(self.foreign, 1)
+        with pytest.raises(LeaseClosed):
+            self.cache.leases.close(self.foreign)
+        with pytest.raises(InvalidRequest):
+            self.cache.lease(NAMESPACES[0], self.random.choice((b"", b"\0", b"\0\0\0\0\0")))
+        if holder := self._holder():
+            with pytest.raises(InvalidRequest):
+                holder.lease.commit(self.random.choice((-1, holder.lease.num_tokens + 1)))
+        assert self._counts() == before
+
+    # -- dice ------------------------------------------------------------------------------------------------------
+
+    def _holder(self) -> Holder | None:
+        return self.random.choice(self.holders) if self.holders else None
+
+    def _namespace(self) -> Namespace:
+        return self.random.choice(NAMESPACES[: self.world.num_namespaces])
+
+    def _prompt(self) -> bytes:
+        """Often the beginning of an earlier prompt, with something random after it."""
+        old = self.random.choice(self.prompts)
+        kept = old[: self.random.choice((len(old), self.random.randint(0, len(old))))]
+        room = self.world.max_tokens - len(kept)
+        num_fresh = self.random.choice((self.random.randint(0, room), self.random.randint(0, min(room, 2))))
+        fresh = [self.random.randrange(self.world.alphabet) for _ in range(num_fresh)]
+        prompt = (*kept, *fresh) or (0,)
+        if len(self.prompts) < 12:
+            self.prompts.append(prompt)
+        else:
+            self.prompts[self.random.randrange(12)] = prompt
+        return np.array(prompt, dtype="<u4").tobytes()
+
+    # -- recounted -------------------------------------------------------------------------------------------------
+
+    def _leaves(self) -> dict[Node, tuple[int, int]]:
+        """Priority and blocks of each leaf that may be evicted."""
+        self.cache.check()  # priorities whose time has come are taken back
+        nodes = (node for tree in self.cache._trees.values() for node in tree.nodes())
+        return {node: (node.priority, node.num_blocks) for node in nodes if node.is_leaf and not node.pin_count}
+
+    def _num_kept_from(self, tenant: str | None) -> int:
+        """Evictable blocks that floors protect from a tenant."""
+        kept = 0
+        for other, quota in self.world.quotas:
+            usage = self.cache.tenants[other]
+            num_evictable = usage.num_cached_blocks - usage.num_pinned_blocks
+            if other != tenant:
+                kept += num_evictable - min(num_evictable, max(0, usage.num_cached_blocks - quota.floor_blocks))
+        return kept
+
+    def _num_takeable(self, tenant: str) -> float:
+        """Blocks that a tenant could have."""
+        takeable = self.cache.pool.num_free + self.cache.num_evictable_blocks - self._num_kept_from(tenant)
+        ceiling, usage = dict(self.world.quotas).get(tenant, Quota()).ceiling_blocks, self.cache.tenants[tenant]
+        in_use = usage.num_leased_blocks + usage.num_pinned_blocks
+        return takeable if ceiling is None else min(takeable, ceiling - in_use)
+
+    def _floors(self, tenant: str | None) -> dict[str, int]:
+        """What others must still have after this tenant took blocks."""
+        quotas = [(other, quota) for other, quota in self.world.quotas if other != tenant]
+        return {other: min(quota.floor_blocks, self.cache.tenants[other].num_cached_blocks) for other, quota in quotas}
+
+    def _verify_floors(self, floors: dict[str, int]) -> None:
+        assert all(self.cache.tenants[other].num_cached_blocks >= floor for other, floor in floors.items())
+
+    def _counts(self) -> Counts:
+        cache, pool = self.cache, self.cache.pool
+        return Counts(
+            pool.num_free, pool.num_leased, pool.num_published, cache.num_pinned_blocks, cache.num_evicted_blocks
+        )
+
+    def finish(self) -> None:
+        """Close and evict everything: not a block may be missing."""
+        for holder in self.holders:
+            holder.lease.close()
+        num_published = self.cache.pool.num_published
+        assert self.cache.num_evictable_blocks == num_published
+        assert sum(self.cache.evict(self.world.num_blocks + 1, tenant=tenant) for tenant in ("", "a")) == num_published
+        self.cache.check()
+        assert self._counts()[:4] == (self.world.num_blocks, 0, 0, 0)
+        assert self.cache.num_namespaces == 0
+
+
+def dice_of(seed: int, steps: int) -> range:
+    """One number for each step of a walk; walks of different seeds share none."""
+    return range(seed * 1_000_000, seed * 1_000_000 + steps)
+
+
+def walk(world: World, policy: str, dice: Iterable[int]) -> Counter[str]:
+    """Take one random walk and return what happened on it."""
+    walker = Walk(world, policy)
+    for number in dice:
+        walker.step(number)
+    walker.finish()
+    return walker.events
+
+
+def shortest_failing(is_failing: Callable[[list[int]], bool], dice: list[int]) -> list[int]:
+    """Leave out steps as long as the walk still fails: halves first, then quarters, down to single steps.
+
+    What a step does depends on its number and on what is there, so the others mean the same without it.
+
+    Source: Zeller, Hildebrandt: "Simplifying and isolating failure-inducing input", 2002.
+    """
+    size = len(dice) // 2
+    while size:
+        start = 0
+        while start < len(dice):
+            fewer = dice[:start] + dice[start + size :]
+            if is_failing(fewer):
+                dice = fewer
+            else:
+                start += size
+        size //= 2
+    return dice
+
+
+def fails(world: World, policy: str, dice: Iterable[int]) -> str:
+    """How a walk fails; empty if it does not."""
+    try:
+        walk(world, policy, dice)
+    except (AssertionError, RadixKVError, LookupError, TypeError, ValueError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def report(world: World, policy: str, dice: list[int]) -> str:
+    """A failing walk in as few steps as were found, ready to be pasted into a test."""
+    shortest = shortest_failing(lambda fewer: bool(fails(world, policy, fewer)), dice)
+    return f"walk({world}, {policy!r}, {shortest})\n  fails with {fails(world, policy, shortest)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Take random walks over the cache until one fails.")
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    events, taken, seed, start_s = Counter[str](), 0, options.seed, time.perf_counter()
+    while taken < options.steps:
+        for world in WORLDS:
+            policy = EVICTION_POLICIES[seed % len(EVICTION_POLICIES)]
+            dice = dice_of(seed, steps=100 if world in ROOMY else 1000)
+            try:
+                events += walk(world, policy, dice)
+            except Exception:  # noqa: BLE001 - whatever it is, it is made short and told
+                traceback.print_exc()
+                print(report(world, policy, list(dice)))
+                return 1
+            taken += len(dice)
+        seed += 1
+    elapsed_s = time.perf_counter() - start_s
+    print(f"{taken} steps in {elapsed_s:.0f} s, {taken / elapsed_s:.0f} steps/s: {dict(sorted(events.items()))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

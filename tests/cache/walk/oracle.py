@@ -1,0 +1,182 @@
+"""A second opinion on the cache, slow and obvious, and a memory whose contents can be told apart.
+
+Every (namespace, prefix) gets a number of its own. The pretended K/V of a token is the number of the prefix that it
+ends: as with real K/V, two slots hold the same content only if all tokens before agree. Free and unwritten slots hold
+poison. So a block that was reused wrongly, published too early, freed while used or overwritten shows as a wrong
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.cache.block_pool import BlockState
+from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import Match, PrefixCache
+from radixkv.cache.radix_tree import RadixTree
+from radixkv.namespace import Namespace
+from tests.cache.walk.retention_oracle import RetentionOracle
+from tests.fakes import spell
+
+FREE = -1
+UNWRITTEN = -2
+END = spell("\U0010ffff")  # a token that no prompt has: a match before it may reach the prompt's last token
+
+Identities = npt.NDArray[np.int64]
+
+
+class Oracle:
+    """Knows which prefixes are published, and what each slot of the pool must hold."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_retained_blocks: int = 0) -> None:
+        self.block_size = block_size
+        self.retention = RetentionOracle(block_size, max_retained_blocks)
+        self.content = np.full((num_blocks, block_size), FREE, dtype=np.int64)
+        self._identities: dict[tuple[object, int], int] = {}
+        self._handed_out: set[int] = set()
+        self._published: set[int] = set()
+        self._ever_published: set[int] = set()
+        self._longest: dict[int, tuple[Namespace, bytes]] = {}  # published runs by their last identity
+
+    def identities(self, namespace: Namespace, tokens: bytes) -> Identities:
+        """The number of each prefix of a prompt."""
+        numbers = []
+        before: object = tuple(namespace)  # not the cache's word for which namespaces are equal
+        for token in np.frombuffer(tokens, dtype="<u4").tolist():
+            before = self._identities.setdefault((before, token), len(self._identities))
+            numbers.append(before)
+        return np.array(numbers, dtype=np.int64)
+
+    def num_published(self, identities: Identities) -> int:
+        """How many tokens of a prompt are published."""
+        return next(
+            (i for i, number in enumerate(identities.tolist()) if number not in self._published), identities.size
+        )
+
+    def num_reusable(self, identities: Identities) -> int:
+        """How many tokens of a prompt a match must find."""
+        return min(self.num_published(identities), identities.size - 1)
+
+    def was_published(self, identity: int) -> bool:
+        """Whether a prefix was matchable at any time."""
+        return identity in self._ever_published
+
+    def runs(self) -> list[tuple[Namespace, bytes]]:
+        """All that is published, each run to its end."""
+        return list(self._longest.values())
+
+    def publish(self, namespace: Namespace, tokens: bytes, identities: Identities) -> None:
+        """Note that a whole run is published."""
+        numbers = identities.tolist()
+        if numbers[-1] not in self._published:
+            for number in numbers:
+                self._longest.pop(number, None)
+            self._longest[numbers[-1]] = namespace, tokens
+            self._published.update(numbers)
+            self._ever_published.update(numbers)
+            self.retention.published(numbers)
+
+    def forget_evicted(self, cache: PrefixCache) -> int:
+        """After an eviction, believe the cache about what is left. Returns how many tokens are gone."""
+        num_before = len(self._published)
+        runs, self._longest, self._published = self.runs(), {}, set()
+        for namespace, tokens in runs:
+            kept = cache.match(namespace, tokens + END).cached_tokens
+            if kept:
+                tokens = tokens[: kept * 4]
+                self.publish(namespace, tokens, self.identities(namespace, tokens))
+        self.retention.forget_all_but(self._published)
+        return num_before - len(self._published)
+
+    def forget(self, is_gone: Callable[[Namespace], bool]) -> None:
+        """Forget all that is published in some namespaces."""
+        runs, self._longest, self._published = self.runs(), {}, set()
+        for namespace, tokens in runs:
+            if not is_gone(namespace):
+                self.publish(namespace, tokens, self.identities(namespace, tokens))
+        self.retention.forget_all_but(self._published)
+
+    def verify_priorities(self, tree: RadixTree) -> None:
+        """Assert that every block of a tree has the priority that it should."""
+        for node in tree.nodes():
+            path = self.retention.path(self.identities(tree.namespace, tree.path_tokens(node)).tolist())
+            expected = {self.retention.priority(block) for block in path[len(path) - node.num_blocks :]}
+            assert expected == {node.priority}, f"expected priorities {expected}, got {node.priority}"
+
+    def hand_out(self, block_ids: npt.NDArray[np.int32]) -> None:
+        """Blocks have a new owner: what was in them is nobody's."""
+        self.content[block_ids] = UNWRITTEN
+        self._handed_out.update(block_ids.tolist())
+
+    def poison_free_blocks(self, cache: PrefixCache) -> None:
+        free = [block_id for block_id in self._handed_out if cache.pool.state(block_id) is BlockState.FREE]
+        self.content[free] = FREE
+        self._handed_out.difference_update(free)
+
+    def verify(self, block_ids: npt.NDArray[np.int32], identities: Identities) -> None:
+        """Assert that blocks hold the K/V of these tokens."""
+        held = self.content[block_ids].ravel()[: identities.size]
+        assert np.array_equal(held, identities), f"expected {identities.tolist()}, got {held.tolist()}"
+
+    def verify_match(self, match: Match, identities: Identities) -> None:
+        assert match.block_ids.size == -(-match.cached_tokens // self.block_size)
+        self.verify(match.block_ids, identities[: match.cached_tokens])
+
+
+@dataclass
+class Holder:
+    """Somebody who computes a leased prompt's K/V, a chunk at a time."""
+
+    oracle: Oracle
+    lease: Lease
+    identities: Identities
+    num_written: int = 0
+    is_revoked: bool = False
+
+    def receive(self) -> None:
+        """Look at what was leased: the reused blocks are right, and nobody needs what was in the new ones."""
+        oracle, lease = self.oracle, self.lease
+        self.num_written = lease.cached_tokens
+        num_whole = lease.cached_tokens // oracle.block_size
+        assert lease.block_ids.size == -(-lease.num_tokens // oracle.block_size)
+        assert (lease.copy is not None) == (lease.cached_tokens % oracle.block_size > 0)
+        oracle.hand_out(lease.block_ids[num_whole:])
+        if lease.copy is not None:
+            assert lease.copy.target == lease.block_ids[num_whole]
+        self.verify()
+
+    def write(self, upto: int) -> None:
+        """Compute up to a token."""
+        self.begin()
+        for position in range(self.num_written, upto):
+            block, offset = divmod(position, self.oracle.block_size)
+            self.oracle.content[self.lease.block_ids[block], offset] = self.identities[position]
+        self.num_written = max(self.num_written, upto)
+
+    def begin(self) -> None:
+        """Make the copy, if there is one to make."""
+        copy = self.lease.copy
+        if copy is not None:
+            self.oracle.content[copy.target] = self.oracle.content[copy.source]
+            self.lease.copy = None
+
+    def extend(self, tokens: bytes) -> int:
+        """Let the lease go on; returns how many blocks came with it."""
+        before = self.lease.block_ids
+        self.lease.extend(tokens)
+        new = self.lease.block_ids[~np.isin(self.lease.block_ids, before)]
+        self.oracle.hand_out(new)
+        self.identities = self.oracle.identities(self.lease.namespace, self.lease.tokens)
+        assert self.lease.block_ids.size == -(-self.lease.num_tokens // self.oracle.block_size)
+        return int(new.size)
+
+    def verify(self) -> None:
+        """Assert that everything reused or written so far is still in place."""
+        block_ids, copy = self.lease.block_ids, self.lease.copy
+        if copy is not None:
+            block_ids = np.where(block_ids == copy.target, np.int32(copy.source), block_ids)
+        self.oracle.verify(block_ids, self.identities[: self.num_written])

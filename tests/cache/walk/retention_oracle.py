@@ -1,0 +1,96 @@
+"""What is retained, kept block by block: slow and obvious, to judge the cache's own books.
+
+A block is known by its path: the numbers that the content oracle gives to the last token of each block from the root
+on. Two blocks with one path can't be in a cache at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from radixkv.api.retention import Grant
+from radixkv.cache.node import DEFAULT_PRIORITY
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A retention of published tokens, with its end in time; `math.inf` is for ever."""
+
+    start: int
+    end: int
+    priority: int
+    expires_s: float
+    only_raise: bool
+
+
+class Kept(NamedTuple):
+    path: tuple[int, ...]
+    priority: int
+    expires_s: float
+
+
+class RetentionOracle:
+    """Priorities by the last number of a block's path."""
+
+    def __init__(self, block_size: int, max_blocks: int) -> None:
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self._kept: dict[int, Kept] = {}
+
+    def path(self, identities: list[int]) -> tuple[int, ...]:
+        """The last number of each block of a run."""
+        block_size = self.block_size
+        return tuple(identities[min(end, len(identities)) - 1] for end in self._ends(len(identities), block_size))
+
+    @staticmethod
+    def _ends(num_tokens: int, block_size: int) -> range:
+        return range(block_size, num_tokens + block_size, block_size)
+
+    def priority(self, block: int) -> int:
+        return self._kept[block].priority if block in self._kept else DEFAULT_PRIORITY
+
+    def retained(self) -> set[int]:
+        """Blocks above the default priority, and all blocks before them."""
+        return {block for kept in self._kept.values() if kept.priority > DEFAULT_PRIORITY for block in kept.path}
+
+    def retain(self, identities: list[int], ask: Ask) -> Grant:
+        """Do with a published run what a cache should."""
+        path = self.path(identities[: ask.end])
+        num_granted_blocks = first = ask.start // self.block_size
+        for index in range(first, len(path)):
+            block, before = path[index], path[: index + 1]
+            if ask.only_raise and self._lasts_longer(block, ask):
+                num_granted_blocks += 1
+                continue
+            if ask.priority > DEFAULT_PRIORITY and len(self.retained().union(before)) > self.max_blocks:
+                break
+            self._kept[block] = Kept(before, ask.priority, ask.expires_s)
+            num_granted_blocks += 1
+        num_tokens = max(0, min(ask.end, num_granted_blocks * self.block_size) - ask.start)
+        return Grant(num_tokens, ask.end - ask.start - num_tokens, 0)
+
+    def _lasts_longer(self, block: int, ask: Ask) -> bool:
+        kept = self._kept.get(block)
+        if kept is None:
+            return ask.priority <= DEFAULT_PRIORITY
+        return kept.priority > ask.priority or (kept.priority == ask.priority and kept.expires_s >= ask.expires_s)
+
+    def published(self, identities: list[int]) -> None:
+        """A run is published now. A partly filled block that it continues has grown, and has another last number."""
+        for index, number in enumerate(identities):
+            end = min((index // self.block_size + 1) * self.block_size, len(identities))
+            if number in self._kept and index + 1 < end:
+                kept = self._kept.pop(number)
+                grown = identities[end - 1]
+                self._kept[grown] = Kept((*kept.path[:-1], grown), kept.priority, kept.expires_s)
+
+    def forget_all_but(self, published: Container[int]) -> None:
+        self._kept = {block: kept for block, kept in self._kept.items() if block in published}
+
+    def expire(self, now_s: float) -> int:
+        """Take back what has come to its end; returns how many blocks that are."""
+        num_blocks = len(self._kept)
+        self._kept = {block: kept for block, kept in self._kept.items() if kept.expires_s > now_s}
+        return num_blocks - len(self._kept)

@@ -1,0 +1,572 @@
+"""Recorded steps, on the CPU: what a graph would do again is done again, over the same memory that a graph reads."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from radixkv.api.result import GenerateResult
+from radixkv.api.sampling import Sampling
+from radixkv.cache.lease import BlockCopy
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.compute import runner as runner_module
+from radixkv.compute.forward import Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
+from radixkv.compute.graphs import shapes as step_shape
+from radixkv.compute.graphs.buffers import StepBuffers
+from radixkv.compute.graphs.graphs import Replay, StepGraphs
+from radixkv.compute.graphs.shapes import StepShape, step_shapes
+from radixkv.compute.runner import Runner, StepResult
+from radixkv.config import EngineConfig, ModelConfig
+from radixkv.engine.core import EngineCore
+from radixkv.kernels.attention_plan import AttentionPlan
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.linear import linear
+from radixkv.kernels.staging import StagedArrays
+from radixkv.model.attention.triton_kernels import TritonKernels
+from radixkv.model.exactness import ExactFunctions, pointwise_functions
+from radixkv.model.exactness_on_gpu import row_functions
+from radixkv.model.model import Model, load_model
+from radixkv.namespace import Namespace
+from radixkv.scheduling.request import Generation, PrefillParams, Request
+from radixkv.startup.graph_check import drop_wrong_graphs
+from radixkv.storage.device_pool import KVStorage
+from tests.kernels.interpreter import interpret_kernels
+from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
+
+# Attention of padding is what its memory held before. The interpreter says so when that overflows; a GPU is silent.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+BLOCK_SIZE = 16
+MAX_TOKENS = 128
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program of a launch takes milliseconds in the interpreter, also one with nothing to do."""
+    interpret_kernels(monkeypatch)
+    monkeypatch.setattr(step_shape, "balanced_partials", lambda *_: 6)
+    monkeypatch.setattr(step_shape, "_MANY_PARTIALS", 6)
+
+
+class Recorded:
+    """A graph that computes again when it is replayed, into the same tensors."""
+
+    def __init__(self, compute: Callable[[], StepOutputs]) -> None:
+        self.num_replays = 0
+        self._compute = compute
+        self._outputs = StepOutputs(*(each.clone() for each in compute()))
+
+    def __call__(self) -> StepOutputs:
+        self.num_replays += 1
+        for mine, new in zip(self._outputs, self._compute(), strict=True):
+            mine.copy_(new)
+        return self._outputs
+
+
+class Recorder:
+    """Notes what it records."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Recorded] = []
+
+    def __call__(self, compute: Callable[[], StepOutputs]) -> Recorded:
+        self.recorded.append(Recorded(compute))
+        return self.recorded[-1]
+
+    @property
+    def num_replays(self) -> int:
+        return sum(each.num_replays for each in self.recorded)
+
+
+def load(family: str, folder: Path, *, is_exact: bool = False) -> Model:
+    """A model of few layers; Gemma2 alternates such with a window and such without."""
+    config = copy.deepcopy(CONFIGS[family])
+    config.num_hidden_layers = 2 if family == "gemma2" else 1
+    config.layer_types = getattr(config, "layer_types", None) and config.layer_types[: config.num_hidden_layers]
+    directory = write_checkpoint(config, folder)
+    model = load_model(ModelConfig(str(directory), device="cpu", exactness="exact" if is_exact else "fast"))
+    if is_exact:  # as on a GPU
+        model._mode = ExactFunctions(pointwise_functions() | {functional.linear: linear} | row_functions())
+    return model
+
+
+def record(
+    model: Model,
+    storage: KVStorage,
+    kernels: TritonKernels,
+    recorder: Any = None,
+    *,
+    max_tokens: int = 16,
+    max_requests: int = 4,
+    max_sequence_tokens: int = MAX_TOKENS,
+) -> StepGraphs:
+    return StepGraphs(
+        model,
+        storage,
+        kernels,
+        max_sequence_tokens=max_sequence_tokens,
+        max_step_tokens=max_tokens,
+        max_requests=max_requests,
+        recorder=recorder or Recorder(),
+    )
+
+
+def poisoned(model: Model, num_blocks: int = 24) -> KVStorage:
+    storage = KVStorage(num_blocks, BLOCK_SIZE, model.kv_shape, model.device)
+    storage.pool.blocks.fill_(0xFF)
+    return storage
+
+
+def random_tokens(seed: int) -> bytes:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, MAX_TOKENS).astype("<u4").tobytes()
+
+
+def steps_of_three_requests() -> Iterator[list[Chunk]]:
+    """Long prompts first, then short ones over the cache with a copied block, then decoding."""
+    first, second, third = (random_tokens(seed) for seed in (0, 1, 2))
+    second, third = first[: 21 * 4] + second[21 * 4 :], first[: 21 * 4] + third[21 * 4 :]
+    blocks = np.random.default_rng(3).permutation(24).astype(np.int32)
+    mine = blocks[:4]
+    others = [np.concatenate((blocks[:1], blocks[start : start + 3])) for start in (4, 7)]
+    copies = [BlockCopy(int(blocks[1]), int(other[1])) for other in others]
+    yield [Chunk(first, 0, 23, mine, None, wants_logits=True)]
+    yield [
+        Chunk(second, 21, 27, others[0], copies[0], wants_logits=False),
+        Chunk(third, 21, 24, others[1], copies[1], wants_logits=True),
+    ]
+    yield [
+        Chunk(first, 23, 24, mine, None, wants_logits=True),
+        Chunk(third, 24, 25, others[1], None, wants_logits=True),
+        Chunk(second, 27, 36, others[0], None, wants_logits=True),
+    ]
+
+
+def test_recorded_steps_answer_as_others_do(tmp_path: Path) -> None:
+    """Layers with and without a window: a step has two plans."""
+    model = load("gemma2", tmp_path)
+    storages, recorder = [poisoned(model), poisoned(model)], Recorder()
+    kernels = TritonKernels(is_exact=False)
+    runners = [
+        Runner(model, storages[0], kernels, record(model, storages[0], kernels, recorder)),
+        Runner(model, storages[1], kernels),
+    ]
+    num_replays = []
+    for chunks in steps_of_three_requests():
+        got, expected = (runner.run(chunks) for runner in runners)
+        assert (got.logits - expected.logits).abs().max() <= 1e-4
+        assert got.most_likely == expected.most_likely
+        assert got.is_finite == expected.is_finite == [True] * len(chunks)
+        num_replays.append(recorder.num_replays)
+    assert num_replays == [0, 1, 2], "23 tokens are more than any recorded step has; the others have room"
+
+
+def test_in_exact_mode_recorded_steps_have_the_bits_of_others(tmp_path: Path) -> None:
+    model = load("llama", tmp_path, is_exact=True)
+    storages, recorder = [poisoned(model), poisoned(model)], Recorder()
+    kernels = TritonKernels(is_exact=True)
+    runners = [
+        Runner(model, storages[0], kernels, record(model, storages[0], kernels, recorder)),
+        Runner(model, storages[1], kernels),
+    ]
+    for chunks in steps_of_three_requests():
+        got, expected = (runner.run(chunks) for runner in runners)
+        assert torch.equal(got.logits, expected.logits)
+    assert torch.equal(storages[0].pool.blocks, storages[1].pool.blocks), "padding is written nowhere"
+    assert recorder.num_replays == 2
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_step_may_be_prepared_before_its_tokens_are_known(
+    is_recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the one before is computed; and another one, that is never started, leaves nothing behind."""
+    monkeypatch.setattr(Runner, "is_asynchronous", True)
+    filled, fill = [], StepBuffers.fill
+    monkeypatch.setattr(StepBuffers, "fill", lambda *args: (filled.append(args[1]), fill(*args)))
+    model = load("llama", tmp_path)
+    kernels, storages, recorder = TritonKernels(is_exact=False), [poisoned(model), poisoned(model)], Recorder()
+    graphs = record(model, storages[0], kernels, recorder) if is_recorded else None
+    runner, other = Runner(model, storages[0], kernels, graphs), Runner(model, storages[1], kernels)
+    first, second, last = steps_of_three_requests()
+    expected = [other.run(chunks) for chunks in (first, second, last)]
+    runner.run(first)
+    wait = runner.start(second)
+    runner.prepare([dataclasses.replace(chunk, tokens=b"") for chunk in last[:1]])
+    launch = runner.prepare([dataclasses.replace(chunk, tokens=b"") for chunk in last])
+    assert len(filled) == 3 * is_recorded, "the host has written all but the tokens"
+    assert (wait().logits - expected[1].logits).abs().max() <= 1e-4
+    assert (launch(pack_tokens(last))().logits - expected[2].logits).abs().max() <= 1e-4
+    assert recorder.num_replays == 2 * is_recorded
+    assert len(filled) == 3 * is_recorded
+
+
+def test_a_value_that_is_not_finite_fails_its_own_request(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
+    runner = Runner(model, storage, kernels, record(model, storage, kernels, recorder))
+    bad, good = random_tokens(0), random_tokens(1)
+    blocks = np.arange(2, dtype=np.int32)
+    model.module.get_input_embeddings().weight[np.frombuffer(bad, "<u4")[1]] = torch.nan
+    step = runner.run(
+        [
+            Chunk(good, 0, 2, blocks[:1], None, wants_logits=True),
+            Chunk(bad, 0, 2, blocks[1:], None, wants_logits=True),
+        ]
+    )
+    assert step.is_finite == [True, False]
+    assert step.logits.shape == (2, VOCAB_SIZE)
+    assert recorder.num_replays == 1
+
+
+def test_the_smallest_step_with_room_is_taken(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
+    storage.pool.blocks.fill_(0)  # what is cached
+    graphs = record(model, storage, kernels, recorder, max_tokens=32)
+    sizes = [(shape.num_tokens, shape.num_requests) for shape in graphs.shapes]
+    assert sizes == [(1, 1), (2, 2), (4, 4), (16, 4), (32, 4)]
+
+    def replayed(*lens: tuple[int, int]) -> tuple[int, int] | None:
+        """The step that is replayed for requests of so many new and cached tokens."""
+        chunks = [
+            Chunk(random_tokens(0), start, start + num_new, np.arange(6 * i, 6 * i + 6, dtype=np.int32), None, False)
+            for i, (num_new, start) in enumerate(lens)
+        ]
+        before = [each.num_replays for each in recorder.recorded]
+        replay = graphs.prepare(lay_out(chunks, BLOCK_SIZE))
+        if replay is None:
+            return None
+        replay(pack_tokens(chunks))
+        after = [each.num_replays for each in recorder.recorded]
+        return sizes[::-1][[a - b for a, b in zip(after, before, strict=True)].index(1)]  # the largest comes first
+
+    assert replayed((1, 5)) == (1, 1)
+    assert replayed((1, 5), (1, 80)) == (2, 2)
+    assert replayed((1, 5), (2, 0)) == (4, 4)
+    assert replayed((5, 0)) == (16, 4)
+    assert replayed((16, 70)) == (16, 4)
+    assert replayed((17, 0), (1, 1)) == (32, 4)
+    assert replayed((33, 0)) is None
+    assert replayed((33, 3), (1, 1)) is None
+
+
+def test_a_step_whose_plan_is_too_long_is_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.model.attention.triton_kernels._SPLIT_TOKENS", 64)
+    model = load("llama", tmp_path)
+    storage, kernels = poisoned(model, 32), TritonKernels(is_exact=True)
+    storage.pool.blocks.fill_(0)  # what is cached
+    graphs = StepGraphs(
+        model,
+        storage,
+        kernels,
+        max_sequence_tokens=512,
+        max_step_tokens=1,
+        max_requests=1,
+        recorder=Recorder(),
+    )
+    tokens = bytes(512 * 4)
+    for num_cached, has_room in ((6 * 64 - 1, True), (6 * 64, False)):
+        chunk = Chunk(tokens, num_cached, num_cached + 1, np.arange(32, dtype=np.int32), None, wants_logits=True)
+        assert (graphs.prepare(lay_out([chunk], BLOCK_SIZE)) is not None) == has_room
+
+
+def shapes_of(dtype: torch.dtype, *, is_exact: bool, max_tokens: int = 512, max_requests: int = 64) -> list[StepShape]:
+    kernels = TritonKernels(is_exact=is_exact)
+    return step_shapes(kernels, dtype, 32, 8, max_tokens=max_tokens, max_requests=max_requests)
+
+
+def test_shapes_double_and_keep_within_the_limits() -> None:
+    def sizes(*args: Any, **limits: Any) -> list[Any]:
+        return [(shape.num_tokens, shape.num_requests, shape.tile_rows) for shape in shapes_of(*args, **limits)]
+
+    bf16 = torch.bfloat16
+    decoding = [(1, 1, 16), (2, 2, 16), (4, 4, 16), (8, 8, 16)]
+    assert sizes(bf16, is_exact=False, max_requests=8) == [
+        *decoding,
+        *[(16, 4, 64), (16, 8, 64), (32, 4, 128), (32, 8, 128), (64, 4, 128), (64, 8, 128), (128, 4, 128)],
+        (128, 8, 128),
+    ]
+    assert sizes(bf16, is_exact=True, max_requests=1) == [(n, 1, 128) for n in (1, 16, 32, 64, 128)]
+    assert sizes(torch.float32, is_exact=False, max_tokens=20, max_requests=2) == [(1, 1, 16), (2, 2, 16), (16, 2, 16)]
+    assert max(sizes(bf16, is_exact=False, max_requests=500))[:2] == (128, 64)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context", "num_tokens"),
+    [
+        ([1], 131_072, 1),
+        (2 * [1], 100_000, 2),
+        (4 * [1], 131_072, 4),
+        (8 * [1], 32_768, 8),
+        (64 * [1], 8192, 64),
+        ([64], 32_768, 64),
+        ([100, 1, 1], 65_536, 128),
+    ],
+)
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("window", [None, 4096])
+def test_long_contexts_have_room_in_steps_of_their_size(
+    query_lens: list[int],
+    context: int,
+    num_tokens: int,
+    is_exact: bool,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With 32 query heads over 8, in bfloat16. A plan does not look at which blocks there are."""
+    monkeypatch.undo()
+    kernels, dtype = TritonKernels(is_exact=is_exact), torch.bfloat16
+    num_blocks = -(-(context + max(query_lens)) // 64)
+    tables = len(query_lens) * [np.zeros(num_blocks, dtype=np.int32)]
+    batch = PagedBatch.build(query_lens, [context + query_len for query_len in query_lens], tables, 64)
+    least_rows = kernels.tile_rows(4 * max(query_lens), dtype)
+    for shape in shapes_of(dtype, is_exact=is_exact):
+        plan = kernels.plan(batch, 32, 8, dtype, window=window, tile_rows=shape.tile_rows)
+        if shape.tile_rows >= least_rows and shape.has_room(batch) and shape.has_room_for(plan):
+            break
+    assert shape.num_tokens == num_tokens
+    assert shape.has_room_for(plan)
+
+
+class _Launched:
+    """Stands in for the kernels, which ask the device nothing."""
+
+    def write_kv(self, *_: object) -> None:
+        pass
+
+    def paged_attention(self, query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return torch.empty_like(query)
+
+
+class _OnHost(TorchDispatchMode):
+    """Notes what brings a tensor of the host to the device. What brings a value to the host raises: there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.on_host: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        self.num_calls += 1
+        tensors = [each for each in (*args, outputs) if isinstance(each, torch.Tensor)]
+        if len({tensor.device for tensor in tensors}) > 1:
+            self.on_host.append(str(func))
+        return outputs
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_step_can_be_recorded_since_it_asks_the_device_nothing(family: str, tmp_path: Path) -> None:
+    """The device here is `meta`: shapes without values."""
+    model = load(family, tmp_path)
+    storage, meta = poisoned(model, 1), torch.device("meta")
+    model.module.to(meta)
+    chunk = Chunk(random_tokens(0), 3, 10, np.zeros(1, dtype=np.int32), None, wants_logits=True)
+    input_ids, layout = pack_tokens([chunk]).to(meta), lay_out([chunk], BLOCK_SIZE).to(meta)
+    with _OnHost() as seen:
+        outputs = compute_step(model, storage.pool, _Launched(), input_ids, layout)  # type: ignore[arg-type]
+    assert outputs.summary.shape == (8,)
+    assert seen.num_calls > 50
+    assert seen.on_host == []
+
+
+class TestCheckAtLoad:
+    def test_right_ones_stay(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        model = load("gemma2", tmp_path)
+        storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
+        graphs = record(model, storage, kernels, recorder, max_requests=2)
+        shapes = graphs.shapes
+        drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
+        assert graphs.shapes == shapes
+        assert not caplog.records
+        assert {each.num_replays for each in recorder.recorded} == {1}
+
+    @pytest.mark.parametrize("max_sequence_tokens", [1, 20])
+    def test_those_of_a_model_with_short_sequences_stay(
+        self, max_sequence_tokens: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = load("llama", tmp_path)
+        storage, kernels = poisoned(model), TritonKernels(is_exact=False)
+        graphs = record(model, storage, kernels, max_tokens=64, max_sequence_tokens=max_sequence_tokens)
+        shapes = graphs.shapes
+        drop_wrong_graphs(graphs, model, storage, kernels, max_sequence_tokens)
+        assert graphs.shapes == shapes
+        assert not caplog.records
+
+    def test_those_too_large_for_the_pool_go(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        model = load("llama", tmp_path)
+        storage, kernels = poisoned(model, 2), TritonKernels(is_exact=False)
+        graphs = record(model, storage, kernels)
+        drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
+        assert [shape.num_tokens for shape in graphs.shapes] == [1, 2]
+        assert "a recorded step is not used, the pool has too few blocks to check it: StepShape(" in caplog.text
+
+    @pytest.mark.parametrize("is_exact", [True, False])
+    def test_a_graph_that_does_not_read_its_inputs_goes(
+        self, is_exact: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = load("llama", tmp_path, is_exact=is_exact)
+        storage, kernels = poisoned(model), TritonKernels(is_exact=is_exact)
+
+        def once(compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+            outputs = StepOutputs(*(each.clone() for each in compute()))
+            return lambda: outputs
+
+        graphs = record(model, storage, kernels, once, max_tokens=1, max_requests=2)
+        shapes = graphs.shapes
+        with caplog.at_level(logging.WARNING):
+            drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
+        assert graphs.shapes == []
+        assert len(caplog.messages) == len(shapes)
+        for shape, message in zip(shapes, caplog.messages, strict=True):
+            assert message == f"a recorded step is not used, its answers differ: {shape}"
+
+    def test_a_shorter_context_is_checked_where_the_long_one_has_no_room(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("radixkv.model.attention.triton_kernels._SPLIT_TOKENS", 64)
+        monkeypatch.setattr("radixkv.startup.graph_check._PREFIX_TOKENS", (480, 112))
+        model = load("llama", tmp_path, is_exact=True)
+        storage, kernels = poisoned(model), TritonKernels(is_exact=True)
+        graphs = record(model, storage, kernels, max_tokens=1, max_requests=1)
+        tried = []
+        prepare_as = graphs.prepare_as
+
+        def noted(shape: StepShape, layout: StepLayout) -> Replay | None:
+            replay = prepare_as(shape, layout)
+            tried.append((max(layout.batch.kv_lens), replay is not None))
+            return replay
+
+        monkeypatch.setattr(graphs, "prepare_as", noted)
+        drop_wrong_graphs(graphs, model, storage, kernels, 512)
+        assert tried == [(481, False), (113, True)]
+        assert len(graphs.shapes) == 1
+
+    def test_those_that_there_is_no_memory_to_check_go(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = load("llama", tmp_path)
+        storage, kernels = poisoned(model), TritonKernels(is_exact=False)
+        graphs = record(model, storage, kernels, max_tokens=1, max_requests=1)
+
+        def run_out(*_: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(graphs, "prepare_as", run_out)
+        drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
+        assert graphs.shapes == []
+        assert "there is no memory to check it" in caplog.text
+
+    def test_in_exact_mode_a_single_bit_in_the_pool_counts(self, tmp_path: Path) -> None:
+        model = load("llama", tmp_path, is_exact=True)
+        storage, kernels = poisoned(model), TritonKernels(is_exact=True)
+
+        def spoiling(compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+            def compute_and_spoil() -> StepOutputs:
+                outputs = compute()
+                storage.pool.blocks[1, 0] ^= 1
+                return outputs
+
+            return compute_and_spoil
+
+        graphs = record(model, storage, kernels, spoiling, max_tokens=1, max_requests=1)
+        drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
+        assert graphs.shapes == []
+
+
+def test_no_list_of_a_plan_may_be_longer_than_its_room() -> None:
+    shape = StepShape(num_tokens=4, num_requests=2, num_partials=5, tile_rows=16, num_tiles=3)
+
+    def plan(num_items: int, num_merges: int, num_partials: int) -> AttentionPlan:
+        return AttentionPlan(16, 2, None, torch.zeros(num_items, 8), torch.zeros(num_merges, 5), num_partials)
+
+    assert shape.has_room_for(plan(8, 3, 5))
+    assert not shape.has_room_for(plan(9, 3, 5))
+    assert not shape.has_room_for(plan(8, 4, 5))
+    assert not shape.has_room_for(plan(8, 3, 6))
+
+
+class LateDevice:
+    """Does nothing before somebody waits for it: uploads read what the host's memory holds by then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._queue: list[Callable[[], object]] = []
+        read, compute, device = runner_module._read, Runner._compute, self
+
+        def upload(arrays: StagedArrays, num_rows: int) -> None:
+            region, _ = arrays._hosts[0]
+            end = arrays._last_start + num_rows * arrays._last_row_bytes
+            device._queue.append(lambda: arrays._device_region[:end].copy_(region[:end]))
+            arrays._hosts.rotate()
+
+        def read_late(*args: Any) -> StepResult:
+            device.wait()
+            return read(*args)
+
+        def compute_at_once(*args: Any) -> StepOutputs:
+            device.wait()
+            return compute(*args)
+
+        monkeypatch.setattr(StagedArrays, "upload", upload)
+        monkeypatch.setattr(Runner, "is_asynchronous", True)
+        monkeypatch.setattr(Runner, "_compute", compute_at_once)
+        monkeypatch.setattr(runner_module, "_read", read_late)
+
+    def record(self, compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+        recorded = Recorded(compute)
+
+        def replay() -> StepOutputs:
+            self._queue.append(recorded)
+            return recorded._outputs
+
+        return replay
+
+    def wait(self) -> None:
+        while self._queue:
+            self._queue.pop(0)()
+
+
+def test_an_engine_generates_the_same_on_a_device_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps are prepared, started ahead, and prepared in vain because somebody arrives or ends."""
+    model = load("llama", tmp_path)
+    kernels = TritonKernels(is_exact=False)
+
+    def generated(is_late: bool) -> tuple[list[tuple[int, ...]], int]:
+        random, num_ahead = np.random.default_rng(1), 0
+        with pytest.MonkeyPatch.context() as patch:
+            storage = poisoned(model)
+            graphs = record(model, storage, kernels, LateDevice(patch).record, max_requests=2) if is_late else None
+            core = EngineCore(
+                Runner(model, storage, kernels, graphs),
+                PrefixCache(24, BLOCK_SIZE),
+                EngineConfig(max_step_tokens=16, max_running_requests=2),
+                has_news=lambda: random.random() < 0.15,
+            )
+            futures = []
+            for num_tokens, num_new in ((14, 12), (15, 7)):
+                future: Future[GenerateResult] = Future()
+                generation = Generation(Sampling(num_new, ignore_eos=True), frozenset(), lambda _: None)
+                params = PrefillParams(random_tokens(0)[: num_tokens * 4])
+                core.submit(Request(params, Namespace("late"), future, 0.0, generation))
+                futures.append(future)
+            while core.has_work:
+                core.step()
+                num_ahead += core._under_way is not None
+            core.cache.check()
+        return [future.result(0).token_ids for future in futures], num_ahead
+
+    expected, _ = generated(is_late=False)
+    got, num_ahead = generated(is_late=True)
+    assert got == expected
+    assert num_ahead >= 3

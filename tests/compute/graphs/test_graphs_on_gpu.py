@@ -1,0 +1,89 @@
+"""Steps that are recorded as CUDA graphs, where there are any: `tests/compute/graphs/test_graphs.py` does without."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
+
+from radixkv.compute.forward import Chunk
+from radixkv.compute.graphs.recorder import GraphRecorder
+from radixkv.compute.runner import Runner
+from radixkv.config import EngineConfig, ModelConfig
+from radixkv.model.model import load_model
+from radixkv.startup.attention_trial import try_attention_here
+from radixkv.startup.build_engine import attention_kernels
+from radixkv.startup.graph_check import drop_wrong_graphs
+from radixkv.storage.device_pool import KVStorage
+from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE, write_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no CUDA graphs without a GPU"),
+]
+
+BLOCK_SIZE = 64
+MAX_TOKENS = 6144
+SIZES = {**SHAPE, "head_dim": 64, "max_position_embeddings": MAX_TOKENS}  # for which warps specialize
+LLAMA, GEMMA = LlamaConfig(**SIZES), Gemma2Config(**SIZES, sliding_window=300, query_pre_attn_scalar=64)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "kv_dtype", "exactness"),
+    [
+        (LLAMA, "bfloat16", "auto", "fast"),
+        (LLAMA, "bfloat16", "auto", "exact"),
+        (GEMMA, "bfloat16", "int8", "fast"),
+        (GEMMA, "float32", "auto", "exact"),
+    ],
+    ids=str,
+)
+def test_graphs_are_right_and_answer_as_launches_do(
+    config: PretrainedConfig,
+    dtype: str,
+    kv_dtype: str,
+    exactness: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory = write_checkpoint(config, tmp_path)
+    model = load_model(ModelConfig(str(directory), device="cuda", dtype=dtype, exactness=exactness))
+    kv_shape = model.kv_shape.stored_as(kv_dtype)
+    kernels = attention_kernels(model, kv_shape, BLOCK_SIZE, try_attention_here)
+    storage = KVStorage(400, BLOCK_SIZE, kv_shape, model.device)
+    recorder = GraphRecorder(model, kernels, EngineConfig(max_step_tokens=64, max_running_requests=8))
+    graphs = recorder.record(storage, MAX_TOKENS)
+    assert graphs is not None, caplog.text
+    shapes = graphs.shapes
+    drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
+    assert graphs.shapes == shapes, caplog.text
+    with ThreadPoolExecutor(1) as engine_thread:  # which is not the one that recorded
+        engine_thread.submit(compare, Runner(model, storage, kernels, graphs), exactness).result()
+
+
+def compare(recorded: Runner, exactness: str) -> None:
+    """Run steps of up to four requests, some after long prefixes, both ways."""
+    random, pool, launched = np.random.default_rng(0), recorded.storage.pool, recorded.without_graphs()
+    prompts = [random.integers(0, VOCAB_SIZE, MAX_TOKENS).astype("<u4").tobytes() for _ in range(4)]
+    tables = random.permutation(400).astype(np.int32)[:384].reshape(4, 96)
+    ends = np.array([5000, 300, 2047, 1])
+    for prompt, table, end in zip(prompts, tables, ends, strict=True):
+        launched.run([Chunk(prompt, 0, int(end), table, None, wants_logits=False)])
+    for _ in range(20):
+        news = random.integers(1, 16, 4) if random.random() < 0.5 else np.ones(4, dtype=np.int64)
+        chunks = [
+            Chunk(prompt, int(end), int(end + new), table, None, wants_logits=True)
+            for prompt, table, end, new in zip(prompts, tables, ends, news, strict=True)
+        ][: random.integers(1, 5)]
+        got = recorded.run(chunks)
+        got_logits, got_blocks = got.logits.clone(), pool.blocks.clone()
+        expected = launched.run(chunks)
+        if exactness == "exact":
+            assert torch.equal(got_logits, expected.logits)
+            assert torch.equal(got_blocks, pool.blocks)
+        assert (got_logits - expected.logits).norm() <= 0.05 * expected.logits.norm()
+        assert got.is_finite == expected.is_finite == [True] * len(chunks)

@@ -1,0 +1,124 @@
+"""How steps are recorded. There is no GPU here, so what is asked of torch is noted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from radixkv.compute.forward import StepOutputs
+from radixkv.compute.graphs import recorder as graph_recorder
+from radixkv.compute.graphs.recorder import GraphRecorder
+from radixkv.config import EngineConfig
+
+OUTPUTS = StepOutputs(torch.zeros(1), torch.zeros(2))
+STORAGE: Any = SimpleNamespace()
+
+
+class Asked:
+    """What torch was asked for, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[object] = []
+        self.is_error_mode = False
+        self.graph = SimpleNamespace(replay=lambda: self.calls.append("replay"))
+        self.aside = SimpleNamespace(wait_stream=lambda stream: self.calls.append(("aside waits for", stream)))
+        self.current = SimpleNamespace(wait_stream=lambda stream: self.calls.append(("current waits for", stream)))
+        for name, stand_in in {
+            "graph_pool_handle": lambda: "memory",
+            "Stream": self.stream,
+            "current_stream": lambda: self.current,
+            "stream": self.entered,
+            "CUDAGraph": lambda: self.graph,
+            "graph": self.entered,
+            "get_sync_debug_mode": lambda: 0,
+            "set_sync_debug_mode": self.set_mode,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def stream(self) -> object:
+        self.calls.append("new stream")
+        return self.aside
+
+    def set_mode(self, mode: object) -> None:
+        self.is_error_mode = mode == "error"
+
+    @contextlib.contextmanager
+    def entered(self, *what: object, **options: object) -> Iterator[None]:
+        self.calls.append(("enter", *what, *options.items()))
+        yield
+        self.calls.append("exit")
+
+    def compute(self) -> StepOutputs:
+        self.calls.append("compute, must not wait" if self.is_error_mode else "compute")
+        return OUTPUTS
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
+
+
+def recorder_of(device: str = "cuda", **engine: Any) -> GraphRecorder:
+    model: Any = SimpleNamespace(device=torch.device(device))
+    kernels: Any = SimpleNamespace()
+    return GraphRecorder(model, kernels, EngineConfig(**engine))
+
+
+def test_a_step_is_warmed_up_and_seen_not_to_wait_before_it_is_recorded(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays: list[Callable[[], StepOutputs]] = []
+
+    def graphs(*_: object, recorder: Any, **__: object) -> str:
+        replays.extend((recorder(asked.compute), recorder(asked.compute)))
+        return "graphs"
+
+    monkeypatch.setattr(graph_recorder, "StepGraphs", graphs)
+    assert recorder_of().record(STORAGE, 128) == "graphs"
+    one = [
+        ("aside waits for", asked.current),
+        ("enter", asked.aside),
+        "compute",
+        "compute, must not wait",
+        "exit",
+        ("current waits for", asked.aside),
+        ("enter", asked.current),
+        ("enter", asked.graph, ("pool", "memory")),
+        "compute",
+        "exit",
+        "exit",
+    ]
+    assert asked.calls == ["new stream", *one, *one], "one stream is enough"
+    asked.calls.clear()
+    assert replays[0]() is OUTPUTS
+    assert asked.calls == ["replay"]
+
+
+def test_a_step_that_waits_is_not_recorded_and_not_tried_again(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def waits() -> StepOutputs:
+        if asked.is_error_mode:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return asked.compute()
+
+    monkeypatch.setattr(graph_recorder, "StepGraphs", lambda *_, recorder, **__: recorder(waits))
+    recorder = recorder_of()
+    assert recorder.record(STORAGE, 128) is None
+    assert not asked.is_error_mode, "the mode is as it was"
+    assert ("enter", asked.graph, ("pool", "memory")) not in asked.calls
+    assert recorder.record(STORAGE, 128) is None
+    assert caplog.messages == [
+        "no step is recorded as a CUDA graph: RuntimeError: called a synchronizing CUDA operation"
+    ]
+
+
+def test_graphs_can_be_switched_off_and_there_are_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_recorder, "StepGraphs", lambda *_, **__: pytest.fail("nothing is to be recorded"))
+    assert recorder_of(cuda_graphs=False).record(STORAGE, 128) is None
+    assert recorder_of("cpu").record(STORAGE, 128) is None

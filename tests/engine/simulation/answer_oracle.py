@@ -1,0 +1,155 @@
+"""Knows what each answer of a simulated engine must be: from the request alone, without cache and blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, HeldLease, PrefillResult, Usage
+from radixkv.compute.forward import Chunk
+from radixkv.errors import CapacityError, DeadlineExceeded, Draining, StepFailed
+from radixkv.scheduling.request import Request
+from tests.engine.simulation.engine_events import Ask
+from tests.engine.simulation.simulated_model import content_of, continuation, logits_of
+
+_ROUNDING_S = 1e-6  # answers tell their times in whole microseconds
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request, and what is known of it from outside.
+
+    Attributes:
+        told: tokens that its callback took.
+        num_computed: tokens that the runner computed for it.
+        upto: where its last chunk ended; None before the first.
+        num_recomputed, num_skipped: by how much its chunks overlap, and what is between them.
+        held: the receipt of a lease that it holds.
+        written_at_purge: what it had published when its namespace was purged; it publishes nothing more.
+        must_fail: it was in a step that failed, or its callback raised.
+        num_ends: how often the engine said that it was over.
+    """
+
+    ask: Ask
+    future: Future[Any] = field(default_factory=Future)
+    request: Request = field(init=False)
+    told: list[int] = field(default_factory=list)
+    held: HeldLease | None = None
+    num_computed: int = 0
+    upto: int | None = None
+    num_recomputed: int = 0
+    num_skipped: int = 0
+    written_at_purge: int | None = None
+    is_cancelled: bool = False
+    is_judged: bool = False
+    must_fail: bool = False
+    num_ends: int = 0
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """What a generation must be in the end."""
+        return continuation(self.ask.namespace, self.ask.tokens, self.ask.sampling)
+
+    def computed(self, chunk: Chunk) -> None:
+        """A chunk of it is being computed."""
+        if self.upto is not None:
+            self.num_recomputed += max(0, self.upto - chunk.start)
+            self.num_skipped += max(0, chunk.start - self.upto)
+        self.num_computed += chunk.num_tokens
+        self.upto = chunk.end
+
+    def told_wrong(self, news: GeneratedTokens) -> list[str]:
+        """Take a token that came; it is the next one, and the usage is that of now. Returns what is wrong."""
+        self.told.extend(news.token_ids)
+        told, expected = tuple(self.told), self.expected
+        return [
+            *self._counted_wrong(news.usage),
+            *_wrong(told == expected[: len(told)] and len(told) < len(expected), "a token that was told is not next"),
+            *_wrong(not self.request.is_over, "a token was told after the end"),
+            *_wrong(news.usage.generated_tokens == len(told), "more or fewer tokens are counted than were told"),
+        ]
+
+    def judge(self, now_s: float, *, is_closed: bool) -> Counter[str]:
+        """The future is done: it must be so, and so must what it says. Returns what it was."""
+        assert self.request.is_over or self.future.cancelled()
+        if self.future.cancelled():
+            assert self.is_cancelled
+            return Counter(("cancelled",))
+        error = self.future.exception(0)
+        if error is not None:
+            self._judge_error(error, now_s, is_closed)
+            return Counter((f"failed with {type(error).__name__}",))
+        result = self.future.result(0)
+        assert not self.must_fail, "a request was answered whose step failed"
+        assert self.ask.deadline_s is None or self._answered_s(result) < self.ask.deadline_s + _ROUNDING_S
+        if isinstance(result, GenerateResult):
+            self._judge_generation(result)
+        else:
+            self._judge_prefill(result)
+        self._judge_usage(result.usage, result.miss_reason)
+        counted = ("cached", "computed", "recomputed", "written")
+        return Counter(
+            {"answered": 1, **{f"{name} tokens": getattr(result.usage, f"{name}_tokens") for name in counted}}
+        )
+
+    def _answered_s(self, result: PrefillResult | GenerateResult) -> float:
+        timing = result.timing
+        parts_us = timing.queue_us, timing.prefill_us, timing.decode_us
+        assert min(parts_us) >= 0
+        assert abs(timing.total_us - sum(parts_us)) <= 2
+        return self.request.received_s + timing.total_us / 1e6
+
+    def _judge_error(self, error: BaseException, now_s: float, is_closed: bool) -> None:
+        """Whether blocks were really out is judged when the engine says so."""
+        if isinstance(error, DeadlineExceeded):
+            assert self.ask.deadline_s is not None
+            assert self.ask.deadline_s <= now_s
+        elif isinstance(error, StepFailed):
+            assert self.must_fail
+        else:
+            assert isinstance(error, CapacityError | Draining), f"unexpected: {error!r}"
+            assert is_closed or not isinstance(error, Draining)
+
+    def _judge_prefill(self, result: PrefillResult) -> None:
+        expected = logits_of(content_of(self.ask.namespace, self.ask.tokens))
+        assert np.array_equal(result.logits, expected), "the answer is not the model's"
+        assert result.next_token_id == int(expected.argmax()) == result.top_logprobs[0][0]
+        assert (result.held_lease is not None) == self.ask.holds
+        self.held = result.held_lease
+
+    def _judge_generation(self, result: GenerateResult) -> None:
+        assert result.token_ids == self.expected, "the answer is not the model's"
+        assert tuple(self.told) == result.token_ids[:-1]
+        is_stopped = result.token_ids[-1] in self.ask.stop_token_ids
+        assert result.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+        assert result.usage.generated_tokens == len(result.token_ids)
+
+    def _judge_usage(self, usage: Usage, reason: MissReason) -> None:
+        assert self._counted_wrong(usage) == []
+        num_decoded = max(0, usage.generated_tokens - 1)
+        num_computed = usage.computed_tokens + num_decoded + self.num_recomputed - self.num_skipped
+        assert self.num_computed == num_computed, "tokens were computed and not counted, or counted and not computed"
+        most_written = usage.prompt_tokens + num_decoded + self.num_recomputed  # what was evicted is written again
+        assert 0 <= usage.written_tokens <= self.ask.writes * most_written
+        assert self.written_at_purge in (None, usage.written_tokens), "a purged request published something"
+        assert (reason is MissReason.READ_DISABLED) == (not self.ask.reads)
+        if self.ask.reads:
+            assert (reason is MissReason.NONE) == (usage.computed_tokens == 1)
+
+    def _counted_wrong(self, usage: Usage) -> list[str]:
+        prompt_tokens = len(self.ask.tokens) // 4
+        adds_up = usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens == prompt_tokens
+        return [
+            *_wrong(adds_up and usage.computed_tokens >= 1, "cached and computed tokens are not the prompt"),
+            *_wrong(usage.cached_tokens == 0 or self.ask.reads, "a request read the cache that must not"),
+            *_wrong(usage.recomputed_tokens == self.num_recomputed, "recomputed tokens are miscounted"),
+        ]
+
+
+def _wrong(is_right: bool, message: str) -> list[str]:
+    return [] if is_right else [message]

@@ -1,0 +1,335 @@
+"""Ways to break the engine on purpose: the simulation must see each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from radixkv.api.result import GeneratedTokens
+from radixkv.cache.lease import Lease
+from radixkv.cache.ledger import Leases
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import Launch
+from radixkv.engine import sampler as prediction
+from radixkv.engine import step
+from radixkv.engine import steps_ahead as lookahead
+from radixkv.engine.core import EngineCore
+from radixkv.engine.sampler import Prediction
+from radixkv.engine.step import Computed, NextStep, Step
+from radixkv.engine.step_budget import StepBudget
+from radixkv.engine.steps_ahead import Lookahead
+from radixkv.errors import RadixKVError, StepFailed
+from radixkv.namespace import Namespace
+from radixkv.scheduling.admission import Admission, Admitter
+from radixkv.scheduling.request import Outcome, Request
+from radixkv.scheduling.scheduler import Scheduler, Slice
+from radixkv.scheduling.single_flight import SingleFlight
+from tests.engine.simulation.simulated_model import SimulatedRunner
+
+Breaks = Callable[[pytest.MonkeyPatch], None]
+
+
+def publishes_before_the_step(patch: pytest.MonkeyPatch) -> None:
+    wait_for = EngineCore._wait_for
+
+    def publish_and_wait(core: EngineCore, under_way: Step) -> list[Computed]:
+        for part in under_way.slices:
+            core._commit(part.request, part.end)
+        return wait_for(core, under_way)
+
+    patch.setattr(EngineCore, "_wait_for", publish_and_wait)
+
+
+def starts_ahead_what_has_ended(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        lookahead, "_decodes_on", lambda request, num_coming=0: request.generation is not None and request.is_decoding
+    )
+
+
+def starts_ahead_whatever_has_come(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lookahead, "may_start", lambda _, next_step, computed: bool(computed))
+
+
+def starts_two_steps_ahead(patch: pytest.MonkeyPatch) -> None:
+    start_ahead = EngineCore._start_ahead
+
+    def start_twice(core: EngineCore, next_step: NextStep, computed: list[Computed]) -> None:
+        start_ahead(core, next_step, computed)
+        next_step.start(computed, 0.0)
+
+    patch.setattr(EngineCore, "_start_ahead", start_twice)
+
+
+def starts_ahead_with_the_tokens_of_others(patch: pytest.MonkeyPatch) -> None:
+    start = NextStep.start
+    patch.setattr(NextStep, "start", lambda next_step, computed, now_s: start(next_step, computed[::-1], now_s))
+
+
+def prepares_copies_again(patch: pytest.MonkeyPatch) -> None:
+    prepare = SimulatedRunner.prepare
+
+    def prepare_with_copies(runner: SimulatedRunner, chunks: Sequence[Chunk]) -> Launch:
+        copies = [runner._lease_of(chunk).copy for chunk in chunks]
+        return prepare(
+            runner, [dataclasses.replace(chunk, copy=copy) for chunk, copy in zip(chunks, copies, strict=True)]
+        )
+
+    patch.setattr(SimulatedRunner, "prepare", prepare_with_copies)
+
+
+def prepares_without_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lease, "reserve", lambda *_: None)
+
+
+def skips_copies(patch: pytest.MonkeyPatch) -> None:
+    chunk = step._chunk
+
+    def without_copy(part: Slice) -> Chunk:
+        return dataclasses.replace(chunk(part), copy=None)
+
+    patch.setattr(step, "_chunk", without_copy)
+
+
+def makes_copies_again_and_again(patch: pytest.MonkeyPatch) -> None:
+    chunk = step._chunk
+    copies = {}
+
+    def with_first_copy(part: Slice) -> Chunk:
+        copy = copies.setdefault(part.request.lease, chunk(part).copy)
+        return dataclasses.replace(chunk(part), copy=copy)
+
+    patch.setattr(step, "_chunk", with_first_copy)
+
+
+def leads_while_it_is_paused(patch: pytest.MonkeyPatch) -> None:
+    pause, leave = EngineCore._pause, SingleFlight.leave
+
+    def pause_and_lead(core: EngineCore, request: Request) -> None:
+        patch.setattr(SingleFlight, "leave", lambda *_: [])
+        pause(core, request)
+        patch.setattr(SingleFlight, "leave", leave)
+
+    patch.setattr(EngineCore, "_pause", pause_and_lead)
+
+
+def ends_who_is_cancelled_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
+    submit = EngineCore.submit
+
+    def submit_and_listen(core: EngineCore, request: Request) -> None:
+        submit(core, request)
+        request.future.add_done_callback(
+            lambda future: core._end(request, Outcome.CANCELLED) if future.cancelled() and not request.is_over else None
+        )
+
+    patch.setattr(EngineCore, "submit", submit_and_listen)
+
+
+def gives_the_blocks_of_the_cancelled_back_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
+    submit = EngineCore.submit
+
+    def submit_and_listen(core: EngineCore, request: Request) -> None:
+        submit(core, request)
+        request.future.add_done_callback(
+            lambda future: request.lease.close() if future.cancelled() and request.lease else None
+        )
+
+    patch.setattr(EngineCore, "submit", submit_and_listen)
+
+
+def counts_no_recomputed_tokens(patch: pytest.MonkeyPatch) -> None:
+    admit = Admitter.admit
+
+    def admit_and_forget(admitter: Admitter, request: Request, *args: Any, **options: Any) -> Admission:
+        admission = admit(admitter, request, *args, **options)
+        request.recomputed_tokens = 0
+        return admission
+
+    patch.setattr(Admitter, "admit", admit_and_forget)
+
+
+def goes_on_after_a_pause_as_if_nothing_was_evicted(patch: pytest.MonkeyPatch) -> None:
+    admit = Admitter.admit
+
+    def admit_and_go_on(admitter: Admitter, request: Request, *args: Any, **options: Any) -> Admission:
+        computed_upto = request.computed_upto
+        admission = admit(admitter, request, *args, **options)
+        request.computed_upto = max(computed_upto, request.computed_upto)
+        return admission
+
+    patch.setattr(Admitter, "admit", admit_and_go_on)
+
+
+def believes_what_is_not_finite(patch: pytest.MonkeyPatch) -> None:
+    wait = Step.wait
+    patch.setattr(Step, "wait", lambda under_way: [each._replace(is_finite=True) for each in wait(under_way)])
+
+
+def tells_nobody_that_a_step_failed(patch: pytest.MonkeyPatch) -> None:
+    fail = EngineCore._fail
+
+    def fail_silently(core: EngineCore, request: Request, error: RadixKVError) -> None:
+        if isinstance(error, StepFailed):
+            core._end(request, Outcome.FAILED, error)
+        else:
+            fail(core, request, error)
+
+    patch.setattr(EngineCore, "_fail", fail_silently)
+
+
+def shares_between_salts(patch: pytest.MonkeyPatch) -> None:
+    lease = PrefixCache.lease
+
+    def lease_anywhere(cache: PrefixCache, namespace: Namespace, tokens: bytes, **options: Any) -> Lease:
+        found = lease(cache, namespace._replace(salt=""), tokens, **options)
+        found.namespace = namespace
+        return found
+
+    patch.setattr(PrefixCache, "lease", lease_anywhere)
+
+
+def draws_by_the_place_in_the_batch(patch: pytest.MonkeyPatch) -> None:
+    predict = step.predict
+
+    def predict_by_place(logits: Any, most_likely: list[int], requests: list[Request]) -> list[Prediction]:
+        draw = prediction.draw
+        patch.setattr(prediction, "draw", lambda row, sampling, position: draw(row, sampling, position + len(requests)))
+        predictions = predict(logits, most_likely, requests)
+        patch.setattr(prediction, "draw", draw)
+        return predictions
+
+    patch.setattr(step, "predict", predict_by_place)
+
+
+def forgets_followers_when_it_publishes(patch: pytest.MonkeyPatch) -> None:
+    published = SingleFlight.published
+
+    def publish_and_forget(flights: SingleFlight, leader: Request, upto_tokens: int) -> list[Request]:
+        published(flights, leader, upto_tokens)
+        return []
+
+    patch.setattr(SingleFlight, "published", publish_and_forget)
+
+
+def lets_followers_wait_until_their_leader_ends(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SingleFlight, "published", lambda *_: [])
+
+
+def follows_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SingleFlight, "follow", lambda *_: False)
+
+
+def goes_on_in_a_published_block(patch: pytest.MonkeyPatch) -> None:
+    extend = Leases.extend
+
+    def extend_in_place(leases: Leases, lease: Lease, tokens: bytes) -> None:
+        lease.num_published_blocks = min(lease.num_published_blocks, lease.block_ids.size - 1)
+        extend(leases, lease, tokens)
+
+    patch.setattr(Leases, "extend", extend_in_place)
+
+
+def keeps_the_blocks_of_who_failed(patch: pytest.MonkeyPatch) -> None:
+    end = EngineCore._end
+
+    def end_and_keep(core: EngineCore, request: Request, outcome: Outcome, error: RadixKVError | None = None) -> None:
+        if outcome is Outcome.FAILED:
+            request.lease = None
+        end(core, request, outcome, error)
+
+    patch.setattr(EngineCore, "_end", end_and_keep)
+
+
+def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
+    purge = EngineCore.purge
+
+    def purge_and_go_on(core: EngineCore, **names: str | None) -> object:
+        purged = purge(core, **names)
+        for request in core._scheduler.requests():
+            request.is_revoked = False
+        return purged
+
+    patch.setattr(EngineCore, "purge", purge_and_go_on)
+
+
+def tells_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
+    advance = EngineCore._advance
+
+    def advance_and_tell(core: EngineCore, computed: Computed) -> None:
+        advance(core, computed)
+        request = computed.part.request
+        if request.generation is not None and request.generation.finish_reason is not None:
+            request.generation.on_tokens(GeneratedTokens(tuple(request.generation.token_ids[-1:]), request.usage))
+
+    patch.setattr(EngineCore, "_advance", advance_and_tell)
+
+
+def knows_no_deadline(patch: pytest.MonkeyPatch) -> None:
+    answer = EngineCore._answer
+
+    def answer_late(core: EngineCore, request: Request, make: Any) -> None:
+        clock, core._clock = core._clock, lambda: request.received_s
+        answer(core, request, make)
+        core._clock = clock
+
+    patch.setattr(EngineCore, "_answer", answer_late)
+
+
+def admits_nobody_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
+    remove = Scheduler.remove
+
+    def remove_and_stay_blocked(scheduler: Scheduler, request: Request) -> None:
+        blocked = scheduler._blocked
+        remove(scheduler, request)
+        scheduler._blocked = blocked
+
+    patch.setattr(Scheduler, "remove", remove_and_stay_blocked)
+
+
+def refuses_who_might_fit_into_a_smaller_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepBudget, "shrink", lambda *_: False)
+
+
+def tries_as_much_again_when_there_is_no_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepBudget, "shrink", lambda _, num_tokens: num_tokens > 1)
+
+
+def refuses_who_only_has_to_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Admitter, "_can_fit", lambda *_: False)
+
+
+BREAKS: tuple[Breaks, ...] = (
+    publishes_before_the_step,
+    starts_ahead_what_has_ended,
+    starts_ahead_whatever_has_come,
+    starts_two_steps_ahead,
+    starts_ahead_with_the_tokens_of_others,
+    prepares_copies_again,
+    prepares_without_blocks,
+    skips_copies,
+    makes_copies_again_and_again,
+    leads_while_it_is_paused,
+    ends_who_is_cancelled_while_a_step_runs,
+    gives_the_blocks_of_the_cancelled_back_while_a_step_runs,
+    counts_no_recomputed_tokens,
+    goes_on_after_a_pause_as_if_nothing_was_evicted,
+    believes_what_is_not_finite,
+    tells_nobody_that_a_step_failed,
+    shares_between_salts,
+    draws_by_the_place_in_the_batch,
+    forgets_followers_when_it_publishes,
+    lets_followers_wait_until_their_leader_ends,
+    follows_nobody,
+    goes_on_in_a_published_block,
+    keeps_the_blocks_of_who_failed,
+    publishes_after_a_purge,
+    tells_the_last_token_twice,
+    knows_no_deadline,
+    admits_nobody_after_a_refusal,
+    refuses_who_might_fit_into_a_smaller_step,
+    tries_as_much_again_when_there_is_no_memory,
+    refuses_who_only_has_to_wait,
+)

@@ -1,0 +1,185 @@
+"""What happens to a simulated engine: a world, and events. They are values, and print as what they are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixkv.api.retention import Retention
+from radixkv.api.sampling import Sampling
+from radixkv.cache.tenants import Quota
+from radixkv.namespace import Namespace
+from radixkv.scheduling.request import DEFAULT_REQUEST_PRIORITY
+from tests.engine.simulation.simulated_model import continuation
+
+ANSWER = 0  # the stem of a piece that continues the path before it as the model would
+Prompt = tuple[tuple[int, int], ...]  # pieces: (stem, length)
+
+
+HOW_STEPS_FAIL = ("before", "after", "not finite", "cancelled", "no memory")
+
+
+class _Value:
+    """Prints only what is not as usual, so that it can be pasted into a test."""
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = [
+            (field.name, getattr(self, field.name)) for field in fields if getattr(self, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class World(_Value):
+    """The size of things in one simulation.
+
+    Attributes:
+        step_s, token_s: virtual seconds that a step takes, and each of its tokens.
+        computes_once: nothing is evicted, cancelled or fails, and prompts branch where blocks end: no token
+            may be computed twice, but for those in the block that a paused request had not filled.
+    """
+
+    block_size: int = 4
+    num_blocks: int = 64
+    max_step_tokens: int = 16
+    max_running_requests: int = 8
+    policy: str = "lru"
+    max_retained_blocks: int = 0
+    held_lease_ttl_s: float = 20.0
+    quotas: tuple[tuple[str, Quota], ...] = ()
+    weights: tuple[tuple[str, float], ...] = ()
+    step_s: float = 1.0
+    token_s: float = 0.05
+    computes_once: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Ask(_Value):
+    """A request.
+
+    Attributes:
+        key: by which other events name it.
+        max_new_tokens: of a generation; 0 for a prefill.
+        raises_at, cancels_at: the callback that takes its so many-th token raises, or cancels; 0 for never.
+    """
+
+    at_s: float
+    key: int
+    prompt: Prompt
+    tenant: str = "a"
+    salt: str = ""
+    priority: int = DEFAULT_REQUEST_PRIORITY
+    reads: bool = True
+    writes: bool = True
+    retention: Retention | None = None
+    holds: bool = False
+    deadline_s: float | None = None
+    max_new_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    raises_at: int = 0
+    cancels_at: int = 0
+
+    @property
+    def namespace(self) -> Namespace:
+        return Namespace("simulated", self.tenant, "", self.salt)
+
+    @property
+    def tokens(self) -> bytes:
+        return tokens_of(self.prompt, self.namespace)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            max(1, self.max_new_tokens), self.temperature, self.top_p, self.seed, frozenset(self.stop_token_ids)
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Cancel(_Value):
+    """A caller gives up; while a step computes, or between two."""
+
+    at_s: float
+    key: int
+    during_step: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Release(_Value):
+    """A caller gives its held lease back."""
+
+    at_s: float
+    key: int
+
+
+@dataclass(frozen=True, repr=False)
+class Retain(_Value):
+    at_s: float
+    prompt: Prompt
+    retention: Retention
+    tenant: str = "a"
+    salt: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Purge(_Value):
+    at_s: float
+    tenant: str | None = None
+    salt: str | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Fail(_Value):
+    """A step fails: see `SimulatedRunner` for how. Or everybody in it is `cancelled` while it computes."""
+
+    step: int
+    how: str = "before"
+
+
+@dataclass(frozen=True, repr=False)
+class Close(_Value):
+    """The engine is closed, and nothing happens any more."""
+
+    at_s: float = 0.0
+    step: int | None = None
+
+
+Event = Ask | Cancel | Release | Retain | Purge | Fail | Close
+
+
+def tokens_of(prompt: Prompt, namespace: Namespace) -> bytes:
+    """A prompt's tokens; two stems share none, so prompts share what their pieces say."""
+    tokens = b""
+    for stem, length in prompt:
+        if stem == ANSWER:
+            ids = continuation(namespace, tokens, Sampling(length, seed=0))
+        else:
+            ids = tuple(range(1000 * stem, 1000 * stem + length))
+        tokens += np.array(ids, dtype="<u4").tobytes()
+    return tokens
+
+
+def length_of(prompt: Prompt) -> int:
+    return sum(length for _, length in prompt)
+
+
+def most_tokens_of(world: World, tenant: str, *, generates: bool) -> int:
+    """What `Engine` lets a prompt and what is generated be together."""
+    ceiling = dict(world.quotas).get(tenant, Quota()).ceiling_blocks
+    in_pool = world.block_size * (world.num_blocks - generates)
+    return in_pool if ceiling is None else min(in_pool, world.block_size * ceiling + generates)
+
+
+def cut(prompt: Prompt, num_tokens: int) -> Prompt:
+    """The first tokens of a prompt."""
+    kept: list[tuple[int, int]] = []
+    for stem, length in prompt:
+        if num_tokens > 0:
+            kept.append((stem, min(length, num_tokens)))
+        num_tokens -= length
+    return tuple(kept)

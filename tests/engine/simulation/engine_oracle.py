@@ -1,0 +1,283 @@
+"""Knows what a simulated engine must do: judges every step, and what is left at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from radixkv.api.result import GeneratedTokens
+from radixkv.cache.node import path_to
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.engine.core import EngineCore
+from radixkv.engine.observer import Observer
+from radixkv.errors import CapacityError, OutOfBlocks, OutOfMemory, QuotaExceeded
+from radixkv.scheduling.request import Outcome, Request
+from tests.engine.simulation.answer_oracle import Asked
+from tests.engine.simulation.engine_events import World
+from tests.engine.simulation.simulated_model import Part, SimulatedRunner, content_of
+from tests.fakes import FakeClock
+
+# So many steps may pass in which nobody comes or ends, for each token that may still be computed. Each step computes
+# at least one, but what is computed may be lost to a pause: 0.64 is the most that was seen in 7,000 worlds.
+_STEPS_A_TOKEN = 2
+
+
+class EngineOracle(Observer):
+    """Told of everything that happens to an engine, asserts that it is right.
+
+    Attributes:
+        events: what happened, and how often.
+        is_closed: the engine was.
+    """
+
+    core: EngineCore
+
+    def __init__(self, world: World, cache: PrefixCache, runner: SimulatedRunner, clock: FakeClock) -> None:
+        self.events: Counter[str] = Counter()
+        self.is_closed = False
+        self._world = world
+        self._cache = cache
+        self._runner = runner
+        self._clock = clock
+        self._asked: dict[Request, Asked] = {}
+        self._num_waits = 0  # of the engine for steps
+        self._waits_before = self._num_pauses = self._news_before = 0  # when the engine's step began
+        self._was_idle = False
+        self._news = 0  # how often anything came or ended
+        self._steps_without_news = 0
+        self._following: set[Request] = set()  # in the last step
+        self._most_tokens = world.max_step_tokens  # of the next step
+
+    # -- what is told ----------------------------------------------------------------------------------------------
+
+    def asked(self, asked: Asked) -> None:
+        self._asked[asked.request] = asked
+        self._news += 1
+
+    def cancelling(self, asked: Asked) -> None:
+        asked.is_cancelled = asked.is_cancelled or not asked.future.done()
+        self._news += 1
+
+    def purged(self, tenant: str | None, salt: str | None) -> None:
+        """Nothing of what was purged may be found."""
+        self._news += 1
+        for asked in self._asked.values():
+            if asked.request.namespace.is_among(tenant, None, salt):
+                if asked.written_at_purge is None:
+                    asked.written_at_purge = asked.request.written_tokens
+                assert self._cache.match(asked.ask.namespace, asked.ask.tokens).cached_tokens == 0, "purged and found"
+
+    def told(self, asked: Asked, news: GeneratedTokens) -> None:
+        """A token came. The engine would take an error for the caller's, so it is kept for the step's end."""
+        self._runner.violations += asked.told_wrong(news)
+
+    def computing(self, parts: Sequence[Part], broken: Sequence[Part]) -> list[Asked]:
+        """A step computes; `broken` are the parts that will fail. Returns who is in it."""
+        computing = []
+        for part, asked in self._computing(parts):
+            computing.append(asked)
+            asked.computed(part.chunk)
+            asked.must_fail |= any(part is each for each in broken)
+        following = set(self.core._flights._waits)
+        self.events["follows"] += len(following - self._following)
+        self._following = following
+        self.events["failed steps"] += len(broken) == len(parts)
+        self.events["tokens"] += self._num_tokens(parts)
+        self._most_tokens = self._world.max_step_tokens
+        return computing
+
+    def out_of_memory(self, parts: Sequence[Part]) -> None:
+        """The device has no memory for a step: the next one is smaller, and if there is no smaller one, it fails."""
+        self.events["steps without memory"] += 1
+        num_tokens = self._num_tokens(parts)
+        self._most_tokens = max(1, num_tokens // 2)
+        if num_tokens == 1:
+            for _, asked in self._computing(parts):
+                asked.must_fail = True
+
+    def _num_tokens(self, parts: Sequence[Part]) -> int:
+        num_tokens = sum(part.chunk.num_tokens for part in parts)
+        if num_tokens > self._most_tokens:
+            self._runner.violations.append("a step has too many tokens")
+        return num_tokens
+
+    def _computing(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Asked]]:
+        """Whose parts those are, but for the engine's own try."""
+        by_lease = {request.lease: request for request in self.core._scheduler.running}
+        for part in parts:
+            if part.lease in by_lease:
+                yield part, self._asked[by_lease[part.lease]]
+
+    def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
+        self._num_waits += 1
+
+    def step_failed(self, seconds: float, num_requests: int) -> None:
+        """Also one that failed when it was started ahead, in the step before."""
+        self._num_waits += 1
+
+    def request_paused(self, request: Request) -> None:
+        self.events["pauses"] += 1
+        if request.lease is not None:
+            self._runner.violations.append("a paused request keeps its blocks")
+
+    def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
+        """Whoever is refused for want of blocks could not have had them. What an observer raises would get lost."""
+        self._news += 1
+        if isinstance(error, CapacityError) and (mistake := self._mistake_of_refusal(request, error)):
+            self._runner.violations.append(mistake)
+
+    def ended(self, request: Request) -> None:
+        self._asked[request].num_ends += 1
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self._waits_before = self._num_waits
+        self._num_pauses = self.events["pauses"]
+        self._news_before = self._news
+
+    def end_step(self) -> None:
+        """Judge what a step has done."""
+        assert not self._runner.violations, self._runner.violations[0]
+        self._cache.check()
+        self._verify_contents()
+        self._verify_requests()
+        self._verify_progress()
+        for asked in self._asked.values():
+            if asked.future.done() and not asked.is_judged:
+                asked.is_judged = True
+                self.events += asked.judge(self._clock.now_s, is_closed=self.is_closed)
+        for tenant, quota in self._world.quotas:
+            usage = self._cache.tenants[tenant]
+            assert quota.ceiling_blocks is None or (
+                usage.num_cached_blocks + usage.num_leased_blocks <= quota.ceiling_blocks
+            )
+
+    def _verify_progress(self) -> None:
+        """A step computes something or ends somebody, or somebody was paused; and then the next one computes."""
+        is_same = self._news == self._news_before
+        is_idle = is_same and self._num_waits == self._waits_before
+        if self.core.has_work and is_idle:
+            assert self.events["pauses"] > self._num_pauses, "a step did nothing, although there is work"
+            assert not self._was_idle, "two steps in a row did nothing, although there is work"
+        self._was_idle = is_idle
+        self._steps_without_news = self._steps_without_news + 1 if is_same and self.core.has_work else 0
+        num_left = sum(
+            asked.request.num_tokens + asked.ask.max_new_tokens
+            for asked in self._asked.values()
+            if not asked.request.is_over
+        )
+        assert self._steps_without_news <= 4 + _STEPS_A_TOKEN * num_left, "nobody gets on"
+
+    def _verify_contents(self) -> None:
+        """What the tree says is cached is there, and so is what holders were promised."""
+        for tree in self._cache._trees.values():
+            for node in tree.nodes():
+                tokens = tree.path_tokens(node)
+                expected = content_of(tree.namespace, tokens)[-(len(node.tokens) // 4) :]
+                held = self._runner.read(np.frombuffer(node.block_ids, dtype=np.int32), expected.size)
+                assert np.array_equal(held, expected), "a published block holds another prefix's K/V"
+        for asked in self._asked.values():
+            if asked.held is not None and asked.held.lease_id not in self.core.held_leases._held:
+                asked.held = None
+            if asked.held is not None:
+                expected = content_of(asked.ask.namespace, asked.ask.tokens)
+                held = self._runner.read(asked.held.block_table, expected.size)
+                assert np.array_equal(held, expected), "a held block was written"
+
+    def _verify_requests(self) -> None:
+        """Who runs has a lease, who does not has none, and who follows waits for what is being computed."""
+        scheduler, flights = self.core._scheduler, self.core._flights
+        running = scheduler.running
+        assert len(running) <= self._world.max_running_requests
+        leases = [request.lease for request in running]
+        assert all(lease is not None and not lease.is_closed for lease in leases)
+        assert set(leases) | {held.lease for held in self.core.held_leases._held.values()} == set(self._cache.leases)
+        assert all(request.lease is None for request in scheduler.idle_requests())
+        unfinished = {request for request in self._asked if not request.is_over}
+        assert set(scheduler.requests()) == unfinished, "somebody is forgotten"
+        following = {request for queue in scheduler._queues for request in queue.following}
+        assert set(flights._waits) == following, "somebody follows nobody"
+        for leader, lead in flights._leads.items():
+            assert leader.computed_upto < len(lead.tokens) // 4, "somebody leads what is computed"
+        for follower, (leader, upto_tokens) in flights._waits.items():
+            assert leader in flights._leads
+            assert leader in running
+            assert leader.computed_upto < upto_tokens, "somebody waits for what is computed"
+            assert follower in flights._followers[leader]
+
+    def _mistake_of_refusal(self, request: Request, error: CapacityError) -> str:
+        """Only held leases and others' floors are in the way, and there are not enough blocks beside them."""
+        if isinstance(error, OutOfMemory):
+            return "" if self._asked[request].must_fail else "a request was refused although a smaller step may fit"
+        tenant, block_size = request.params.tenant, self._world.block_size
+        num_blocks = -(-request.num_tokens // block_size)
+        running = [other for other in self.core._scheduler.running if not other.is_over]
+        if isinstance(error, QuotaExceeded):
+            running = [other for other in running if other.params.tenant == tenant]
+        is_kept_by_floors = num_blocks > self._world.num_blocks - self._cache.tenants.num_blocks_kept_from(tenant)
+        if running and (isinstance(error, QuotaExceeded) or not is_kept_by_floors):
+            return "a request was refused although others would have given blocks back"
+        node, _, cached_tokens, _ = self._cache.leases.find(
+            request.namespace, request.tokens, request.params.read_cache
+        )
+        num_pinned = sum(part.num_blocks for part in path_to(node) if part.pin_count)
+        usage = self._cache.tenants[tenant]
+        num_takeable = self._cache._evictor.num_takeable_blocks(tenant, usage)
+        if num_blocks - min(num_pinned, cached_tokens // block_size) <= num_takeable:
+            return "a request was refused although there are blocks for it"
+        return "" if isinstance(error, OutOfBlocks | QuotaExceeded) else f"a request was refused with {error!r}"
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Everybody was answered, and nothing is left."""
+        self.end_step()
+        core, world = self.core, self._world
+        assert not core.has_work
+        for asked in self._asked.values():
+            assert asked.future.done(), "somebody waits for ever"
+            assert asked.num_ends == 1
+        flights, queues = core._flights, core._scheduler._queues
+        left = [flights._waits, flights._leads, flights._followers, flights._leaders, flights._first_blocks]
+        left += [queues._open, core._departures._deadlines, core._departures._failed]
+        assert [len(each) for each in left] == [0] * len(left)
+        assert core._scheduler._blocked is None
+        assert len(core.held_leases) == 0
+        assert self._cache.pool.num_leased == self._cache.num_pinned_blocks == 0
+        self._verify_stats()
+        if world.computes_once:
+            self._verify_computed_once()
+        for tenant in {"", *(asked.ask.tenant for asked in self._asked.values())}:
+            self._cache.evict(world.num_blocks, tenant=tenant)
+        self._cache.check()
+        assert self._cache.pool.num_free == world.num_blocks
+
+    def _verify_stats(self) -> None:
+        stats = self.core.stats()
+        self.events["steps"] = self._runner.num_steps
+        self.events["copies"] = self._runner.num_copies
+        self.events["steps ahead"] = self._runner.num_ahead
+        self.events["steps prepared in vain"] = self._runner.num_prepared - self._runner.num_ahead
+        self.events["evicted blocks"] = stats.evicted_blocks
+        requests = stats.requests
+        assert (requests.waiting, requests.running, requests.following, requests.paused) == (0, 0, 0, 0)
+        assert requests.finished + requests.failed + requests.cancelled == len(self._asked)
+        assert requests.finished == self.events["answered"]
+        assert requests.pauses == self.events["pauses"]
+        assert stats.tokens.cached == self.events["cached tokens"]
+        assert stats.tokens.computed == self.events["computed tokens"]
+        assert stats.tokens.recomputed == self.events["recomputed tokens"]
+
+    def _verify_computed_once(self) -> None:
+        prefixes = {
+            (asked.ask.namespace, asked.ask.tokens[: end + 4])
+            for asked in self._asked.values()
+            for end in range(0, len(asked.ask.tokens), 4)
+        }
+        num_decoded = sum(len(asked.told) for asked in self._asked.values())
+        num_again = self._runner.num_tokens - len(prefixes) - num_decoded
+        most_lost = self.events["pauses"] * (self._world.block_size - 1)  # only full blocks were published
+        assert 0 <= num_again <= most_lost, "a token was computed twice"

@@ -1,0 +1,197 @@
+"""Writes what happens to a simulated engine, from a seed: small worlds, where everything collides."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from radixkv.api.retention import Retention
+from radixkv.cache.tenants import Quota
+from radixkv.config import EVICTION_POLICIES
+from tests.engine.simulation.engine_events import (
+    ANSWER,
+    HOW_STEPS_FAIL,
+    Ask,
+    Cancel,
+    Close,
+    Event,
+    Fail,
+    Prompt,
+    Purge,
+    Release,
+    Retain,
+    World,
+    cut,
+    length_of,
+    most_tokens_of,
+)
+from tests.engine.simulation.simulated_model import VOCAB_SIZE
+
+
+def make_world(seed: int) -> World:
+    """A small world, so that everything collides."""
+    rng = random.Random(f"world {seed}")
+    computes_once = seed % 8 == 0
+    block_size = rng.choice((1, 2, 4, 4, 8))
+    num_blocks = 4000 if computes_once else rng.choice((6, 9, 14, 24, 40, 120))
+    quotas = []
+    if not computes_once and rng.random() < 0.4:
+        ceiling = rng.choice((None, rng.randint(num_blocks // 2, num_blocks)))
+        floor = rng.choice((0, num_blocks // 4))
+        quotas.append(("a", Quota(floor, ceiling, rng.choice((None, 1, 3)))))
+        if rng.random() < 0.5:
+            quotas.append(("b", Quota(rng.choice((0, num_blocks // 4)), rng.choice((None, num_blocks // 2)))))
+    return World(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_step_tokens=rng.choice((2, 5, 8, 16, 48, 200)),
+        max_running_requests=rng.choice((1, 2, 4, 8, 20)),
+        policy=rng.choice(EVICTION_POLICIES),
+        max_retained_blocks=rng.choice((0, num_blocks // 5, num_blocks)),
+        held_lease_ttl_s=rng.choice((3.0, 20.0, 60.0)),
+        quotas=tuple(quotas),
+        weights=rng.choice(((), (("a", 3.0),), (("b", 0.25), ("c", 2.0)))),
+        token_s=rng.choice((0.0, 0.05, 0.5)),
+        computes_once=computes_once,
+    )
+
+
+def make_script(world: World, seed: int) -> list[Event]:
+    """Seeded events in a world."""
+    return _Author(world, seed).script()
+
+
+class _Told(NamedTuple):
+    """An earlier prompt, and how many tokens were asked for after it and are the most likely ones."""
+
+    prompt: Prompt
+    num_generated: int
+
+
+class _Author:
+    """Writes scripts. How often each kind of thing happens differs from script to script."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._world = world
+        self._random = random.Random(f"script {seed}")
+        self._prompts: list[tuple[str, str, _Told]] = []  # with tenant and salt
+        self._num_stems = 0
+        self._is_calm = world.computes_once or self._chance(0.2)  # nothing is cancelled or fails
+        self._trouble = self._random.choice((0.05, 0.15, 0.4))
+        self._generates = self._random.choice((0.0, 0.3, 0.7, 1.0))
+        self._tenants = self._random.choice(("a", "ab", "abc"))
+        self._salts = self._random.choice((("",), ("",), ("", "s")))
+        self._longest_prompt = self._random.choice((5, 12, 30, 80, 200))
+        self._longest_answer = self._random.choice((3, 10, 30))
+        self._pace_s = self._random.choice((0.0, 0.3, 1.0, 3.0))
+        self._most_requests = 40
+        if self._chance(0.2):  # long answers, and seldom anything else: steps are started ahead
+            self._generates, self._longest_answer, self._pace_s, self._most_requests = 1.0, 60, 30.0, 12
+
+    def script(self) -> list[Event]:
+        now_s, pace_s = 0.0, self._pace_s
+        events: list[Event] = []
+        for key in range(self._random.randint(4, self._most_requests)):
+            now_s += self._random.choice((0.0, 2 * pace_s * self._random.random()))
+            events.append(ask := self._ask(round(now_s, 2), key))
+            events += self._what_comes_of(ask)
+        if not self._is_calm:
+            events += [
+                Fail(self._random.randrange(60), self._random.choice(HOW_STEPS_FAIL))
+                for _ in range(self._random.choice((0, 0, 1, 3, 20)))
+            ]
+            if self._chance(0.15):
+                events.append(Close(at_s=self._at(now_s + 20)))
+        return events
+
+    def _ask(self, at_s: float, key: int) -> Ask:
+        rng, world = self._random, self._world
+        tenant, salt, stem = rng.choice(self._tenants), rng.choice(self._salts), _Told((), 0)
+        if self._prompts and self._chance(0.8):
+            old_tenant, old_salt, stem = rng.choice(self._prompts[-8:])
+            if world.computes_once or self._chance(0.8):
+                tenant, salt = old_tenant, old_salt
+        max_new_tokens = rng.randint(1, self._longest_answer) if self._chance(self._generates) else 0
+        most_tokens = most_tokens_of(world, tenant, generates=max_new_tokens > 0)
+        max_new_tokens = min(max_new_tokens, most_tokens - 1)
+        most_tokens -= max_new_tokens
+        prompt = self._branching(stem.prompt) if world.computes_once else self._prompt(stem, most_tokens)
+        is_greedy = self._chance(0.5)
+        self._prompts.append((tenant, salt, _Told(prompt, max_new_tokens if is_greedy else 0)))
+        trouble = 0.0 if self._is_calm else self._trouble
+        return Ask(
+            at_s,
+            key,
+            prompt,
+            tenant,
+            salt,
+            priority=rng.choice((50, 50, 50, 55, 100, 0)),
+            reads=world.computes_once or self._chance(0.9),
+            writes=world.computes_once or self._chance(0.9),
+            retention=self._retention(length_of(prompt)) if self._chance(0.2) else None,
+            holds=not max_new_tokens and not world.computes_once and self._chance(0.12),
+            deadline_s=round(at_s + rng.uniform(0, 40), 2) if self._chance(trouble / 2) else None,
+            max_new_tokens=max_new_tokens,
+            temperature=0.0 if is_greedy else rng.choice((0.5, 1.0)),
+            top_p=rng.choice((1.0, 0.9)),
+            seed=rng.randrange(100),
+            stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), 10)) if self._chance(0.2) else (),
+            raises_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
+            cancels_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
+        )
+
+    def _what_comes_of(self, ask: Ask) -> list[Event]:
+        rng, later = self._random, ask.at_s
+        events: list[Event] = []
+        if ask.holds and self._chance(0.6):
+            events.append(Release(self._at(later, 40), ask.key))
+        if self._world.computes_once:
+            return events
+        if self._chance(0.1):
+            retention = self._retention(length_of(ask.prompt))
+            events.append(Retain(self._at(later, 20), ask.prompt, retention, ask.tenant, ask.salt))
+        if self._is_calm:
+            return events
+        if self._chance(self._trouble):
+            events.append(Cancel(self._at(later, rng.choice((0, 5, 30))), ask.key, during_step=self._chance(0.6)))
+        if self._chance(self._trouble / 8):
+            events.append(Purge(self._at(later, 20), rng.choice((None, "a", "b")), rng.choice((None, None, "s"))))
+        return events
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def _prompt(self, earlier: _Told, most_tokens: int) -> Prompt:
+        """An earlier one: the same, cut anywhere, or as the next turn of a conversation; and often something new."""
+        rng, pieces = self._random, earlier.prompt
+        if earlier.num_generated and self._chance(0.7):
+            pieces = (*pieces, (ANSWER, rng.randint(1, earlier.num_generated)))
+        elif self._chance(0.6):
+            pieces = cut(pieces, rng.randint(0, length_of(pieces)))
+        if not pieces or self._chance(0.7):
+            pieces = (*pieces, (self._new_stem(), rng.randint(1, rng.choice((3, self._longest_prompt)))))
+        return cut(pieces, most_tokens)
+
+    def _branching(self, earlier: Prompt) -> Prompt:
+        """An earlier prompt's whole pieces, whole blocks of its own, and an end that nobody has."""
+        rng = self._random
+        trunk = earlier[: rng.randrange(len(earlier))] if earlier else ()
+        if not trunk or self._chance(0.5):
+            trunk = (*trunk, (self._new_stem(), self._world.block_size * rng.randint(1, 6)))
+        return (*trunk, (self._new_stem(), rng.randint(1, 9)))
+
+    def _new_stem(self) -> int:
+        self._num_stems += 1
+        return self._num_stems
+
+    # -- dice ------------------------------------------------------------------------------------------------------
+
+    def _retention(self, num_tokens: int) -> Retention:
+        rng = self._random
+        start = rng.choice((0, rng.randrange(num_tokens)))
+        return Retention(rng.choice((0, 20, 50, 80, 100)), rng.choice((None, 1.0, 10.0)), start)
+
+    def _at(self, now_s: float, within_s: float = 0.0) -> float:
+        return round(now_s + within_s * self._random.random(), 2)
+
+    def _chance(self, probability: float) -> bool:
+        return self._random.random() < probability

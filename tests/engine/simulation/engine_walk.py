@@ -1,0 +1,120 @@
+"""Simulates the whole engine over virtual time, every step judged by an oracle. A walk that fails is made short.
+
+python -m tests.engine.simulation.engine_walk --seeds 2000 --seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tests.cache.walk.cache_walk import shortest_failing
+from tests.engine.simulation.engine_events import HOW_STEPS_FAIL, Close, Event, Fail, World
+from tests.engine.simulation.engine_script import make_script, make_world
+from tests.engine.simulation.simulated_engine import SimulatedEngine
+
+# For one in so many seeds trouble is made at each of its steps, unless it has more than so many.
+_TROUBLE_EACH_SEEDS = 50
+_TROUBLE_MOST_STEPS = 50
+
+
+def walk(world: World, events: Iterable[Event]) -> Counter[str]:
+    """Take one walk and return what happened on it."""
+    return SimulatedEngine(world, events).run()
+
+
+def walk_seed(seed: int) -> Counter[str]:
+    """Take the walk of a seed."""
+    world = make_world(seed)
+    return walk(world, make_script(world, seed))
+
+
+def troubled_scripts(seed: int) -> tuple[World, list[list[Event]]]:
+    """A seed's world, and its script with trouble at each step in turn: it fails, or the engine is closed after it."""
+    world = dataclasses.replace(make_world(seed), computes_once=False)
+    script = [event for event in make_script(world, seed) if not isinstance(event, Fail | Close)]
+    steps = range(walk(world, script)["steps"])
+    troubles: list[Event] = [Fail(step, how) for step in steps for how in HOW_STEPS_FAIL]
+    troubles += [Close(step=step + 1) for step in steps]
+    return world, [[*script, trouble] for trouble in troubles]
+
+
+# -- a walk that fails -------------------------------------------------------------------------------------------------
+
+
+def fails(world: World, events: Iterable[Event]) -> str:
+    """How a walk fails; empty if it does not."""
+    try:
+        walk(world, events)
+    except Exception as error:  # noqa: BLE001 - whatever the engine raises is what is looked for
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def shortest(world: World, events: Sequence[Event]) -> list[Event]:
+    """Leave out events, and then what is special about them, as long as the walk fails in the same way."""
+    failure = fails(world, events)
+
+    def is_failing(script: list[Event]) -> bool:
+        return fails(world, script) == failure
+
+    kept = shortest_failing(lambda some: is_failing([events[i] for i in some]), list(range(len(events))))
+    script = [events[i] for i in kept]
+    for i, event in enumerate(script):
+        for field in dataclasses.fields(event):
+            if field.default not in (dataclasses.MISSING, getattr(event, field.name)):
+                plainer = dataclasses.replace(script[i], **{field.name: field.default})
+                if is_failing([*script[:i], plainer, *script[i + 1 :]]):
+                    script[i] = plainer
+    return script
+
+
+def report(world: World, events: Sequence[Event]) -> str:
+    """A failing walk in as few events as were found, ready to be pasted into a test."""
+    script = shortest(world, events)
+    lines = "".join(f"        {event},\n" for event in script)
+    return f"walk(\n    {world},\n    [\n{lines}    ],\n)\n  fails with {fails(world, script)}"
+
+
+def judged(world: World, script: Sequence[Event]) -> Counter[str]:
+    """Take a walk; one that fails is made short.
+
+    Raises:
+        AssertionError: it failed; the message can be pasted into a test.
+    """
+    try:
+        return walk(world, script)
+    except Exception as error:
+        raise AssertionError(report(world, script)) from error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Simulate the engine in seeded worlds until a walk fails.")
+    parser.add_argument("--seeds", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # steps fail on purpose
+    events, start_s = Counter[str](), time.perf_counter()
+    for seed in range(options.seed, options.seed + options.seeds):
+        world = make_world(seed)
+        of_seed = judged(world, make_script(world, seed))
+        events += of_seed
+        events["engines"] += 1
+        if seed % _TROUBLE_EACH_SEEDS == 1 and of_seed["steps"] <= _TROUBLE_MOST_STEPS:
+            world, scripts = troubled_scripts(seed)
+            for script in scripts:
+                events += judged(world, script)
+                events["engines"] += 1
+    elapsed_s = time.perf_counter() - start_s
+    print(f"{options.seeds} seeds in {elapsed_s:.0f} s, {events['steps'] / elapsed_s:.0f} steps/s")
+    print("\n".join(f"{count:9d} {event}" for event, count in sorted(events.items())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""A whole engine in virtual time, and those who ask it for something; every step is judged by an oracle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from radixkv.api.result import GeneratedTokens
+from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.config import EngineConfig
+from radixkv.engine.core import EngineCore
+from radixkv.errors import Draining, UnknownLease
+from radixkv.scheduling.request import Generation, PrefillParams, Request
+from tests.engine.simulation.answer_oracle import Asked
+from tests.engine.simulation.engine_events import (
+    Ask,
+    Cancel,
+    Close,
+    Event,
+    Fail,
+    Purge,
+    Release,
+    Retain,
+    World,
+    tokens_of,
+)
+from tests.engine.simulation.engine_oracle import EngineOracle
+from tests.engine.simulation.simulated_model import Part, SimulatedRunner, broken_part
+from tests.fakes import FakeClock
+
+_FAILED_STEPS_TO_TRY = 3  # as `Engine` does
+
+
+class CallerBroke(Exception):
+    """A caller's callback raised because the simulation wanted it to."""
+
+
+class SimulatedEngine:
+    """One engine, whoever asks it for something, and the oracle.
+
+    time     ── step ──┬── step ──────────┬── step ──▶       the clock is moved on by the runner alone, or, when there
+    events      cancel ┘ ask, purge, ...  ┘ cancel           is nothing to do, to what happens next
+    """
+
+    def __init__(self, world: World, events: Iterable[Event]) -> None:
+        events = list(events)
+        self.clock = FakeClock()
+        self.cache = _make_cache(world, self.clock)
+        failures = {event.step: event.how for event in events if isinstance(event, Fail)}
+        self.runner = SimulatedRunner(
+            self.cache, self.clock, world.step_s, world.token_s, failures, during=self._during_step
+        )
+        config = EngineConfig(
+            max_step_tokens=world.max_step_tokens,
+            max_running_requests=world.max_running_requests,
+            held_lease_ttl_s=world.held_lease_ttl_s,
+        )
+        self.oracle = EngineOracle(world, self.cache, self.runner, self.clock)
+        self.core = self.oracle.core = EngineCore(
+            self.runner,
+            self.cache,
+            config,
+            clock=self.clock,
+            on_end=self.oracle.ended,
+            observer=self.oracle,
+            weights=dict(world.weights),
+        )
+        self._timed = sorted(
+            (event for event in events if not isinstance(event, Fail) and _closes_at(event) is None),
+            key=lambda event: event.at_s,
+        )
+        self._closes_at = min((step for event in events if (step := _closes_at(event)) is not None), default=None)
+        self._asked: dict[int, Asked] = {}
+        self._apply: dict[type, Callable[..., None]] = {
+            Ask: self._ask,
+            Cancel: self._cancel,
+            Release: self._release,
+            Retain: self._retain,
+            Purge: self._purge,
+            Close: self._close,
+        }
+
+    def run(self) -> Counter[str]:
+        """Do all of it. Returns what happened, and how often."""
+        while not self.oracle.is_closed:
+            self._happen()
+            if self.oracle.is_closed:
+                break
+            if not self.core.has_work and not self._skip_time():
+                break
+            self._step()
+        self.oracle.finish()
+        return self.oracle.events
+
+    def _step(self) -> None:
+        self.oracle.begin_step()
+        self.core.step()
+        if self.core.num_failed_steps >= _FAILED_STEPS_TO_TRY and not self.core.has_work:
+            self.core.try_step()
+        self.oracle.end_step()
+        if self._closes_at is not None and self.runner.num_steps >= self._closes_at:
+            self._close(Close())
+
+    def _skip_time(self) -> bool:
+        """Nothing is to be computed: go to what happens next. Returns whether anything does."""
+        expiry_s = self.core.held_leases.next_expiry_s()
+        times_s = [event.at_s for event in self._timed[:1]] + ([] if expiry_s is None else [expiry_s])
+        self.clock.now_s = max(self.clock.now_s, min(times_s, default=0.0))
+        return bool(times_s)
+
+    def _happen(self, *, during_step: bool = False) -> None:
+        """Let everything happen whose time has come. While a step computes, callers can only cancel."""
+        due = [event for event in self._timed if event.at_s <= self.clock.now_s]
+        if during_step:
+            due = [event for event in due if isinstance(event, Cancel) and event.during_step]
+        for event in due:
+            if self.oracle.is_closed:
+                break
+            self._timed.remove(event)
+            self._apply[type(event)](event)
+
+    def _during_step(self, parts: Sequence[Part], failure: str | None) -> None:
+        broken: Sequence[Part] = []
+        if failure == "not finite":
+            broken = [parts[broken_part(parts)]]
+        elif failure in ("before", "after"):
+            broken = parts
+        elif failure == "no memory":
+            self.oracle.out_of_memory(parts)
+            self._happen(during_step=True)
+            return
+        computing = self.oracle.computing(parts, broken)
+        for asked in computing if failure == "cancelled" else ():
+            self._give_up(asked)
+        self._happen(during_step=True)
+
+    # -- what may happen -------------------------------------------------------------------------------------------
+
+    def _ask(self, ask: Ask) -> None:
+        asked = Asked(ask)
+        self._asked[ask.key] = asked
+        params = PrefillParams(
+            tokens=ask.tokens,
+            tenant=ask.tenant,
+            salt=ask.salt,
+            request_id=str(ask.key),
+            read_cache=ask.reads,
+            write_cache=ask.writes,
+            retention=ask.retention,
+            priority=ask.priority,
+            top_logprobs=0 if ask.max_new_tokens else 2,
+            return_logits=not ask.max_new_tokens,
+            hold_lease=ask.holds,
+            deadline_s=ask.deadline_s,
+        )
+        generation = None
+        if ask.max_new_tokens:
+            stop_token_ids = frozenset(ask.stop_token_ids)
+            generation = Generation(ask.sampling, stop_token_ids, lambda news: self._take(asked, news))
+        asked.request = Request(params, ask.namespace, asked.future, self.clock(), generation)
+        self.oracle.asked(asked)
+        self.core.submit(asked.request)
+
+    def _take(self, asked: Asked, news: GeneratedTokens) -> None:
+        self.oracle.told(asked, news)
+        if len(asked.told) == asked.ask.cancels_at:
+            self._give_up(asked)
+        if len(asked.told) == asked.ask.raises_at:
+            asked.must_fail = True
+            raise CallerBroke
+
+    def _cancel(self, cancel: Cancel) -> None:
+        if cancel.key in self._asked:
+            self._give_up(self._asked[cancel.key])
+
+    def _give_up(self, asked: Asked) -> None:
+        self.oracle.cancelling(asked)
+        asked.future.cancel()
+
+    def _release(self, release: Release) -> None:
+        asked = self._asked.get(release.key)
+        if asked is None or asked.held is None:
+            return
+        held, asked.held = asked.held, None
+        self.core.held_leases.release(held.lease_id, asked.ask.tenant)
+        try:
+            self.core.held_leases.release(held.lease_id, asked.ask.tenant)
+        except UnknownLease:
+            self.oracle.events["leases released"] += 1
+        else:
+            raise AssertionError("a lease was released twice")
+
+    def _retain(self, retain: Retain) -> None:
+        namespace = Ask(0.0, 0, (), retain.tenant, retain.salt).namespace
+        grant = self.core.retain(namespace, tokens_of(retain.prompt, namespace), retain.retention).grant
+        self.oracle.events["retained tokens"] += grant.granted_tokens
+
+    def _purge(self, purge: Purge) -> None:
+        purged = self.core.purge(tenant=purge.tenant, adapter=None, salt=purge.salt)
+        self.oracle.purged(purge.tenant, purge.salt)
+        self.oracle.events["blocks purged"] += purged.freed_blocks
+        self.oracle.events["blocks purged in use"] += purged.pinned_blocks
+
+    def _close(self, _: Close) -> None:
+        self.oracle.is_closed = True
+        self.core.close(Draining("stopped"))
+
+
+def _make_cache(world: World, clock: FakeClock) -> PrefixCache:
+    return PrefixCache(
+        world.num_blocks,
+        world.block_size,
+        policy=make_policy(world.policy, world.num_blocks),
+        quotas=dict(world.quotas),
+        max_retained_blocks=world.max_retained_blocks,
+        evicted_prefixes=16,
+        clock=clock,
+    )
+
+
+def _closes_at(event: Event) -> int | None:
+    return event.step if isinstance(event, Close) else None

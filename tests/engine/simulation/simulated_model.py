@@ -1,0 +1,287 @@
+"""A model that is arithmetic: its K/V are digests of namespace and token path, and an answer depends on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from xxhash import xxh3_64_intdigest
+
+from radixkv.api.sampling import Sampling
+from radixkv.cache.block_pool import BlockState
+from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.compute.forward import Chunk, pack_tokens
+from radixkv.compute.runner import Launch, StepResult, Wait
+from radixkv.engine.sampler import draw
+from radixkv.namespace import Namespace
+from tests.fake_runner import with_tokens
+from tests.fakes import FakeClock
+
+VOCAB_SIZE = 256
+_MASK = 2**64 - 1
+_random = np.random.default_rng(0)
+_ROWS = 3 * _random.standard_normal((2, 251, VOCAB_SIZE), dtype=np.float32)
+
+Content = npt.NDArray[np.uint64]
+
+
+# -- the model, without cache and blocks -------------------------------------------------------------------------------
+
+
+def chained(before: int, token_ids: Iterable[int]) -> Content:
+    """The K/V of tokens that come after a token whose K/V are `before`."""
+    content = []
+    for token_id in token_ids:
+        before = ((before ^ token_id) * 0x9E3779B97F4A7C15) & _MASK
+        before ^= before >> 31
+        content.append(before)
+    return np.array(content, dtype=np.uint64)
+
+
+@lru_cache(maxsize=20_000)
+def content_of(namespace: Namespace, tokens: bytes) -> Content:
+    """The K/V of a whole path."""
+    return chained(first_digest(namespace), np.frombuffer(tokens, dtype="<u4").tolist())
+
+
+def first_digest(namespace: Namespace) -> int:
+    """What comes before a namespace's first token. Not the cache's word for which namespaces are equal."""
+    return xxh3_64_intdigest(repr(tuple(namespace)).encode())
+
+
+def logits_of(content: Content) -> npt.NDArray[np.float32]:
+    """The logits after a path, float32 `[vocab_size]`: another one, if a single slot is."""
+    digest = xxh3_64_intdigest(content.tobytes())
+    row: npt.NDArray[np.float32] = _ROWS[0, digest % 251] + _ROWS[1, (digest >> 32) % 251]
+    return row
+
+
+@lru_cache(maxsize=20_000)
+def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
+    """What is generated after a prompt: up to a stop token, or as many as are asked for."""
+    tokens, token_ids = prompt, list[int]()
+    while len(token_ids) < sampling.max_new_tokens and not set(token_ids[-1:]) & sampling.stop_token_ids:
+        row = logits_of(content_of(namespace, tokens))
+        if sampling.temperature:
+            token_ids.append(int(draw(torch.from_numpy(row), sampling, position=len(tokens) // 4)))
+        else:
+            token_ids.append(int(row.argmax()))
+        tokens += token_ids[-1].to_bytes(4, "little")
+    return tuple(token_ids)
+
+
+# -- the model over blocks ---------------------------------------------------------------------------------------------
+
+
+class DeviceLost(Exception):
+    """A step failed because the simulation wanted it to."""
+
+
+class Part(NamedTuple):
+    """A chunk of a step, with the block table that it had when the step was prepared, and whose blocks those are.
+
+    Attributes:
+        num_tokens: that the lease had then, and one more if that is what the step before computes.
+    """
+
+    chunk: Chunk
+    lease: Lease
+    num_tokens: int
+
+
+class SimulatedRunner:
+    """Computes chunks over slots of digests, takes virtual time for it, and fails where it is told to.
+
+    The engine takes what it raises for a failed step; so what it sees go wrong is kept in `violations`.
+
+    Args:
+        cache: who owns which block.
+        clock: is moved on by each step.
+        step_s, token_s: what a step costs, and each of its tokens.
+        failures: how a step fails, by its index: `before` it has done anything, `after` it has scribbled over all that
+            it was to write, with values that are `not finite` in one chunk, or because there was `no memory` for them.
+        during: is called while a step computes, with how it will fail, if it will.
+
+    Attributes:
+        content: uint64 `[num_blocks, block_size]`; 0 is what nobody wrote.
+        num_steps: how many were waited for, or failed when they were begun.
+        num_tokens: how many were computed.
+        num_copies: how many blocks were copied.
+        num_prepared: steps that were prepared while another one was computed.
+        num_ahead: how many of them were started.
+    """
+
+    is_asynchronous = True
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        clock: FakeClock,
+        step_s: float,
+        token_s: float,
+        failures: Mapping[int, str],
+        during: Callable[[Sequence[Part], str | None], None],
+    ) -> None:
+        self.model = SimpleNamespace(name="simulated", device=torch.device("cpu"))
+        self.storage = SimpleNamespace(block_bytes=0, kv_dtype="uint64")
+        self.content: Content = np.zeros((cache.pool.num_blocks, cache.block_size), dtype=np.uint64)
+        self.violations: list[str] = []
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.num_copies = 0
+        self.num_prepared = 0
+        self.num_ahead = 0
+        self._cache = cache
+        self._clock = clock
+        self._step_s, self._token_s = step_s, token_s
+        self._failures = failures
+        self._during = during
+        self._is_under_way = False
+        self._prepared: list[Part] = []
+
+    def prepare(self, chunks: Sequence[Chunk]) -> Launch:
+        """Note the block tables of now. The step before may be under way."""
+        is_ahead = self._is_under_way
+        parts = []
+        for chunk in chunks:
+            lease = self._lease_of(chunk)
+            copied = dataclasses.replace(chunk, block_ids=chunk.block_ids.copy())
+            parts.append(Part(copied, lease, lease.num_tokens + is_ahead))
+        self._prepared = parts
+        self.num_prepared += is_ahead
+
+        def start(input_ids: torch.Tensor) -> Wait:
+            self.num_ahead += is_ahead
+            return self._start(parts, input_ids)
+
+        return start
+
+    def start(self, chunks: Sequence[Chunk]) -> Wait:
+        return self.prepare(chunks)(pack_tokens(chunks))
+
+    def _start(self, prepared: Sequence[Part], input_ids: torch.Tensor) -> Wait:
+        """Begin a step. It writes where its block tables say, and until it is waited for what it writes is lost.
+
+        Every other step that fails before it has done anything fails here, and so does one without memory.
+        """
+        if self._is_under_way:
+            self.violations.append("a step begins before the last one was waited for")
+        if self._prepared is not prepared:
+            self.violations.append("a step begins although another one was prepared since, or it began before")
+        self._prepared = []
+        chunks = with_tokens([part.chunk for part in prepared], input_ids)
+        parts = [part._replace(chunk=chunk) for chunk, part in zip(chunks, prepared, strict=True)]
+        self._verify_writes(parts)
+        failure = self._failures.get(self.num_steps)
+        if failure in ("before", "no memory") and self.num_steps % 2:
+            return self._finish(parts, failure)
+        for chunk in chunks:
+            if chunk.copy is not None:
+                self.content[chunk.copy.target] = 667
+            self._scribble(chunk)
+        self._is_under_way = True
+        return lambda: self._finish(parts, failure)
+
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+        return self.start(chunks)()
+
+    def _finish(self, parts: Sequence[Part], failure: str | None) -> StepResult:
+        """Compute what was begun."""
+        self._is_under_way = False
+        self.num_steps += 1
+        chunks = [part.chunk for part in parts]
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        self._clock.now_s += self._step_s + self._token_s * num_tokens
+        if failure != "before":
+            self._compute(parts, scribbles=failure in ("after", "no memory"))
+        self._during(parts, failure)
+        if failure in ("before", "after"):
+            raise DeviceLost(f"step {self.num_steps - 1}")
+        if failure == "no memory":
+            raise torch.OutOfMemoryError
+        self.num_tokens += num_tokens
+        rows = [logits_of(self.read(chunk.block_ids, chunk.end)) for chunk in chunks]
+        is_finite = [True] * len(chunks)
+        if failure == "not finite":
+            bad = broken_part(parts)
+            is_finite[bad] = False
+            rows[bad] = np.full(VOCAB_SIZE, np.nan, dtype=np.float32)
+            self._scribble(chunks[bad])
+        wanted = [row for chunk, row in zip(chunks, rows, strict=True) if chunk.wants_logits]
+        logits = torch.from_numpy(np.stack(wanted)) if wanted else torch.empty(0, VOCAB_SIZE)
+        return StepResult(logits, logits.argmax(dim=-1).tolist(), is_finite)
+
+    def read(self, block_ids: npt.NDArray[np.int32], num_tokens: int, start_block: int = 0) -> Content:
+        """The first slots that a block table leads to."""
+        num_blocks = -(-num_tokens // self._cache.block_size)
+        return self.content[block_ids[start_block:num_blocks]].ravel()[
+            : num_tokens - start_block * self._cache.block_size
+        ]
+
+    def _lease_of(self, chunk: Chunk) -> Lease:
+        """Chunks know no namespace; but their block table is the very one of a lease."""
+        return next(lease for lease in self._cache.leases if lease.block_ids is chunk.block_ids)
+
+    def _compute(self, parts: Sequence[Part], *, scribbles: bool) -> None:
+        for chunk, *_ in parts:
+            if chunk.copy is not None:
+                self.content[chunk.copy.target] = self.content[chunk.copy.source]
+                self.num_copies += 1
+        for chunk, lease, _ in parts:
+            held = self.read(chunk.block_ids, chunk.start)
+            expected = content_of(lease.namespace, bytes(chunk.tokens))[: chunk.start]
+            for position in np.flatnonzero(held != expected)[:1].tolist():
+                self.violations.append(f"position {position} of [0, {chunk.start}) holds another prefix's K/V")
+            before = int(held[-1]) if chunk.start else first_digest(lease.namespace)
+            token_ids = np.frombuffer(chunk.tokens, dtype="<u4")[chunk.start : chunk.end]
+            self._write(chunk, chained(before, token_ids.tolist()))
+        if scribbles:
+            for chunk, *_ in parts:
+                self._scribble(chunk)
+
+    def _write(self, chunk: Chunk, content: Content | int) -> None:
+        positions = np.arange(chunk.start, chunk.end)
+        blocks, offsets = np.divmod(positions, self._cache.block_size)
+        self.content[chunk.block_ids[blocks], offsets] = content
+
+    def _scribble(self, chunk: Chunk) -> None:
+        self._write(chunk, 666)
+
+    def _verify_writes(self, parts: Sequence[Part]) -> None:
+        """Each block that is written has one writer, who owns it; what is copied is not being written."""
+        written = [self._blocks_to_write(part.chunk) for part in parts]
+        all_written = [block_id for block_ids in written for block_id in block_ids]
+        if len(set(all_written)) < len(all_written):
+            self.violations.append("two chunks of a step write the same block")
+        for (chunk, lease, num_tokens), block_ids in zip(parts, written, strict=True):
+            if any(self._cache.pool.state(block_id) is not BlockState.LEASED for block_id in block_ids):
+                self.violations.append("a step writes a block that is free or published")
+            if chunk.start // self._cache.block_size < lease.num_published_blocks:
+                self.violations.append("a lease writes a block that belongs to the tree")
+            if not 0 <= chunk.start < chunk.end <= num_tokens:
+                self.violations.append(f"a chunk [{chunk.start}, {chunk.end}) of {num_tokens} tokens")
+            if not np.array_equal(chunk.block_ids, lease.block_ids) or lease.is_closed:
+                self.violations.append("a step begins with a block table that is not that of the lease any more")
+            if chunk.copy is not None and chunk.copy.source in all_written:
+                self.violations.append("a block is copied that the same step writes")
+            if chunk.copy is not None and self._cache.pool.state(chunk.copy.source) is BlockState.FREE:
+                self.violations.append("a block is copied that is free")
+
+    def _blocks_to_write(self, chunk: Chunk) -> list[int]:
+        block_size = self._cache.block_size
+        block_ids: list[int] = chunk.block_ids[chunk.start // block_size : -(-chunk.end // block_size)].tolist()
+        if chunk.copy is not None and chunk.copy.target not in block_ids:
+            block_ids.append(chunk.copy.target)
+        return block_ids
+
+
+def broken_part(parts: Sequence[Part]) -> int:
+    """Which chunk of a step is not finite, if one is."""
+    return len(parts) // 2

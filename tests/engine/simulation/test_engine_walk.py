@@ -1,0 +1,132 @@
+"""The whole engine in virtual time: seeded worlds, a failure at every step, and an oracle that has teeth."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engine.simulation.broken_engines import BREAKS, Breaks
+from tests.engine.simulation.engine_events import Ask, Event, Fail, World
+from tests.engine.simulation.engine_script import make_script, make_world
+from tests.engine.simulation.engine_walk import fails, judged, report, shortest, troubled_scripts, walk
+
+# What every hundred seeds must show; otherwise they prove little.
+INTERESTING = {
+    "answered",
+    "blocks purged in use",
+    "cancelled",
+    "copies",
+    "evicted blocks",
+    "failed steps",
+    "failed with DeadlineExceeded",
+    "failed with Draining",
+    "failed with OutOfBlocks",
+    "failed with StepFailed",
+    "follows",
+    "leases released",
+    "pauses",
+    "recomputed tokens",
+    "retained tokens",
+    "steps ahead",
+    "steps prepared in vain",
+    "steps without memory",
+}
+
+# Walks that failed once, and why.
+FOUND: dict[str, tuple[World, list[Event]]] = {
+    "a request was paused before it had computed anything, and what was cached for it since was taken for computed": (
+        World(block_size=2, num_blocks=6, max_step_tokens=5, max_running_requests=4, policy="adaptive", token_s=0.0),
+        [
+            Ask(at_s=3.66, key=0, prompt=((1, 5),), max_new_tokens=5),
+            Ask(at_s=3.66, key=1, prompt=((2, 2),), salt="s"),
+            Ask(at_s=7.1, key=4, prompt=((2, 2), (0, 1)), salt="s", priority=100),
+            Fail(step=1, how="no memory"),
+        ],
+    ),
+    "a request that waited for blocks was admitted as if none of it were cached, and followed who had published it": (
+        World(num_blocks=6, max_step_tokens=48, max_running_requests=20, max_retained_blocks=1, weights=(("a", 3.0),)),
+        [
+            Ask(at_s=1.97, key=0, prompt=((1, 2),), max_new_tokens=9),
+            Ask(at_s=1.97, key=1, prompt=((1, 2), (0, 7), (2, 1)), max_new_tokens=10),
+            Ask(at_s=1.97, key=3, prompt=((1, 2), (0, 7), (2, 1), (0, 9), (4, 5))),
+            Ask(at_s=1.97, key=4, prompt=((1, 2), (0, 7), (2, 1), (0, 9), (4, 3), (5, 2))),
+        ],
+    ),
+    "a generation that was resumed went on to lead while it decoded": (
+        World(num_blocks=6, max_step_tokens=8, policy="lfu", held_lease_ttl_s=3.0, weights=(("b", 0.25), ("c", 2.0))),
+        [
+            Ask(at_s=0.0, key=0, prompt=((1, 3),), tenant="c"),
+            Ask(at_s=1.58, key=3, prompt=((2, 1), (4, 3)), max_new_tokens=6),
+            Ask(at_s=1.58, key=4, prompt=((1, 3), (5, 1)), tenant="c", max_new_tokens=10),
+        ],
+    ),
+    "a step that was started ahead found no memory, and waiting for it was taken for doing nothing": (
+        World(num_blocks=24, max_step_tokens=48, max_running_requests=20, max_retained_blocks=24),
+        [
+            Ask(at_s=0.0, key=0, prompt=((1, 1),), max_new_tokens=30),
+            Ask(at_s=0.0, key=3, prompt=((1, 1), (3, 3), (4, 7)), max_new_tokens=29),
+            Fail(step=13, how="no memory"),
+        ],
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Steps fail on purpose, and the engine logs each."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("first", range(0, 200, 100))
+def test_every_request_is_answered_as_if_it_were_alone(first: int) -> None:
+    events = Counter[str]()
+    for seed in range(first, first + 100):
+        world = make_world(seed)
+        events += judged(world, make_script(world, seed))
+    assert {event for event in INTERESTING if not events[event]} == set()
+
+
+@pytest.mark.parametrize("why", FOUND)
+def test_what_was_found_stays_found(why: str) -> None:
+    assert judged(*FOUND[why])["answered"] == sum(isinstance(event, Ask) for event in FOUND[why][1])
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_any_step_may_fail_and_be_the_last(seed: int) -> None:
+    world, scripts = troubled_scripts(seed)
+    assert len(scripts) > 100
+    for script in scripts:
+        judged(world, script)
+
+
+def test_the_same_seed_is_the_same_walk() -> None:
+    assert make_world(7) == make_world(7)
+    assert make_script(make_world(7), 7) == make_script(make_world(7), 7)
+    assert judged(make_world(7), make_script(make_world(7), 7)) == walk(make_world(7), make_script(make_world(7), 7))
+
+
+@pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)
+def test_an_engine_is_seen_to_be_broken_that(breaks: Breaks, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaks(monkeypatch)
+    failures = (fails(make_world(seed), make_script(make_world(seed), seed)) for seed in range(100))
+    failure = next(filter(None, failures), "")
+    assert failure
+    assert not failure.startswith(("TypeError", "AttributeError")), "it is not broken as it was meant to be"
+
+
+def test_a_failing_walk_is_made_short_and_can_be_pasted() -> None:
+    world = World(computes_once=True)
+    asks = [Ask(float(key), key, ((key, 9),), priority=60) for key in range(1, 8)]
+    twice = Ask(9.0, 8, ((3, 9),), top_p=0.5)
+    assert fails(world, [*asks]) == ""
+    failure = fails(world, [*asks, twice])
+    assert failure == "AssertionError: a token was computed twice"
+    short = shortest(world, [*asks, twice])
+    assert short == [Ask(3.0, 3, ((3, 9),)), Ask(9.0, 8, ((3, 9),))]
+    assert f"{short}" == "[Ask(at_s=3.0, key=3, prompt=((3, 9),)), Ask(at_s=9.0, key=8, prompt=((3, 9),))]"
+    assert failure in report(world, [*asks, twice])

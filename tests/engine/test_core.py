@@ -1,0 +1,384 @@
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.retention import Grant, Retention
+from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.tenants import Quota
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import StepResult
+from radixkv.engine.observer import Observer
+from radixkv.errors import DeadlineExceeded, Draining, OutOfBlocks, QuotaExceeded, StepFailed, UnknownLease
+from tests.core_bench import Bench
+from tests.fake_runner import next_token, tokens
+
+
+def test_a_cold_prompt_is_computed_whole_and_a_repeated_one_to_its_last_token() -> None:
+    bench = Bench()
+    cold, warm = bench.prefill(range(10)), bench.prefill(range(10))
+    assert (cold.usage.cached_tokens, cold.usage.computed_tokens, cold.usage.written_tokens) == (0, 10, 10)
+    assert (warm.usage.cached_tokens, warm.usage.computed_tokens, warm.usage.written_tokens) == (9, 1, 0)
+    assert (cold.miss_reason, warm.miss_reason) == (MissReason.COLD, MissReason.NONE)
+    assert cold.next_token_id == warm.next_token_id == next_token(tokens(range(10)))
+    assert bench.runner.steps == [[(0, 10)], [(9, 10)]]
+
+
+def test_reuse_is_exact_to_the_token() -> None:
+    bench = Bench()
+    bench.prefill(range(10))
+    result = bench.prefill([0, 1, 2, 3, 4, 5, 99, 98])
+    assert result.usage.cached_tokens == 6
+    assert result.miss_reason is MissReason.DIVERGED
+
+
+def test_long_prompts_are_split_under_the_token_budget() -> None:
+    bench = Bench(max_step_tokens=6)
+    bench.prefill(range(20))
+    assert bench.runner.steps == [[(0, 6)], [(6, 12)], [(12, 18)], [(18, 20)]]
+
+
+def test_one_step_serves_several_requests() -> None:
+    bench = Bench(max_step_tokens=32)
+    futures = [bench.submit(range(start, start + 8)) for start in (0, 20, 40)]
+    bench.run()
+    assert len(bench.runner.steps) == 1
+    assert [f.result(0).next_token_id for f in futures] == [
+        next_token(tokens(range(start, start + 8))) for start in (0, 20, 40)
+    ]
+
+
+def test_waiting_requests_reuse_what_running_ones_publish() -> None:
+    bench = Bench(max_step_tokens=8)
+    futures = [bench.submit([*range(32), 100 + i]) for i in range(4)]
+    bench.run()
+    assert sum(f.result(0).usage.computed_tokens for f in futures) == 32 + 4
+    assert bench.runner.computed_tokens == 32 + 4
+
+
+def test_read_cache_off_computes_everything_and_reads_nothing() -> None:
+    bench = Bench(max_step_tokens=5)
+    bench.prefill(range(12))
+    bench.runner.forget_everything()  # so that reading a cached block is seen
+    result = bench.prefill(range(12), read_cache=False)
+    assert (result.usage.cached_tokens, result.usage.computed_tokens) == (0, 12)
+    assert result.miss_reason is MissReason.READ_DISABLED
+
+
+def test_a_prompt_can_be_kept_longer_than_others() -> None:
+    bench = Bench(num_blocks=10)
+    kept = bench.prefill(range(8), retention=Retention(80, ttl_s=60))
+    assert kept.retained is not None
+    assert kept.retained.grant == Grant(8, 0, 0, expires_s=60.0)
+    assert kept.retained.expires_at_s == pytest.approx(time.time() + 60, abs=5)
+    bench.prefill(range(100, 132))
+    bench.prefill(range(200, 232))
+    assert bench.prefill(range(8)).usage.cached_tokens == 7
+    bench.clock.now = 61
+    bench.prefill(range(300, 332))
+    bench.prefill(range(400, 440))
+    expired = bench.prefill(range(8))
+    assert (expired.usage.cached_tokens, expired.miss_reason) == (0, MissReason.EXPIRED)
+
+
+@pytest.mark.parametrize("options", [{}, {"read_cache": False}, {"read_cache": False, "write_cache": False}])
+@pytest.mark.parametrize("length", [8, 7])
+def test_a_low_priority_lowers_nothing_that_others_published(length: int, options: dict[str, bool]) -> None:
+    bench = Bench(num_blocks=10)
+    bench.prefill(range(8))
+    again = bench.prefill(range(length), retention=Retention(0), **options)
+    assert again.retained is not None
+    assert again.retained.grant == Grant(length, 0, 0)
+    bench.prefill(range(90, 94))
+    bench.cache.evict(2)
+    assert bench.prefill(range(90, 94)).usage.cached_tokens == 3  # the older ones went first
+
+
+def test_a_waiting_request_publishes_nothing_after_a_purge() -> None:
+    bench = Bench(max_running_requests=1, max_step_tokens=4)
+    futures = [bench.submit(range(start, start + 8)) for start in (0, 20)]
+    bench.core.step()
+    bench.core.purge(tenant="", adapter=None, salt=None)
+    later = bench.submit(range(40, 48))
+    bench.run()
+    assert [future.result(0).usage.written_tokens for future in (*futures, later)] == [4, 0, 8]
+    assert [bench.prefill(range(s, s + 8)).usage.cached_tokens for s in (0, 20, 40)] == [0, 0, 7]
+
+
+def test_a_low_priority_is_for_what_the_request_computed_alone() -> None:
+    bench = Bench(num_blocks=10)
+    bench.prefill(range(8))
+    own = bench.prefill([*range(8), 90, 91, 92, 93], retention=Retention(0))
+    assert own.retained is not None
+    assert own.retained.grant == Grant(12, 0, 0)
+    nothing = bench.prefill([*range(8), 90, 91], retention=Retention(0, start=2, end=6))
+    assert nothing.retained is not None
+    assert nothing.retained.grant == Grant(4, 0, 0)
+    bench.cache.evict(1)
+    assert bench.prefill([*range(8), 90, 91, 92, 93]).usage.cached_tokens == 8
+
+
+def test_what_was_not_published_is_not_retained() -> None:
+    result = Bench().prefill(range(8), write_cache=False, retention=Retention(80))
+    assert result.retained is not None
+    assert result.retained.grant == Grant(0, 0, 8)
+
+
+def test_write_cache_off_leaves_nothing_behind() -> None:
+    bench = Bench()
+    result = bench.prefill(range(12), write_cache=False)
+    assert result.usage.written_tokens == 0
+    assert bench.cache.pool.num_free == 64
+
+
+def test_tenants_share_nothing() -> None:
+    bench = Bench()
+    bench.prefill(range(12), tenant="a")
+    assert bench.prefill(range(12), tenant="b").miss_reason is MissReason.COLD
+    assert bench.prefill(range(12), tenant="a").usage.cached_tokens == 11
+
+
+def test_eviction_makes_room_and_is_named_as_the_reason() -> None:
+    bench = Bench(num_blocks=4)
+    bench.prefill(range(16))
+    bench.prefill(range(100, 116))
+    assert bench.prefill(range(16)).miss_reason is MissReason.EVICTED
+
+
+def test_a_request_waits_for_blocks_of_running_ones() -> None:
+    bench = Bench(num_blocks=4, max_step_tokens=32)
+    first, second = bench.submit(range(12)), bench.submit(range(50, 62))
+    bench.run()
+    assert first.result(0).usage.computed_tokens == second.result(0).usage.computed_tokens == 12
+    assert bench.runner.steps == [[(0, 12)], [(0, 12)]]
+
+
+def test_held_leases_that_leave_no_blocks_refuse_a_request_at_once() -> None:
+    bench = Bench(num_blocks=4, held_lease_ttl_s=30.0)
+    bench.prefill(range(12), hold_lease=True)
+    refused = bench.submit(range(50, 62))
+    bench.run()
+    error = refused.exception(0)
+    assert isinstance(error, OutOfBlocks)
+    assert error.retry_after_s == 30.0
+
+
+def test_a_tenant_beyond_its_ceiling_is_refused_and_holds_up_nobody() -> None:
+    bench = Bench(quotas={"acme": Quota(ceiling_blocks=2)})
+    refused, served = bench.submit(range(12), tenant="acme"), bench.submit(range(12), tenant="other")
+    bench.run()
+    assert isinstance(refused.exception(0), QuotaExceeded)
+    assert served.result(0).usage.computed_tokens == 12
+    acme, other = bench.core.stats().tenants
+    assert (acme.tenant, acme.ceiling_blocks, acme.cached_blocks) == ("acme", 2, 0)
+    assert (other.tenant, other.cached_blocks, other.miss_tokens) == ("other", 3, 12)
+
+
+class TestHeldLeases:
+    def test_a_held_lease_keeps_its_blocks_from_eviction(self) -> None:
+        bench = Bench(num_blocks=4)
+        held = bench.prefill(range(8), hold_lease=True).held_lease
+        assert held is not None
+        bench.prefill(range(50, 58))
+        bench.prefill(range(70, 78))
+        assert bench.prefill(range(8)).usage.cached_tokens == 7
+        assert held.block_table.size == 2
+
+    def test_release_gives_them_back(self) -> None:
+        bench = Bench()
+        held = bench.prefill(range(8), hold_lease=True).held_lease
+        assert held is not None
+        assert bench.core.stats().blocks.pinned == 2
+        bench.core.held_leases.release(held.lease_id, "")
+        bench.cache.check()
+        assert bench.core.stats().blocks.pinned == 0
+
+    def test_a_second_release_is_refused(self) -> None:
+        bench = Bench()
+        held = bench.prefill(range(8), hold_lease=True).held_lease
+        assert held is not None
+        bench.core.held_leases.release(held.lease_id, "")
+        with pytest.raises(UnknownLease):
+            bench.core.held_leases.release(held.lease_id, "")
+
+    def test_another_tenant_does_not_find_it(self) -> None:
+        bench = Bench()
+        held = bench.prefill(range(8), tenant="a", hold_lease=True).held_lease
+        assert held is not None
+        with pytest.raises(UnknownLease):
+            bench.core.held_leases.release(held.lease_id, "b")
+        assert len(bench.core.held_leases) == 1
+
+    def test_it_expires(self) -> None:
+        bench = Bench(held_lease_ttl_s=5.0)
+        bench.prefill(range(8), hold_lease=True)
+        bench.clock.now = 4.9
+        bench.core.step()
+        assert len(bench.core.held_leases) == 1
+        bench.clock.now = 5.0
+        bench.core.step()
+        assert len(bench.core.held_leases) == 0
+        assert bench.cache.num_pinned_blocks == 0
+
+
+class TestWaysOut:
+    def test_a_cancelled_request_gives_its_blocks_back_between_chunks(self) -> None:
+        bench = Bench(max_step_tokens=4)
+        future = bench.submit(range(12))
+        bench.core.step()
+        assert future.cancel()
+        bench.core.step()
+        bench.cache.check()
+        assert not bench.core.has_work
+        assert bench.core.stats().requests.cancelled == 1
+        assert bench.cache.pool.num_leased == 0
+        assert bench.prefill(range(12)).usage.cached_tokens == 4, "what was published stays cached"
+
+    def test_a_cancelled_waiting_request_never_runs(self) -> None:
+        bench = Bench()
+        future = bench.submit(range(12))
+        future.cancel()
+        bench.run()
+        assert bench.runner.steps == []
+
+    def test_a_deadline_is_honoured_between_chunks(self) -> None:
+        bench = Bench(max_step_tokens=4)
+        future = bench.submit(range(12), deadline_s=10.0)
+        bench.core.step()
+        bench.clock.now = 10.0
+        bench.run()
+        assert isinstance(future.exception(0), DeadlineExceeded)
+        assert len(bench.runner.steps) == 1
+        assert bench.cache.pool.num_leased == 0
+
+    def test_what_is_cancelled_after_its_deadline_was_late(self) -> None:
+        bench = Bench(max_step_tokens=4)
+        in_time, late = bench.submit(range(12), deadline_s=20.0), bench.submit(range(12), deadline_s=10.0)
+        bench.core.step()
+        in_time.cancel(), late.cancel()  # the second by a server that minds the deadline as well
+        bench.clock.now = 10.0
+        bench.core.step()
+        ended = bench.core.stats().requests
+        assert (ended.cancelled, ended.failed) == (1, 1)
+
+    def test_a_failed_step_fails_its_requests_publishes_nothing_and_the_next_one_works(self) -> None:
+        bench = Bench(max_step_tokens=32)
+        bench.runner.fail_next = RuntimeError("no such luck")
+        failed = [bench.submit(range(start, start + 8)) for start in (0, 20)]
+        bench.core.step()
+        assert all(isinstance(f.exception(0), StepFailed) for f in failed)
+        assert bench.cache.pool.num_free == 64
+        assert bench.prefill(range(8)).usage.cached_tokens == 0
+
+    def test_values_that_are_not_finite_fail_their_request_alone_and_publish_nothing(self) -> None:
+        bench = Bench(max_step_tokens=32)
+        bench.runner.not_finite = tokens(range(8))
+        bad, good = bench.submit(range(8)), bench.submit(range(20, 28))
+        bench.run()
+        assert isinstance(bad.exception(0), StepFailed)
+        assert good.result(0).usage.written_tokens == 8
+        bench.runner.not_finite = None
+        assert bench.prefill(range(8)).usage.cached_tokens == 0
+
+    def test_a_failure_while_the_logits_are_read_is_a_failed_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def lost_device(*_: object) -> None:
+            raise RuntimeError("the device is gone")
+
+        bench = Bench()
+        monkeypatch.setattr("radixkv.engine.step.predict", lost_device)
+        future = bench.submit(range(8))
+        bench.run()
+        assert isinstance(future.exception(0), StepFailed)
+        assert bench.cache.pool.num_free == 64
+
+    def test_a_deadline_that_passes_in_the_last_step_holds_no_lease(self) -> None:
+        bench = Bench()
+        future = bench.submit(range(8), deadline_s=1.0, hold_lease=True)
+        run = bench.runner.run
+
+        def slow_run(chunks: Sequence[Chunk]) -> StepResult:
+            bench.clock.now = 2.0
+            return run(chunks)
+
+        bench.runner.run = slow_run  # type: ignore[method-assign]
+        bench.run()
+        assert isinstance(future.exception(0), DeadlineExceeded)
+        assert len(bench.core.held_leases) == 0
+
+    def test_an_observer_that_raises_is_nobody_else_s_trouble(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Broken(Observer):
+            def request_ended(self, *_: object) -> None:
+                raise ZeroDivisionError
+
+        bench = Bench(observer=Broken())
+        assert bench.prefill(range(8)).usage.prompt_tokens == 8
+        assert "an observer failed" in caplog.text
+
+    def test_answers_that_are_not_finite_count_as_failed_steps(self) -> None:
+        bench = Bench()
+        bench.runner.not_finite = tokens(range(8))
+        for num_failed in (1, 2):
+            bench.submit(range(8))
+            bench.run()
+            assert bench.core.num_failed_steps == num_failed
+        bench.prefill(range(20, 28))
+        assert bench.core.num_failed_steps == 0
+
+    def test_closing_fails_everything_and_frees_every_lease(self) -> None:
+        bench = Bench(max_step_tokens=4)
+        bench.prefill(range(100, 108), hold_lease=True)
+        running, waiting = bench.submit(range(12)), bench.submit(range(20, 32))
+        bench.core.step()
+        bench.core.close(Draining("stopped"))
+        bench.cache.check()
+        assert isinstance(running.exception(0), Draining)
+        assert isinstance(waiting.exception(0), Draining)
+        assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
+
+
+def test_stats_add_up() -> None:
+    bench = Bench()
+    bench.prefill(range(10))
+    bench.prefill(range(10))
+    stats = bench.core.stats()
+    assert stats.tokens.prompt == 20 == stats.tokens.cached + stats.tokens.computed
+    assert stats.blocks.total == stats.blocks.free + stats.blocks.leased + stats.blocks.published
+    assert (stats.requests.finished, stats.segments, stats.namespaces) == (2, 1, 1)
+
+
+def test_top_logprobs_are_sorted_and_normalised() -> None:
+    bench = Bench()
+    result = bench.prefill(range(4), top_logprobs=3, return_logits=True)
+    ids, values = zip(*result.top_logprobs, strict=True)
+    assert ids[0] == result.next_token_id
+    assert list(values) == sorted(values, reverse=True)
+    assert result.logits is not None
+    assert result.logits.argmax() == result.next_token_id
+
+
+def test_no_more_requests_run_than_allowed() -> None:
+    bench = Bench(max_step_tokens=64, max_running_requests=2)
+    for start in (0, 20, 40):
+        bench.submit(range(start, start + 8))
+    bench.core.step()
+    assert [len(step) for step in bench.runner.steps] == [2]
+    assert bench.core.stats().requests.waiting == 1
+
+
+def test_the_load_is_told_as_in_stats_but_without_a_walk_through_the_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(num_blocks=4)
+    for start in (0, 50):
+        bench.prefill(range(start, start + 12), hold_lease=True)
+        bench.core.held_leases.close()
+    bench.submit(range(8), tenant="acme")
+    stats = bench.core.stats()
+    assert (stats.evicted_blocks, stats.namespaces, stats.requests.waiting) == (2, 1, 1)
+
+    def walk(tree: RadixTree) -> None:
+        raise AssertionError("nobody asked for segments")
+
+    monkeypatch.setattr(RadixTree, "nodes", walk)
+    load = bench.core.load()
+    assert dataclasses.asdict(load).items() <= dataclasses.asdict(stats).items()

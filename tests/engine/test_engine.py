@@ -1,0 +1,438 @@
+import threading
+import time
+from concurrent.futures import wait
+
+import numpy as np
+import pytest
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.result import GeneratedTokens
+from radixkv.api.sampling import Sampling
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenants import Quota
+from radixkv.config import EngineConfig
+from radixkv.engine.engine import Engine
+from radixkv.errors import (
+    Draining,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    QuotaExceeded,
+    StepFailed,
+    StepHangs,
+    UnknownAdapter,
+    UnknownLease,
+)
+from radixkv.scheduling.request import PrefillParams
+from tests.fake_runner import VOCAB_SIZE, FakeRunner, next_token, tokens
+
+NUM_BLOCKS, BLOCK_SIZE = 32, 4
+
+
+class GatedRunner(FakeRunner):
+    """Runs a step only while its gate is open."""
+
+    def __init__(self, max_tokens: int | None = None) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_SIZE, max_tokens)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+
+    def run(self, chunks):  # type: ignore[no-untyped-def]
+        self.entered.set()
+        assert self.gate.wait(10)
+        return super().run(chunks)
+
+
+@pytest.fixture
+def runner() -> GatedRunner:
+    return GatedRunner()
+
+
+@pytest.fixture
+def engine(runner: GatedRunner):  # type: ignore[no-untyped-def]
+    config = EngineConfig(max_step_tokens=8, max_running_requests=2, max_waiting_requests=2, held_lease_ttl_s=0.2)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), config)
+    engine.start()
+    yield engine
+    runner.gate.set()
+    engine.stop()
+
+
+def params(ids: range | list[int], **fields: object) -> PrefillParams:
+    return PrefillParams(tokens(ids), **fields)
+
+
+def test_it_answers(engine: Engine) -> None:
+    result = engine.prefill(params(range(20))).result(5)
+    assert result.next_token_id == next_token(tokens(range(20)))
+    assert engine.probe(tokens(range(20))).result(5).cached_tokens == 19
+    engine.check().result(5)
+
+
+def test_probe_changes_nothing(engine: Engine) -> None:
+    before = engine.stats().result(5).blocks
+    probed = engine.probe(tokens(range(20)), tenant="a").result(5)
+    assert (probed.cached_tokens, probed.prompt_tokens, probed.miss_reason) == (0, 20, MissReason.COLD)
+    assert engine.stats().result(5).blocks == before
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (b"\1\0\0", InvalidRequest, "token_ids: expected little-endian uint32 ids, got 3 bytes"),
+        (b"", InvalidRequest, "token_ids: expected at least 1 token, got 0"),
+        (
+            tokens([1, 2, VOCAB_SIZE]),
+            InvalidRequest,
+            r"token_ids\[2\]: expected an id below the vocabulary size 256, got more",
+        ),
+        (tokens([2**32 - 1]), InvalidRequest, r"token_ids\[0\]"),
+        (tokens([0] * 129), PromptTooLong, "token_ids: expected at most 128 tokens, got 129"),
+    ],
+)
+def test_a_wrong_prompt_is_refused_at_once(engine: Engine, data: bytes, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        engine.prefill(PrefillParams(data))
+    with pytest.raises(error, match=message):
+        engine.probe(data)
+    assert engine.stats().result(5).requests.failed == 0
+
+
+def test_a_prompt_that_fills_the_whole_pool_is_served_twice(engine: Engine) -> None:
+    for _ in range(2):
+        assert engine.prefill(params([7] * 128)).result(5).usage.prompt_tokens == 128
+
+
+def test_the_model_may_be_shorter_than_the_pool() -> None:
+    engine = Engine(GatedRunner(max_tokens=10), PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    with pytest.raises(PromptTooLong, match="at most 10 tokens, got 11"):
+        engine.prefill(params(range(11)))
+
+
+def test_an_unknown_adapter_is_refused(engine: Engine) -> None:
+    with pytest.raises(UnknownAdapter):
+        engine.prefill(params(range(4), adapter="french"))
+
+
+def test_too_many_unfinished_requests_are_refused(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    futures = [engine.prefill(params(range(i, i + 8))) for i in range(4)]
+    with pytest.raises(QueueFull):
+        engine.prefill(params(range(8)))
+    runner.gate.set()
+    for future in futures:
+        future.result(5)
+    engine.prefill(params(range(8))).result(5)
+
+
+def test_cancelled_requests_count_until_their_blocks_are_back(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    for i in range(4):
+        engine.prefill(params(range(i, i + 8))).cancel()
+    with pytest.raises(QueueFull):
+        engine.prefill(params(range(8)))
+    runner.gate.set()
+    engine.stats().result(5)
+
+
+def test_a_call_that_fails_in_the_engine_fails_its_caller_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._core, "stats", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.stats().result(5)
+    assert engine.prefill(params(range(8))).result(5).usage.prompt_tokens == 8
+
+
+def test_cancelling_during_a_step_returns_the_blocks(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    future = engine.prefill(params(range(20)))
+    assert runner.entered.wait(5)
+    assert future.cancel()
+    runner.gate.set()
+    stats = engine.stats().result(5)
+    while stats.requests.cancelled == 0:
+        stats = engine.stats().result(5)
+    assert stats.blocks.leased == 0
+    engine.check().result(5)
+
+
+def test_an_idle_engine_expires_held_leases(engine: Engine) -> None:
+    held = engine.prefill(params(range(8), hold_lease=True)).result(5).held_lease
+    assert held is not None
+    time.sleep(0.3)
+    with pytest.raises(UnknownLease):
+        engine.release(held.lease_id).result(5)
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    running = engine.prefill(params(range(20)))
+    assert runner.entered.wait(5)
+    drained: list[bool] = []
+    thread = threading.Thread(target=lambda: drained.append(engine.drain(5)))
+    thread.start()
+    while engine.is_healthy:
+        time.sleep(0.001)
+    with pytest.raises(Draining):
+        engine.prefill(params(range(4)))
+    runner.gate.set()
+    thread.join(5)
+    assert drained == [True]
+    assert running.result(0).usage.prompt_tokens == 20
+
+
+def test_draining_cancels_what_does_not_finish(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    running = engine.prefill(params(range(20)))
+    assert engine.drain(0.01) is False
+    assert running.cancelled()
+
+
+def test_a_tenant_fills_its_own_queue_and_nobody_else_s(runner: GatedRunner) -> None:
+    config = EngineConfig(max_tenant_requests=2, max_running_requests=2, max_waiting_requests=2)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), config)
+    engine.start()
+    runner.gate.clear()
+    futures = [engine.prefill(params(range(i, i + 8), tenant="busy")) for i in range(2)]
+    with pytest.raises(QueueFull, match="expected fewer than 2 unfinished requests of this tenant, got 2"):
+        engine.prefill(params(range(8), tenant="busy"))
+    futures.append(engine.prefill(params(range(8), tenant="other")))
+    runner.gate.set()
+    for future in futures:
+        future.result(5)
+    engine.prefill(params(range(8), tenant="busy")).result(5)
+    engine.stop()
+
+
+def test_a_full_queue_says_when_to_come_back_by_how_fast_it_moves(engine: Engine, runner: GatedRunner) -> None:
+    for i in range(20):
+        engine.prefill(params(range(i, i + 4))).result(5)
+    runner.gate.clear()
+    waiting = [engine.prefill(params(range(i, i + 8))) for i in range(4)]
+    with pytest.raises(QueueFull) as refusal:
+        engine.prefill(params(range(8)))
+    assert 0.05 <= refusal.value.retry_after_s < 1.0
+    runner.gate.set()
+    for future in waiting:
+        future.result(5)
+
+
+def test_a_request_beyond_its_tenant_s_ceiling_is_refused_at_once(runner: GatedRunner) -> None:
+    cache = PrefixCache(NUM_BLOCKS, BLOCK_SIZE, quotas={"acme": Quota(ceiling_blocks=3)})
+    engine = Engine(runner, cache, EngineConfig())
+    with pytest.raises(QuotaExceeded, match="expected at most this tenant's ceiling of 12 tokens, got 13"):
+        engine.prefill(params(range(13), tenant="acme"))
+    with pytest.raises(QuotaExceeded, match="got 13"):
+        engine.generate(params(range(4), tenant="acme"), Sampling(10), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_logprobs": 3}, "prefill.top_logprobs: expected none in a generation, got 3"),
+        ({"return_logits": True}, "prefill.return_logits: expected none in a generation, got True"),
+        ({"hold_lease": True}, "prefill.hold_lease: expected none in a generation, got True"),
+        ({"priority": 101}, "priority: expected 0 to 100, got 101"),
+    ],
+)
+def test_what_a_generation_does_not_have_is_refused(engine: Engine, fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        engine.generate(params(range(4), **fields), Sampling(), lambda _: None)
+
+
+def test_a_generation_that_never_fits_is_refused_at_once(engine: Engine) -> None:
+    most = (NUM_BLOCKS - 1) * BLOCK_SIZE
+    result = engine.generate(params(range(4)), Sampling(most - 4), lambda _: None).result(10)
+    assert len(result.token_ids) == most - 4
+    with pytest.raises(PromptTooLong, match=f"expected at most {most} tokens together, got 4 and {most - 3}"):
+        engine.generate(params(range(4)), Sampling(most - 3), lambda _: None)
+
+
+def test_a_step_that_hangs_fails_everybody_until_it_ends(runner: GatedRunner) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=0.05))
+    engine.start()
+    runner.gate.clear()
+    hanging, waiting = engine.prefill(params(range(20))), engine.prefill(params(range(50, 60)))
+    assert runner.entered.wait(5)
+    while not (hanging.cancelled() and waiting.cancelled()):
+        time.sleep(0.005)
+    assert not engine.is_healthy
+    assert isinstance(engine.cancellation, StepHangs)
+    with pytest.raises(StepHangs, match=r"a step takes more than 0.05 s"):
+        engine.prefill(params(range(4)))
+    runner.gate.set()
+    while not engine.is_healthy:
+        time.sleep(0.005)
+    assert engine.prefill(params(range(4))).result(5).next_token_id == next_token(tokens(range(4)))
+    assert engine.stats().result(5).blocks.leased == 0
+    assert engine.stats().result(5).requests.cancelled == 2
+    engine.check().result(5)
+    engine.stop()
+
+
+def test_nothing_waits_for_a_step_that_hangs(runner: GatedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.engine.engine._STOP_TIMEOUT_S", 0.1)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=0.05))
+    engine.start()
+    runner.gate.clear()
+    hanging = engine.prefill(params(range(20)))
+    assert runner.entered.wait(5)
+    stats = engine.stats()
+    while not (hanging.cancelled() and stats.cancelled()):
+        time.sleep(0.005)
+    for call in (engine.stats, lambda: engine.probe(tokens(range(4))), lambda: engine.release("x")):
+        with pytest.raises(StepHangs):
+            call()
+    start_s = time.monotonic()
+    assert engine.drain(30) is False
+    engine.stop()
+    assert time.monotonic() - start_s < 5
+    assert isinstance(engine.cancellation, Draining)
+    runner.gate.set()
+    while engine.is_alive:
+        time.sleep(0.005)
+    engine._core.cache.check()
+    assert engine._core.cache.pool.num_leased == 0
+
+
+def test_a_drain_does_not_wait_for_a_step_that_is_found_to_hang(runner: GatedRunner) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=0.2))
+    engine.start()
+    runner.gate.clear()
+    hanging = engine.prefill(params(range(20)))
+    assert runner.entered.wait(5)
+    start_s = time.monotonic()
+    assert engine.drain(30) is False
+    assert time.monotonic() - start_s < 5
+    assert hanging.cancelled()
+    runner.gate.set()
+    engine.stop()
+
+
+def test_a_drain_does_not_wait_for_those_that_are_cancelled_meanwhile(runner: GatedRunner) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    engine.start()
+    runner.gate.clear()
+    first, second = engine.prefill(params(range(20))), engine.prefill(params(range(50, 60)))
+    assert runner.entered.wait(5)
+    second.cancel()
+    threading.Timer(0.05, runner.gate.set).start()
+    assert engine.drain(30) is True
+    assert first.result(5).next_token_id == next_token(tokens(range(20)))
+    engine.stop()
+
+
+def test_a_thread_that_dies_leaves_nobody_waiting(runner: GatedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(max_step_tokens=4))
+    runner.gate.clear()
+    engine.start()
+    futures = [engine.prefill(params(range(i, i + 8))) for i in range(3)]
+    assert runner.entered.wait(5)
+    monkeypatch.setattr(engine._core._scheduler, "next_step", lambda _: 1 / 0)
+    monkeypatch.setattr(engine._core, "close", lambda _: 1 / 0)
+    runner.gate.set()
+    wait(futures, 5)
+    assert all(future.done() for future in futures)
+    engine._thread.join(5)
+    with pytest.raises(Draining):
+        engine.prefill(params(range(4)))
+
+
+def test_what_comes_during_a_step_is_in_the_next_one(engine: Engine, runner: GatedRunner) -> None:
+    """A step that is started ahead would leave it out."""
+
+    def close_gate(news: GeneratedTokens) -> None:
+        if news.usage.generated_tokens == 4:
+            runner.entered.clear()
+            runner.gate.clear()
+
+    generation = engine.generate(params(range(4)), Sampling(16), close_gate)
+    while runner.gate.is_set():
+        time.sleep(0.001)
+    assert runner.entered.wait(10)
+    num_steps = len(runner.steps)
+    prefill = engine.prefill(params(range(50, 54)))
+    runner.gate.set()
+    prefill.result(5)
+    generation.result(5)
+    assert [len(step) for step in runner.steps[num_steps : num_steps + 3]] == [1, 2, 1]
+
+
+def test_a_deadline_that_is_none_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="deadline_s: expected a finite time, got nan"):
+        engine.prefill(params(range(4), deadline_s=float("nan")))
+
+
+def test_steps_that_fail_one_after_the_other_make_it_unhealthy_until_one_works(
+    runner: GatedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.engine.engine._RETRY_PERIOD_S", 0.01)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    engine.start()
+    is_broken, run = True, runner.run
+
+    def fail(chunks):  # type: ignore[no-untyped-def]
+        if is_broken:
+            raise RuntimeError("device")
+        return run(chunks)
+
+    runner.run = fail  # type: ignore[method-assign]
+    for num_failed in (1, 2, 3):
+        assert engine.is_healthy
+        with pytest.raises(StepFailed):
+            engine.prefill(params(range(num_failed, 8))).result(5)
+    time.sleep(0.05)
+    assert not engine.is_healthy, "its own tries fail as well"
+    assert engine.is_alive
+    is_broken = False
+    while not engine.is_healthy:
+        time.sleep(0.005)
+    assert engine.prefill(params(range(4))).result(5).next_token_id == next_token(tokens(range(4)))
+    engine.check().result(5)
+    engine.stop()
+
+
+def test_a_stopped_engine_refuses_everything(runner: GatedRunner) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    engine.start()
+    engine.stop()
+    assert not engine.is_healthy
+    with pytest.raises(Draining):
+        engine.prefill(params(range(4)))
+    with pytest.raises(Draining):
+        engine.stats()
+
+
+def test_many_threads_get_their_own_answers(engine: Engine) -> None:
+    rng = np.random.default_rng(0)
+    wrong: list[bytes] = []
+
+    def work(prompts: list[bytes]) -> None:
+        for prompt in prompts:
+            while True:
+                try:
+                    answer = engine.prefill(PrefillParams(prompt)).result(10)
+                    break
+                except QueueFull:
+                    time.sleep(0.001)
+            if answer.next_token_id != next_token(prompt):
+                wrong.append(prompt)
+
+    shared = rng.integers(0, 5, 40)
+    prompts = [
+        [tokens([*shared[: rng.integers(0, 40)], *rng.integers(0, 5, rng.integers(1, 20))]) for _ in range(25)]
+        for _ in range(4)
+    ]
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    engine.check().result(5)
+    stats = engine.stats().result(5)
+    assert stats.requests.finished == 100
+    assert stats.blocks.leased == 0

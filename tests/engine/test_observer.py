@@ -1,0 +1,127 @@
+"""What the engine tells of, and to whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.api.sampling import Sampling
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.config import EngineConfig
+from radixkv.engine.engine import Engine
+from radixkv.engine.observer import Observer, Observers
+from radixkv.errors import OutOfBlocks, PromptTooLong, QueueFull, RadixKVError, StepFailed
+from radixkv.scheduling.request import Outcome, PrefillParams, Request
+from tests.core_bench import Bench
+from tests.fake_runner import FakeRunner, tokens
+
+EVENTS = ("request_refused", "step_done", "step_failed", "request_paused", "request_ended")
+
+
+class Recorder(Observer):
+    """Notes everything it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    def request_refused(self, error: RadixKVError) -> None:
+        self.told.append(("request_refused", type(error)))
+
+    def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
+        self.told.append(("step_done", num_requests, num_prefill_tokens, num_decode_tokens))
+
+    def step_failed(self, seconds: float, num_requests: int) -> None:
+        self.told.append(("step_failed", num_requests))
+
+    def request_paused(self, request: Request) -> None:
+        self.told.append(("request_paused", request.arrival))
+
+    def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
+        self.told.append(("request_ended", request.arrival, outcome, type(error)))
+
+    def of(self, event: str) -> list[tuple[object, ...]]:
+        return [told[1:] for told in self.told if told[0] == event]
+
+
+def test_steps_are_told_with_their_prefill_and_decode_tokens() -> None:
+    recorder = Recorder()
+    bench = Bench(observer=recorder)
+    bench.generate(range(8), 3)
+    bench.core.step()
+    bench.submit(range(100, 105))
+    bench.run()
+    assert recorder.of("step_done") == [(1, 8, 0), (2, 5, 1), (1, 0, 1)]
+
+
+def test_every_end_is_told_with_its_reason() -> None:
+    recorder = Recorder()
+    bench = Bench(num_blocks=4, observer=recorder)
+    bench.prefill(range(4))
+    bench.submit(range(4)).cancel()
+    bench.submit(range(17))
+    bench.run()
+    bench.runner.fail_next = RuntimeError("broken")
+    bench.submit(range(8))
+    bench.run()
+    assert recorder.of("request_ended") == [
+        (0, Outcome.FINISHED, type(None)),
+        (1, Outcome.CANCELLED, type(None)),
+        (2, Outcome.FAILED, OutOfBlocks),
+        (3, Outcome.FAILED, StepFailed),
+    ]
+    assert recorder.of("step_failed") == [(1,)]
+
+
+def test_pauses_are_told() -> None:
+    recorder = Recorder()
+    bench = Bench(num_blocks=9, observer=recorder)
+    for start in (0, 50, 100):
+        bench.generate(range(start, start + 8), 16)
+    bench.run()
+    pauses = recorder.of("request_paused")
+    assert len(pauses) == bench.core.stats().requests.pauses > 0
+    assert (0,) not in pauses, "the oldest is never paused"
+
+
+def test_what_is_refused_at_once_is_told_and_nothing_else_is() -> None:
+    recorder = Recorder()
+    config = EngineConfig(max_running_requests=1, max_waiting_requests=1)
+    engine = Engine(FakeRunner(8, 4), PrefixCache(8, 4), config, observer=recorder)  # its thread does not run
+    engine.prefill(PrefillParams(tokens(range(4))))
+    with pytest.raises(PromptTooLong):
+        engine.prefill(PrefillParams(tokens(range(33))))
+    with pytest.raises(PromptTooLong):
+        engine.generate(PrefillParams(tokens(range(20))), Sampling(9), lambda news: None)
+    engine.generate(PrefillParams(tokens(range(20))), Sampling(8), lambda news: None)
+    with pytest.raises(QueueFull):
+        engine.prefill(PrefillParams(tokens(range(4))))
+    assert recorder.told == [("request_refused", error) for error in (PromptTooLong, PromptTooLong, QueueFull)]
+
+
+def test_an_observer_that_raises_does_not_change_why_a_request_is_refused() -> None:
+    class Broken(Observer):
+        def request_refused(self, error: RadixKVError) -> None:
+            raise ZeroDivisionError
+
+    engine = Engine(FakeRunner(8, 4), PrefixCache(8, 4), EngineConfig(), observer=Broken())
+    with pytest.raises(PromptTooLong):
+        engine.prefill(PrefillParams(tokens(range(33))))
+
+
+def test_several_observers_are_told_the_same_in_order() -> None:
+    recorder = Recorder()
+    bench = Bench(num_blocks=9, observer=Observers([recorder, recorder]))
+    for start in (0, 50, 100):
+        bench.generate(range(start, start + 8), 16)
+    bench.runner.fail_next = RuntimeError("broken")
+    bench.core.step()
+    for start in (0, 50, 100):
+        bench.generate(range(start, start + 8), 16)
+    bench.run()
+    Observers([recorder, recorder]).request_refused(QueueFull("full"))
+    assert recorder.told[::2] == recorder.told[1::2]
+    assert {told[0] for told in recorder.told} == set(EVENTS)
+
+
+def test_no_event_is_forgotten_by_those_who_pass_it_on() -> None:
+    assert {name for name in vars(Observer) if not name.startswith("_")} == set(EVENTS)
+    assert set(EVENTS) <= set(vars(Observers))

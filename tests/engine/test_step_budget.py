@@ -1,0 +1,100 @@
+"""A step that the device has no memory for is tried smaller, and nobody fails because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import StepResult
+from radixkv.engine.step_budget import StepBudget
+from radixkv.errors import OutOfMemory
+from tests.core_bench import Bench
+from tests.fake_runner import next_token, tokens
+
+
+class SmallDevice:
+    """Lets a bench's runner compute so many tokens at once."""
+
+    def __init__(self, bench: Bench, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
+        self.tried: list[int] = []
+        self._run = bench.runner.run
+        bench.runner.run = self.run  # type: ignore[method-assign]
+
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+        self.tried.append(sum(chunk.num_tokens for chunk in chunks))
+        if self.tried[-1] > self.most_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._run(chunks)
+
+
+def test_a_step_that_does_not_fit_is_halved_until_it_does() -> None:
+    bench = Bench(num_blocks=256, max_step_tokens=512)
+    device = SmallDevice(bench, 100)
+    prompts = [list(range(i, i + 120)) for i in range(4)]
+    futures = [bench.submit(prompt) for prompt in prompts]
+    decoding = bench.generate(range(300, 310), 20)
+    bench.run()
+    assert device.tried[:4] == [490, 245, 122, 61]
+    assert max(device.tried[3:]) == 61
+    assert [future.result(0).next_token_id for future in futures] == [next_token(tokens(p)) for p in prompts]
+    assert len(decoding.result(0).token_ids) == 20
+    assert bench.core.num_failed_steps == 0
+
+
+def test_a_copied_block_is_copied_again_when_its_step_is() -> None:
+    bench = Bench(num_blocks=64)
+    bench.prefill(range(6))
+    device = SmallDevice(bench, 3)
+    assert bench.prefill([*range(6), *range(50, 58)]).usage.computed_tokens == 8
+    assert device.tried == [8, 4, 2, 2, 2, 2]
+
+
+def test_who_has_no_memory_for_a_single_token_is_refused_and_the_others_go_on() -> None:
+    bench = Bench(num_blocks=64)
+    device = SmallDevice(bench, 0)
+    refused, behind = bench.submit(range(8)), bench.submit(range(20, 28))
+    while not refused.done():
+        bench.core.step()
+        bench.cache.check()
+    assert isinstance(refused.exception(0), OutOfMemory)
+    assert device.tried == [16, 8, 4, 2, 1]
+    assert bench.core.num_failed_steps == 1
+    device.most_tokens = 512
+    bench.run()
+    assert behind.result(0).next_token_id == next_token(tokens(range(20, 28)))
+    assert bench.core.num_failed_steps == 0
+    assert bench.cache.pool.num_leased == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "left"), [(512, 256), (3, 1), (2, 1), (1, 1)])
+def test_a_step_is_halved(num_tokens: int, left: int) -> None:
+    budget = StepBudget(512)
+    assert budget.shrink(num_tokens) == (num_tokens > 1)
+    assert budget.num_tokens == left
+
+
+def test_steps_grow_again_when_enough_of_them_have_fitted() -> None:
+    budget = StepBudget(500)
+    budget.shrink(400)
+    sizes = []
+    for _ in range(200):
+        budget.grow()
+        sizes.append(budget.num_tokens)
+    assert sizes[62:65] == [200, 400, 400]
+    assert sizes[126:129] == [400, 500, 500]
+    assert sizes[-1] == 500
+
+
+def test_a_step_that_does_not_fit_starts_the_count_again() -> None:
+    budget = StepBudget(512)
+    budget.shrink(512)
+    for _ in range(63):
+        budget.grow()
+    budget.shrink(256)
+    for _ in range(63):
+        budget.grow()
+    assert budget.num_tokens == 128

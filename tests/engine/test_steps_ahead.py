@@ -1,0 +1,454 @@
+"""While all that there is decodes, the device has its next step before the tokens of the last one are told."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from radixkv.api.result import GeneratedTokens, GenerateResult
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import Launch, StepResult, Wait
+from radixkv.engine.observer import Observer
+from radixkv.errors import StepFailed
+from tests.core_bench import BLOCK_SIZE, Bench
+from tests.fake_runner import next_token, tokens
+
+PROMPT = range(10)
+
+
+class Activations:
+    """What a forward pass allocates."""
+
+
+class Diary:
+    """Notes what a bench's runner and its callers see, in order."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.entries: list[str] = []
+        self._bench = bench
+        self._begin = bench.runner.begin
+        self._prepare = bench.runner.prepare
+        bench.runner.begin = self.begin  # type: ignore[method-assign]
+        bench.runner.prepare = self.prepare  # type: ignore[method-assign]
+
+    def prepare(self, chunks: Sequence[Chunk]) -> Launch:
+        self.entries.append("prepare")
+        return self._prepare(chunks)
+
+    def begin(self, chunks: Sequence[Chunk]) -> Wait:
+        self.entries.append("start")
+        wait = self._begin(chunks)
+
+        def noted() -> StepResult:
+            self.entries.append("wait")
+            return wait()
+
+        return noted
+
+    def of_next_step(self) -> list[str]:
+        """What happens in one step of the engine."""
+        self.entries.clear()
+        self._bench.core.step()
+        return list(self.entries)
+
+
+def decoding(bench: Bench, count: int = 30) -> tuple[Future[GenerateResult], Diary]:
+    """A request that has told two tokens, and has a step under way for the third."""
+    diary = Diary(bench)
+    future = bench.generate(PROMPT, count, on_tokens=lambda _: diary.entries.append("tell"))
+    assert diary.of_next_step() == ["start", "wait", "tell"]
+    assert diary.of_next_step() == ["start", "prepare", "wait", "start", "tell"]
+    return future, diary
+
+
+def expected(count: int) -> tuple[int, ...]:
+    path = list(PROMPT)
+    for _ in range(count):
+        path.append(next_token(tokens(path)))
+    return tuple(path[len(PROMPT) :])
+
+
+def test_the_device_has_its_next_step_before_a_token_is_told() -> None:
+    bench = Bench()
+    future, diary = decoding(bench)
+    for _ in range(27):
+        assert diary.of_next_step() == ["prepare", "wait", "start", "tell"]
+    assert diary.of_next_step() == ["wait"], "how long it will be is known before"
+    assert future.result(0).token_ids == expected(30)
+    assert bench.runner.steps == [[(0, 10)], *[[(n, n + 1)] for n in range(10, 39)]], "and none is computed in vain"
+
+
+def test_the_blocks_of_those_who_end_are_back_before_the_next_step() -> None:
+    bench = Bench()
+    diary = Diary(bench)
+    last = expected(4)[-1]
+    short, long = bench.generate(PROMPT, 9, stop_token_ids=frozenset({last})), bench.generate(range(50, 60), 8)
+    assert diary.of_next_step() == ["start", "wait"]
+    assert diary.of_next_step() == ["start", "prepare", "wait", "start"]
+    assert diary.of_next_step() == ["prepare", "wait", "start"]
+    assert diary.of_next_step() == ["prepare", "wait"]
+    assert short.result(0).token_ids == expected(4)
+    bench.run()
+    assert long.done()
+    assert bench.cache.pool.num_leased == 0
+
+
+def test_tokens_count_for_their_tenant_whenever_their_step_was_started() -> None:
+    served = []
+    for is_asynchronous in (True, False):
+        bench = Bench(num_blocks=512, weights={"a": 2.0})
+        bench.runner.is_asynchronous = is_asynchronous
+        futures = [bench.generate([number], 40, tenant="ab"[number % 2]) for number in range(5)]
+        while min(len(future.told) for future in futures) < 20:
+            bench.core.step()
+        bench.has_news = True  # no step is under way after this
+        while min(len(future.told) for future in futures) < 25:
+            bench.core.step()
+        served.append({queue.tenant: queue.served for queue in bench.core._scheduler._queues})
+    assert served[0] == served[1]
+
+
+def test_a_step_takes_from_its_start_until_it_was_waited_for() -> None:
+    seconds: list[float] = []
+
+    class Stopwatch(Observer):
+        def step_done(self, took_s: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
+            seconds.append(took_s)
+
+    bench = Bench(observer=Stopwatch())
+    _, diary = decoding(bench)
+    for number in range(1, 5):
+        bench.clock.now += number
+        assert diary.of_next_step() == ["prepare", "wait", "start", "tell"]
+    assert seconds == [0, 0, 1, 2, 3, 4]
+
+
+class TestAStepIsPreparedInVain:
+    """Something comes while the step before it is computed."""
+
+    def while_it_is_computed(self, bench: Bench, happens: Callable[[], object]) -> None:
+        run = bench.runner.run
+
+        def run_and_happen(chunks: Sequence[Chunk]) -> StepResult:
+            bench.runner.run = run  # type: ignore[method-assign]
+            happens()
+            return run(chunks)
+
+        bench.runner.run = run_and_happen  # type: ignore[method-assign]
+
+    def test_after_a_cancel(self) -> None:
+        bench = Bench()
+        future, diary = decoding(bench)
+        self.while_it_is_computed(bench, future.cancel)
+        assert diary.of_next_step() == ["prepare", "wait", "tell"]
+        bench.core.step()
+        assert bench.cache.pool.num_leased == 0
+
+    def test_after_an_arrival(self) -> None:
+        bench = Bench()
+        future, diary = decoding(bench)
+        self.while_it_is_computed(bench, lambda: setattr(bench, "has_news", True))
+        assert diary.of_next_step() == ["prepare", "wait", "tell"]
+        second = bench.submit(range(50, 60))
+        bench.run()
+        assert second.done()
+        assert future.result(0).token_ids == expected(30)
+
+    def test_when_one_of_several_ends_where_a_block_does(self) -> None:
+        """The block for its next token is back, and the other one goes on with the one that it got."""
+        bench = Bench(num_blocks=16)
+        last = expected(3)[-1]
+        short = bench.generate(PROMPT, 9, stop_token_ids=frozenset({last}))
+        long = bench.generate(range(50, 60), 6)
+        diary = Diary(bench)
+        while not short.done():
+            entries = diary.of_next_step()
+            bench.cache.check()
+        assert entries == ["prepare", "wait"]
+        bench.run()
+        assert len(long.result(0).token_ids) == 6
+        assert bench.cache.pool.num_leased == 0
+
+    def test_when_values_are_not_finite(self) -> None:
+        bench = Bench()
+        future, diary = decoding(bench)
+        bench.runner.not_finite = tokens([*PROMPT, *expected(2)])
+        assert diary.of_next_step() == ["prepare", "wait"]
+        assert isinstance(future.exception(0), StepFailed)
+
+    def test_when_a_step_fails(self) -> None:
+        bench = Bench()
+        future, diary = decoding(bench)
+        bench.runner.fail_next = RuntimeError("device lost")
+        assert diary.of_next_step() == ["prepare", "wait"]
+        assert isinstance(future.exception(0), StepFailed)
+        assert not bench.core.has_work
+        assert bench.cache.pool.num_leased == 0
+
+
+def test_a_step_that_can_not_be_prepared_is_started_as_any_other(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    future, diary = decoding(bench)
+
+    def fail(chunks: Sequence[Chunk]) -> Launch:
+        raise RuntimeError("no pinned memory")
+
+    bench.runner.prepare = fail  # type: ignore[method-assign]
+    assert diary.of_next_step() == ["wait", "tell"]
+    assert diary.of_next_step() == ["start", "wait", "tell"]
+    assert "a step of 1 requests could not be prepared" in caplog.text
+    bench.run()
+    assert future.result(0).token_ids == expected(30)
+
+
+class TestNoStepIsStartedAhead:
+    def test_of_a_prompt(self) -> None:
+        bench = Bench(max_step_tokens=8)
+        diary = Diary(bench)
+        bench.submit(range(20))
+        assert [diary.of_next_step() for _ in range(3)] == 3 * [["start", "wait"]]
+
+    def test_while_there_is_news(self) -> None:
+        bench = Bench()
+        _, diary = decoding(bench)
+        bench.has_news = True
+        assert diary.of_next_step() == ["wait", "tell"]
+        assert diary.of_next_step() == ["start", "wait", "tell"]
+
+    def test_while_somebody_waits(self) -> None:
+        bench = Bench(num_blocks=8, max_running_requests=2)
+        _, diary = decoding(bench)
+        waiting = bench.submit(range(100, 100 + 6 * BLOCK_SIZE))
+        assert diary.of_next_step() == ["wait", "tell"]
+        assert diary.of_next_step() == ["start", "wait", "tell"]
+        assert not waiting.done()
+
+    def test_while_somebody_is_passed_over(self) -> None:
+        """Three requests decode in steps of two tokens."""
+        bench = Bench(max_step_tokens=2)
+        futures = [bench.generate([number], 9) for number in range(3)]
+        diary = Diary(bench)
+        while min(len(future.told) for future in futures) < 2:
+            assert diary.of_next_step() == ["start", "wait"]
+
+    def test_after_a_cancel(self) -> None:
+        bench = Bench()
+        future, diary = decoding(bench)
+        future.cancel()
+        assert diary.of_next_step() == ["wait", "tell"]
+        bench.core.step()
+        assert not bench.core.has_work
+
+    def test_after_a_deadline(self) -> None:
+        bench = Bench()
+        _, diary = decoding(bench)
+        late = bench.generate(range(50, 60), 9, deadline_s=5.0)
+        while len(late.told) < 3:
+            bench.core.step()
+        bench.clock.now = 5.0
+        assert diary.of_next_step() == ["wait", "tell"]
+        bench.core.step()
+        assert late.done()
+
+    def test_after_a_held_lease_expired(self) -> None:
+        bench = Bench(held_lease_ttl_s=5.0)
+        bench.prefill(range(50, 60), hold_lease=True)
+        _, diary = decoding(bench)
+        bench.clock.now = 5.0
+        assert diary.of_next_step() == ["wait", "tell"]
+        bench.core.step()
+        assert len(bench.core.held_leases) == 0
+
+    def test_that_needs_a_pause(self, caplog: pytest.LogCaptureFixture) -> None:
+        bench = Bench(num_blocks=10)
+        diary = Diary(bench)
+        futures = [bench.generate(range(start, start + 10), 20) for start in (0, 50)]
+        steps = []
+        while not bench.core.stats().requests.pauses:
+            steps.append(diary.of_next_step())
+        assert steps[-1] == ["start", "wait"], "the step in which somebody was paused"
+        assert steps[-2] == ["wait"], "the step before, after which there was no block for both"
+        assert not caplog.records, "and nothing is wrong with that"
+        bench.run()
+        assert [len(future.result(0).token_ids) for future in futures] == [20, 20]
+
+    def test_of_tokens_that_are_computed_again(self) -> None:
+        bench = Bench(num_blocks=12, max_step_tokens=8)
+        diary = Diary(bench)
+        futures = [bench.generate(range(start, start + 10), 24, read_cache=False) for start in (0, 50)]
+        while not bench.core.stats().requests.pauses:
+            bench.core.step()
+        while not futures[0].done():
+            bench.core.step()
+        bench.runner.steps.clear()
+        assert diary.of_next_step() == ["start", "wait"]
+        assert bench.runner.steps == [[(0, 8)]], "the first part of many tokens"
+        assert diary.of_next_step() == ["start", "wait"]
+        bench.run()
+        assert len(futures[1].result(0).token_ids) == 24
+
+    def test_by_what_computes_when_it_is_waited_for(self) -> None:
+        bench = Bench()
+        bench.runner.is_asynchronous = False
+        diary = Diary(bench)
+        future = bench.generate(PROMPT, 5)
+        while not future.done():
+            assert diary.of_next_step() == ["start", "wait"]
+
+
+class TestAllPlacesAreTaken:
+    """Nobody is admitted before somebody ends, so who comes or waits changes nothing until then."""
+
+    def test_who_waits_is_no_reason_to_wait(self) -> None:
+        bench = Bench(max_running_requests=1)
+        future, diary = decoding(bench)
+        waiting = bench.generate(range(50, 60), 3)
+        bench.has_news = True
+        for _ in range(27):
+            assert diary.of_next_step() == ["prepare", "wait", "start", "tell"]
+        assert diary.of_next_step() == ["wait"]
+        assert future.result(0).token_ids == expected(30)
+        assert diary.of_next_step() == ["start", "wait"], "the prompt of the one that waited"
+        bench.run()
+        assert waiting.done()
+
+    def test_tokens_count_for_their_tenant_while_others_wait(self) -> None:
+        served = []
+        for is_asynchronous in (True, False):
+            bench = Bench(num_blocks=512, max_running_requests=2, weights={"a": 2.0})
+            bench.runner.is_asynchronous = is_asynchronous
+            futures = [bench.generate([number], 40, tenant="ab"[number % 2]) for number in range(6)]
+            bench.run()
+            assert all(future.done() for future in futures)
+            served.append((bench.core._scheduler._queues._served_before, bench.runner.steps))
+        assert served[0] == served[1]
+
+    def test_a_tenant_that_has_none_gets_one_of_them(self) -> None:
+        bench = Bench(max_running_requests=2)
+        futures = [bench.generate([number], 40, tenant="a") for number in range(2)]
+        diary = Diary(bench)
+        while len(futures[1].told) < 3:
+            bench.core.step()
+        other = bench.submit(range(50, 60), tenant="b")
+        assert diary.of_next_step() == ["wait"]
+        assert diary.of_next_step() == ["start", "wait"]
+        assert other.done()
+        assert bench.core.stats().requests.pauses == 1
+
+
+@pytest.mark.parametrize("fails_at", ["start", "wait"])
+def test_a_step_that_fails_ahead_fails_after_the_last_token_was_told(fails_at: str) -> None:
+    bench = Bench()
+    future, diary = decoding(bench)
+    start = bench.runner.begin
+
+    def fail(chunks: Sequence[Chunk]) -> Wait:
+        diary.entries.append("fail")
+        if fails_at == "start":
+            raise RuntimeError("device lost")
+
+        def wait() -> StepResult:
+            raise RuntimeError("device lost")
+
+        return wait
+
+    bench.runner.begin = fail  # type: ignore[method-assign]
+    assert diary.of_next_step() == ["prepare", "wait", "fail", "tell"]
+    bench.runner.begin = start  # type: ignore[method-assign]
+    bench.core.step()
+    assert isinstance(future.exception(0), StepFailed)
+    assert bench.core.num_failed_steps == 1
+    assert bench.cache.pool.num_leased == 0
+
+
+def test_a_caller_that_fails_is_told_nothing_of_the_step_under_way() -> None:
+    bench = Bench()
+
+    def fail(news: GeneratedTokens) -> None:
+        if news.usage.generated_tokens == 3:
+            raise ZeroDivisionError
+
+    future, other = bench.generate(PROMPT, 9, on_tokens=fail), bench.generate(range(50, 60), 9)
+    while len(future.told) < 3:
+        bench.core.step()
+    bench.core.step()  # it was under way
+    bench.core.step()
+    assert isinstance(future.exception(0), StepFailed)
+    assert future.told == [*expected(3)]
+    bench.run()
+    assert len(other.result(0).token_ids) == 9
+    assert bench.cache.pool.num_leased == 0
+
+
+def test_a_caller_that_fails_beside_a_step_that_fails_is_forgotten() -> None:
+    bench = Bench()
+
+    def fail(news: GeneratedTokens) -> None:
+        if news.usage.generated_tokens == 3:
+            bench.runner.fail_next = RuntimeError("device lost")  # which has the next step already
+            raise ZeroDivisionError
+
+    future = bench.generate(PROMPT, 9, on_tokens=fail)
+    bench.run()
+    assert isinstance(future.exception(0), StepFailed)
+    assert not bench.core._departures.is_any_due(bench.clock.now)
+
+
+def test_a_device_that_is_full_when_a_step_is_started_has_its_memory_back() -> None:
+    """The error must not keep what the forward pass had allocated so far."""
+    bench = Bench(num_blocks=64, max_step_tokens=16)
+    start, allocated = bench.runner.begin, weakref.WeakSet[Activations]()
+
+    def allocate(chunks: Sequence[Chunk]) -> Wait:
+        activations = Activations()
+        allocated.add(activations)
+        if sum(chunk.num_tokens for chunk in chunks) + 100 * (len(allocated) - 1) > 9:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return start(chunks)
+
+    bench.runner.begin = allocate  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        assert bench.prefill(range(32)).usage.computed_tokens == 32
+    finally:
+        gc.enable()
+    assert bench.runner.steps == [[(0, 8)], [(8, 16)], [(16, 24)], [(24, 32)]]
+
+
+def test_the_outputs_of_a_step_are_gone_before_the_next_is_started() -> None:
+    bench = Bench()
+    start, outputs, num_alive = bench.runner.begin, weakref.WeakSet[Activations](), []
+
+    def allocate(chunks: Sequence[Chunk]) -> Wait:
+        num_alive.append(len(outputs))
+        wait, mine = start(chunks), Activations()
+        outputs.add(mine)
+
+        def read() -> StepResult:
+            assert mine in outputs
+            return wait()
+
+        return read
+
+    bench.runner.begin = allocate  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        bench.generate(PROMPT, 9)
+        bench.run()
+    finally:
+        gc.enable()
+    assert num_alive == [0] * 9
+
+
+def test_what_is_under_way_when_the_engine_stops_is_let_go() -> None:
+    bench = Bench()
+    future, _ = decoding(bench)
+    bench.core.close(StepFailed("stopped"))
+    assert isinstance(future.exception(0), StepFailed)
+    bench.cache.check()
+    assert bench.cache.pool.num_leased == 0

@@ -1,0 +1,253 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from radixkv.cache.lease import BlockCopy
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import Runner
+from radixkv.config import ModelConfig
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.dequantize_plan import plan_dequantize
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.linear import linear
+from radixkv.model.attention.triton_kernels import TritonKernels, candidates
+from radixkv.model.exactness import ExactFunctions, pointwise_functions
+from radixkv.model.exactness_on_gpu import row_functions
+from radixkv.model.model import load_model
+from radixkv.startup.attention_check import AttentionUse
+from radixkv.storage.device_pool import KVShape, KVStorage
+from tests.kernels.interpreter import interpret_kernels
+from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_whole_model_on_triton_kernels_agrees_with_eager_attention(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma2 alternates layers with and without a window, so one step needs two plans."""
+    if not torch.cuda.is_available():
+        interpret_kernels(monkeypatch)
+    directory = write_checkpoint(CONFIGS[family], tmp_path)
+    model = load_model(ModelConfig(path=str(directory)))
+    storage = KVStorage(16, 16, model.kv_shape, model.device)
+    storage.pool.blocks.fill_(0xFF)
+    runner = Runner(model, storage, TritonKernels(is_exact=False))
+    first, second, third = (np.random.default_rng(seed).integers(0, VOCAB_SIZE, 50).astype("<u4") for seed in (0, 1, 2))
+    second[:21] = third[:21] = first[:21]
+    table = np.random.default_rng(2).permutation(16).astype(np.int32)
+    runner.run([Chunk(first.tobytes(), 0, 30, table[:4], None, wants_logits=False)])
+    shares = [np.concatenate([table[:1], own]) for own in (table[4:7], table[7:10])]
+    copies = [BlockCopy(int(table[1]), int(share[1])) for share in shares]
+    step = runner.run(
+        [
+            Chunk(first.tobytes(), 30, 50, table[:4], None, wants_logits=True),
+            Chunk(second.tobytes(), 21, 50, shares[0], copies[0], wants_logits=True),
+            Chunk(third.tobytes(), 21, 50, shares[1], copies[1], wants_logits=True),
+        ]
+    )
+    assert step.is_finite == [True, True, True]
+    oracle = load_eager(directory)
+    for row, tokens in zip(step.logits, (first, second, third), strict=True):
+        with torch.inference_mode():
+            expected = oracle(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0, -1]
+        assert (row.cpu() - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "kv_dtype"),
+    [("llama", "float32", "auto"), ("gemma2", "bfloat16", "int8")],
+)
+def test_in_exact_mode_no_bit_depends_on_what_was_cached_or_on_the_batch(
+    family: str, dtype: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint(CONFIGS[family], tmp_path)
+    model = load_model(ModelConfig(path=str(directory), dtype=dtype))
+    if not torch.cuda.is_available():
+        interpret_kernels(monkeypatch)
+        model._mode = ExactFunctions(pointwise_functions() | {functional.linear: linear} | row_functions())
+    storage = KVStorage(16, 16, model.kv_shape.stored_as(kv_dtype), model.device)
+    storage.pool.blocks.fill_(0xFF)
+    runner = Runner(model, storage, TritonKernels(is_exact=True))
+    mine, other = (np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60).astype("<u4").tobytes() for seed in (0, 1))
+    cold, warm, others = (np.arange(start, start + 4, dtype=np.int32) for start in (0, 4, 8))
+    at_once = runner.run([Chunk(mine, 0, 60, cold, None, wants_logits=True)]).logits[0]
+    runner.run([Chunk(mine, 0, 23, warm, None, wants_logits=False)])
+    runner.run([Chunk(mine, 23, 24, warm, None, wants_logits=False)])
+    in_parts = runner.run(
+        [
+            Chunk(other, 0, 41, others, None, wants_logits=True),
+            Chunk(mine, 24, 60, warm, None, wants_logits=True),
+        ]
+    ).logits[1]
+    assert torch.equal(at_once, in_parts)
+    kv = storage.pool.values.view(torch.uint8)
+    assert torch.equal(kv[:3], kv[4:7])
+    assert torch.equal(kv[3, ..., :12, :], kv[7, ..., :12, :])
+
+
+def test_in_exact_mode_tiles_and_splits_do_not_fit_themselves_to_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    def attend(*inputs: object, **options: object) -> None:
+        plans.append(inputs[4])
+
+    monkeypatch.setattr("radixkv.kernels.paged_attention.paged_attention", attend)
+    pool = KVPool.allocate(80, 1, 2, 64, 16, dtype=torch.bfloat16)
+    kernels = TritonKernels(is_exact=True)
+    for query_len, kv_len in ((1, 5000), (700, 5000), (5000, 5000)):
+        batch = PagedBatch.build([query_len], [kv_len], [np.arange(80, dtype=np.int32)], 64)
+        query = torch.zeros(query_len, 4, 16, dtype=torch.bfloat16)
+        kernels.paged_attention(query, pool, 0, batch, scale=1.0, window=None, softcap=None)
+    assert {plan.tile_rows for plan in plans} == {128}
+    last_tiles = [plan.work[plan.work[:, 4] == plan.work[:, 4].max()].sort(dim=0).values for plan in plans]
+    assert [tile[:, 5:7].tolist() for tile in last_tiles] == 3 * [[[0, 2048], [2048, 4096], [4096, 5000]]]
+
+
+@pytest.mark.parametrize(("is_exact", "expected"), [(True, [True, True]), (False, [False, True])])
+def test_warps_specialize_where_tiles_have_the_rows_for_it(
+    is_exact: bool, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In exact mode that is everywhere, so that the batch does not decide it."""
+    chosen = []
+
+    def attend(*inputs: object, is_specialized: bool, **options: object) -> None:
+        chosen.append(is_specialized)
+
+    monkeypatch.setattr("radixkv.kernels.paged_attention.paged_attention", attend)
+    pool = KVPool.allocate(2, 1, 2, 64, 64, dtype=torch.bfloat16)
+    for is_specialized in (False, True):
+        kernels = TritonKernels(is_exact=is_exact, is_specialized=is_specialized)
+        for query_len in (1, 100):
+            batch = PagedBatch.build([query_len], [100], [np.arange(2, dtype=np.int32)], 64)
+            query = torch.zeros(query_len, 4, 64, dtype=torch.bfloat16)
+            kernels.paged_attention(query, pool, 0, batch, scale=1.0, window=None, softcap=None)
+    assert chosen == [False, False, *expected]
+
+
+def test_a_whole_model_answers_alike_whether_blocks_are_dequantized_first_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["gemma2"], tmp_path)), dtype="bfloat16"))
+    if not torch.cuda.is_available():
+        interpret_kernels(monkeypatch)
+    prompts = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60).astype("<u4") for seed in (0, 1)]
+    prompts[1][:32] = prompts[0][:32]
+    tables = [np.array(blocks, dtype=np.int32) for blocks in ([5, 2, 7, 0], [5, 2, 1, 3])]
+    answers = []
+    for dequantizes_first in ("never", "always"):
+        storage = KVStorage(8, 16, model.kv_shape.stored_as("int8"), model.device)
+        storage.pool.blocks.fill_(0xFF)
+        runner = Runner(model, storage, TritonKernels(is_exact=False, dequantizes_first=dequantizes_first))
+        runner.run([Chunk(prompts[0].tobytes(), 0, 40, tables[0], None, wants_logits=False)])
+        rest = ((prompts[0], 40, tables[0]), (prompts[1], 32, tables[1]))
+        chunks = [Chunk(tokens.tobytes(), start, 60, table, None, wants_logits=True) for tokens, start, table in rest]
+        step = runner.run(chunks)
+        assert step.is_finite == [True, True]
+        answers.append(step.logits)
+    in_the_loop, first = answers
+    assert 0 < (first - in_the_loop).norm() / in_the_loop.norm() < 0.02
+
+
+def pools_attended(
+    kernels: TritonKernels, query_lens: list[int], monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...]
+) -> list[torch.dtype]:
+    """What attention reads in a step of two layers for each window, after 8,192 tokens that all requests share."""
+    pools: list[KVPool] = []
+
+    def attend(query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, *_: object, **__: object) -> None:
+        assert int(batch.block_tables.max()) < pool.blocks.shape[0]
+        pools.append(pool)
+
+    def dequantize(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
+        return KVPool.allocate(len(block_ids), 1, 2, 64, 16, dtype=dtype)
+
+    monkeypatch.setattr("radixkv.kernels.paged_attention.paged_attention", attend)
+    monkeypatch.setattr("radixkv.model.attention.triton_kernels.dequantize_blocks", dequantize)
+    pool = KVPool.allocate(300, 2, 2, 64, 16, dtype=torch.int8)
+    tables = len(query_lens) * [np.arange(300, dtype=np.int32)]
+    batch = PagedBatch.build(query_lens, [8192 + query_len for query_len in query_lens], tables, 64)
+    query = torch.zeros(batch.num_tokens, 8, 16, dtype=torch.bfloat16)
+    for window in windows:
+        for layer in range(2):
+            kernels.paged_attention(query, pool, layer, batch, scale=1.0, window=window, softcap=None)
+    return [pool.dtype for pool in pools]
+
+
+@pytest.mark.parametrize(
+    ("dequantizes_first", "query_lens", "expected"),
+    [
+        ("never", [2048], torch.int8),
+        ("if it pays", [2048], torch.bfloat16),
+        ("if it pays", [200, 200, 100, 1], torch.bfloat16),
+        ("if it pays", [200], torch.int8),
+        ("if it pays", [1, 1], torch.int8),
+        ("always", [1, 1], torch.bfloat16),
+    ],
+)
+def test_blocks_are_dequantized_first_where_it_pays(
+    dequantizes_first: Any, query_lens: list[int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = TritonKernels(is_exact=False, dequantizes_first=dequantizes_first)
+    assert pools_attended(kernels, query_lens, monkeypatch, windows=(None,)) == 2 * [expected]
+
+
+def test_what_is_dequantized_is_planned_once_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    def plan(*inputs: object, window: int | None, **options: Any) -> object:
+        plans.append(window)
+        return plan_dequantize(*inputs, window=window, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("radixkv.model.attention.triton_kernels.plan_dequantize", plan)
+    kernels = TritonKernels(is_exact=False, dequantizes_first="if it pays")
+    dtypes = pools_attended(kernels, [2048], monkeypatch, windows=(None, 100))
+    assert dtypes == 2 * [torch.bfloat16] + 2 * [torch.int8]
+    assert plans == [None, 100]
+
+
+def test_those_that_serve_do_it_if_it_pays_and_only_if_a_trial_saw_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = TritonKernels(is_exact=False, is_specialized=True, dequantizes_first="always").for_service()
+    assert pools_attended(tried, [2048], monkeypatch, windows=(None,)) == 2 * [torch.bfloat16]
+    assert pools_attended(tried, [1], monkeypatch, windows=(None,)) == 2 * [torch.int8]
+    untried = TritonKernels(is_exact=False, has_idle_work=True).for_service()
+    assert pools_attended(untried, [2048], monkeypatch, windows=(None,)) == 2 * [torch.int8]
+    assert not untried._has_idle_work
+
+
+def test_exact_mode_does_not_dequantize_first() -> None:
+    with pytest.raises(AssertionError):
+        TritonKernels(is_exact=True, dequantizes_first="if it pays")
+
+
+POINTERS, SPECIALIZED = "attention through pointers", "warp-specialized attention"
+PLAIN, SPECIALIZED_PLAIN = (
+    "attention over blocks dequantized first",
+    "warp-specialized attention over blocks dequantized first",
+)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kv_dtype", "block_size", "names_exact", "names_fast"),
+    [
+        ((9, 0), "auto", 64, [SPECIALIZED, POINTERS], [SPECIALIZED, POINTERS]),
+        ((9, 0), "auto", 32, [POINTERS], [POINTERS]),
+        ((8, 0), "auto", 64, [POINTERS], [POINTERS]),
+        ((9, 0), "fp8", 64, [POINTERS], [SPECIALIZED_PLAIN, PLAIN, POINTERS]),
+        ((9, 0), "int4", 32, [POINTERS], [PLAIN, POINTERS]),
+        ((8, 0), "int8", 64, [POINTERS], [PLAIN, POINTERS]),
+    ],
+)
+def test_what_suits_gpu_pool_and_mode_is_tried_and_pointers_are_always_there(
+    capability: tuple[int, int], kv_dtype: str, block_size: int, names_exact: list[str], names_fast: list[str]
+) -> None:
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16).stored_as(kv_dtype)
+    in_exact_mode = AttentionUse((), torch.bfloat16, shape, block_size, torch.device("cuda"), is_exact=True)
+    in_fast_mode = dataclasses.replace(in_exact_mode, is_exact=False)
+    assert list(candidates(in_exact_mode, capability)) == names_exact
+    assert list(candidates(in_fast_mode, capability)) == names_fast
+    assert list(candidates(dataclasses.replace(in_fast_mode, dtype=torch.float32), capability)) == [POINTERS]

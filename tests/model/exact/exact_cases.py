@@ -1,0 +1,245 @@
+"""Random cases of one question: does a hit change a single bit of the answer?
+
+    python -m tests.model.exact.exact_cases --cases 10000 --dtype float32 --kv-dtype int8
+
+Each case computes a prompt alone and without the cache, then through the cache: a part of it cached, in chunks of
+another size, beside other requests, after evictions. Logits and the K/V of all tokens are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import GPT2Config, MixtralConfig, PretrainedConfig
+
+from radixkv.api.result import GenerateResult, PrefillResult
+from radixkv.api.sampling import Sampling
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.compute.graphs.recorder import GraphRecorder
+from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
+from radixkv.engine.core import EngineCore
+from radixkv.errors import OutOfBlocks
+from radixkv.model.model import load_model
+from radixkv.namespace import Namespace
+from radixkv.scheduling.request import Generation, PrefillParams, Request
+from radixkv.startup.attention_trial import try_attention_here
+from radixkv.startup.build_engine import attention_kernels, make_runner
+from radixkv.storage.device_pool import KVStorage
+from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
+
+MODELS: dict[str, PretrainedConfig] = {
+    **CONFIGS,
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
+    "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=3, n_head=4, n_positions=512, initializer_range=0.2),
+}
+NUM_BLOCKS = 160
+MAX_TOKENS = 420  # beyond the first tile of attention
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What must not depend on the cache."""
+
+    result: PrefillResult
+    kv: torch.Tensor  # bytes [num_tokens, num_layers, n], scales included
+
+    def difference(self, other: Answer) -> str:
+        """Where two answers differ first; empty if they are the same."""
+        differs = (self.kv != other.kv).any(-1)  # [num_tokens, num_layers]
+        if differs.any():
+            token, layer = differs.nonzero()[0].tolist()
+            return f"K/V of token {token} in layer {layer}"
+        assert self.result.logits is not None
+        assert other.result.logits is not None
+        if not np.array_equal(self.result.logits, other.result.logits):
+            return f"logit {int(np.flatnonzero(self.result.logits != other.result.logits)[0])}"
+        return ""
+
+
+class Cases:
+    """Cases of one model. Counts what they met.
+
+    Args:
+        directory: a checkpoint.
+        dtype, exactness, device: see `ModelConfig`.
+        kv_dtype: see `CacheConfig`.
+        seed: of everything random.
+    """
+
+    def __init__(
+        self, directory: Path, dtype: str, kv_dtype: str, exactness: str, seed: int, device: str = "cpu"
+    ) -> None:
+        self.random = random.Random(seed)
+        self.block_size = self.random.choice((16, 32))
+        self.model = load_model(ModelConfig(path=str(directory), dtype=dtype, exactness=exactness, device=device))
+        kv_shape = self.model.kv_shape.stored_as(kv_dtype)
+        storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device)
+        kernels = attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
+        recorder = GraphRecorder(self.model, kernels, EngineConfig())
+        self.runner = make_runner(self.model, storage, kernels, recorder)
+        storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
+        self.cache = PrefixCache(NUM_BLOCKS, self.block_size)
+        self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
+        self.counts: Counter[str] = Counter()
+
+    def run(self) -> str:
+        """One case; says how it differs, or nothing."""
+        prompt = self._prompt()
+        if self.random.random() < 0.3:
+            prompt = self._turn_after(prompt)
+        cold = self._ask([(prompt, "alone", False)])
+        assert cold is not None
+        if self.random.random() < 0.2:
+            self.cache.evict(self.random.randint(1, 8))
+        tenants = self.random.choices(("mine", "others"), k=self.random.randint(0, 3))
+        mates = [(self._prompt(), tenant, True) for tenant in tenants]
+        warm = self._ask([*mates, (prompt, "mine", True)])
+        self.counts["cases"] += 1
+        if warm is None:
+            self.counts["without room"] += 1
+            return ""
+        usage = warm.result.usage
+        assert cold.result.usage.cached_tokens == 0
+        self.counts["hits"] += usage.cached_tokens > 0
+        self.counts["partial hits"] += 0 < usage.cached_tokens < usage.prompt_tokens - 1
+        self.counts["hits inside a block"] += usage.cached_tokens % self.block_size > 0
+        self.counts["greedy tokens flipped"] += warm.result.next_token_id != cold.result.next_token_id
+        difference = cold.difference(warm)
+        self.counts["different"] += bool(difference)
+        return f"{difference}: {usage}, {len(mates)} mates" if difference else ""
+
+    def _turn_after(self, prompt: list[int]) -> list[int]:
+        """Let the model go on with a prompt, with company; returns the next turn, whose K/V come from decode steps."""
+        count = self.random.choice((2, self.random.randint(2, 40)))
+        prompt = prompt[: MAX_TOKENS - count - 2]
+        core = EngineCore(self.runner, self.cache, EngineConfig(max_step_tokens=self.random.choice((33, 200))))
+        mates = [self._prompt()[: MAX_TOKENS - 40] for _ in range(self.random.randint(0, 3))]
+        futures = [self._generate(core, ids, count, "mine") for ids in (prompt, *mates)]
+        while core.has_work:
+            core.step()
+        self.cache.check()
+        if futures[0].exception(0) is not None:
+            return prompt  # no room
+        self.counts["turns"] += 1
+        turn = [*prompt, *futures[0].result(0).token_ids, *self._fresh(self.random.randint(1, 30))]
+        return turn[:MAX_TOKENS]
+
+    def _generate(self, core: EngineCore, ids: list[int], count: int, tenant: str) -> Future[GenerateResult]:
+        future: Future[GenerateResult] = Future()
+        params = PrefillParams(np.array(ids, dtype="<u4").tobytes(), tenant)
+        generation = Generation(Sampling(count, temperature=1.0, seed=1), frozenset(), lambda _: None)
+        core.submit(Request(params, Namespace("model", tenant), future, time.monotonic(), generation))
+        return future
+
+    def _ask(self, requests: list[tuple[list[int], str, bool]]) -> Answer | None:
+        """Run requests together, and look at the last one's answer; None if there was no room for it."""
+        config = EngineConfig(max_step_tokens=self.random.choice((33, 64, 200, 1000)))
+        core = EngineCore(self.runner, self.cache, config)
+        futures = [self._submit(core, *request, holds=request is requests[-1]) for request in requests]
+        while core.has_work:
+            core.step()
+        self.cache.check()
+        try:
+            result = futures[-1].result(0)
+        except OutOfBlocks:
+            return None
+        assert result.held_lease is not None
+        kv = self._stored(torch.from_numpy(result.held_lease.block_table).long(), result.usage.prompt_tokens)
+        core.held_leases.close()
+        return Answer(result, kv)
+
+    def _stored(self, block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Copy the bytes that the pool holds of a sequence, `[num_tokens, num_layers, n]`."""
+        pool = self.runner.storage.pool
+        block_ids = block_ids.to(self.model.device)
+        tensors = [pool.values] if pool.scales is None else [pool.values, pool.scales[..., None]]
+        by_token = [tensor[block_ids].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:num_tokens] for tensor in tensors]
+        return torch.cat([tensor.flatten(2).contiguous().view(torch.uint8) for tensor in by_token], dim=2)
+
+    def _submit(
+        self, core: EngineCore, ids: list[int], tenant: str, reads: bool, *, holds: bool
+    ) -> Future[PrefillResult]:
+        future: Future[PrefillResult] = Future()
+        tokens = np.array(ids, dtype="<u4").tobytes()
+        params = PrefillParams(
+            tokens, tenant, return_logits=True, hold_lease=holds, read_cache=reads, write_cache=reads
+        )
+        core.submit(Request(params, Namespace("model", tenant), future, time.monotonic()))
+        return future
+
+    def _prompt(self) -> list[int]:
+        """Nearly always the beginning of a stem, then something new."""
+        stem = self.random.choice(self.stems)
+        shared = stem[: self.random.randint(1, MAX_TOKENS - 2)]
+        own = self._fresh(self.random.choice((2, self.random.randint(1, 60), self.random.randint(3, 200))))
+        if self.random.random() < 0.01:
+            self.stems[self.random.randrange(len(self.stems))] = self._fresh(MAX_TOKENS)
+        return shared + own[: MAX_TOKENS - len(shared)]
+
+    def _fresh(self, count: int) -> list[int]:
+        return [self.random.randrange(VOCAB_SIZE) for _ in range(count)]
+
+
+def run_cases(
+    model: str,
+    dtype: str,
+    exactness: str,
+    num_cases: int,
+    seed: int = 0,
+    kv_dtype: str = "auto",
+    device: str = "cpu",
+) -> tuple[Counter[str], str]:
+    """Run cases of one model; returns what they met, and the first difference."""
+    first = ""
+    with tempfile.TemporaryDirectory() as folder:
+        cases = Cases(write_checkpoint(MODELS[model], Path(folder)), dtype, kv_dtype, exactness, seed, device)
+        for index in range(num_cases):
+            difference = cases.run()
+            first = first or (difference and f"{model}, {kv_dtype}, seed {seed}, case {index}: {difference}")
+    return cases.counts, first
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Ask whether a hit changes a bit of the answer.")
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
+    parser.add_argument("--exactness", choices=("exact", "fast"), default="exact")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    start_s, counts, first = time.perf_counter(), Counter[str](), ""
+    for index, model in enumerate(MODELS):
+        share = -(-options.cases // len(MODELS))
+        met, difference = run_cases(
+            model,
+            options.dtype,
+            options.exactness,
+            share,
+            100 * options.seed + index,
+            options.kv_dtype,
+            options.device,
+        )
+        print(f"{model}: {dict(met)}", flush=True)
+        counts += met
+        first = first or difference
+    took_s = time.perf_counter() - start_s
+    print(f"{options.exactness}, {options.dtype}, pool {options.kv_dtype}, {took_s:.0f} s: {dict(counts)}")
+    if first:
+        print(f"first difference: {first}")
+    has_reused = counts["partial hits"] >= 0.8 * counts["cases"]
+    return 0 if has_reused and (options.exactness == "fast" or not counts["different"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

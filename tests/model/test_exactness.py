@@ -1,0 +1,112 @@
+"""A hit never changes a bit: 576 random cases over eight architectures. `make exact` runs more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from radixkv.config import ModelConfig
+from radixkv.errors import ConfigError, UnsupportedModel
+from radixkv.kernels.sum_order import cancelling_product
+from radixkv.model.attention.paged_step import TorchKernels
+from radixkv.model.exactness import ExactFunctions
+from radixkv.model.model import load_model
+from radixkv.startup.model_check import check_model
+from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
+from tests.model.exact.exact_cases import MODELS, run_cases
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    """One thread adds up everything in the same order; with more, who adds what depends on how much there is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
+    counts, first_difference = run_cases(model, dtype, "exact", num_cases=20, seed=len(model))
+    assert first_difference == ""
+    assert counts["cases"] == 20
+    assert counts["partial hits"] >= 10
+    assert counts["hits inside a block"] >= 5
+    assert counts["turns"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "bf16"), ("float32", "int8"), ("bfloat16", "fp8"), ("bfloat16", "int4")]
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_no_bit_of_a_quantized_pool_depends_on_the_cache(model: str, dtype: str, kv_dtype: str) -> None:
+    counts, first_difference = run_cases(model, dtype, "exact", num_cases=8, seed=len(model), kv_dtype=kv_dtype)
+    assert first_difference == ""
+    assert counts["cases"] == 8
+    assert counts["partial hits"] >= 4
+
+
+def test_the_cases_see_what_fast_mode_does() -> None:
+    counts, first_difference = run_cases("llama", "float32", "fast", num_cases=20)
+    assert counts["different"] > 0
+    assert first_difference.startswith("llama, auto, seed 0, case ")
+
+
+@pytest.mark.parametrize("part", ["mlp.act_fn", "self_attn.q_proj", "input_layernorm"])
+def test_what_is_not_exact_is_refused_by_name(part: str, tmp_path: Path) -> None:
+    model = load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["llama"], tmp_path)), device="cpu"))
+
+    def depend_on_the_batch(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
+        return output * (1 + 1e-6 * output.shape[1])
+
+    model.module.get_submodule(f"model.layers.1.{part}").register_forward_hook(depend_on_the_batch)
+    with pytest.raises(UnsupportedModel, match=rf"^model\.layers\.1\.{part}: expected the same bits"):
+        check_model(model, TorchKernels(), 16)
+
+
+def test_a_product_that_is_not_exact_here_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_checkpoint(CONFIGS["llama"], tmp_path)
+
+    def disagree(weight: torch.Tensor, _: object, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return () if weight.shape[0] == 96 else sizes
+
+    monkeypatch.setattr("radixkv.model.exactness.agreeing_sizes", disagree)
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight: expected the rows"):
+        load_model(ModelConfig(path=str(directory), device="cpu"))
+
+
+@pytest.mark.parametrize("num_columns", [8, 64, 96, 896])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda rows: rows.mean(-1, keepdim=True),
+        lambda rows: rows.sum(-1, keepdim=True),
+        lambda rows: functional.layer_norm(rows, rows.shape[-1:]),
+        lambda rows: functional.rms_norm(rows, rows.shape[-1:]),
+        lambda rows: rows.softmax(-1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_adds_up_a_row_in_the_same_order_from_two_rows_on(
+    dtype: torch.dtype, function: Callable[[torch.Tensor], torch.Tensor], num_columns: int
+) -> None:
+    """What exact mode leaves to torch. The numbers of a row cancel, so that the order shows; see `sum_order`."""
+    rows, weight, _ = cancelling_product(torch.empty(1, num_columns, dtype=dtype), None, 600)
+    rows = rows * weight
+    whole = function(rows[None])[0]
+    for start, end in ((0, 16), (3, 35), (100, 308), (9, 521), (520, 600)):
+        assert torch.equal(function(rows[None, start:end].clone())[0], whole[start:end])
+
+
+def test_fast_mode_leaves_torch_alone(tmp_path: Path) -> None:
+    model = load_model(
+        ModelConfig(path=str(write_checkpoint(CONFIGS["llama"], tmp_path)), device="cpu", exactness="fast")
+    )
+    assert not model.is_exact
+    assert not isinstance(model._mode, ExactFunctions)
+    check_model(model, TorchKernels(), 16)

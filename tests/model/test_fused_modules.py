@@ -1,0 +1,285 @@
+"""Known parts of a model as kernels: the same answers, and whatever computes something else is left alone."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from radixkv.compute.runner import Chunk, Runner
+from radixkv.errors import UnsupportedModel
+from radixkv.model import fused_modules
+from radixkv.model.attention.paged_step import ATTENTION_NAME, TorchKernels
+from radixkv.model.fused_modules import FusedModules
+from radixkv.model.model import Model
+from radixkv.startup.model_check import check_model
+from radixkv.storage.device_pool import KVStorage
+from tests.kernels.interpreter import interpret_kernels
+from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
+
+# Two layers: a row in the interpreter takes a millisecond.
+SMALL = {**SHAPE, "num_hidden_layers": 2, "sliding_window": 8}
+MODELS = {
+    "llama": LlamaConfig(**SHAPE | {"num_hidden_layers": 2}),
+    "qwen3": Qwen3Config(**SMALL, use_sliding_window=True, max_window_layers=1, head_dim=16),
+    "gemma2": Gemma2Config(**SMALL, head_dim=16, query_pre_attn_scalar=16),
+    "gemma3": Gemma3TextConfig(**SMALL, head_dim=16, layer_types=["sliding_attention", "full_attention"]),
+    "phi3": Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+}
+
+NORMS = {"input_layernorm", "post_attention_layernorm"}
+OUTER_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
+
+# What is known of the first layer, "" for the layer itself. Gemma gates with GELU and norms what it adds; Phi3 has one
+# product for gate and up, and dropout before it adds.
+KNOWN = {
+    "llama": {"", "mlp"} | NORMS,
+    "qwen3": {"", "mlp"} | NORMS | HEAD_NORMS,
+    "gemma2": NORMS | OUTER_NORMS,
+    "gemma3": NORMS | OUTER_NORMS | HEAD_NORMS,
+    "phi3": NORMS,
+    "mixtral": {""} | NORMS,
+}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    interpret_kernels(monkeypatch)
+    return torch.device("cpu")
+
+
+def make(family: str, dtype: torch.dtype = torch.float32, attention: str = ATTENTION_NAME) -> PreTrainedModel:
+    """A random model, the same each time, whose norms have weights of their own."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(MODELS[family], attn_implementation=attention, dtype=dtype).eval()
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+    return module
+
+
+def fused(module: PreTrainedModel, device: torch.device) -> Model:
+    return Model("fused", module, device, is_exact=False, is_fused=True)
+
+
+def replaced(module: nn.Module) -> set[str]:
+    return {name for name, part in module.named_modules() if "forward" in vars(part)}
+
+
+@pytest.mark.parametrize("family", list(MODELS))
+def test_answers_are_those_of_transformers(family: str, device: torch.device) -> None:
+    model = fused(make(family), device)
+    prefix = "model.layers.0"
+    found = {name for name in replaced(model.module) if name.startswith(prefix)}
+    assert {name.removeprefix(prefix).removeprefix(".") for name in found} == KNOWN[family]
+    assert "model.norm" in replaced(model.module)
+    runner = Runner(model, KVStorage(2, 16, model.kv_shape, device), TorchKernels())
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 20).astype("<u4")
+    block_ids = np.arange(2, dtype=np.int32)
+    got = [
+        runner.run([Chunk(tokens.tobytes(), start, end, block_ids, None, wants_logits=True)]).logits[0]
+        for start, end in ((0, 13), (13, 14), (14, 20))
+    ]
+    oracle = make(family, attention="eager").to(device)
+    with torch.inference_mode():
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+        expected = oracle(ids[None], use_cache=False).logits[0, [12, 13, 19]]
+    assert (torch.stack(got) - expected).abs().max() <= 1e-4
+    assert expected.std() > 0.01
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.bfloat16), ("gemma2", torch.float16)])
+def test_half_precision_passes_its_trials_too(family: str, dtype: torch.dtype, device: torch.device) -> None:
+    model = fused(make(family, dtype), device)
+    assert replaced(model.module) == replaced(fused(make(family), device).module)
+    check_model(model, TorchKernels(), 4)
+
+
+def test_on_a_cpu_nothing_is_replaced() -> None:
+    model = Model("plain", make("llama"), torch.device("cpu"), is_exact=False)
+    assert replaced(model.module) == set()
+    with model.unfused():
+        assert replaced(model.module) == set()
+
+
+def test_exact_mode_has_functions_of_its_own() -> None:
+    with pytest.raises(AssertionError, match="exact mode"):
+        Model("both", make("llama"), torch.device("cpu"), is_exact=True, is_fused=True)
+
+
+def swap_class(part: nn.Module, forward: Callable[..., Any]) -> None:
+    """Make a part another class's, which computes something else."""
+    own = type(part)
+    part.__class__ = type(f"Odd{own.__name__}", (own,), {"forward": forward})
+
+
+def scaled(self: Any, rows: torch.Tensor) -> torch.Tensor:
+    return 1.01 * super(type(self), self).forward(rows)
+
+
+def centered(self: Any, rows: torch.Tensor) -> torch.Tensor:
+    return super(type(self), self).forward(rows - rows.mean(-1, keepdim=True))
+
+
+def with_another_eps(self: Any, rows: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(rows, self.weight.shape, self.weight, 1.5 * self.variance_epsilon)
+
+
+def turned_around(self: Any, rows: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(self.act_fn(self.up_proj(rows)) * self.gate_proj(rows))
+
+
+def with_a_pair(self: Any, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return super(type(self), self).forward(rows), None
+
+
+def without_the_mask(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return super(type(self), self).forward(hidden_states, **{**kwargs, "attention_mask": None})
+
+
+def with_less_residual(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return super(type(self), self).forward(hidden_states, **kwargs) - 0.01 * hidden_states
+
+
+def at_odds_with_a_trial(self: Any, rows: torch.Tensor) -> torch.Tensor:
+    raise KeyError("what it wants")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "forward", "reason"),
+    [
+        ("norm", scaled, "it computes something else"),
+        ("norm", centered, "it computes something else"),
+        ("norm", with_another_eps, "it computes something else"),
+        ("norm", with_a_pair, "it computes something else"),
+        ("layers.0.mlp", scaled, "it computes something else"),
+        ("layers.0.mlp", turned_around, "it computes something else"),
+        ("layers.0.mlp", at_odds_with_a_trial, "KeyError: 'what it wants'"),
+        ("layers.0", without_the_mask, "it computes something else"),
+        ("layers.0", with_less_residual, "it computes something else"),
+    ],
+)
+def test_a_part_that_computes_something_else_is_left_alone(
+    name: str,
+    forward: Callable[..., Any],
+    reason: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = make("llama", dtype).to(device)
+    del module.model.layers[1:]
+    part = module.get_submodule(f"model.{name}")
+    swap_class(part, forward)
+    with caplog.at_level(logging.INFO):
+        found = FusedModules(module)
+    known = {"norm", "layers.0", *(f"layers.0.{part}" for part in KNOWN["llama"] - {""})}
+    assert set(found.names) == replaced(module) == {f"model.{part}" for part in known - {name}}
+    assert caplog.messages == [f"{type(part).__name__} does not run as a kernel: {reason}"]
+
+
+def test_the_log_names_each_class_once(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        FusedModules(make("gemma2").to(device))
+    assert caplog.messages == ["Gemma2MLP does not run as a kernel: it computes something else"]
+
+
+def test_a_kernel_that_fails_is_not_used(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("no compiler\nand more")
+
+    monkeypatch.setattr(fused_modules, "swiglu", failing)
+    with caplog.at_level(logging.INFO):
+        model = fused(make("llama"), device)
+    assert not {name for name in replaced(model.module) if name.endswith("mlp")}
+    assert caplog.messages == ["LlamaMLP does not run as a kernel: RuntimeError: no compiler"]
+    check_model(model, TorchKernels(), 4)
+
+
+def test_the_oracle_runs_as_transformers_wrote_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fused(make("llama"), device)
+    names = replaced(model.module)
+    with model.unfused():
+        assert replaced(model.module) == set()
+    assert replaced(model.module) == names
+    monkeypatch.setattr(fused_modules, "swiglu", lambda gate, up: gate * up)
+    with pytest.raises(UnsupportedModel, match="over 0 cached tokens"):
+        check_model(model, TorchKernels(), 4)
+
+
+def test_hooks_are_called_whatever_a_kernel_covers(device: torch.device) -> None:
+    model = fused(make("llama"), device)
+    called: set[str] = set()
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda *_: called.add(name)
+
+    parts = {name: part for name, part in model.module.model.layers[1].named_modules() if name}
+    runner = Runner(model, KVStorage(1, 16, model.kv_shape, device), TorchKernels())
+    chunk = Chunk(np.arange(9, dtype="<u4").tobytes(), 0, 9, np.zeros(1, np.int32), None, wants_logits=True)
+    expected = runner.run([chunk]).logits
+    hooks = [part.register_forward_hook(hook(name)) for name, part in parts.items()]
+    got = runner.run([chunk]).logits
+    assert called == set(parts)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    for each in hooks:
+        each.remove()
+    called.clear()
+    assert torch.equal(runner.run([chunk]).logits, expected)
+    assert not called
+
+
+def test_a_layer_called_by_position_runs_as_it_was_written(device: torch.device) -> None:
+    model = fused(make("llama"), device)
+    layer = model.module.model.layers[0]
+    layer.self_attn.forward = lambda hidden_states, attention_mask, **_: (hidden_states * attention_mask, None)
+    rows, mask = torch.randn(1, 3, 64).to(device), torch.randn(1, 3, 64).to(device)
+    got = layer(rows, mask)
+    torch.testing.assert_close(got, layer(rows, attention_mask=mask))
+    with model.unfused():
+        torch.testing.assert_close(got, layer(rows, attention_mask=mask))
+
+
+def test_norms_in_another_dtype_than_the_model_are_not_known(device: torch.device) -> None:
+    """Their results have the weight's dtype, a kernel's that of the rows."""
+    module = make("llama", torch.bfloat16).to(device)
+    module.model.norm.float()
+    assert "model.norm" not in FusedModules(module).names
+
+
+def test_a_forward_pass_that_somebody_replaced_stays(device: torch.device) -> None:
+    module = make("llama").to(device)
+    forward = module.model.norm.forward
+    module.model.norm.forward = forward
+    found = FusedModules(module)
+    assert "model.norm" not in found.names
+    with found.undone():
+        assert module.model.norm.forward is forward
+    assert module.model.norm.forward is forward
+
+
+def test_other_models_of_the_class_are_not_touched(device: torch.device) -> None:
+    other = make("llama")
+    fused(make("llama"), device)
+    assert replaced(other) == set()
+    assert replaced(make("llama")) == set()

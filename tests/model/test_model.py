@@ -1,0 +1,340 @@
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    PreTrainedModel,
+)
+
+from radixkv.cache.lease import BlockCopy
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import Runner
+from radixkv.config import ModelConfig
+from radixkv.errors import ConfigError, UnsupportedModel
+from radixkv.model.attention.paged_step import TorchKernels
+from radixkv.model.model import Model, _probe_attention, load_model
+from radixkv.startup.model_check import check_model
+from radixkv.storage.device_pool import KVStorage
+from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+MAX_DIFFERENCE = 1e-4
+
+
+@dataclass
+class Served:
+    """A checkpoint as we serve it, beside transformers' own."""
+
+    model: Model
+    runner: Runner
+    oracle: PreTrainedModel
+
+    def expected(self, tokens: np.ndarray) -> torch.Tensor:
+        """Logits after each token, `[num_tokens, vocab_size]`."""
+        with torch.inference_mode():
+            return self.oracle(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    directory = write_checkpoint(CONFIGS[request.param], tmp_path_factory.mktemp(request.param))
+    assert len(list(directory.glob("*.safetensors"))) > 1, "the checkpoint is sharded"
+    model = load_model(ModelConfig(path=str(directory), device="cpu"))
+    storage = KVStorage(NUM_BLOCKS, BLOCK_SIZE, model.kv_shape, model.device)
+    storage.pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
+    return Served(model, Runner(model, storage, TorchKernels()), load_eager(directory))
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).astype("<u4")
+
+
+def blocks(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(NUM_BLOCKS)[:count].astype(np.int32)
+
+
+def chunk(tokens: np.ndarray, start: int, end: int, block_ids: np.ndarray, copy: BlockCopy | None = None) -> Chunk:
+    return Chunk(tokens.tobytes(), start, end, block_ids, copy, wants_logits=True)
+
+
+def assert_agree(got: torch.Tensor, expected: torch.Tensor) -> None:
+    difference = (got - expected).abs().max().item()
+    assert difference <= MAX_DIFFERENCE
+    assert expected.std() > 100 * MAX_DIFFERENCE, "the oracle's logits are too flat to tell right from wrong"
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 37, 100])
+def test_a_cold_prompt_agrees_with_eager_attention(served: Served, length: int) -> None:
+    tokens = prompt(length)
+    got = served.runner.run([chunk(tokens, 0, length, blocks(7))])
+    assert_agree(got.logits[0], served.expected(tokens)[-1])
+
+
+@pytest.mark.parametrize("cached", [BLOCK_SIZE, 2 * BLOCK_SIZE, 5 * BLOCK_SIZE])
+def test_a_warm_prompt_agrees_with_eager_attention(served: Served, cached: int) -> None:
+    tokens, block_ids = prompt(100), blocks(7)
+    served.runner.run([chunk(tokens, 0, cached, block_ids)])
+    got = served.runner.run([chunk(tokens, cached, 100, block_ids)])
+    assert_agree(got.logits[0], served.expected(tokens)[-1])
+
+
+@pytest.mark.parametrize("shared", [1, 15, 40, 63])
+def test_a_hit_inside_a_block_agrees_with_eager_attention(served: Served, shared: int) -> None:
+    first = prompt(100)
+    second = np.concatenate([first[:shared], prompt(50, seed=1)])
+    block_ids = blocks(20)
+    served.runner.run([chunk(first, 0, 100, block_ids[:7])])
+    whole = shared // BLOCK_SIZE
+    table = np.concatenate([block_ids[:whole], block_ids[7:]])
+    copy = BlockCopy(int(block_ids[whole]), int(block_ids[7]))
+    got = served.runner.run([chunk(second, shared, second.size, table, copy)])
+    assert_agree(got.logits[0], served.expected(second)[-1])
+
+
+def test_every_chunk_end_agrees_with_eager_attention(served: Served) -> None:
+    tokens, block_ids = prompt(100), blocks(7)
+    expected = served.expected(tokens)
+    ends = [1, 7, 16, 33, 34, 64, 99, 100]
+    for start, end in zip([0, *ends], ends, strict=False):
+        got = served.runner.run([chunk(tokens, start, end, block_ids)])
+        assert_agree(got.logits[0], expected[end - 1])
+
+
+def test_requests_of_one_batch_do_not_see_each_other(served: Served) -> None:
+    prompts = [prompt(length, seed=length) for length in (1, 17, 37, 100)]
+    tables = [blocks(32)[start : start + 7] for start in (0, 7, 14, 21)]
+    served.runner.run([chunk(prompts[3], 0, 50, tables[3])])
+    starts = (0, 0, 0, 50)
+    got = served.runner.run(
+        [chunk(p, start, p.size, table) for p, start, table in zip(prompts, starts, tables, strict=True)]
+    )
+    for row, tokens in zip(got.logits, prompts, strict=True):
+        assert_agree(row, served.expected(tokens)[-1])
+
+
+def test_the_chunk_whose_values_are_not_finite_is_told_from_the_others(served: Served) -> None:
+    block_ids = blocks(20)
+    served.runner.storage.pool.blocks[block_ids[0]] = 0xFF
+    good, bad = chunk(prompt(40), 0, 40, block_ids[1:4]), chunk(prompt(40), 16, 40, np.r_[block_ids[0], block_ids[4:6]])
+    assert served.runner.run([good, bad]).is_finite == [True, False]
+
+
+def test_a_step_without_wanted_logits_returns_none(served: Served) -> None:
+    tokens = prompt(20)
+    got = served.runner.run([Chunk(tokens.tobytes(), 0, 20, blocks(2), None, wants_logits=False)])
+    assert got.logits.shape == (0, VOCAB_SIZE)
+
+
+def test_the_model_check_accepts_it(served: Served) -> None:
+    check_model(served.model, TorchKernels(), BLOCK_SIZE)
+
+
+def test_the_tiny_model_is_the_same_each_time() -> None:
+    first, second = load_model(ModelConfig(device="cpu")), load_model(ModelConfig(device="cpu"))
+    assert first.fingerprint == second.fingerprint
+    assert first.kv_shape.token_bytes == 4 * 2 * 2 * 32 * 4
+
+
+def test_the_fingerprint_tells_weights_apart(tmp_path: Path) -> None:
+    write_checkpoint(CONFIGS["llama"], tmp_path, max_shard_size="10MB")
+    before = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+    model = load_eager(tmp_path)
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[0, 0] += 1
+    model.save_pretrained(tmp_path)
+    after = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+    assert before.fingerprint != after.fingerprint
+
+
+def small(config_class: type, **extra: object) -> object:
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return config_class(**{**shape, **extra})
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2), "ignore the cache"),
+        (small(MambaConfig), "ignore the cache"),
+        (small(GptOssConfig, num_key_value_heads=2, head_dim=16, num_local_experts=2), "passes `s_aux`"),
+        (
+            small(
+                DeepseekV3Config,
+                num_key_value_heads=2,
+                q_lora_rank=16,
+                kv_lora_rank=16,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=8,
+                v_head_dim=8,
+                n_routed_experts=8,
+                n_group=2,
+                topk_group=1,
+                num_experts_per_tok=2,
+                moe_intermediate_size=16,
+                first_k_dense_replace=1,
+            ),
+            "one K/V shape",
+        ),
+    ],
+    ids=["bloom", "mamba", "gpt_oss", "deepseek_v3"],
+)
+def test_a_model_that_the_cache_can_not_serve_is_refused_by_name(config: object, reason: str, tmp_path: Path) -> None:
+    write_checkpoint(config, tmp_path, max_shard_size="10MB")
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+def test_a_hybrid_model_is_refused(tmp_path: Path) -> None:
+    """Two of three layers are convolutions, whose state the cache would not hold."""
+    config = small(
+        Lfm2Config, num_hidden_layers=3, num_key_value_heads=1, layer_types=["conv", "full_attention", "conv"]
+    )
+    write_checkpoint(config, tmp_path, max_shard_size="10MB")
+    with pytest.raises(UnsupportedModel, match="expected layers of full or sliding attention, got conv"):
+        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+def test_a_layer_that_calls_no_attention_is_noticed() -> None:
+    """Also without a word of it in config.json."""
+    with pytest.raises(UnsupportedModel, match="expected 5 layers to call attention, got 4"):
+        _probe_attention(load_model(ModelConfig(device="cpu")), 5)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            small(
+                Llama4TextConfig,
+                intermediate_size_mlp=32,
+                num_key_value_heads=1,
+                head_dim=8,
+                num_local_experts=2,
+                attention_chunk_size=64,
+            ),
+            "chunked_attention",
+        ),
+        (
+            small(Gemma3TextConfig, num_key_value_heads=1, head_dim=8, use_bidirectional_attention=True),
+            "use_bidirectional_attention|looks ahead",
+        ),
+    ],
+    ids=["llama4", "gemma3 bidirectional"],
+)
+def test_a_mask_that_would_get_lost_is_refused(config: object, reason: str, tmp_path: Path) -> None:
+    """Llama 4 attends in chunks; within the first chunk nobody would notice that ours does not."""
+    write_checkpoint(config, tmp_path, max_shard_size="10MB")
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+def test_a_mixture_of_experts_is_served(tmp_path: Path) -> None:
+    config = small(MixtralConfig, num_key_value_heads=1, num_local_experts=4, initializer_range=0.2)
+    write_checkpoint(config, tmp_path, max_shard_size="10MB")
+    check_model(load_model(ModelConfig(path=str(tmp_path), device="cpu")), TorchKernels(), BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_tokens"),
+    [
+        ({"rope_type": "default", "rope_theta": 10000.0}, 512),
+        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, 512),
+        ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}, 512),
+        (
+            {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 128,
+            },
+            128,
+        ),
+    ],
+    ids=["default", "linear", "dynamic", "longrope"],
+)
+def test_prompts_end_where_rotation_would_depend_on_the_longest_one(
+    rope: dict[str, object], max_tokens: int, tmp_path: Path
+) -> None:
+    shape = CONFIGS["llama"].to_dict()
+    config = LlamaConfig(**{**shape, "rope_parameters": rope})
+    write_checkpoint(config, tmp_path, max_shard_size="10MB")
+    assert load_model(ModelConfig(path=str(tmp_path), device="cpu")).max_tokens == max_tokens
+
+
+class TestBadDirectories:
+    def test_a_missing_directory(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"model\.path: expected `tiny` or a directory"):
+            load_model(ModelConfig(path=str(tmp_path / "nowhere"), device="cpu"))
+
+    def test_a_config_that_is_not_json(self, tmp_path: Path) -> None:
+        write_checkpoint(CONFIGS["llama"], tmp_path)
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(ConfigError, match="can't be loaded"):
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+    def test_an_unknown_model_type(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+        with pytest.raises(ConfigError, match="no_such_model"):
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+    def test_broken_safetensors(self, tmp_path: Path) -> None:
+        write_checkpoint(CONFIGS["llama"], tmp_path)
+        shard = sorted(tmp_path.glob("*.safetensors"))[0]
+        shard.write_bytes(shard.read_bytes()[:100])
+        with pytest.raises(ConfigError, match="can't be loaded"):
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+    def test_a_missing_shard(self, tmp_path: Path) -> None:
+        write_checkpoint(CONFIGS["llama"], tmp_path)
+        sorted(tmp_path.glob("*.safetensors"))[0].unlink()
+        with pytest.raises(ConfigError, match="can't be loaded"):
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+    def test_weights_of_another_shape(self, tmp_path: Path) -> None:
+        write_checkpoint(CONFIGS["llama"], tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+        with pytest.raises(ConfigError, match="do not fit"):
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+    def test_weights_that_the_config_has_no_place_for(self, tmp_path: Path) -> None:
+        write_checkpoint(CONFIGS["llama"], tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+        with pytest.raises(ConfigError, match="unexpected_keys"):
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+    @pytest.mark.parametrize("wrong", [{"hidden_size": "x"}, {"num_key_value_heads": 0}])
+    def test_a_config_of_nonsense_is_refused_in_one_line(self, wrong: dict[str, object], tmp_path: Path) -> None:
+        write_checkpoint(CONFIGS["qwen3"], tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **wrong}))
+        with pytest.raises(ConfigError, match="can't be loaded") as refused:
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+        assert "\n" not in str(refused.value)
+
+    def test_no_cuda_device(self) -> None:
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device")
+        with pytest.raises(ConfigError, match=r"model\.device: expected a CUDA device"):
+            load_model(ModelConfig(device="cuda"))

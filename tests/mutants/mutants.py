@@ -1,0 +1,204 @@
+"""Small ways to break the project, each of which some test must notice; see `tests/mutants/mutation_check.py`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One way to break the core."""
+
+    file: str
+    text: str
+    replacement: str
+
+
+CACHE_MUTANTS = (
+    Mutant("cache/evictor.py", "takeable = num_available - num_spared_blocks", "takeable = num_available"),
+    Mutant(
+        "cache/ledger.py",
+        "max(num_kept_blocks, num_spared_blocks)",
+        "num_kept_blocks",
+    ),
+    Mutant("cache/block_pool.py", "        del self._free[first:]\n", ""),
+    Mutant(
+        "cache/block_pool.py", "first = len(self._free) - num_blocks", "first = max(0, len(self._free) - num_blocks)"
+    ),
+    Mutant("cache/block_pool.py", "if self._states[index].tobytes().count(before) != index.size:", "if False:"),
+    Mutant("cache/block_pool.py", "        self.num_published -= block_ids.size\n", ""),
+    Mutant("cache/radix_tree.py", "if shared == len(child.tokens):  # a leaf", "if False:  # a leaf"),
+    Mutant("cache/radix_tree.py", "if shared == len(first_block):  # the run", "if False:  # the run"),
+    Mutant("cache/radix_tree.py", "upper.pin_count = lower.pin_count", "upper.pin_count = 0"),
+    Mutant("cache/child_table.py", "if shared > most:", "if shared >= 0:"),
+    Mutant("cache/child_table.py", "return keys[index - 1], keys[index]", "return keys[index], keys[index]"),
+    Mutant("cache/child_table.py", "            self._order.add(first_block)\n", "            pass\n"),
+    Mutant("cache/child_table.py", "            self._order.remove(first_block)\n", "            pass\n"),
+    Mutant("tokens.py", "    return num_tokens * TOKEN_BYTES", "    return 0"),
+    Mutant("tokens.py", "return (start + first) * TOKEN_BYTES", "return first * TOKEN_BYTES"),
+    Mutant("tokens.py", "        start += size\n", "        start += 2 * size\n"),
+    Mutant("cache/radix_tree.py", "        leaf.fingerprint = self._fingerprint(tokens, start)\n", ""),
+    Mutant(
+        "cache/radix_tree.py",
+        "removed = leaf.block_ids[num_blocks * BLOCK_ID_BYTES :]",
+        "removed = leaf.block_ids[: num_blocks * BLOCK_ID_BYTES]",
+    ),
+    Mutant("cache/ledger.py", "min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES", "num_bytes // TOKEN_BYTES"),
+    Mutant("cache/ledger.py", "if shared_tokens else None", "if False else None"),
+    Mutant("cache/ledger.py", "        self._evictor.pin(insertion.node)\n        self._evictor.unpin(before)\n", ""),
+    Mutant("cache/ledger.py", "        if not packed.startswith(insertion.known_block_ids):\n", "        if False:\n"),
+    Mutant("cache/ledger.py", "            node.retired_block_ids += insertion.replaced_block_ids\n", ""),
+    Mutant("cache/ledger.py", "            self._evictor.count_pinned(node, block_ids.size - replaced.size)\n", ""),
+    Mutant(
+        "cache/ledger.py",
+        "lease.num_published_blocks = insertion.num_known_blocks",
+        "lease.num_published_blocks = num_blocks",
+    ),
+    Mutant(
+        "cache/ledger.py", "end = upto_tokens if upto_tokens == lease.num_tokens else whole_tokens", "end = upto_tokens"
+    ),
+    Mutant("cache/ledger.py", "        if own.size:\n            self._pool.release(own)\n", ""),
+    Mutant("cache/ledger.py", "        self._evictor.unpin(lease.node)\n", ""),
+    Mutant("cache/evictor.py", "            del self._trees[tree.namespace]\n", "            pass\n"),
+    Mutant("cache/evictor.py", "        self._lost.remember(fingerprint, reason)\n", ""),
+    Mutant("cache/evictor.py", "MissReason.EXPIRED if leaf.has_expired else MissReason.EVICTED", "MissReason.EVICTED"),
+    Mutant("cache/evictor.py", "        self._retained.cut_off(leaf, num_blocks)\n", ""),
+    Mutant("cache/evictor.py", "                node.retired_block_ids += node.block_ids\n", ""),
+    Mutant("cache/evictor.py", "            self._retained.purged(node)\n", ""),
+    Mutant("cache/evictor.py", '            node.block_ids = b""\n', ""),
+    Mutant("api/retention.py", "            node.num_retained_children += sign\n", ""),
+    Mutant("api/retention.py", "- _num_unretained_blocks(node.parent)", ""),
+    Mutant("api/retention.py", "            node.has_expired = was_kept\n", "            node.has_expired = True\n"),
+    Mutant("api/retention.py", "        upper.has_expired = lower.has_expired\n", ""),
+    Mutant("api/retention.py", "        node.has_expired = False\n", ""),
+    Mutant("api/retention.py", "        self._on_cut(node)\n", ""),
+    Mutant("api/retention.py", "min(left, own - usage.num_retained_blocks)", "left"),
+    Mutant("cache/ledger.py", " or node.has_expired):", "):"),
+    Mutant("api/retention.py", "self._expiries[0][0] <= now_s", "self._expiries[0][0] < now_s"),
+    Mutant("api/retention.py", "        upper.num_retained_children = int(is_retained(lower))\n", ""),
+    Mutant("api/retention.py", "            self._set_expiry(upper, lower.expiry_entry[0])\n", "            pass\n"),
+    Mutant("api/retention.py", "node.expiry_entry[0] >= expires_s", "node.expiry_entry[0] < expires_s"),
+    Mutant("cache/ledger.py", "                self._retained.set(node, DEFAULT_PRIORITY, None)\n", ""),
+    Mutant("cache/ledger.py", " or lease.is_revoked:", ":"),
+    Mutant("cache/prefix_cache.py", "            self._evictor.requeue(granted)\n", "            pass\n"),
+    Mutant("cache/eviction_lines.py", "(node.priority, self._policy.key(node), ", "(50, self._policy.key(node), "),
+    Mutant("api/miss_reason.py", "            self._reasons.popitem(last=False)\n", "            pass\n"),
+    Mutant(
+        "cache/eviction_lines.py",
+        "            (self._outdated if is_outdated else self._entries).remove(node.eviction_entry)\n",
+        "",
+    ),
+    Mutant("cache/ledger.py", "        lease.block_ids = block_ids\n", ""),
+    Mutant("cache/ledger.py", "            lease.num_published_blocks -= 1\n", "            pass\n"),
+    Mutant("cache/ledger.py", "            kept = np.delete(kept, last)\n", "            pass\n"),
+    Mutant("cache/ledger.py", "lease.num_published_blocks > last", "lease.num_published_blocks == kept.size > last"),
+    Mutant("cache/ledger.py", "        if num_tokens <= lease.num_tokens:\n            return\n", ""),
+    Mutant("cache/ledger.py", "        if not num_new_blocks and not replaces_last:", "        if not num_new_blocks:"),
+)
+
+ENGINE_MUTANTS = (
+    Mutant(
+        "scheduling/single_flight.py",
+        "        shared = shared_bytes(tokens, led, 0)\n",
+        "        shared = len(tokens)\n",
+    ),
+    Mutant("scheduling/single_flight.py", "        self._leaders.setdefault(fingerprint, request)\n", "        pass\n"),
+    Mutant("scheduling/single_flight.py", " or leader.namespace != request.namespace", ""),
+    Mutant("scheduling/single_flight.py", "        self._lead_no_more(leader, lead)\n", ""),
+    Mutant("scheduling/single_flight.py", "            del self._first_blocks[first_block]\n", "            pass\n"),
+    Mutant(
+        "scheduling/single_flight.py",
+        "            self._followers[wait.leader].remove(request)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "scheduling/admission.py",
+        "        if params.read_cache and self._flights.follow(",
+        "        if self._flights.follow(",
+    ),
+    Mutant("scheduling/admission.py", "            request.cached_tokens = lease.cached_tokens\n", ""),
+    Mutant("scheduling/admission.py", "max(0, request.computed_upto - lease.cached_tokens)", "0"),
+    Mutant("scheduling/admission.py", "num_spared_blocks=num_growing\n", "num_spared_blocks=0\n"),
+    Mutant("scheduling/admission.py", "num_growing = 0 if is_passing else sum(", "num_growing = sum("),
+    Mutant("scheduling/admission.py", "Admission.NO_ROOM if running and", "Admission.NO_ROOM if False and"),
+    Mutant("scheduling/admission.py", " and not request.is_revoked and ", " and "),
+    Mutant("scheduling/scheduler.py", "            self._queues[request.params.tenant].charge(granted)\n", ""),
+    Mutant("scheduling/scheduler.py", "queue.num_passed_over >= _MAX_PASSED_OVER or ", ""),
+    Mutant("scheduling/scheduler.py", "max(equals, key=lambda look: look[1])", "min(equals, key=lambda look: look[1])"),
+    Mutant("scheduling/scheduler.py", "                self._blocked = request\n", "                pass\n"),
+    Mutant("scheduling/scheduler.py", " and not self._ends_with(request, left)):", " and False):"),
+    Mutant("scheduling/scheduler.py", "if not left or tokens >= self._left(first):", "if not left:"),
+    Mutant("scheduling/scheduler.py", "turn // _SHORT_SHARE", "0"),
+    Mutant("scheduling/scheduler.py", "        self._decode(decoding[:most])\n", "        self._decode([])\n"),
+    Mutant("scheduling/scheduler.py", "admitter.urgent_tokens(request) - ", "request.num_left - "),
+    Mutant("scheduling/scheduler.py", "        if self._blocked is request:\n            self._blocked = None\n", ""),
+    Mutant("scheduling/tenant_queue.py", "tokens / self.weight", "tokens"),
+    Mutant(
+        "scheduling/tenant_queue.py", "max(self._fair_share, self._served_before.pop(tenant, 0.0))", "self._fair_share"
+    ),
+    Mutant("scheduling/tenant_queue.py", "served = max(self._fair_share, self", "served = max(0.0, self"),
+    Mutant("scheduling/request.py", "self.received_s - self.params.priority", "self.received_s"),
+    Mutant("scheduling/request.py", "if self.token_ids and self.token_ids[-1] in self.stop_token_ids:", "if False:"),
+    Mutant("engine/core.py", "        request.open_lease.copy = None  # it was made\n", ""),
+    Mutant("engine/core.py", "publishable > request.open_lease.committed_tokens", "is_first"),
+    Mutant(
+        "engine/core.py",
+        "        request.open_lease.close()\n        request.lease = None\n",
+        "        request.lease = None\n",
+    ),
+    Mutant("engine/core.py", "key=lambda holder: holder.arrival,", "key=lambda holder: -holder.arrival,"),
+    Mutant("engine/early_ends.py", "            self._deadlines.remove(", "            len("),
+    Mutant("engine/early_ends.py", "        self._failed.pop(request, None)\n", ""),
+    Mutant("engine/step.py", "        del self._wait", "        pass"),
+    Mutant("engine/step.py", "        traceback.clear_frames(error.__traceback__)", "        pass"),
+    Mutant("engine/early_ends.py", "            if not request.is_over:\n", "            if False:\n"),
+    Mutant("engine/sampler.py", "generation.sampling.temperature > 0", "False"),
+    Mutant("engine/sampler.py", "probabilities.cumsum(dim=0) - probabilities >=", "probabilities.cumsum(dim=0) >="),
+    Mutant("engine/sampler.py", "position=request.num_tokens", "position=0"),
+    Mutant("scheduling/tenant_queue.py", "max(self._fair_share + tokens / weights, least_served)", "least_served"),
+    Mutant("scheduling/scheduler.py", "if num_free <= 0 or not queue.running:", "if True:"),
+    Mutant("scheduling/scheduler.py", "if len(decoding) > most:", "if False:"),
+    Mutant("scheduling/admission.py", " and self._can_fit(request) else", " else"),
+    Mutant("engine/core.py", "upto if is_first else ", "upto if request.num_left > 0 else "),
+    Mutant("engine/core.py", "0 if any(each.is_finite for each in computed) else self.num_failed_steps + 1", "0"),
+    Mutant("engine/steps_ahead.py", "if scheduler.num_running > len(slices):", "if False:"),
+    Mutant(
+        "engine/steps_ahead.py", "not scheduler.is_full and (scheduler.num_waiting or ", "not scheduler.is_full and ("
+    ),
+    Mutant("engine/steps_ahead.py", "if not scheduler.is_full and (", "if ("),
+    Mutant(
+        "scheduling/scheduler.py", "self._max_running_requests and not any(", "self._max_running_requests or not any("
+    ),
+    Mutant(
+        "scheduling/scheduler.py", "        self._decode(self.running)\n", "        self._decode(self.running[::-1])\n"
+    ),
+    Mutant("engine/steps_ahead.py", "if not self._runner.is_asynchronous or ", "if "),
+    Mutant("engine/steps_ahead.py", "len(computed) == len(next_step.slices) and ", ""),
+    Mutant("engine/steps_ahead.py", " and all(each.is_finite for each in computed)\n", "\n"),
+    Mutant("engine/steps_ahead.py", " and all(_decodes_on(each.part.request) for each in computed)", ""),
+    Mutant("engine/steps_ahead.py", "go_on and not self._is_anything_else_due(next_step.slices)", "go_on"),
+    Mutant("engine/steps_ahead.py", "request.open_lease.reserve(end + 1)", "request.open_lease.reserve(end)"),
+    Mutant("engine/steps_ahead.py", "or not request.is_decoding or ", "or "),
+    Mutant("engine/steps_ahead.py", " or generation.finish_reason is not None:", ":"),
+    Mutant("engine/steps_ahead.py", ", num_coming=1)", ")"),
+    Mutant(
+        "engine/core.py",
+        "        slices = self._scheduler.next_tokens()\n        assert",
+        "        slices = next_step.slices\n        assert",
+    ),
+    Mutant("engine/core.py", "next_step.start(computed, self._clock())", "next_step.start(computed, 0.0)"),
+    Mutant(
+        "engine/steps_ahead.py",
+        "        except CapacityError:\n            return None\n        try",
+        "        finally:\n            pass\n        try",
+    ),
+    Mutant("engine/steps_ahead.py", "return is_expired or ", "return "),
+    Mutant("engine/steps_ahead.py", "return is_expired or self._departures.is_any_due(now_s)", "return is_expired"),
+    Mutant("engine/step.py", "_chunk(part), copy=None,", "_chunk(part),"),
+    Mutant("engine/early_ends.py", "self._cancelled or self._failed or (", "self._failed or ("),
+    Mutant("engine/early_ends.py", "self._cancelled or self._failed or (", "self._cancelled or ("),
+    Mutant(
+        "engine/early_ends.py", "self._failed or (self._deadlines and self._deadlines[0][0] <= now_s)", "self._failed"
+    ),
+    Mutant("engine/steps_ahead.py", " or self._has_news()", ""),
+    Mutant("engine/core.py", "        if self._departures.is_failing(request):\n            return\n", ""),
+)

@@ -1,0 +1,86 @@
+"""Breaks cache and engine in small ways, one at a time, and runs their tests on each: every mutant must be caught.
+
+    python -m tests.mutants.mutation_check
+
+A mutant is a text that stands exactly once in its file, and what it is replaced with. When the code changes, the
+check says which mutant no longer applies.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.mutants.mutants import CACHE_MUTANTS, ENGINE_MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[2]
+CACHE_TESTS = (
+    "tests/cache/test_block_pool.py",
+    "tests/test_tokens.py",
+    "tests/cache/test_child_table.py",
+    "tests/cache/test_radix_tree.py",
+    "tests/cache/test_lease.py",
+    "tests/cache/test_eviction.py",
+    "tests/cache/test_miss_reason.py",
+    "tests/cache/test_prefix_cache.py",
+    "tests/cache/test_retention.py",
+    "tests/cache/test_purge.py",
+    "tests/cache/test_child_table.py",
+    "tests/cache/policies/test_eviction_policies.py",
+    "tests/cache/test_cache_stress.py",
+)
+ENGINE_TESTS = (
+    "tests/cache/test_lease.py",
+    "tests/engine/test_sampler.py",
+    "tests/engine/test_core.py",
+    "tests/scheduling/test_scheduler.py",
+    "tests/scheduling/test_shares.py",
+    "tests/whole/test_generation.py",
+    "tests/engine/test_steps_ahead.py",
+    "tests/scheduling/test_single_flight.py",
+)
+CHECKS = ((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS))
+
+
+def is_caught(mutant: Mutant, tests: tuple[str, ...]) -> bool:
+    """Whether the tests fail on a copy of the project with this mutant in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("radixkv", "tests"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("kernels", "service"):
+            shutil.copytree(ROOT / name, copy / "radixkv" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        path = copy / "radixkv" / mutant.file
+        source = path.read_text(encoding="utf-8")
+        if source.count(mutant.text) != 1:
+            raise SystemExit(f"{mutant.file}: expected exactly one {mutant.text!r}, got {source.count(mutant.text)}")
+        path.write_text(source.replace(mutant.text, mutant.replacement), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=120, check=False)
+        except subprocess.TimeoutExpired:
+            return True
+        return ended.returncode == 1  # tests ran and failed; anything else is a mistake of the check itself
+
+
+def main() -> int:
+    """Run every mutant; 1 if one survives."""
+    survivors = total = 0
+    for mutants, tests in CHECKS:
+        for mutant in mutants:
+            caught = is_caught(mutant, tests)
+            survivors += not caught
+            total += 1
+            print(f"{'caught  ' if caught else 'SURVIVED'} {mutant.file}: {mutant.text.strip()}", flush=True)
+    print(f"{total - survivors} of {total} mutants caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

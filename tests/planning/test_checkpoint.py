@@ -1,0 +1,210 @@
+import json
+
+import pytest
+
+from radixkv.errors import ConfigError
+from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+QWEN_3_0_6B = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 1024,  # 64 a head: head_dim must win
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+}
+GEMMA_2_9B = {
+    "model_type": "gemma2",
+    "head_dim": 256,
+    "hidden_size": 3584,
+    "layer_types": ["sliding_attention", "full_attention"] * 21,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "dtype": "float32",
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "head_dim": 64,  # newer files; it is that of the rotary key
+    "kv_lora_rank": 512,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_config(directory, fields):
+    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return directory
+
+
+def refusal_of(path):
+    with pytest.raises(ConfigError) as caught:
+        read_checkpoint(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (LLAMA_3_8B, Checkpoint(32, 32, 8, 128, dtype="bf16")),
+        (QWEN_3_0_6B, Checkpoint(28, 16, 8, 128, dtype="bf16")),
+        (GEMMA_2_9B, Checkpoint(42, 16, 8, 256, dtype="fp32")),
+        (DEEPSEEK_V3, Checkpoint(61, 128, 128, 128, mla_rank=512, rope_dim=64, dtype="bf16")),
+    ],
+    ids=["llama", "qwen3", "gemma2", "deepseek"],
+)
+def test_a_config_is_read(tmp_path, fields, expected):
+    assert read_checkpoint(write_config(tmp_path, fields)) == expected
+    assert read_checkpoint(str(tmp_path / "config.json")) == expected
+
+
+def test_gpt2_has_names_of_its_own(tmp_path):
+    write_config(tmp_path, {"n_layer": 12, "n_head": 12, "n_embd": 768})
+    assert read_checkpoint(tmp_path) == Checkpoint(12, 12, 12, 64)
+
+
+def test_without_kv_heads_every_query_head_has_one(tmp_path):
+    write_config(tmp_path, LLAMA_3_8B | {"num_key_value_heads": None})
+    assert read_checkpoint(tmp_path).num_kv_heads == 32
+
+
+@pytest.mark.parametrize(("is_new", "heads"), [(False, 1), (True, 8)])
+def test_falcon_says_multi_query(tmp_path, is_new, heads):
+    fields = {"multi_query": True, "new_decoder_architecture": is_new, "num_kv_heads": 8, "num_attention_heads": 64}
+    assert read_checkpoint(write_config(tmp_path, fields)).num_kv_heads == heads
+
+
+def test_the_text_part_of_a_multimodal_model_is_read(tmp_path):
+    text = {name: value for name, value in LLAMA_3_8B.items() if name != "torch_dtype"}
+    write_config(tmp_path, {"hidden_size": 1, "torch_dtype": "float16", "text_config": text, "vision_config": {}})
+    assert read_checkpoint(tmp_path) == Checkpoint(32, 32, 8, 128, dtype="fp16")
+
+
+def test_what_a_config_leaves_out_is_unknown(tmp_path):
+    write_config(tmp_path, {"text_config": {"hidden_size": 2560, "num_hidden_layers": 34, "qk_rope_head_dim": 64}})
+    assert read_checkpoint(tmp_path) == Checkpoint(num_layers=34)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, "bf16"),
+        ({"dtype": "torch.float16"}, "fp16"),
+        ({"torch_dtype": "float8_e4m3fn"}, None),
+        ({"torch_dtype": 7}, None),
+        ({"dtype": "float16", "text_config": {"dtype": "float32"}}, "fp32"),
+    ],
+)
+def test_the_dtype_is_that_of_the_text_part_and_its_newer_name(tmp_path, fields, dtype):
+    assert read_checkpoint(write_config(tmp_path, fields)).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": "32"}, "num_hidden_layers: expected an integer of at least 1, got str '32'"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected an integer of at least 1, got int 0"),
+        ({"num_key_value_heads": True}, "num_key_value_heads: expected an integer of at least 1, got bool True"),
+        ({"head_dim": 1.5}, "head_dim: expected an integer of at least 1, got float 1.5"),
+        ({"kv_lora_rank": -1}, "kv_lora_rank: expected an integer of at least 1, got int -1"),
+        (
+            {"hidden_size": 4097},
+            "hidden_size: expected a multiple of num_attention_heads 32 where there is no head_dim, got 4097",
+        ),
+        ({"text_config": []}, "text_config: expected an object, got list []"),
+        ({"layer_types": ["linear_attention"]}, "layer_types: expected layers that all store the same K/V, got list "),
+        ({"layer_types": 3}, "layer_types: expected layers that all store the same K/V, got int 3"),
+        ({"num_kv_shared_layers": 10}, "num_kv_shared_layers: expected layers that all store the same K/V, got int 10"),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path, change, words):
+    message = refusal_of(write_config(tmp_path, LLAMA_3_8B | change))
+    assert message.startswith(f"{tmp_path / 'config.json'}: {words}")
+
+
+def test_layers_that_share_nothing_are_equal(tmp_path):
+    assert read_checkpoint(write_config(tmp_path, LLAMA_3_8B | {"num_kv_shared_layers": 0})).num_layers == 32
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"{", "not JSON"), (b"\xff", "not JSON"), (b"[1]", "expected a JSON object, got list [1]")]
+)
+def test_a_file_that_is_no_object_is_refused(tmp_path, content, words):
+    (tmp_path / "config.json").write_bytes(content)
+    assert words in refusal_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "missing", "missing.json"])
+def test_a_path_without_a_config_is_refused(tmp_path, name):
+    message = refusal_of(tmp_path / name)
+    assert message.startswith("model: expected a directory with a config.json, or such a file, got ")
+    assert message.endswith("No such file or directory")
+
+
+def test_weights_are_what_the_index_says(tmp_path):
+    write_config(tmp_path, LLAMA_3_8B)
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 16060522496}}')
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"12345")
+    assert read_checkpoint(tmp_path).weights_bytes == 16_060_522_496
+
+
+@pytest.mark.parametrize(
+    "metadata", ["{}", '{"total_size": "many"}', '{"total_size": NaN}', '{"total_size": Infinity}', "null"]
+)
+def test_an_index_without_a_size_leaves_the_files(tmp_path, metadata):
+    write_config(tmp_path, LLAMA_3_8B)
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"metadata": {metadata}}}')
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"12345")
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"678")
+    assert read_checkpoint(tmp_path).weights_bytes == 8
+
+
+def test_the_same_weights_in_another_format_count_once(tmp_path):
+    write_config(tmp_path, LLAMA_3_8B)
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"12345")
+    assert read_checkpoint(tmp_path).weights_bytes == 5
+
+
+def test_weights_of_another_name_count(tmp_path):
+    write_config(tmp_path, LLAMA_3_8B)
+    (tmp_path / "weights.safetensors").write_bytes(b"12345")
+    assert read_checkpoint(tmp_path).weights_bytes == 5
+
+
+def test_no_weights_are_unknown_weights(tmp_path):
+    assert read_checkpoint(write_config(tmp_path, LLAMA_3_8B)).weights_bytes is None
+
+
+def test_checkpoints_that_transformers_writes_are_read_as_they_are_loaded(tmp_path):
+    pytest.importorskip("transformers")
+    from radixkv.config import ModelConfig
+    from radixkv.model.model import load_model
+    from radixkv.storage.kv_layout import HeadKV, KVFormat
+    from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
+
+    for name, config in CONFIGS.items():
+        directory = write_checkpoint(config, tmp_path / name)
+        known = read_checkpoint(directory)
+        layout = HeadKV(known.num_layers, known.num_kv_heads, known.head_dim, known.num_query_heads)
+        model = load_model(ModelConfig(path=str(directory), device="cpu"))
+        assert layout.token_bytes(KVFormat(known.dtype)) == model.kv_shape.token_bytes, name
+        parameter_bytes = sum(parameter.nbytes for parameter in model.module.parameters())
+        assert known.weights_bytes == parameter_bytes, name

@@ -1,0 +1,246 @@
+"""The simulator, and what the policies make of traffic whose right answer is known. Blocks are of 512 tokens."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable
+from functools import cache
+
+import pytest
+
+from radixkv.config import EVICTION_POLICIES
+from radixkv.errors import ConfigError
+from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, simulate
+from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, load_trace
+
+TRACE = os.environ.get("RADIXKV_TRACE")
+
+
+def trace(paths: Iterable[tuple[int, ...]], every_ms: float = 1000) -> list[TraceRequest]:
+    """Requests of whole blocks, one after the other."""
+    return [
+        TraceRequest(index * every_ms, len(path) * TOKENS_PER_ID, 1, tuple(path)) for index, path in enumerate(paths)
+    ]
+
+
+def hit_rate(requests: list[TraceRequest], policy: str, num_blocks: int) -> float:
+    return simulate(requests, policy=policy, capacity_tokens=num_blocks * TOKENS_PER_ID).token_hit_rate
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
+def test_a_roomy_cache_reuses_all_but_the_last_token(policy: str) -> None:
+    done = simulate(trace([(1, 2), (1, 2), (1, 3), (4,)]), policy=policy, capacity_tokens=10 * TOKENS_PER_ID)
+    assert done.seconds > 0
+    assert done == Simulation(
+        policy=policy,
+        capacity_tokens=5120,
+        block_size=512,
+        requests=4,
+        prompt_tokens=7 * 512,
+        cached_tokens=1023 + 512,
+        token_hit_rate=(1023 + 512) / (7 * 512),
+        evicted_tokens=0,
+        seconds=done.seconds,
+    )
+
+
+def test_the_least_recently_used_conversation_is_lost() -> None:
+    requests = trace([(1, 2), (3, 4), (5, 6), (3, 4, 7)])
+    assert simulate(requests, policy="lru", capacity_tokens=4 * 512).cached_tokens == 2 * 512
+    requests = trace([(1, 2), (3, 4), (5, 6), (1, 2, 7)])
+    assert simulate(requests, policy="lru", capacity_tokens=4 * 512).cached_tokens == 0
+
+
+def test_the_optimum_knows_what_returns() -> None:
+    requests = trace([(1, 2), (3, 4), (5, 6), (1, 2, 7)])
+    assert simulate(requests, policy=OPTIMAL, capacity_tokens=2 * 512).cached_tokens == 2 * 512
+
+
+def test_the_optimum_keeps_the_beginning_of_a_prompt_when_its_end_never_returns() -> None:
+    requests = trace([(1, 2, 3), (4, 5, 6), (1, 7), (4, 8)])
+    assert simulate(requests, policy=OPTIMAL, capacity_tokens=2 * 512).cached_tokens == 2 * 512
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 512, 1024])
+def test_every_block_size_counts_the_same_reuse(block_size: int) -> None:
+    requests = trace([(1, 2, 3), (1, 2, 4), (1, 2, 3)])
+    for policy in ("lru", OPTIMAL):
+        done = simulate(requests, policy=policy, capacity_tokens=2**20, block_size=block_size)
+        assert done.cached_tokens == 1024 + 1535
+
+
+def test_a_prompt_larger_than_the_cache_is_a_miss_and_harms_nobody() -> None:
+    requests = trace([(1,), (2, 3, 4), (1, 5)])
+    assert simulate(requests, policy="lru", capacity_tokens=2 * 512).cached_tokens == 512
+
+
+def test_each_request_is_reported() -> None:
+    seen: list[int] = []
+    simulate(trace([(1,), (2,)]), policy="lru", capacity_tokens=512, on_request=lambda: seen.append(1))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": "fifo"}, r"^policy: expected one of adaptive, lru, slru, lfu, priority, optimal, got fifo$"),
+        ({"capacity_tokens": 511}, r"^capacity_tokens: expected at least a block of 512 tokens, got 511$"),
+        ({"capacity_tokens": -1}, r"^capacity_tokens: .*got -1$"),
+        ({"block_size": 0}, r"^block_size: expected at least 1 token, got 0$"),
+    ],
+)
+def test_nonsense_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulate(trace([(1,)]), **{"policy": "lru", "capacity_tokens": 512, **arguments})
+
+
+# -- no regret ---------------------------------------------------------------------------------------------------------
+
+
+def shared_prompt(_: random.Random) -> list[tuple[int, ...]]:
+    """One system prompt, then a question that nobody asks again."""
+    return [(1, 2, 3, 4, 100 + index, 10_000 + index) for index in range(2000)]
+
+
+def one_shots(_: random.Random) -> list[tuple[int, ...]]:
+    return [tuple(range(10 * index, 10 * index + 4)) for index in range(2000)]
+
+
+def loop(_: random.Random) -> list[tuple[int, ...]]:
+    """Sixty documents in turn, a fifth more than fits."""
+    return [(100 * (index % 60), 100 * (index % 60) + 1) for index in range(3000)]
+
+
+def popular_documents(dice: random.Random) -> list[tuple[int, ...]]:
+    """Documents by a Zipf law, each with a question of its own."""
+    weights = [1 / (rank + 1) for rank in range(200)]
+    documents = dice.choices(range(200), weights, k=3000)
+    return [(10 * document, 10 * document + 1, 10 * document + 2, 10_000 + i) for i, document in enumerate(documents)]
+
+
+def chats(dice: random.Random) -> list[tuple[int, ...]]:
+    """Conversations: a third of the first questions get an answer, two thirds of the later ones do."""
+    paths: list[tuple[int, ...]] = []
+    waiting: list[tuple[int, tuple[int, ...]]] = []
+    for index in range(4000):
+        due = [each for each in waiting if each[0] <= index]
+        if due:
+            waiting.remove(due[0])
+            path = (*due[0][1], 10 * index, 10 * index + 1)
+            goes_on = 2 / 3
+        else:
+            path = (1, *(10 * index + offset for offset in range(2, 7)))
+            goes_on = 1 / 3
+        paths.append(path)
+        if dice.random() < goes_on:
+            waiting.append((index + dice.randint(10, 60), path))
+    return paths
+
+
+def change_of_phase(dice: random.Random) -> list[tuple[int, ...]]:
+    """Popular documents, then one-shot prompts, then a loop."""
+    shifted = [tuple(10**6 + each for each in path) for path in one_shots(dice)]
+    looped = [tuple(2 * 10**6 + each for each in path) for path in loop(dice)]
+    return [*popular_documents(dice), *shifted, *looped]
+
+
+def scans_over_a_hot_set(dice: random.Random) -> list[tuple[int, ...]]:
+    """Twelve prompts that are asked again and again, and every so often a hundred that are asked once."""
+    paths: list[tuple[int, ...]] = []
+    for scan in range(12):
+        paths += [(10 * hot, 10 * hot + 1, 10 * hot + 2) for hot in dice.choices(range(12), k=100)]
+        paths += [tuple(1000 * scan + 10 * index + offset + 1000 for offset in range(3)) for index in range(100)]
+    return paths
+
+
+def chats_and_batches(dice: random.Random) -> list[tuple[int, ...]]:
+    """Conversations, and after every 400 of their prompts a batch of 80 with one instruction."""
+    batches = [
+        [(10**8 + batch, *(10**6 + 10 * (80 * batch + index) + offset for offset in range(4))) for index in range(80)]
+        for batch in range(10)
+    ]
+    talk = chats(dice)
+    return [path for batch in range(10) for path in (*talk[400 * batch : 400 * batch + 400], *batches[batch])]
+
+
+def two_rhythms(dice: random.Random) -> list[tuple[int, ...]]:
+    """One tenant goes round twelve documents, another asks popular ones; in turn."""
+    rounds = [(10**6 + 10 * (index % 12), 10**6 + 10 * (index % 12) + 1) for index in range(2000)]
+    return [path for pair in zip(rounds, popular_documents(dice), strict=False) for path in pair]
+
+
+TRAFFIC = [
+    shared_prompt,
+    one_shots,
+    loop,
+    popular_documents,
+    chats,
+    change_of_phase,
+    scans_over_a_hot_set,
+    chats_and_batches,
+    two_rhythms,
+]
+
+
+@cache
+def rate(make: object, policy: str, every_ms: float = 1000) -> float:
+    assert callable(make)
+    return hit_rate(trace(make(random.Random(0)), every_ms), policy, 100)
+
+
+@pytest.mark.parametrize("every_ms", [1000, 0], ids=["a request a second", "no times"])
+@pytest.mark.parametrize("make", TRAFFIC, ids=lambda make: make.__name__)
+def test_the_default_is_no_regret(make: object, every_ms: float) -> None:
+    assert rate(make, "adaptive", every_ms) >= max(rate(make, "lru"), rate(make, "slru")) - 0.01
+
+
+@pytest.mark.parametrize("make", TRAFFIC, ids=lambda make: make.__name__)
+def test_no_policy_beats_the_optimum(make: object) -> None:
+    assert max(rate(make, policy) for policy in EVICTION_POLICIES) <= rate(make, OPTIMAL)
+
+
+def test_the_default_keeps_a_part_of_a_loop() -> None:
+    assert rate(loop, "lru") == 0
+    assert rate(loop, "adaptive") > 0.5
+
+
+def test_the_default_keeps_what_goes_on() -> None:
+    assert rate(chats, "adaptive") > 1.1 * rate(chats, "lru")
+
+
+def test_a_simulation_is_deterministic() -> None:
+    requests = trace(chats(random.Random(1)))
+    assert hit_rate(requests, "adaptive", 100) == hit_rate(requests, "adaptive", 100)
+
+
+# -- the conversation trace --------------------------------------------------------------------------------------------
+
+needs_trace = pytest.mark.skipif(TRACE is None, reason="RADIXKV_TRACE names no conversation trace")
+CAPACITIES_TOKENS = (2_560_000, 5_120_000, 10_240_000, 25_600_000)
+
+
+@cache
+def on_the_trace(policy: str) -> list[float]:
+    assert TRACE is not None
+    requests = load_trace(TRACE)
+    return [simulate(requests, policy=policy, capacity_tokens=each).token_hit_rate for each in CAPACITIES_TOKENS]
+
+
+@needs_trace
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("lru", [0.114, 0.216, 0.294, 0.362]), (OPTIMAL, [0.348, 0.374, 0.374, 0.374])]
+)
+def test_the_reference_hit_rates(policy: str, expected: list[float]) -> None:
+    assert on_the_trace(policy) == pytest.approx(expected, abs=0.003)
+
+
+@needs_trace
+def test_the_default_is_no_regret_on_the_trace() -> None:
+    adaptive, lru, slru = (on_the_trace(policy) for policy in ("adaptive", "lru", "slru"))
+    for index in range(len(CAPACITIES_TOKENS)):
+        assert adaptive[index] >= max(lru[index], slru[index]) - 0.005
+    assert adaptive[0] >= 1.5 * lru[0]

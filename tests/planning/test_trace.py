@@ -1,0 +1,224 @@
+"""Traces are read or refused with a reason, and their tokens are the same everywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixkv.errors import ConfigError
+from radixkv.planning.trace import TraceRequest, block_tokens, load_trace, prompt_tokens, tokens_per_scaled_id
+
+GOOD = {"timestamp": 27, "input_length": 700, "output_length": 52, "hash_ids": [0, 46]}
+
+
+def line(**changes: object) -> str:
+    return json.dumps(GOOD | changes)
+
+
+def trace_of(path: Path, *lines: str) -> Path:
+    file = path / "trace.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def request(input_length: int, *hash_ids: int) -> TraceRequest:
+    return TraceRequest(0, input_length, 1, hash_ids)
+
+
+def test_requests_are_read_in_file_order(tmp_path: Path) -> None:
+    file = trace_of(tmp_path, line(), line(timestamp=3.5, input_length=1, hash_ids=[2**63 - 1]))
+    assert load_trace(file) == [
+        TraceRequest(timestamp_ms=27, input_length=700, output_length=52, hash_ids=(0, 46)),
+        TraceRequest(timestamp_ms=3.5, input_length=1, output_length=52, hash_ids=(2**63 - 1,)),
+    ]
+
+
+def test_unknown_fields_blank_lines_and_other_line_ends_are_fine(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(f"\n{line(model='m')}\r\n\n  \n{line()}".encode())
+    assert len(load_trace(str(file))) == 2
+
+
+def test_a_limit_stops_before_later_lines_are_looked_at(tmp_path: Path) -> None:
+    file = trace_of(tmp_path, line(), line(), "not JSON")
+    assert len(load_trace(file, limit=2)) == 2
+
+
+@pytest.mark.parametrize("length", [513, 1024])
+def test_the_last_id_may_be_filled_from_one_token_to_all(tmp_path: Path, length: int) -> None:
+    assert load_trace(trace_of(tmp_path, line(input_length=length)))[0].input_length == length
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("not JSON", "expected a JSON object, got text that is not JSON"),
+        ('{"timestamp": 1', "expected a JSON object, got text that is not JSON"),
+        ("[" * 100_000, "expected a JSON object, got text that is not JSON"),
+        ("[1, 2]", "expected a JSON object, got list [1, 2]"),
+        ("7", "expected a JSON object, got int 7"),
+        ('{"input_length": 7}', "hash_ids: expected this field of a Mooncake trace, got fields: input_length"),
+        ("{}", "hash_ids: expected this field of a Mooncake trace, got fields: none"),
+        (line().replace("timestamp", "time"), "timestamp: expected this field of a Mooncake trace, got fields: time,"),
+        (line().replace("output_", "out_"), "output_length: expected this field of a Mooncake trace"),
+        (line().replace("input_", "in_"), "input_length: expected this field of a Mooncake trace"),
+        (line(timestamp="now"), "timestamp: expected milliseconds of at least 0, got str 'now'"),
+        (line(timestamp=-1), "timestamp: expected milliseconds of at least 0, got int -1"),
+        (line(timestamp=True), "timestamp: expected milliseconds of at least 0, got bool True"),
+        (line(timestamp=float("nan")), "timestamp: expected milliseconds of at least 0, got float nan"),
+        (line(timestamp=None), "timestamp: expected milliseconds of at least 0, got NoneType None"),
+        (line(input_length=700.0), "input_length: expected an integer of at least 1, got float 700.0"),
+        (line(input_length="700"), "input_length: expected an integer of at least 1, got str '700'"),
+        (line(input_length=0), "input_length: expected an integer of at least 1, got int 0"),
+        (line(input_length=-700), "input_length: expected an integer of at least 1, got int -700"),
+        (line(input_length=1025), "input_length: expected 513 to 1024 tokens for 2 hash_ids of 512 tokens, got 1025"),
+        (line(input_length=512), "input_length: expected 513 to 1024 tokens for 2 hash_ids of 512 tokens, got 512"),
+        (line(output_length=-1), "output_length: expected an integer of at least 0, got int -1"),
+        (line(output_length=False), "output_length: expected an integer of at least 0, got bool False"),
+        (line(hash_ids=[]), "hash_ids: expected a list of at least one id, got list []"),
+        (line(hash_ids=46), "hash_ids: expected a list of at least one id, got int 46"),
+        (line(hash_ids=[0, -46]), "hash_ids[1]: expected an integer of at least 0, got int -46"),
+        (line(hash_ids=[0, "a" * 99]), f"hash_ids[1]: expected an integer of at least 0, got str '{'a' * 52}..."),
+        (line(hash_ids=[2**64, 0]), "hash_ids[0]: expected an integer of at least 0, got int 18446744073709551616"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number_and_field(tmp_path: Path, bad: str, message: str) -> None:
+    file = trace_of(tmp_path, line(), "", bad, line())
+    with pytest.raises(ConfigError, match=re.escape(f"{file}:3: {message}")):
+        load_trace(file)
+
+
+def test_binary_junk_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace.gz"
+    file.write_bytes(b"\x1f\x8b\x08\x00\xff\xfe\n\x00")
+    with pytest.raises(ConfigError, match=r"trace\.gz:1: expected a JSON object, got bytes that are not UTF-8 text"):
+        load_trace(file)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="expected at least one request, got an empty file"):
+        load_trace(file)
+
+
+def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere: expected a readable file, got: No such file"):
+        load_trace(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"expected a readable file, got: Is a directory"):
+        load_trace(tmp_path)
+
+
+def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="limit: expected at least 1, got 0"):
+        load_trace(trace_of(tmp_path, line()), limit=0)
+
+
+@pytest.mark.parametrize(
+    ("hash_id", "vocab_size", "expected"),
+    [
+        (0, 256, [167, 179, 99, 168]),
+        (182_789, 256, [63, 243, 64, 33]),
+        (0, 32_000, None),
+        (2**63 - 1, 2**32, None),
+    ],
+)
+def test_tokens_of_an_id_are_pinned(hash_id: int, vocab_size: int, expected: list[int] | None) -> None:
+    tokens = block_tokens(hash_id, tokens_per_id=4, vocab_size=vocab_size)
+    assert tokens.dtype == np.uint32
+    assert tokens.tolist() == tokens_in_plain_integers(hash_id, 4, vocab_size)
+    if expected is not None:
+        assert tokens.tolist() == expected
+
+
+def tokens_in_plain_integers(hash_id: int, num_tokens: int, vocab_size: int) -> list[int]:
+    gamma, mask = 0x9E3779B97F4A7C15, 2**64 - 1
+
+    def mixed(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    stream = mixed((hash_id + 1) * gamma & mask)
+    return [(mixed((stream + i * gamma) & mask) >> 32) * vocab_size >> 32 for i in range(1, num_tokens + 1)]
+
+
+def test_a_shorter_block_is_a_prefix_of_a_longer_one() -> None:
+    assert (block_tokens(46, tokens_per_id=17) == block_tokens(46, tokens_per_id=37)[:17]).all()
+
+
+def test_different_ids_give_different_tokens() -> None:
+    firsts = {block_tokens(hash_id, tokens_per_id=8).tobytes() for hash_id in range(1000)}
+    assert len(firsts) == 1000
+
+
+def test_tokens_cover_the_vocabulary_evenly_and_stay_below_it() -> None:
+    counts = np.bincount(block_tokens(1, tokens_per_id=100_000, vocab_size=100), minlength=100)
+    assert len(counts) == 100
+    assert counts.min() > 800
+    assert counts.max() < 1200
+
+
+@pytest.mark.parametrize("vocab_size", [0, 2**32 + 1])
+def test_a_vocabulary_out_of_range_is_refused(vocab_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"vocab_size: expected 1 to 4294967296, got {vocab_size}"):
+        block_tokens(0, vocab_size=vocab_size)
+
+
+def test_a_prompt_is_its_ids_tokens_in_order() -> None:
+    tokens = prompt_tokens(request(700, 0, 46), vocab_size=256)
+    assert tokens.dtype == np.uint32
+    assert tokens[:512].tolist() == block_tokens(0, vocab_size=256).tolist()
+    assert tokens[512:].tolist() == block_tokens(46, vocab_size=256)[:188].tolist()
+
+
+@pytest.mark.parametrize(
+    ("scale", "input_length", "num_ids", "expected"),
+    [
+        (1.0, 513, 2, 513),
+        (1.0, 1024, 2, 1024),
+        (0.5, 1024, 2, 512),
+        (0.5, 513, 2, 257),  # the last id keeps at least one token
+        (1 / 512, 1024, 2, 2),
+        (1e-9, 1024, 2, 2),
+        (37 / 512, 512 + 256, 2, 37 + 19),
+        (2.0, 513, 2, 1026),
+        (0.1, 1, 1, 1),
+    ],
+)
+def test_prompts_are_scaled_id_by_id(scale: float, input_length: int, num_ids: int, expected: int) -> None:
+    assert len(prompt_tokens(request(input_length, *range(num_ids)), vocab_size=256, scale=scale)) == expected
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_not_positive_is_refused(scale: float) -> None:
+    with pytest.raises(ConfigError, match=f"scale: expected a positive number, got {scale}"):
+        prompt_tokens(request(1, 0), vocab_size=256, scale=scale)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3, 37 / 512, 1e-9])
+def test_shared_ids_share_their_scaled_tokens(scale: float) -> None:
+    per_id = tokens_per_scaled_id(scale)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        shared, a_more, b_more = rng.integers(0, 5, 3).tolist()
+        ids = rng.integers(0, 2**62, shared + a_more + b_more + 1).tolist()
+        a_ids = ids[: shared + a_more] or [1]
+        b_ids = ids[:shared] + ids[shared + a_more :]
+        a, b = (
+            prompt_tokens(request(512 * len(i) - int(rng.integers(0, 512)), *i), vocab_size=2**32, scale=scale)
+            for i in (a_ids, b_ids)
+        )
+        at_least = min(shared * per_id, len(a), len(b))
+        assert (a[:at_least] == b[:at_least]).all()
+
+
+def test_equal_ids_of_different_length_are_prefixes_of_each_other() -> None:
+    short, long = (prompt_tokens(request(n, 3, 4), vocab_size=256, scale=0.25) for n in (600, 900))
+    assert len(short) < len(long)
+    assert (short == long[: len(short)]).all()

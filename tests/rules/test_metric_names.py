@@ -1,0 +1,86 @@
+"""Dashboards and alerts hold on to these names: changing one breaks them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from radixkv.errors import QueueFull, StepFailed
+from radixkv.scheduling.request import Outcome
+from radixkv.telemetry.gauges import EngineGauges
+from radixkv.telemetry.metrics import MAX_UNKNOWN_TENANTS, Metrics
+from tests.service.fake_engine import FakeEngine
+from tests.telemetry.test_metrics import ended_request
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
+
+# Name: type and labels.
+NAMES = {
+    "radixkv_up": ("gauge", ()),
+    "radixkv_healthy": ("gauge", ()),
+    "radixkv_info": ("info", ("device", "model", "version")),
+    "radixkv_requests_total": ("counter", ("kind", "outcome")),
+    "radixkv_request_failures_total": ("counter", ("error",)),
+    "radixkv_request_refusals_total": ("counter", ("error",)),
+    "radixkv_request_pauses_total": ("counter", ()),
+    "radixkv_miss_reasons_total": ("counter", ("reason",)),
+    "radixkv_request_queue_seconds": ("histogram", ()),
+    "radixkv_request_prefill_seconds": ("histogram", ()),
+    "radixkv_time_to_first_token_seconds": ("histogram", ()),
+    "radixkv_time_per_output_token_seconds": ("histogram", ()),
+    "radixkv_request_duration_seconds": ("histogram", ("kind",)),
+    "radixkv_prompt_tokens_total": ("counter", ("tenant",)),
+    "radixkv_cached_tokens_total": ("counter", ("tenant",)),
+    "radixkv_computed_tokens_total": ("counter", ("tenant",)),
+    "radixkv_generated_tokens_total": ("counter", ("tenant",)),
+    "radixkv_recomputed_tokens_total": ("counter", ("tenant",)),
+    "radixkv_step_seconds": ("histogram", ()),
+    "radixkv_step_requests": ("histogram", ()),
+    "radixkv_step_tokens": ("histogram", ("phase",)),
+    "radixkv_step_failures_total": ("counter", ()),
+    "radixkv_blocks": ("gauge", ("state",)),
+    "radixkv_pinned_blocks": ("gauge", ()),
+    "radixkv_retained_blocks": ("gauge", ()),
+    "radixkv_evicted_blocks_total": ("counter", ()),
+    "radixkv_unfinished_requests": ("gauge", ("state",)),
+    "radixkv_paused_requests": ("gauge", ()),
+    "radixkv_held_leases": ("gauge", ()),
+    "radixkv_namespaces": ("gauge", ()),
+}
+
+# What a sample's name has behind that of its metric.
+_SUFFIXES = {"counter": "_total", "info": "_info", "gauge": "", "histogram": "_count"}
+
+
+def served_names() -> dict[str, tuple[str, tuple[str, ...]]]:
+    metrics = Metrics()
+    metrics.registry.register(EngineGauges(FakeEngine()))
+    metrics.request_refused(QueueFull("full"))
+    metrics.request_ended(ended_request(), Outcome.FAILED, StepFailed("broken"), 101.0)
+    return {
+        sample.name.removesuffix("_count"): (family.type, tuple(sorted(sample.labels)))
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == family.name + _SUFFIXES[family.type] and sample.name.startswith("radixkv_")
+    }
+
+
+def test_no_name_changed() -> None:
+    assert served_names() == NAMES
+
+
+def test_the_document_lists_exactly_these() -> None:
+    rows = re.findall(r"^\| `(radixkv_\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", DOCUMENT.read_text(), re.MULTILINE)
+    documented = {name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
+    assert documented == NAMES
+    assert len(rows) == len(NAMES)
+
+
+def test_the_document_says_how_many_tenants_are_told_apart() -> None:
+    assert f"the first {MAX_UNKNOWN_TENANTS} others" in " ".join(DOCUMENT.read_text().split())
+
+
+def test_every_metric_that_the_document_asks_for_exists() -> None:
+    asked = set(re.findall(r"\bradixkv_\w+", DOCUMENT.read_text()))
+    series = {f"{name}{suffix}" for name in NAMES for suffix in ("", "_bucket", "_sum", "_count")}
+    assert asked <= series

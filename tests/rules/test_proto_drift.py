@@ -1,0 +1,31 @@
+"""The generated code in radixkv/v1 is what `make proto` makes of proto/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RECIPE = (
+    "-m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/radixkv/v1/*.proto"
+)
+
+
+def generated(folder: Path) -> dict[str, bytes]:
+    paths = [*folder.glob("*_pb2*.py"), *folder.glob("*_pb2*.pyi")]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def test_make_proto_runs_the_command_that_is_tested_here() -> None:
+    assert RECIPE in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
+    sources = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "proto/radixkv/v1").glob("*.proto"))]
+    options = [option.replace("_out=.", f"_out={tmp_path}") for option in RECIPE.split()[:-1]]
+    subprocess.run([sys.executable, *options, *sources], cwd=ROOT, check=True)
+    fresh, committed = generated(tmp_path / "radixkv/v1"), generated(ROOT / "radixkv/v1")
+    assert len(fresh) == 3 * len(sources)
+    assert sorted(fresh) == sorted(committed)
+    assert [name for name in fresh if fresh[name] != committed[name]] == [], "run `make proto`"

@@ -1,0 +1,328 @@
+"""Tenants share the steps by weight, and a tenant's requests share its part."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from concurrent.futures import Future
+
+import pytest
+
+from radixkv.api.result import GenerateResult, PrefillResult
+from radixkv.cache.tenants import Quota
+from radixkv.errors import OutOfBlocks
+from tests.core_bench import BLOCK_SIZE, Bench
+
+
+def computed_by_tenant(bench: Bench) -> Counter[str]:
+    """Tokens of unfinished requests that were computed so far."""
+    counts: Counter[str] = Counter()
+    for request in bench.core._scheduler.running:
+        counts[request.params.tenant] += request.computed_upto - request.cached_tokens
+    return counts
+
+
+@pytest.mark.parametrize("weights", [{}, {"a": 2.0}, {"a": 0.5, "b": 3.0}])
+def test_tenants_are_computed_in_proportion_to_their_weights(weights: dict[str, float]) -> None:
+    bench = Bench(num_blocks=4096, max_step_tokens=512, weights=weights)
+    for i, tenant in enumerate("abc"):
+        bench.submit([i] * 5000, tenant=tenant)
+    for _ in range(12):
+        bench.core.step()
+    computed = computed_by_tenant(bench)
+    total = sum(weights.get(tenant, 1.0) for tenant in "abc")
+    for tenant in "abc":
+        assert computed[tenant] == pytest.approx(12 * 512 * weights.get(tenant, 1.0) / total, abs=64 * 3)
+
+
+def test_many_requests_of_one_tenant_are_no_more_than_one_of_another() -> None:
+    bench = Bench(num_blocks=8192, max_step_tokens=256)
+    crowd = [bench.submit([i] * 400, tenant="crowd") for i in range(50)]
+    single = bench.submit(range(2000), tenant="single")
+    while not single.done():
+        bench.core.step()
+    assert sum(future.done() for future in crowd) <= 2000 / 400 + 1
+    bench.run()
+
+
+def test_a_short_prompt_of_another_tenant_is_answered_in_the_step_after_it_came() -> None:
+    bench = Bench(num_blocks=8192, max_step_tokens=128)
+    for i in range(20):
+        bench.submit([i] * 1000, tenant="busy")
+    for _ in range(5):
+        bench.core.step()
+    short = bench.submit(range(64), tenant="other")
+    bench.core.step()
+    assert short.done()
+
+
+def test_a_pause_earns_nothing() -> None:
+    """Who comes back again and again is not served before who stays."""
+    bench = Bench(num_blocks=8192, max_step_tokens=128)
+    bench.submit([9] * 6000, tenant="stays")
+    comes: list[Future[PrefillResult]] = []
+    for _ in range(30):
+        if not comes or comes[-1].done():
+            comes.append(bench.submit([len(comes)] * 100, tenant="comes"))
+        bench.core.step()
+    assert computed_by_tenant(bench)["stays"] >= 30 * 64 - 128
+
+
+def test_who_comes_back_has_what_it_was_served_before() -> None:
+    """A tenant of little weight gets no more than its share by coming with one short request at a time."""
+    bench = Bench(num_blocks=8192, max_step_tokens=64, weights={"comes": 0.1})
+    bench.submit([9] * 6000, tenant="stays")
+    comes: list[Future[PrefillResult]] = []
+    for _ in range(66):
+        if not comes or comes[-1].done():
+            comes.append(bench.submit([1000 + len(comes)] * 64, tenant="comes"))
+        bench.core.step()
+    assert computed_by_tenant(bench)["stays"] == pytest.approx(66 * 64 * 10 / 11, abs=128)
+
+
+def test_decoding_is_charged_too() -> None:
+    bench = Bench(num_blocks=8192, max_step_tokens=128, max_running_requests=64)
+    for i in range(32):
+        bench.generate([i] * 4, 400, tenant="decodes")
+    for _ in range(6):
+        bench.core.step()
+    bench.submit([99] * 5000, tenant="prefills")
+    bench.submit([98] * 5000, tenant="decodes")
+    for _ in range(20):
+        bench.core.step()
+    by_tenant = computed_by_tenant(bench)
+    assert by_tenant["prefills"] == pytest.approx(20 * 64, abs=64 * 2)
+
+
+def test_hits_of_others_change_nothing_between_tenants() -> None:
+    """Which tenant goes first must not tell what another has cached."""
+    orders = []
+    for is_cached in (False, True):
+        bench = Bench(num_blocks=1024, max_step_tokens=64, max_running_requests=1)
+        if is_cached:
+            bench.prefill(range(600, 700), tenant="b")
+        first = bench.submit(range(300, 400), tenant="a")
+        second = bench.submit(range(600, 700), tenant="b")
+        bench.core.step()
+        running = bench.core._scheduler.running
+        orders.append([request.params.tenant for request in running])
+        bench.run()
+        assert first.done()
+        assert second.done()
+    assert orders == [["a"], ["a"]]
+
+
+def order_of_admission(bench: Bench, futures: list[Future[PrefillResult]]) -> list[int]:
+    order: list[int] = []
+    while bench.core.has_work:
+        bench.core.step()
+        order += [i for i, future in enumerate(futures) if future.done() and i not in order]
+    return order
+
+
+def test_within_a_tenant_the_longest_cached_prefix_goes_first() -> None:
+    bench = Bench(num_blocks=1024, max_step_tokens=64, max_running_requests=1)
+    bench.prefill(range(100, 150))
+    bench.prefill(range(200, 240))
+    futures = [bench.submit([*prompt, 7]) for prompt in (range(50), range(200, 250), range(100, 150), range(50, 100))]
+    assert order_of_admission(bench, futures) == [2, 1, 0, 3]
+
+
+def test_nobody_is_passed_over_more_than_sixteen_times() -> None:
+    bench = Bench(num_blocks=1024, max_step_tokens=64, max_running_requests=1)
+    bench.prefill(range(100, 150))
+    cold = bench.submit(range(50))
+    num_hits = 0
+    while not cold.done():
+        for _ in range(2):
+            bench.submit([*range(100, 150), num_hits])
+            num_hits += 1
+        bench.core.step()
+    assert len(bench.runner.steps) <= 1 + 16 + 2
+
+
+def test_a_point_of_priority_is_a_second_of_waiting() -> None:
+    bench = Bench(num_blocks=1024, max_step_tokens=64, max_running_requests=1)
+    bench.submit(range(900, 964))
+    bench.core.step()
+    futures = [bench.submit([i] * 64, priority=50) for i in range(2)]
+    bench.clock.now = 10.0
+    futures += [bench.submit([9] * 64, priority=59), bench.submit([10] * 64, priority=61), bench.submit([11] * 64)]
+    futures += [bench.submit([12] * 64, priority=0)]
+    assert order_of_admission(bench, futures) == [3, 0, 1, 2, 4, 5]
+
+
+def test_priorities_count_for_nothing_between_tenants() -> None:
+    bench = Bench(num_blocks=4096, max_step_tokens=256)
+    bench.submit([1] * 5000, tenant="loud", priority=100)
+    bench.submit([2] * 5000, tenant="quiet", priority=0)
+    for _ in range(10):
+        bench.core.step()
+    computed = computed_by_tenant(bench)
+    assert computed["quiet"] == pytest.approx(computed["loud"], abs=128)
+
+
+def test_who_leads_others_is_as_urgent_as_they_are() -> None:
+    """A short request that follows a long one is not held up behind a shorter one than that."""
+    bench = Bench(num_blocks=4096, max_step_tokens=64)
+    system = list(range(60))
+    bench.submit([5000] * 2000)
+    bench.core.step()
+    leader = bench.submit([*system, *[6000] * 940])
+    bench.core.step()
+    shorter, follower = bench.submit([7000] * 300), bench.submit([*system, 1, 2])
+    bench.core.step()
+    assert bench.core.stats().requests.following == 1
+    bench.core.step()
+    bench.core.step()
+    assert follower.done()
+    assert not shorter.done()
+    assert not leader.done()
+
+
+def test_who_comes_late_has_no_arrears_to_claim() -> None:
+    bench = Bench(num_blocks=4096, max_step_tokens=128)
+    bench.submit([1] * 5000, tenant="early")
+    for _ in range(10):
+        bench.core.step()
+    before = computed_by_tenant(bench)["early"]
+    bench.submit([2] * 5000, tenant="late")
+    for _ in range(10):
+        bench.core.step()
+    assert computed_by_tenant(bench)["early"] - before >= 10 * 64 - 128
+
+
+def test_a_big_request_gets_its_blocks_although_small_generations_keep_coming() -> None:
+    bench = Bench(num_blocks=40, max_step_tokens=64, max_running_requests=8)
+    for i in range(4):
+        bench.generate([i] * 8, 20, tenant="small")
+    bench.core.step()
+    big = bench.submit(range(34 * BLOCK_SIZE), tenant="big")
+    smalls: list[Future[GenerateResult]] = []
+    while not big.done():
+        smalls.append(bench.generate([100 + len(smalls)] * 8, 20, tenant="small"))
+        bench.core.step()
+        bench.cache.check()
+    assert len(bench.runner.steps) < 60
+    bench.run()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_starves(seed: int) -> None:
+    """More comes than can be served, for ever; a request that is worth less than all others is answered."""
+    rng = random.Random(seed)
+    bench = Bench(num_blocks=64, max_step_tokens=16, max_running_requests=6)
+    waits = bench.submit(range(1000, 1100), tenant="a", priority=20)
+    num_steps = 0
+    while not waits.done():
+        for _ in range(3):
+            ids = [rng.randrange(4), *[rng.randrange(4)] * rng.randrange(1, 30)]
+            tenant, priority = rng.choice("abc"), rng.choice((20, 50, 80))
+            if rng.random() < 0.5:
+                bench.generate(ids, rng.randrange(1, 12), tenant=tenant, priority=priority)
+            else:
+                bench.submit(ids, tenant=tenant, priority=priority)
+        bench.clock.now += 1.0
+        bench.core.step()
+        num_steps += 1
+        assert num_steps < 400
+    assert bench.core.stats().requests.waiting > 20, "there was more than could be served"
+
+
+@pytest.mark.parametrize("num_names", [100, 100_000], ids=["tenants come back", "tenants are always new"])
+def test_tenants_that_keep_coming_do_not_starve_one_that_stays(num_names: int) -> None:
+    bench = Bench(num_blocks=8192, max_step_tokens=256)
+    stays = bench.submit([1] * 2000, tenant="stays")
+    comes = 0
+    while not stays.done():
+        for _ in range(4):  # as much as a step has
+            ids = [2 + comes % 200] * 64
+            bench.submit(ids, tenant=f"tenant {comes % num_names}", read_cache=False, write_cache=False)
+            comes += 1
+        bench.core.step()
+        assert len(bench.runner.steps) < 300
+
+
+def test_a_tenant_with_all_slots_gives_one_to_a_tenant_with_none() -> None:
+    bench = Bench(num_blocks=4096, max_step_tokens=64, max_running_requests=4)
+    greedy = [bench.generate([i] * 4, 100, tenant="greedy") for i in range(6)]
+    for _ in range(5):
+        bench.core.step()
+    other = bench.submit(range(50, 54), tenant="other")
+    bench.core.step()
+    bench.core.step()
+    assert other.done()
+    assert bench.core.stats().requests.pauses == 1
+    bench.run()
+    assert all(len(future.result(0).token_ids) == 100 for future in greedy)
+
+
+def test_a_place_is_left_for_a_tenant_that_has_none() -> None:
+    bench = Bench(num_blocks=4096, max_running_requests=2, weights={"greedy": 100.0})
+    bench.generate([1] * 4, 100, tenant="greedy")
+    served = bench.submit([9] * 64, tenant="other")  # so that the other one's turn comes first
+    while not served.done():
+        bench.core.step()
+    bench.generate([2] * 4, 100, tenant="greedy")
+    bench.generate([3] * 4, 100, tenant="other")
+    for _ in range(3):
+        bench.core.step()
+    assert {request.params.tenant for request in bench.core._scheduler.running} == {"greedy", "other"}
+    assert bench.core.stats().requests.pauses == 0
+
+
+def test_tenants_share_the_tokens_of_decoding_requests_too() -> None:
+    bench = Bench(num_blocks=4096, max_step_tokens=4, max_running_requests=16)
+    many = [bench.generate([i] * 2, 300, tenant="many") for i in range(9)]
+    single = bench.generate([50] * 2, 300, tenant="single")
+    while not (single.told and all(future.told for future in many)):
+        bench.core.step()
+    told_before = len(single.told)
+    for _ in range(50):
+        bench.core.step()
+    assert len(single.told) - told_before == 50, "it has fewer than a share of two"
+
+
+def test_more_decoding_requests_than_tokens_take_turns_and_leave_some_for_prompts() -> None:
+    bench = Bench(num_blocks=4096, max_step_tokens=4, max_running_requests=16)
+    decoding = [bench.generate([i] * (300 if i == 5 else 2), 200, tenant="a") for i in range(8)]
+    while not all(future.told for future in decoding):
+        bench.core.step()
+    told_before = [len(future.told) for future in decoding]
+    for _ in range(40):
+        bench.core.step()
+    prompt = bench.submit(range(100, 120), tenant="b")
+    for _ in range(12):
+        bench.core.step()
+    assert prompt.done()
+    progress = [len(future.told) - before for future, before in zip(decoding, told_before, strict=True)]
+    assert max(progress) - min(progress) <= 2
+    assert min(progress) > 10
+
+
+def test_priorities_do_not_decide_between_tenants_who_is_paused() -> None:
+    ended = []
+    for priority in (50, 100):
+        bench = Bench(num_blocks=10)
+        quiet = bench.generate(range(8), 24, tenant="quiet")
+        bench.clock.now = 1.0
+        loud = bench.generate(range(50, 58), 24, tenant="loud", priority=priority)
+        bench.run()
+        ended.append((quiet.result(0).usage.recomputed_tokens, loud.result(0).usage.recomputed_tokens > 0))
+    assert ended == [(0, True)] * 2
+
+
+def test_what_others_floors_keep_is_waited_for_by_nobody() -> None:
+    bench = Bench(num_blocks=40, quotas={"floored": Quota(floor_blocks=30)}, max_step_tokens=512)
+    bench.prefill(range(120), tenant="floored")
+    bench.has_news = True
+    decoding = bench.generate(range(4), 10, tenant="decodes")
+    bench.core.step()
+    never = bench.submit(range(300, 300 + 15 * BLOCK_SIZE), tenant="big")
+    bench.core.step()
+    assert isinstance(never.exception(0), OutOfBlocks)
+    small = bench.submit([7], tenant="small")
+    bench.core.step()
+    assert small.done()
+    assert not decoding.done()
+    bench.run()

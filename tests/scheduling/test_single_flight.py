@@ -1,0 +1,274 @@
+"""The same tokens are never computed twice at the same time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from radixkv.errors import DeadlineExceeded
+from radixkv.namespace import Namespace
+from radixkv.scheduling import single_flight
+from radixkv.scheduling.request import PrefillParams, Request
+from radixkv.scheduling.single_flight import SingleFlight
+from tests.core_bench import BLOCK_SIZE, Bench
+from tests.fake_runner import next_token, tokens
+
+
+def fresh(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(256) for _ in range(count)]
+
+
+def num_distinct_prefixes(prompts: list[list[int]]) -> int:
+    """What has to be computed, if nothing is twice: the nodes of the trie of all prompts."""
+    return len({tuple(prompt[: end + 1]) for prompt in prompts for end in range(len(prompt))})
+
+
+def test_a_thousand_cold_requests_compute_their_prefix_once() -> None:
+    bench = Bench(num_blocks=4096, max_step_tokens=512, max_running_requests=64)
+    rng = random.Random(0)
+    system = fresh(rng, 128)
+    prompts = [[*system, 1000 + i, *fresh(rng, 7)] for i in range(1000)]
+    futures = [bench.submit(prompt) for prompt in prompts]
+    bench.run()
+    assert bench.runner.computed_tokens == 128 + 1000 * 8
+    assert [future.result(0).next_token_id for future in futures] == [next_token(tokens(p)) for p in prompts]
+    assert sum(future.result(0).usage.computed_tokens for future in futures) == 128 + 1000 * 8
+
+
+def test_followers_start_when_the_common_part_is_done_and_not_when_their_leader_is() -> None:
+    bench = Bench(num_blocks=256, max_step_tokens=16)
+    leader, follower = bench.submit(range(200)), bench.submit([*range(8), 250, 251])
+    bench.core.step()
+    assert bench.core.stats().requests.following == 0, "nobody was admitted beside a full step"
+    bench.run()
+    assert follower.result(0).usage.computed_tokens == 2
+    assert leader.result(0).usage.computed_tokens == 200
+
+    bench = Bench(num_blocks=256, max_step_tokens=32)
+    bench.submit(range(24))
+    follower = bench.submit([*range(8), 250, 251])
+    bench.core.step()
+    assert bench.core.stats().requests.following == 0, "what it waited for was published with the step"
+    bench.core.step()
+    assert follower.done()
+
+
+def test_trees_of_followers_compute_every_shared_token_once() -> None:
+    bench = Bench(num_blocks=1024, max_step_tokens=1000)
+    system, documents = list(range(16)), [[100 + d] * 12 for d in range(3)]
+    prompts = [[*system, *documents[q % 3], 200 + q, 0] for q in range(30)]
+    futures = [bench.submit(prompt) for prompt in prompts]
+    bench.run()
+    # The last tokens of a prompt share no whole block with anybody.
+    assert bench.runner.computed_tokens == 16 + 3 * 12 + 30 * 2
+    assert all(
+        future.result(0).next_token_id == next_token(tokens(p)) for future, p in zip(futures, prompts, strict=True)
+    )
+
+
+@pytest.mark.parametrize("length", [3, 4, 10, 12])
+def test_the_same_prompt_many_times_is_one_prompt_and_one_token_for_each(length: int) -> None:
+    bench = Bench()
+    futures = [bench.submit(range(length)) for _ in range(10)]
+    bench.run()
+    assert bench.runner.computed_tokens == length + 9
+    assert {future.result(0).next_token_id for future in futures} == {next_token(tokens(range(length)))}
+
+
+def test_a_shared_prefix_that_ends_inside_a_block_is_waited_for_to_the_token() -> None:
+    bench = Bench()
+    bench.submit(range(12))
+    follower = bench.submit([*range(7), 99, 98])
+    bench.run()
+    assert follower.result(0).usage.computed_tokens == 2
+
+
+def test_less_than_a_block_is_not_worth_a_step() -> None:
+    bench = Bench()
+    futures = [bench.submit([1, 2, 3, last, 5, 6]) for last in (10, 20)]
+    bench.core.step()
+    assert all(future.done() for future in futures)
+
+
+def test_the_last_token_alone_is_waited_for_by_nobody() -> None:
+    bench = Bench()
+    bench.prefill(range(10))
+    futures = [bench.submit(range(10)) for _ in range(3)]
+    bench.core.step()
+    assert all(future.done() for future in futures)
+
+
+@pytest.mark.parametrize(
+    ("leads", "follows"),
+    [
+        ({"tenant": "a"}, {"tenant": "b"}),
+        ({"read_cache": False}, {}),
+        ({"write_cache": False}, {}),
+        ({}, {"read_cache": False}),
+    ],
+    ids=["another tenant", "leader publishes at its end", "leader publishes nothing", "follower reads nothing"],
+)
+def test_who_can_not_share_computes_alone(leads: dict[str, object], follows: dict[str, object]) -> None:
+    bench = Bench()
+    futures = [bench.submit(range(12), **leads), bench.submit([*range(8), 99], **follows)]
+    bench.core.step()
+    assert all(future.done() for future in futures)
+    assert bench.runner.computed_tokens == 12 + 9
+
+
+def test_nobody_follows_who_publishes_nothing_after_a_purge() -> None:
+    bench = Bench(max_step_tokens=4, max_running_requests=4)
+    bench.submit(range(100, 104))
+    revoked = bench.submit(range(40))
+    bench.core.purge(tenant="", adapter=None, salt=None)
+    bench.core.step()
+    bench.core.step()
+    other = bench.submit([*range(20), 99])
+    bench.core.step()
+    bench.core.step()
+    assert bench.core.stats().requests.following == 0
+    bench.run()
+    assert revoked.result(0).usage.written_tokens == 0
+    assert other.result(0).usage.computed_tokens == 21
+
+
+def cancel(bench: Bench, leader: object) -> None:
+    leader.cancel()
+
+
+def pass_the_deadline(bench: Bench, leader: object) -> None:
+    bench.clock.now = 100.0
+
+
+def fail_the_step(bench: Bench, leader: object) -> None:
+    bench.runner.fail_next = RuntimeError("device")
+
+
+@pytest.mark.parametrize("happens", [cancel, pass_the_deadline, fail_the_step])
+def test_a_follower_takes_over_where_its_leader_ended(happens: Callable[[Bench, object], None]) -> None:
+    bench = Bench(max_step_tokens=6)
+    leader = bench.submit(range(40), deadline_s=50.0)
+    followers = [bench.submit([*range(36), 100 + i]) for i in range(3)]
+    bench.core.step()
+    happens(bench, leader)
+    bench.run()
+    if happens is pass_the_deadline:
+        assert isinstance(leader.exception(0), DeadlineExceeded)
+    assert [follower.result(0).next_token_id for follower in followers] == [
+        next_token(tokens([*range(36), 100 + i])) for i in range(3)
+    ]
+    assert sum(follower.result(0).usage.computed_tokens for follower in followers) <= 36 + 3
+    assert bench.cache.pool.num_leased == 0
+
+
+def request(ids: Sequence[int], tenant: str = "") -> Request:
+    return Request(PrefillParams(tokens(ids)), Namespace("fake", tenant), Future(), 0.0)
+
+
+def test_followers_resume_as_far_as_their_leader_has_published() -> None:
+    flights = SingleFlight(BLOCK_SIZE)
+    leader, near, far = request(range(40)), request([*range(8), 99]), request([*range(30), 99])
+    flights.lead(leader)
+    assert flights.follow(near, 0)
+    assert flights.published(leader, 4) == []
+    assert flights.follow(far, 4)
+    assert flights.published(leader, 8) == [near]
+    assert flights.published(leader, 28) == []
+    assert flights.published(leader, 32) == [far], "tokens 28 and 29 are published with their block"
+    assert flights.leave(leader) == []
+    assert not flights.follow(near, 0)
+
+
+def test_a_leader_that_leaves_frees_its_followers_and_one_who_leaves_is_not_freed() -> None:
+    flights = SingleFlight(BLOCK_SIZE)
+    leader, gone, left = request(range(40)), request([*range(8), 98]), request([*range(8), 99])
+    flights.lead(leader)
+    assert flights.follow(gone, 0)
+    assert flights.follow(left, 0)
+    assert flights.leave(gone) == []
+    assert flights.leave(leader) == [left]
+    assert flights.leave(leader) == []
+    assert not flights.follow(left, 0)
+
+
+def test_one_of_two_leaders_of_a_prefix_may_leave_first() -> None:
+    flights = SingleFlight(BLOCK_SIZE)
+    first, second = request(range(12)), request(range(12))
+    flights.lead(first)
+    flights.lead(second)
+    assert flights.leave(second) == []
+    assert flights.follow(request(range(12)), 0)
+    flights.leave(first)
+
+
+def test_tokens_decide_and_not_their_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
+    flights = SingleFlight(BLOCK_SIZE)
+    leader = request(range(12))
+    flights.lead(leader)
+    flights.published(leader, 4)
+    (fingerprint,) = flights._leaders
+    monkeypatch.setattr(single_flight, "prefix_fingerprint", lambda *_: fingerprint)
+    flights.lead(request(range(12), tenant="another"))
+    assert flights.follow(request([*range(8), 99]), 4)
+    assert not flights.follow(request([*range(4), *range(50, 62)]), 4)
+    assert not flights.follow(request(range(50, 62)), 4)
+    assert not flights.follow(request([*range(8), 99], tenant="another"), 4)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_crowd_computes_each_shared_block_once(seed: int) -> None:
+    """Prompts that branch at blocks only, cancelled ones among them; nothing is evicted."""
+    rng = random.Random(seed)
+    bench = Bench(
+        num_blocks=2048, max_step_tokens=rng.choice((5, 16, 64, 500)), max_running_requests=rng.choice((1, 3, 50))
+    )
+    paths: list[list[int]] = [[]]
+    for branch in range(30):
+        paths.append([*rng.choice(paths), *([1000 + branch] * rng.choice((4, 8, 20)))])
+    prompts = [[*rng.choice(paths), 5000 + i, *fresh(rng, rng.randrange(6))] for i in range(60)]
+    waiting = list(prompts)
+    futures = []
+    while waiting or bench.core.has_work:
+        for _ in range(min(len(waiting), rng.randrange(20))):
+            futures.append(bench.submit(waiting.pop()))
+        bench.core.step()
+        bench.cache.check()
+    assert bench.runner.computed_tokens == num_distinct_prefixes(prompts)
+    assert [future.result(0).next_token_id for future in futures] == [next_token(tokens(p)) for p in prompts[::-1]]
+    assert not bench.core._flights._waits
+    assert not bench.core._flights._leaders
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_crowd_that_is_cancelled_purged_and_failed_leaves_nobody_behind(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(num_blocks=100, max_step_tokens=rng.choice((5, 16, 64)), max_running_requests=rng.choice((2, 8)))
+    stems = [fresh(rng, 60) for _ in range(3)]
+    futures = {}
+    for i in range(150):
+        prompt = [*rng.choice(stems)[: rng.randint(1, 60)], 5000 + i]
+        options = {"tenant": rng.choice("ab"), "read_cache": rng.random() < 0.9, "write_cache": rng.random() < 0.9}
+        futures[bench.submit(prompt, **options)] = prompt
+        if rng.random() < 0.1:
+            rng.choice(list(futures)).cancel()
+        if rng.random() < 0.05:
+            bench.core.purge(tenant=rng.choice("ab"), adapter=None, salt=None)
+        if rng.random() < 0.05:
+            bench.runner.fail_next = RuntimeError("device")
+        if rng.random() < 0.5:
+            bench.core.step()
+            bench.cache.check()
+    bench.run()
+    for future, prompt in futures.items():
+        assert future.done()
+        if not future.cancelled() and future.exception() is None:
+            assert future.result(0).next_token_id == next_token(tokens(prompt))
+    assert sum(not future.cancelled() and future.exception() is None for future in futures) > 50
+    assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
+    assert not bench.core._flights._waits
+    assert not bench.core._flights._leaders
+    assert not bench.core._flights._first_blocks
+    assert not bench.core._flights._followers

@@ -1,0 +1,198 @@
+import asyncio
+import concurrent.futures
+import inspect
+import struct
+import subprocess
+import sys
+
+import grpc
+import numpy as np
+import pytest
+
+from radixkv.service.client import AsyncClient, Client, logits_of
+from radixkv.v1.prefill_pb2 import PrefillResponse
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import WITHOUT_ENGINE, becomes_true, serve_and_call, serving
+
+
+def test_the_blocking_client_offers_every_call():
+    def talk(address):
+        with Client(address, timeout_s=10) as client:
+            answer = client.prefill([1, 2], tenant="a", hold_lease=True, return_logits=True)
+            probe = client.probe([1, 2, 3], tenant="a")
+            client.release(answer.lease_id, tenant="a")
+            return answer, probe, client.stats()
+
+    answer, probe, stats = serve_and_call(FakeEngine(), talk)
+    assert answer.next_token_id == int(np.argmax(logits_of(answer))) == 3
+    assert (probe.cached_tokens, probe.prompt_tokens) == (2, 3)
+    assert (stats.model, stats.held_leases) == ("fake", 0)
+
+
+def test_the_blocking_client_is_shared_between_threads():
+    def talk(address):
+        with Client(address, timeout_s=10) as client, concurrent.futures.ThreadPoolExecutor(8) as pool:
+            return [answer.next_token_id for answer in pool.map(lambda n: client.prefill([n]), range(64))]
+
+    assert serve_and_call(FakeEngine(), talk) == list(range(64))
+
+
+def test_both_clients_take_the_same_arguments():
+    for name in ("__init__", "prefill", "probe", "release", "stats", "close", "retain", "purge"):
+        blocking, awaited = (inspect.signature(getattr(kind, name)) for kind in (Client, AsyncClient))
+        assert blocking == awaited, name
+
+
+def test_both_clients_send_the_same_bytes():
+    fields = {
+        "tenant": "t",
+        "adapter": "a",
+        "salt": "s",
+        "request_id": "r",
+        "read_cache": False,
+        "write_cache": False,
+        "top_logprobs": 1,
+        "return_logits": True,
+        "hold_lease": True,
+    }
+
+    async def run():
+        engine = FakeEngine()
+        async with serving(engine) as (_, address), AsyncClient(address) as awaited:
+            await awaited.prefill([1, 2], timeout_s=5, **fields)
+            with Client(address) as blocking:
+                await asyncio.to_thread(blocking.prefill, [1, 2], timeout_s=5, **fields)
+        return engine.params
+
+    first, second = asyncio.run(run())
+    for name in ("tokens", *fields):
+        assert getattr(first, name) == getattr(second, name), name
+        assert getattr(first, name) == fields.get(name, struct.pack("<2I", 1, 2)), name
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "kind"), [([-1], ValueError), ([2**32], ValueError), ([0.5], TypeError), ([[1], [2]], ValueError)]
+)
+def test_what_is_no_prompt_never_reaches_the_wire(token_ids, kind):
+    def talk(address):
+        with Client(address) as client:
+            for call in (client.prefill, client.probe):
+                with pytest.raises(kind, match="token_ids: expected"):
+                    call(token_ids)
+
+    engine = FakeEngine()
+    serve_and_call(engine, talk)
+    assert engine.params == []
+
+
+def test_a_purge_of_everything_and_of_somebody_is_refused():
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match=r"^purge: expected either .* or `everything`, got both$"):
+            client.purge(tenant="acme", everything=True)
+        with pytest.raises(ValueError, match=r"^purge: expected either .* or `everything`, got none$"):
+            client.purge()
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(TypeError, match=r"^address: expected HOST:PORT, got None$"):
+        Client(None)
+
+
+def test_grpc_errors_pass_through():
+    def talk(address):
+        with Client(address) as client, pytest.raises(grpc.RpcError) as caught:
+            client.prefill([])
+        return caught.value.code()
+
+    assert serve_and_call(FakeEngine(), talk) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_the_default_timeout_holds_for_every_call_and_a_call_may_have_its_own():
+    def talk(address):
+        with Client(address, timeout_s=0.05) as client:
+            with pytest.raises(grpc.RpcError) as caught:
+                client.prefill([1])
+            client.stats()
+            with pytest.raises(grpc.RpcError):
+                client.prefill([1], timeout_s=0.3)
+        return caught.value.code()
+
+    engine = FakeEngine(is_gated=True)
+    assert serve_and_call(engine, talk) is grpc.StatusCode.DEADLINE_EXCEEDED
+    short, long = (params.deadline_s for params in engine.params)
+    assert long - short > 0.2
+
+
+def test_nobody_listening_is_unavailable():
+    with Client("127.0.0.1:1", timeout_s=5) as client, pytest.raises(grpc.RpcError) as caught:
+        client.stats()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_cancelling_the_awaiting_task_cancels_the_request():
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with serving(engine) as (_, address), AsyncClient(address) as client:
+            call = asyncio.create_task(client.prefill([1]))
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            return await becomes_true(engine.futures[0].cancelled)
+
+    assert asyncio.run(run())
+
+
+def test_closing_the_client_cancels_its_calls_and_closing_again_does_nothing():
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with serving(engine) as (_, address):
+            client = AsyncClient(address)
+            call = asyncio.create_task(client.prefill([1]))
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            await client.close()
+            await client.close()
+            with pytest.raises((asyncio.CancelledError, grpc.RpcError)):
+                await call
+            return await becomes_true(engine.futures[0].cancelled)
+
+    assert asyncio.run(run())
+
+
+def test_channel_options_of_the_caller_win():
+    def talk(address):
+        with Client(address, options=[("grpc.max_send_message_length", 100)]) as client:
+            with pytest.raises(grpc.RpcError) as caught:
+                client.prefill([1] * 100)
+            return caught.value.code()
+
+    assert serve_and_call(FakeEngine(), talk) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_logits_are_little_endian_float32():
+    assert logits_of(PrefillResponse(logits=struct.pack("<2f", 1.5, -2.0))).tolist() == [1.5, -2.0]
+    assert logits_of(PrefillResponse()).shape == (0,)
+
+
+def test_an_answer_above_grpcs_default_limit_arrives():
+    def talk(address):
+        with Client(address) as client:
+            return logits_of(client.prefill([1], return_logits=True)).nbytes
+
+    assert serve_and_call(FakeEngine(num_logits=2_000_000), talk) == 8_000_000
+
+
+def test_the_client_works_where_the_engine_is_not_installed():
+    program = WITHOUT_ENGINE + (
+        "from radixkv.service.client import Client\n"
+        "with Client(sys.argv[1]) as client: print(client.prefill([1, 2]).next_token_id)\n"
+        "assert not {'torch', 'radixkv.engine', 'radixkv.startup', 'radixkv.scheduling', 'radixkv.cache'} & set(sys.modules)\n"
+    )
+
+    def talk(address):
+        return subprocess.run(
+            [sys.executable, "-P", "-c", program, address], capture_output=True, text=True, timeout=60, check=False
+        )
+
+    done = serve_and_call(FakeEngine(), talk)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")

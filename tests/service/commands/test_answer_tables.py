@@ -1,0 +1,88 @@
+import json
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from radixkv.service.commands.answer_tables import json_of, prefill_table, stats_table
+from radixkv.v1.cache_pb2 import BlockStats, RequestStats, StatsResponse, TokenStats
+from radixkv.v1.prefill_pb2 import DIVERGED, PrefillResponse, Timing, TokenLogprob, Usage
+
+ANSWER = PrefillResponse(
+    request_id="r",
+    usage=Usage(prompt_tokens=8, cached_tokens=6, computed_tokens=2, written_tokens=2),
+    next_token_id=7,
+    top_logprobs=[TokenLogprob(token_id=7, logprob=-0.1)],
+    miss_reason=DIVERGED,
+    timing=Timing(queue_us=1500, prefill_us=2**53 + 1, total_us=3),
+)
+
+
+def all_names(descriptor):
+    return {field.name for field in descriptor.fields}
+
+
+def test_64_bit_numbers_are_numbers_and_exact():
+    tree = json.loads(json_of(ANSWER))
+    assert tree["timing"]["prefill_us"] == 2**53 + 1
+    assert tree["usage"]["prompt_tokens"] == 8
+    assert tree["epoch"] == 0
+
+
+def test_names_are_those_of_the_proto_and_all_plain_fields_are_there():
+    tree = json.loads(json_of(ANSWER))
+    assert set(tree) == all_names(ANSWER.DESCRIPTOR) - {"lease_expires_at", "retained"}
+    assert set(tree["usage"]) == all_names(ANSWER.usage.DESCRIPTOR)
+    assert tree["miss_reason"] == "DIVERGED"
+    assert tree["block_table"] == []
+    assert tree["top_logprobs"] == [{"token_id": 7, "logprob": -0.1}]
+
+
+def test_a_time_is_a_string():
+    tree = json.loads(json_of(PrefillResponse(lease_expires_at=Timestamp(seconds=1))))
+    assert tree["lease_expires_at"] == "1970-01-01T00:00:01Z"
+
+
+def test_a_prefill_table_says_what_was_reused_and_why():
+    lines = dict(line.rsplit("  ", 1) for line in prefill_table(ANSWER).splitlines())
+    seen = {name.strip(): value for name, value in lines.items()}
+    assert seen["cached"] == "6 tokens (75.0 %)"
+    assert seen["computed"] == "2 tokens"
+    assert seen["miss reason"] == "DIVERGED"
+    assert seen["next token"] == "7"
+    assert seen["queue"] == "1.50 ms"
+    assert seen["logprob of 7"] == "-0.1000"
+
+
+def test_a_stats_table_shows_every_number():
+    stats = StatsResponse(
+        model="m",
+        device="d",
+        uptime_s=101.0,
+        block_size=102,
+        blocks=BlockStats(total=103, free=104, leased=105, published=106, pinned=107, retained=117, retainable=118),
+        requests=RequestStats(waiting=108, running=109, following=122, finished=110, failed=111, cancelled=112),
+        tokens=TokenStats(prompt=400, cached=114, computed=115, written=116),
+        namespaces=117,
+        segments=118,
+        held_leases=119,
+        evicted_blocks=120,
+        block_bytes=121,
+        kv_dtype="int4",
+    )
+    table = stats_table(stats)
+    for number in (*range(101, 113), 400, *range(114, 123)):
+        assert str(number) in table, number
+    assert "(28.5 %)" in table
+    assert "121 bytes each, int4" in table
+
+
+def test_a_name_can_not_give_orders_to_a_terminal():
+    stats = StatsResponse()
+    stats.tenants.add(tenant="a\x1b[2J\nb")
+    stats.tenants.add(tenant="Zoë")
+    *_, first, second = stats_table(stats).splitlines()
+    assert first.startswith(r"tenant a\x1b[2J\nb ")
+    assert second.startswith("tenant Zoë ")
+
+
+def test_a_table_of_nothing_divides_by_nothing():
+    assert "%" not in stats_table(StatsResponse())

@@ -1,0 +1,298 @@
+"""Generation over the wire: what is streamed, what is refused, and how it ends."""
+
+import asyncio
+import concurrent.futures
+import json
+
+import grpc
+import numpy as np
+import pytest
+
+from radixkv.api.retention import Retention
+from radixkv.errors import OutOfBlocks, StepFailed
+from radixkv.service.client import AsyncClient, Client
+from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP
+from tests.service.commands.test_cli import run_cli
+from tests.service.fake_engine import FakeEngine, next_token_of
+from tests.service.serving import becomes_true, serve_and_call, serving
+
+
+def continuation(ids, count):
+    path = list(ids)
+    for _ in range(count):
+        path.append(next_token_of(np.array(path)))
+    return path[len(ids) :]
+
+
+def calling(talk, engine=None):
+    """Run `talk(client, engine)` against a server and return what it returns."""
+    engine = FakeEngine() if engine is None else engine
+
+    async def run():
+        async with serving(engine) as (_, address), AsyncClient(address, timeout_s=10) as client:
+            return await talk(client, engine)
+
+    return asyncio.run(run())
+
+
+async def read(stream):
+    return [answer async for answer in stream]
+
+
+async def refusal_of(stream):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(stream)
+    return caught.value
+
+
+def test_every_field_of_a_generation_reaches_the_engine():
+    async def talk(client, engine):
+        await read(
+            client.generate(
+                [1, 2, 3],
+                max_new_tokens=5,
+                temperature=0.5,
+                top_p=0.25,
+                seed=2**64 - 1,
+                stop_token_ids=[7, 8],
+                ignore_eos=True,
+                tenant="ten",
+                adapter="ada",
+                salt="sal",
+                request_id="req",
+                read_cache=False,
+                write_cache=False,
+                retention=Retention(80),
+                priority=0,
+            )
+        )
+        return engine.params[0], engine.samplings[0]
+
+    params, sampling = calling(talk)
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p) == (5, 0.5, 0.25)
+    assert (sampling.seed, sampling.stop_token_ids, sampling.ignore_eos) == (2**64 - 1, {7, 8}, True)
+    assert (params.tenant, params.adapter, params.salt, params.request_id) == ("ten", "ada", "sal", "req")
+    assert (params.read_cache, params.write_cache, params.priority) == (False, False, 0)
+    assert params.retention == Retention(80)
+
+
+def test_what_is_not_said_is_greedy_and_sixteen_tokens():
+    async def talk(client, engine):
+        await read(client.generate([1]))
+        await read(client.generate([1]))
+        return engine.params[0], engine.samplings
+
+    params, (first, second) = calling(talk)
+    assert (first.max_new_tokens, first.temperature, first.top_p, first.ignore_eos) == (16, 0.0, 1.0, False)
+    assert first.stop_token_ids == frozenset()
+    assert first.seed != second.seed
+    assert params.priority == 50
+
+
+def test_tokens_come_in_order_and_once_and_the_last_answer_says_why():
+    async def talk(client, _):
+        return await read(client.generate([1, 2, 3], max_new_tokens=40, request_id="mine", retention=Retention(80)))
+
+    answers = calling(talk)
+    assert [token for answer in answers for token in answer.token_ids] == continuation([1, 2, 3], 40)
+    assert {answer.request_id for answer in answers} == {"mine"}
+    assert [answer.finished for answer in answers] == [False] * (len(answers) - 1) + [True]
+    first, last = answers[0], answers[-1]
+    assert first.usage.prompt_tokens == 3
+    assert (last.usage.prompt_tokens, last.usage.generated_tokens) == (3, 40)
+    assert (last.finish_reason, last.miss_reason) == (LENGTH, COLD)
+    assert (last.timing.queue_us, last.timing.prefill_us, last.timing.decode_us, last.timing.total_us) == (1, 2, 3, 6)
+    assert last.retained.granted_tokens == 3
+    assert not any(answer.HasField("timing") or answer.HasField("retained") for answer in answers[:-1])
+
+
+def test_tokens_are_told_before_the_generation_ends():
+    async def talk(client, engine):
+        stream = client.generate([1, 2], max_new_tokens=5)
+        told = []
+        while len(told) < 4:
+            answer = await anext(stream)
+            told += answer.token_ids
+        assert not engine.futures[0].done()
+        engine.open_gate()
+        rest = await read(stream)
+        return told, rest
+
+    told, rest = calling(talk, FakeEngine(is_gated=True))
+    assert told == continuation([1, 2], 4)
+    assert [token for answer in rest for token in answer.token_ids] == continuation([1, 2], 5)[4:]
+    assert rest[-1].finished
+
+
+def test_a_stop_token_ends_it():
+    expected = continuation([1, 2, 3], 10)
+    end = expected.index(expected[4]) + 1
+
+    async def talk(client, _):
+        return await read(client.generate([1, 2, 3], max_new_tokens=10, stop_token_ids=[expected[4]]))
+
+    answers = calling(talk)
+    assert [token for answer in answers for token in answer.token_ids] == expected[:end]
+    assert answers[-1].finish_reason == STOP
+
+
+def test_one_token_is_one_answer():
+    async def talk(client, _):
+        return await read(client.generate([1], max_new_tokens=1))
+
+    (answer,) = calling(talk)
+    assert answer.finished
+    assert answer.HasField("usage")
+    assert list(answer.token_ids) == [1]
+
+
+def test_a_refusal_and_a_failure_have_their_statuses():
+    async def talk(client, engine):
+        engine.refusal = OutOfBlocks("blocks: expected 2 more, got 1", retry_after_s=0.25)
+        refused = await refusal_of(client.generate([1]))
+        engine.refusal, engine.failure = None, StepFailed("step: it failed")
+        failed = await refusal_of(client.generate([1], max_new_tokens=3))
+        engine.failure = KeyError("a secret")
+        secret = await refusal_of(client.generate([1]))
+        engine.failure = None
+        wrong = await refusal_of(client.generate([1], max_new_tokens=0))
+        held = await refusal_of(client.generate([1] * 3, tenant="t" * 257))
+        assert (await read(client.generate([1])))[-1].finished
+        return refused, failed, secret, wrong, held
+
+    refused, failed, secret, wrong, held = calling(talk)
+    assert (refused.code(), dict(tuple(refused.trailing_metadata()))["retry-after-ms"]) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "250",
+    )
+    assert (failed.code(), failed.details()) == (grpc.StatusCode.INTERNAL, "step: it failed")
+    assert secret.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in secret.details()
+    assert (wrong.code(), wrong.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "max_new_tokens: expected at least 1, got 0",
+    )
+    assert held.details() == "tenant: expected at most 256 characters, got 257"
+
+
+def test_a_caller_that_goes_away_cancels_its_generation():
+    async def talk(client, engine):
+        stream = client.generate([1], max_new_tokens=3)
+        await anext(stream)
+        await stream.aclose()
+        return await becomes_true(engine.futures[0].cancelled)
+
+    assert calling(talk, FakeEngine(is_gated=True))
+
+
+def test_a_deadline_ends_a_generation():
+    async def talk(client, engine):
+        refused = await refusal_of(client.generate([1], max_new_tokens=3, timeout_s=0.2))
+        return refused.code(), await becomes_true(engine.futures[0].cancelled)
+
+    assert calling(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
+
+
+def test_what_the_engine_cancels_is_unavailable():
+    async def talk(client, engine):
+        call = asyncio.create_task(refusal_of(client.generate([1], max_new_tokens=3)))
+        assert await becomes_true(lambda: len(engine.futures) == 1)
+        engine.futures[0].cancel()
+        return await call
+
+    refusal = calling(talk, FakeEngine(is_gated=True))
+    assert (refusal.code(), refusal.details()) == (
+        grpc.StatusCode.UNAVAILABLE,
+        "engine: stopped before the answer was known",
+    )
+
+
+def test_a_caller_that_reads_slowly_gets_all_tokens_in_fewer_answers():
+    async def talk(client, engine):
+        stream = client.generate([1], max_new_tokens=2000)
+        first = await anext(stream)
+        await becomes_true(engine.futures[0].done)
+        return [first, *await read(stream)]
+
+    answers = calling(talk)
+    assert [token for answer in answers for token in answer.token_ids] == continuation([1], 2000)
+    assert len(answers) < 2000
+
+
+def test_the_blocking_client_generates_and_closing_it_cancels():
+    engine = FakeEngine()
+
+    def talk(address):
+        with Client(address, timeout_s=10) as client:
+            answers = list(client.generate([1, 2], max_new_tokens=6))
+            engine.is_gated = True
+            stream = client.generate([3], max_new_tokens=2)
+            next(stream)
+            stream.close()
+            concurrent.futures.wait(engine.futures, 5)
+            return answers, engine.futures[1].cancelled()
+
+    answers, was_cancelled = serve_and_call(engine, talk)
+    assert [token for answer in answers for token in answer.token_ids] == continuation([1, 2], 6)
+    assert was_cancelled
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"seed": -1}, ValueError, "seed: expected a whole number from 0 to 2**64 - 1, got -1"),
+        ({"seed": 2**64}, ValueError, f"seed: expected a whole number from 0 to 2**64 - 1, got {2**64}"),
+        ({"max_new_tokens": -1}, ValueError, "max_new_tokens: expected whole numbers from 0 to 2**32 - 1, got -1"),
+        ({"stop_token_ids": [2**32]}, ValueError, "stop_token_ids: expected whole numbers from 0 to 2**32 - 1, got ["),
+        ({"priority": -1}, ValueError, "priority: expected whole numbers from 0 to 2**32 - 1, got -1"),
+        ({"temperature": "hot"}, TypeError, "temperature: expected a number, got 'hot'"),
+        ({"ignore_eos": "no"}, TypeError, "ignore_eos: expected true or false, got 'no'"),
+        ({"tenant": 5}, TypeError, "tenant: expected text in UTF-8, got 5"),
+        ({"tenant": "\ud800"}, ValueError, "tenant: expected text in UTF-8, got '\\ud800'"),
+        ({"retention": 5}, TypeError, "retention: expected a Retention, got 5"),
+        ({"retention": Retention(60, ttl_s="5")}, ValueError, "retention.ttl_s: expected more than 0 and at most"),
+        ({"timeout_s": "soon"}, ValueError, "timeout_s: expected more than 0 and less than"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name_before_anything_is_sent(fields, kind, message):
+    with Client("127.0.0.1:1") as client, pytest.raises(kind) as refused:
+        client.generate([1], **fields)
+    assert str(refused.value).startswith(message)
+
+
+def test_the_command_prints_tokens_as_they_come_and_then_a_table(capsys):
+    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1,2", "--max-new-tokens", "4")
+    first, *table = out.splitlines()
+    assert code == 0
+    assert first == " ".join(map(str, continuation([1, 2], 4)))
+    assert "generated    4 tokens, LENGTH" in table
+    assert "  decode     0.00 ms" in table
+
+
+def test_the_command_prints_one_json_object(capsys):
+    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1,2", "--max-new-tokens", "4", "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["token_ids"] == continuation([1, 2], 4)
+    assert (answer["finished"], answer["finish_reason"]) == (True, "LENGTH")
+    assert answer["usage"]["generated_tokens"] == 4
+
+
+def test_the_command_passes_every_option(capsys):
+    engine = FakeEngine()
+    options = "--max-new-tokens 3 --temperature 0.5 --top-p 0.9 --seed 18446744073709551615 --stop-tokens 9,8"
+    code, _, _ = run_cli(
+        capsys, engine, "generate", "--text", "hi", *options.split(), "--ignore-eos", "--tenant", "t", "--no-read-cache"
+    )
+    sampling, params = engine.samplings[0], engine.params[0]
+    assert code == 0
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.seed) == (3, 0.5, 2**64 - 1)
+    assert sampling.top_p == pytest.approx(0.9)
+    assert (sampling.stop_token_ids, sampling.ignore_eos) == ({9, 8}, True)
+    assert (params.tenant, params.read_cache, params.write_cache) == ("t", False, True)
+
+
+def test_the_command_refuses_in_one_line(capsys):
+    code, out, err = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1", "--top-p", "2")
+    assert (code, out) == (1, "")
+    assert err == "radixkv: INVALID_ARGUMENT: top_p: expected more than 0 and at most 1, got 2.0\n"

@@ -1,0 +1,159 @@
+import re
+import socket
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
+
+from radixkv.config import Config
+from radixkv.errors import ConfigError
+from radixkv.scheduling.request import Outcome
+from radixkv.service.client import Client
+from radixkv.service.commands.cli import main
+from radixkv.service.server.metrics_port import Telemetry
+from tests.service.commands.test_cli import LAUNCHER, fake_service, install, launch
+from tests.service.fake_engine import FakeEngine
+from tests.telemetry.test_metrics import ended_request
+
+
+def telemetry(*settings):
+    return Telemetry(Config.load(settings=settings))
+
+
+def scrape(address):
+    """Values of samples by name, as a scrape finds them."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+        assert response.headers["Content-Type"].startswith("text/plain")
+        text = response.read().decode()
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def test_without_a_port_nothing_is_served_and_nothing_observed():
+    quiet = telemetry()
+    threads = set(threading.enumerate())
+    with quiet.serving(FakeEngine()) as address:
+        assert (quiet.observer, address) == (None, None)
+        assert set(threading.enumerate()) <= threads
+
+
+def test_a_scrape_finds_what_was_counted_and_what_the_engine_holds():
+    watching = telemetry("server.metrics_port=0")
+    with watching.serving(FakeEngine()) as address:
+        watching.observer.step_done(0.25, 3, 100, 2)
+        samples = scrape(address)
+    assert samples["radixkv_step_seconds_sum"] == 0.25
+    assert samples["radixkv_evicted_blocks_total"] == 2**53
+    assert samples["radixkv_up"] == 1
+    assert samples["process_resident_memory_bytes"] > 0
+
+
+def test_tenants_of_the_configuration_are_known_before_their_first_request():
+    watching = telemetry("server.metrics_port=0", "tenants.acme.floor_tokens=64")
+    with (
+        watching.serving(FakeEngine()) as address,
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response,
+    ):
+        assert 'radixkv_cached_tokens_total{tenant="acme"} 0.0' in response.read().decode()
+
+
+def test_the_port_is_free_again_and_no_thread_is_left():
+    threads = set(threading.enumerate())
+    with telemetry("server.metrics_port=0").serving(FakeEngine()) as address:
+        pass
+    assert set(threading.enumerate()) <= threads
+    with telemetry(f"server.metrics_port={address.rpartition(':')[2]}").serving(FakeEngine()) as again:
+        assert again == address
+    with pytest.raises(urllib.error.URLError):
+        scrape(address)
+
+
+def test_the_port_is_free_again_after_a_failure():
+    def fail():
+        with telemetry("server.metrics_port=0").serving(FakeEngine()) as address:
+            raise ConfigError(address)
+
+    with pytest.raises(ConfigError) as caught:
+        fail()
+    with pytest.raises(urllib.error.URLError):
+        scrape(str(caught.value))
+
+
+def test_requests_are_traced_where_opentelemetry_is_set_up(monkeypatch):
+    provider = TracerProvider()
+    exporter = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    assert telemetry().observer is None, "it is installed, and nobody set it up"
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    for settings in ([], ["server.metrics_port=0"]):
+        telemetry(*settings).observer.request_ended(ended_request(), Outcome.CANCELLED, None, 101.0)
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans] == ["queue", "Prefill"] * 2
+    assert spans[0].instrumentation_scope.name == "radixkv"
+
+
+def test_nothing_is_traced_where_opentelemetry_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    assert telemetry().observer is None
+
+
+def test_an_ipv6_address_is_bound():
+    with socket.socket(socket.AF_INET6) as other:
+        try:
+            other.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    with telemetry("server.metrics_port=0", 'server.host="::1"').serving(FakeEngine()) as address:
+        assert re.fullmatch(r"\[::1\]:[1-9]\d*", address)
+        assert scrape(address)["radixkv_up"] == 1
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid", "a" * 64 + ".example"])
+def test_an_address_of_another_machine_is_a_config_error(host):
+    watching = telemetry("server.metrics_port=0", f"server.host={host}")
+    with (
+        pytest.raises(
+            ConfigError, match=re.escape(f"server.metrics_port: expected a free address of this machine, got {host}:0")
+        ),
+        watching.serving(FakeEngine()),
+    ):
+        pass
+
+
+def test_a_port_in_use_stops_the_service_before_the_engine_starts(capsys, monkeypatch):
+    engine = FakeEngine()
+    install(monkeypatch, lambda config, observer: engine)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["serve", "--port", "0", "--metrics-port", str(port)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1] == (
+        f"radixkv: server.host, server.metrics_port: expected a free address of this machine, got 127.0.0.1:{port}"
+    )
+    assert not engine.is_started
+
+
+def test_the_command_serves_metrics_and_names_the_port_on_stderr_only():
+    with fake_service("--metrics-port", "0") as (process, address), Client(address, timeout_s=10) as client:
+        client.prefill([4])
+        line = next(line for line in process.stderr if "metrics on" in line)
+        samples = scrape(re.search(r"http://(127\.0\.0\.1:[1-9]\d*)/metrics$", line)[1])
+        process.terminate()
+        out, err = process.communicate(timeout=10)
+    assert samples["radixkv_healthy"] == 1
+    assert (process.returncode, out) == (0, "")
+    assert "Traceback" not in err
+
+
+def test_a_wrong_metrics_port_is_named():
+    code, out, err = launch(LAUNCHER, "0", "serve", "--port", "0", "--metrics-port", "70000")
+    assert (code, out, err) == (2, "", "radixkv: server.metrics_port: expected 0 to 65535, got 70000\n")

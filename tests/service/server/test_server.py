@@ -1,0 +1,230 @@
+import asyncio
+import gc
+import socket
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+import radixkv.service.server.server as server_module
+from radixkv.config import ServerConfig
+from radixkv.errors import ConfigError
+from radixkv.service.client import AsyncClient
+from radixkv.service.server.server import SERVICES, Server
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import becomes_true, refusal_of, serving, slow_line
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health_of(address):
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        names = ("", "radixkv.v1.PrefillService", "radixkv.v1.CacheService")
+        return {(await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)).status for name in names}
+
+
+def test_every_service_is_healthy_once_started():
+    async def run():
+        async with serving(FakeEngine()) as (_, address):
+            return await health_of(address)
+
+    assert asyncio.run(run()) == {SERVING}
+
+
+def test_what_is_there_before_serving_is_left_alone_by_garbage_collection(monkeypatch):
+    frozen = []
+
+    async def serve(engine, config):
+        frozen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(server_module, "_serve_until_signal", serve)
+    try:
+        server_module.run(FakeEngine(), ServerConfig())
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 10_000
+
+
+def test_an_unknown_service_has_no_health_and_asking_is_no_error_of_ours(caplog):
+    async def run():
+        async with serving(FakeEngine()) as (_, address), grpc.aio.insecure_channel(address) as channel:
+            request = health_pb2.HealthCheckRequest(service="nothing")
+            return (await refusal_of(health_pb2_grpc.HealthStub(channel).Check(request, timeout=5))).code()
+
+    assert asyncio.run(run()) is grpc.StatusCode.NOT_FOUND
+    assert caplog.records == []
+
+
+def test_health_follows_the_engine(monkeypatch):
+    monkeypatch.setattr(server_module, "_HEALTH_PERIOD_S", 0.01)
+
+    async def run():
+        engine = FakeEngine()
+        async with serving(engine) as (_, address):
+            seen = []
+            for is_healthy in (False, True):
+                engine.is_healthy = is_healthy
+                await asyncio.sleep(0.1)
+                seen.append(await health_of(address))
+            return seen
+
+    assert asyncio.run(run()) == [{NOT_SERVING}, {SERVING}]
+
+
+def test_reflection_lists_and_describes_the_services():
+    async def ask(address, **question):
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            requests = iter([reflection_pb2.ServerReflectionRequest(**question)])
+            return await anext(aiter(stub.ServerReflectionInfo(requests, timeout=5)))
+
+    async def run():
+        async with serving(FakeEngine()) as (_, address):
+            return (
+                await ask(address, list_services=""),
+                await ask(address, file_containing_symbol="radixkv.v1.PrefillService"),
+            )
+
+    listed, described = asyncio.run(run())
+    names = {service.name for service in listed.list_services_response.service}
+    assert names == {*SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert described.file_descriptor_response.file_descriptor_proto
+
+
+def test_a_port_in_use_is_a_config_error_that_names_the_address():
+    async def run():
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            port = other.getsockname()[1]
+            with pytest.raises(ConfigError, match=rf"expected a free address of this machine, got 127\.0\.0\.1:{port}"):
+                await Server(FakeEngine(), ServerConfig(port=port)).start()
+
+    asyncio.run(run())
+
+
+def test_two_servers_do_not_share_a_port():
+    async def run():
+        async with serving(FakeEngine()) as (_, address):
+            config = ServerConfig(port=int(address.rpartition(":")[2]))
+            with pytest.raises(ConfigError, match="free address"):
+                await Server(FakeEngine(), config).start()
+
+    asyncio.run(run())
+
+
+def test_junk_on_the_socket_does_not_stop_the_server():
+    async def run():
+        async with serving(FakeEngine()) as (_, address), AsyncClient(address) as client:
+            _, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+            writer.write(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
+            await writer.drain()
+            writer.close()
+            return (await client.prefill([5], timeout_s=5)).next_token_id
+
+    assert asyncio.run(run()) == 5
+
+
+def test_drain_turns_health_refuses_new_requests_and_finishes_running_ones():
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with serving(engine) as (server, address), AsyncClient(address, timeout_s=10) as client:
+            running = asyncio.create_task(client.prefill([7]))
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            draining = asyncio.create_task(server.drain())
+            assert await becomes_true(lambda: engine.is_draining)
+            health = await health_of(address)
+            refusal = await refusal_of(client.prefill([8]))
+            assert not running.done()
+            engine.open_gate()
+            return health, refusal.code(), (await running).next_token_id, await draining
+
+    assert asyncio.run(run()) == ({NOT_SERVING}, grpc.StatusCode.UNAVAILABLE, 7, True)
+
+
+def test_health_turns_before_the_engine_refuses(monkeypatch):
+    async def run():
+        engine = FakeEngine()
+        seen = []
+        async with serving(engine) as (server, address):
+
+            def drain(timeout_s):
+                seen.append(asyncio.run_coroutine_threadsafe(health_of(address), loop).result(5))
+                return True
+
+            loop = asyncio.get_running_loop()
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "drain", drain)
+                await server.drain()
+        return seen[0]
+
+    assert asyncio.run(run()) == {NOT_SERVING}
+
+
+def test_requests_that_outlast_the_drain_are_cancelled_and_told_so():
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with serving(engine, drain_timeout_s=0.05) as (server, address), AsyncClient(address) as client:
+            running = asyncio.create_task(client.prefill([7]))
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            is_finished = await server.drain()
+            return is_finished, (await refusal_of(running)).code()
+
+    assert asyncio.run(run()) == (False, grpc.StatusCode.UNAVAILABLE)
+
+
+def test_answers_known_as_the_drain_ends_still_leave(monkeypatch):
+    async def run():
+        engine = FakeEngine(is_gated=True, num_logits=1_000_000)  # more than a socket takes at once
+
+        def drain(timeout_s):
+            engine.open_gate()
+            return True
+
+        async with (
+            serving(engine) as (server, address),
+            slow_line(address) as slow_address,
+            AsyncClient(slow_address, timeout_s=10) as client,
+        ):
+            calls = [asyncio.create_task(client.prefill([n], return_logits=True)) for n in range(5)]
+            assert await becomes_true(lambda: len(engine.futures) == 5)
+            monkeypatch.setattr(engine, "drain", drain)
+            await server.drain()
+            return [answer.next_token_id for answer in await asyncio.gather(*calls)]
+
+    assert asyncio.run(run()) == list(range(5))
+
+
+def test_a_drain_says_if_an_answer_did_not_leave(monkeypatch):
+    monkeypatch.setattr(server_module, "_FLUSH_S", 0.05)
+
+    class StuckCall:
+        def add_done_callback(self, callback):
+            pass
+
+    async def run():
+        async with serving(FakeEngine(), drain_timeout_s=0.05) as (server, _):
+            is_clean = await server.drain()
+            server._unfinished.add(StuckCall())
+            return is_clean, await server.drain()
+
+    assert asyncio.run(run()) == (True, False)
+
+
+def test_a_drain_is_not_held_up_by_health_watchers(monkeypatch):
+    monkeypatch.setattr(server_module, "_FLUSH_S", 0.05)
+
+    async def run():
+        async with serving(FakeEngine()) as (server, address), grpc.aio.insecure_channel(address) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            seen = [(await watch.read()).status]
+            draining = asyncio.create_task(server.drain())
+            seen.append((await watch.read()).status)
+            await asyncio.wait_for(draining, 5)
+            return seen
+
+    assert asyncio.run(run()) == [SERVING, NOT_SERVING]

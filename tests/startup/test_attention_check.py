@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from radixkv.errors import UnsupportedModel
+from radixkv.kernels import gathered_attention
+from radixkv.model.attention.paged_step import TorchKernels
+from radixkv.startup import attention_check
+from radixkv.startup.attention_check import AttentionKind, AttentionUse, check_attention
+from radixkv.storage.device_pool import KVShape
+
+KIND = AttentionKind(4, window=None, softcap=None)
+CPU = torch.device("cpu")
+
+
+def use(
+    dtype: torch.dtype, kv_dtype: str = "auto", *, kind: AttentionKind = KIND, head_dim: int = 32, is_exact: bool = True
+) -> AttentionUse:
+    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=head_dim, dtype=dtype).stored_as(kv_dtype)
+    return AttentionUse((kind,), dtype, shape, 16, CPU, is_exact)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [KIND, AttentionKind(7 * 2, 300, None), AttentionKind(2, 100, 30.0)], ids=str)
+def test_our_kernels_pass(kind: AttentionKind, dtype: torch.dtype, kv_dtype: str) -> None:
+    check_attention(TorchKernels(), use(dtype, kv_dtype, kind=kind))
+
+
+@pytest.mark.parametrize("head_dim", [80, 256])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
+def test_rounding_stays_far_below_the_bound(kv_dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no model is refused for it."""
+    of_eight_heads = use(torch.bfloat16, kv_dtype, kind=AttentionKind(8, None, None), head_dim=head_dim)
+    monkeypatch.setitem(attention_check._TOLERANCE, torch.bfloat16, 0.015)
+    check_attention(TorchKernels(), of_eight_heads)
+    monkeypatch.setitem(attention_check._TOLERANCE, torch.bfloat16, 0.001)
+    with pytest.raises(UnsupportedModel, match=r"expected a relative distance of at most 0\.001"):
+        check_attention(TorchKernels(), of_eight_heads)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_pool_that_is_read_wrong_is_found(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dequantize = gathered_attention.dequantize
+    monkeypatch.setattr(gathered_attention, "dequantize", lambda *inputs: dequantize(*inputs) * 1.05)
+    with pytest.raises(UnsupportedModel, match=r"^attention over int4 on cpu: expected a relative distance of at most"):
+        check_attention(TorchKernels(), use(torch.bfloat16, "int4", is_exact=is_exact))
+
+
+def test_kernels_that_do_not_run_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("fp8e4nv not supported in this architecture\nand a long dump")
+
+    monkeypatch.setattr(TorchKernels, "write_kv", fail)
+    with pytest.raises(
+        UnsupportedModel, match=r"^attention over fp8 on cpu: does not run there: RuntimeError: fp8e4nv"
+    ):
+        check_attention(TorchKernels(), use(torch.float32, "fp8"))
+
+
+def test_bits_that_depend_on_the_batch_are_found_in_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered_attention, "_ROWS_MULTIPLE", 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_attention(TorchKernels(), use(dtype, is_exact=False))
+        with pytest.raises(
+            UnsupportedModel, match=r"^attention over .*: expected the same bits computed at once and in"
+        ):
+            check_attention(TorchKernels(), use(dtype))

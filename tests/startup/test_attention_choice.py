@@ -1,0 +1,234 @@
+"""Kernels that do not run, or are wrong, are not served with: tried with the CPU's own, broken in one way each."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from radixkv.errors import UnsupportedModel
+from radixkv.kernels import specialized_attention
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.dequantize_blocks import dequantize_blocks
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.model.attention.paged_step import TorchKernels
+from radixkv.model.attention.triton_kernels import TritonKernels, candidates
+from radixkv.startup import attention_check
+from radixkv.startup.attention_check import AttentionKind, AttentionUse, check_attention
+from radixkv.startup.attention_choice import choose_attention
+from radixkv.startup.attention_trial import try_attention_here
+from radixkv.startup.build_engine import attention_kernels
+from radixkv.storage.device_pool import KVShape
+from tests.kernels.interpreter import interpret_kernels
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=32, dtype=BF16)
+KIND = AttentionKind(4, window=None, softcap=None)
+
+
+class Broken(TorchKernels):
+    """Right until `spoil` is overridden. Counts its calls."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def paged_attention(  # type: ignore[override]
+        self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, *, window: int | None, **options: object
+    ) -> torch.Tensor:
+        self.num_calls += 1
+        rows = TorchKernels.paged_attention(query, pool, layer, batch, window=window, **options)
+        return self.spoil(rows, pool, batch, window)
+
+    def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
+        return rows
+
+
+class DoesNotCompile(Broken):
+    def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
+        raise RuntimeError("PassManager::run failed\nand a long dump")
+
+
+class WrongNumbers(Broken):
+    def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
+        return rows * 1.05
+
+
+class OneWrongRow(Broken):
+    def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
+        rows[-1] *= 1.5
+        return rows
+
+
+class OneNaN(Broken):
+    def spoil(self, rows: torch.Tensor, *_: object) -> torch.Tensor:
+        rows[3, 1, 7] = float("nan")
+        return rows
+
+
+class WrongForTwoRequests(Broken):
+    def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
+        return rows * 1.5 if batch.num_requests > 1 else rows
+
+
+class WrongWithWindow(Broken):
+    def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
+        return rows if window is None else rows + 1
+
+
+class ReadsPastTheEnd(Broken):
+    """A weight of 0 for slots that nobody wrote does not silence what they hold."""
+
+    def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
+        last_block = batch.block_tables[-1, -(-batch.kv_lens[-1] // batch.block_size) - 1]
+        return rows + 0 * pool.values[last_block, 0, 1].sum()
+
+
+class OtherBitsInCompany(Broken):
+    """A rounding apart, as another order of sums would be."""
+
+    def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
+        return rows * (1 + 2**-7) if batch.num_requests > 1 else rows
+
+
+def choose(*candidates: TorchKernels, kinds: tuple[AttentionKind, ...] = (KIND,), is_exact: bool = True) -> object:
+    named = {f"{type(kernels).__name__} {i}": kernels for i, kernels in enumerate(candidates)}
+
+    use = AttentionUse(kinds, BF16, SHAPE, 16, CPU, is_exact)
+    return choose_attention(named, lambda name: check_attention(named[name], use))
+
+
+def test_the_first_that_is_right_serves(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = Broken(), Broken()
+    assert choose(first, second) is first
+    assert first.num_calls
+    assert not second.num_calls
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (DoesNotCompile(), "does not run there: RuntimeError: PassManager::run failed"),
+        (WrongNumbers(), "expected a relative distance of at most 0.03 from the reference, got 0.05"),
+        (OneWrongRow(), "expected a relative distance of at most 0.03 from the reference, got 0.5"),
+        (OneNaN(), "expected a relative distance of at most 0.03 from the reference, got nan"),
+        (WrongForTwoRequests(), "expected a relative distance of at most 0.03 from the reference, got 0.5"),
+        (ReadsPastTheEnd(), "expected a relative distance of at most 0.03 from the reference, got nan"),
+        (OtherBitsInCompany(), "expected the same bits computed at once and in parts, got others"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_broken_is_passed_over_and_named(broken: Broken, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    sound = TorchKernels()
+    assert choose(broken, sound) is sound
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    message = record.getMessage()
+    assert message.startswith(f"{type(broken).__name__} 0 is not used: attention over bf16 on cpu: {reason}")
+    assert "\n" not in message
+
+
+def test_each_kind_of_layer_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+    kinds = (KIND, AttentionKind(4, window=100, softcap=None))
+    broken, sound = WrongWithWindow(), TorchKernels()
+    assert choose(broken, sound) is broken
+    assert choose(broken, sound, kinds=kinds) is sound
+
+
+def test_other_bits_in_company_do_where_no_bits_are_promised() -> None:
+    broken = OtherBitsInCompany()
+    assert choose(broken, TorchKernels(), is_exact=False) is broken
+
+
+def test_several_may_be_broken(caplog: pytest.LogCaptureFixture) -> None:
+    sound = TorchKernels()
+    assert choose(DoesNotCompile(), WrongNumbers(), sound) is sound
+    assert [record.getMessage().partition(" is not used")[0] for record in caplog.records] == [
+        "DoesNotCompile 0",
+        "WrongNumbers 1",
+    ]
+
+
+def test_the_last_is_left_to_the_check_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    last = WrongNumbers()
+    assert choose(WrongNumbers(), last) is last
+    assert not last.num_calls
+    assert len(caplog.records) == 1
+
+
+def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_kernels(monkeypatch)
+    launch, launches = specialized_attention.launch, []
+
+    def noted(*inputs: Any, **scaling: Any) -> None:
+        launches.append(inputs[4].tile_rows)
+        launch(*inputs, **scaling)
+
+    monkeypatch.setattr(specialized_attention, "launch", noted)
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
+    kernels = TritonKernels(is_exact=True, is_specialized=True)
+    check_attention(kernels, AttentionUse((AttentionKind(2, 100, 30.0),), BF16, shape, 64, CPU, is_exact=True))
+    assert set(launches) == {specialized_attention.TILE_ROWS}, "all of it went through pointers"
+
+
+@pytest.mark.parametrize(("kv_dtype", "is_specialized"), [("fp8", True), ("int8", False), ("int4", True)])
+def test_blocks_dequantized_first_pass(kv_dtype: str, is_specialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_kernels(monkeypatch)
+    monkeypatch.setitem(attention_check._TOLERANCE, BF16, 0.015)  # far below the bound
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16).stored_as(kv_dtype)
+    kernels = TritonKernels(is_exact=False, is_specialized=is_specialized, dequantizes_first="always")
+    dequantized = []
+
+    def noted(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
+        dequantized.append(dequantize_blocks(pool, layer, block_ids, dtype))
+        return dequantized[-1]
+
+    monkeypatch.setattr("radixkv.model.attention.triton_kernels.dequantize_blocks", noted)
+    check_attention(kernels, AttentionUse((AttentionKind(2, 100, 30.0),), BF16, shape, 64, CPU, is_exact=False))
+    assert {pool.dtype for pool in dequantized} == {BF16}, "all of it went over the quantized pool"
+
+
+def test_a_trial_notices_blocks_that_are_dequantized_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    interpret_kernels(monkeypatch)
+
+    def of_the_next_block(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
+        return dequantize_blocks(pool, layer, block_ids.roll(1), dtype)
+
+    monkeypatch.setattr("radixkv.model.attention.triton_kernels.dequantize_blocks", of_the_next_block)
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=32, dtype=BF16).stored_as("int8")
+    use = AttentionUse((KIND,), BF16, shape, 64, CPU, is_exact=False)
+    tried = candidates(use, (8, 0))
+    chosen = choose_attention(tried, lambda name: try_attention_here(name, use))
+    assert chosen is tried["attention through pointers"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("attention over blocks dequantized first is not used: attention over int8")
+
+
+def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[object] = []
+
+    def refuse(*trial: object) -> None:
+        tried.append(trial)
+        raise UnsupportedModel("not here")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
+    model: Any = SimpleNamespace(device=torch.device("cuda"), is_exact=True)
+    model.attention_use = lambda shape, block_size: AttentionUse(
+        (KIND,), BF16, shape, block_size, model.device, model.is_exact
+    )
+    assert isinstance(attention_kernels(model, shape, 64, refuse), TritonKernels)
+    assert tried == [("warp-specialized attention", model.attention_use(shape, 64))]
+    tried.clear()
+    assert isinstance(attention_kernels(model, shape.stored_as("int8"), 64, refuse), TritonKernels)
+    assert tried == [], "nothing else does"
+    model.is_exact = False
+    kernels = attention_kernels(model, shape.stored_as("int8"), 64, lambda *_: None)
+    assert isinstance(kernels, TritonKernels)
+    assert kernels._dequantizes_first == "if it pays"
+    model.device = CPU
+    assert isinstance(attention_kernels(model, shape, 64, refuse), TorchKernels)

@@ -1,0 +1,76 @@
+"""Kernels that are tried in a process of their own can't do any harm."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from radixkv.errors import UnsupportedModel
+from radixkv.model.attention.triton_kernels import TritonKernels
+from radixkv.startup.attention_check import AttentionKind, AttentionUse
+from radixkv.startup.attention_choice import choose_attention
+from radixkv.startup.attention_trial import _read, _written, try_attention
+from radixkv.storage.device_pool import KVShape
+
+_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+
+KIND = AttentionKind(1, window=300, softcap=None)
+SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+
+
+def attempt(name: str, program: str | None = None, timeout_s: float = 60, shape: KVShape = SHAPE) -> None:
+    """Try kernels, or another program in their place."""
+    command = {} if program is None else {"command": [sys.executable, "-c", program]}
+    use = AttentionUse((KIND,), torch.float32, shape, 16, torch.device("cpu"), is_exact=False)
+    try_attention(name, use, timeout_s=timeout_s, **command)
+
+
+@pytest.mark.skipif(_TRITON < (3, 9), reason="its interpreter needs corrections that a child process does not get")
+def test_kernels_that_are_right_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    first, last = TritonKernels(is_exact=False), TritonKernels(is_exact=False)
+    assert choose_attention({"attention through pointers": first, "last": last}, attempt) is first
+
+
+def test_kernels_that_are_refused_say_why() -> None:
+    """Without the interpreter Triton finds no device here."""
+    with pytest.raises(UnsupportedModel, match="attention over int8 on cpu: does not run there: "):
+        attempt("attention through pointers", shape=SHAPE.stored_as("int8"))
+
+
+def test_a_process_that_hangs_is_killed(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    program = f"import time; time.sleep(1); open({str(alive)!r}, 'w').close(); time.sleep(60)"
+    start_s = time.monotonic()
+    with pytest.raises(UnsupportedModel, match=r"^its trial did not end within 0\.5 s$"):
+        attempt("any", program, timeout_s=0.5)
+    assert time.monotonic() - start_s < 30
+    time.sleep(1)
+    assert not alive.exists()
+
+
+def test_a_process_that_can_not_be_started_is_named() -> None:
+    use = AttentionUse((KIND,), torch.float32, SHAPE, 16, torch.device("cpu"), is_exact=False)
+    with pytest.raises(UnsupportedModel, match=r"^its trial can't be started: .*no-such-python"):
+        try_attention("any", use, command=["/no-such-python"])
+
+
+def test_a_trial_is_read_as_it_was_written() -> None:
+    kinds = (AttentionKind(8, None, None), AttentionKind(8, 100, 30.0))
+    shape = KVShape(2, 4, 80, torch.bfloat16).stored_as("fp8")
+    use = AttentionUse(kinds, torch.bfloat16, shape, 64, torch.device("cuda:1"), is_exact=True)
+    assert _read(_written("some kernels", use)) == ("some kernels", use)
+
+
+def test_a_process_that_breaks_down_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    program = "import os, sys; print('an illegal memory access', file=sys.stderr, flush=True); os.abort()"
+    first, last = TritonKernels(is_exact=False), TritonKernels(is_exact=False)
+    with caplog.at_level(logging.WARNING):
+        assert choose_attention({"first": first, "last": last}, lambda name: attempt(name, program)) is last
+    assert caplog.messages == ["first is not used: its trial ended with status -6: an illegal memory access"]

@@ -1,0 +1,52 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixkv.config import ModelConfig
+from radixkv.errors import UnsupportedModel
+from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep, TorchKernels
+from radixkv.model.model import Model, load_model
+from radixkv.startup.model_check import check_model
+from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
+
+
+@pytest.fixture
+def gemma2(tmp_path: Path) -> Model:
+    return load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["gemma2"], tmp_path)), device="cpu"))
+
+
+def test_state_outside_the_cache_is_found(gemma2: Model) -> None:
+    def add_previous_token(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
+        return output + 0.1 * torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
+
+    gemma2.module.model.layers[1].mlp.register_forward_hook(add_previous_token)
+    with pytest.raises(UnsupportedModel, match="over 19 cached tokens"):
+        check_model(gemma2, TorchKernels(), 16)
+
+
+@pytest.mark.parametrize("lost", ["window", "softcap"])
+def test_a_lost_attention_feature_is_found(gemma2: Model, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend: Callable[..., torch.Tensor] = PagedStep.attend
+
+    def attend_without(self: PagedStep, *args: object, **features: object) -> torch.Tensor:
+        return attend(self, *args, **{**features, lost: None})
+
+    if lost == "softcap":
+        for layer in gemma2.module.model.layers:
+            layer.self_attn.attn_logit_softcapping = 5.0
+    check_model(gemma2, TorchKernels(), 16)
+    monkeypatch.setattr(PagedStep, "attend", attend_without)
+    with pytest.raises(UnsupportedModel, match="over 0 cached tokens"):
+        check_model(gemma2, TorchKernels(), 16)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_passes(dtype: str) -> None:
+    check_model(load_model(ModelConfig(dtype=dtype, device="cpu")), TorchKernels(), 16)
+
+
+def test_our_attention_is_put_back(gemma2: Model) -> None:
+    check_model(gemma2, TorchKernels(), 16)
+    assert gemma2.module.config._attn_implementation == ATTENTION_NAME

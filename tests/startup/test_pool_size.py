@@ -1,0 +1,164 @@
+"""A GPU's pool takes what is left beside the model and its largest step; the device here is made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from radixkv.config import CacheConfig, Config, EngineConfig, ModelConfig
+from radixkv.errors import ConfigError
+from radixkv.model.attention.paged_step import TorchKernels
+from radixkv.model.model import Model, load_model
+from radixkv.startup import pool_size
+from radixkv.startup.build_engine import build_engine, make_runner
+from radixkv.startup.pool_size import choose_num_blocks, run_largest_step
+from radixkv.storage.device_pool import KVStorage
+
+ENGINE = EngineConfig(max_step_tokens=24, max_running_requests=4)
+GIB = 2**30
+NO_GRAPHS: Any = SimpleNamespace(record=lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_model(ModelConfig(device="cpu"))
+
+
+class Watched(TorchKernels):
+    """Notes the steps that it attends for."""
+
+    def __init__(self) -> None:
+        self.lens: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+
+    def paged_attention(self, query: torch.Tensor, pool: Any, layer: int, batch: Any, **how: Any) -> torch.Tensor:
+        query_lens = tuple(b - a for a, b in zip(batch.query_starts, batch.query_starts[1:], strict=False))
+        self.lens.add((query_lens, tuple(batch.kv_lens)))
+        return super().paged_attention(query, pool, layer, batch, **how)
+
+
+def one_block(model: Model) -> KVStorage:
+    return KVStorage(1, 16, model.kv_shape, model.device)
+
+
+def choose(model: Model, memory: tuple[int, int] | None, **cache: Any) -> int:
+    asked = None if memory is None else lambda: memory
+    return choose_num_blocks(model, TorchKernels(), model.kv_shape, CacheConfig(**cache), ENGINE, NO_GRAPHS, asked)
+
+
+def test_the_largest_step_has_every_token_and_request_and_the_longest_sequence(model: Model) -> None:
+    kernels = Watched()
+    run_largest_step(model, kernels, one_block(model), ENGINE)
+    assert model.max_tokens is not None
+    assert kernels.lens == {((21, 1, 1, 1), (model.max_tokens, 1, 1, 1))}
+
+
+def test_a_step_may_have_fewer_tokens_than_there_may_be_requests(model: Model) -> None:
+    kernels = Watched()
+    run_largest_step(model, kernels, one_block(model), EngineConfig(max_step_tokens=2, max_running_requests=9))
+    assert kernels.lens == {((1, 1), (model.max_tokens, 1))}
+
+
+def test_no_sequence_is_longer_than_the_model_allows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "max_tokens", 10)
+    kernels = Watched()
+    run_largest_step(model, kernels, one_block(model), ENGINE)
+    assert kernels.lens == {((10, 10, 3, 1), (10, 10, 3, 1))}
+    kernels.lens.clear()
+    run_largest_step(model, kernels, one_block(model), EngineConfig(max_step_tokens=64, max_running_requests=2))
+    assert kernels.lens == {((10, 10), (10, 10))}
+
+
+def test_what_is_configured_is_what_there_is(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_size, "run_largest_step", lambda *_: pytest.fail("nothing has to be tried"))
+    assert choose(model, (GIB, GIB), capacity_tokens=6400) == 100
+    assert choose(model, None) == 131_072 // 64
+
+
+def test_a_device_s_memory_is_used_up_to_its_share(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(pool_size, "run_largest_step", lambda *_: tried.append("step"))
+
+    def memory() -> tuple[int, int]:
+        tried.append("memory")
+        return 6 * GIB, 8 * GIB
+
+    class Graphs:
+        def __init__(self) -> None:
+            tried.append("recorded")
+
+        def __del__(self) -> None:
+            tried.append("forgotten")
+
+    recorder: Any = SimpleNamespace(record=lambda storage, max_sequence_tokens: Graphs())
+    cache = CacheConfig(memory_share=0.5)
+    num_blocks = choose_num_blocks(model, TorchKernels(), model.kv_shape, cache, ENGINE, recorder, memory)
+    assert tried == ["recorded", "step", "memory", "forgotten"], "what graphs and a step need is not free"
+    assert num_blocks == 2 * GIB // (64 * model.kv_shape.token_bytes)
+
+
+def test_a_quantized_pool_has_more_blocks(model: Model) -> None:
+    int8 = model.kv_shape.stored_as("int8")
+    kinds = [
+        choose_num_blocks(model, TorchKernels(), shape, CacheConfig(), ENGINE, NO_GRAPHS, lambda: (GIB, GIB))
+        for shape in (model.kv_shape, int8)
+    ]
+    assert kinds[1] / kinds[0] == pytest.approx(model.kv_shape.token_bytes / int8.token_bytes, rel=1e-3)
+
+
+def test_without_room_for_a_block_the_service_does_not_start(model: Model) -> None:
+    with pytest.raises(ConfigError, match=r"cache\.memory_share: expected .* got 0\.9, which leaves 0"):
+        choose(model, (GIB // 10, GIB))
+
+
+def test_without_memory_for_the_largest_step_the_service_does_not_start(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(pool_size, "run_largest_step", run_out)
+    with pytest.raises(ConfigError, match=r"engine\.max_step_tokens: expected steps that cpu has memory for .* got 24"):
+        choose(model, (GIB, GIB))
+
+
+def test_without_memory_for_the_check_of_the_model_the_service_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("radixkv.startup.build_engine.check_model", run_out)
+    with pytest.raises(ConfigError, match=r"model\.path: expected a model that leaves cpu memory for a short prompt"):
+        build_engine(Config.load(None, ["model.device=cpu"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["ceiling_tokens=63"], "expected room for at least 1 whole blocks of 64 tokens, got 63"),
+        (["floor_tokens=100", "ceiling_tokens=100"], "expected room for at least 2 whole blocks of 64 tokens, got 100"),
+    ],
+)
+def test_ceilings_must_hold_a_block_and_the_floor(settings: list[str], message: str) -> None:
+    config = Config.load(None, ["model.device=cpu", *(f"tenants.acme.{setting}" for setting in settings)])
+    with pytest.raises(ConfigError, match=rf"tenants\.acme\.ceiling_tokens: {message}"):
+        build_engine(config)
+
+
+def test_floors_must_fit_into_the_pool_that_there_is() -> None:
+    settings = ["model.device=cpu", "tenants.acme.floor_tokens=131000", "tenants.other.floor_tokens=100"]
+    with pytest.raises(ConfigError, match=r"tenants\.\*\.floor_tokens: .* pool's 2048 blocks in all, got 2049"):
+        build_engine(Config.load(None, settings))
+
+
+def test_graphs_are_checked_before_they_serve(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    graphs: Any = SimpleNamespace(shapes=["one"])
+    recorder: Any = SimpleNamespace(record=lambda storage, max_sequence_tokens: graphs)
+    monkeypatch.setattr("radixkv.startup.build_engine.drop_wrong_graphs", lambda *given: checked.append(given))
+    storage, kernels = one_block(model), TorchKernels()
+    runner = make_runner(model, storage, kernels, recorder)
+    assert checked == [(graphs, model, storage, kernels, 16)]
+    assert runner.has_graphs
+    assert not runner.without_graphs().has_graphs

@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+from radixkv.config import KV_DTYPES
+from radixkv.errors import ConfigError
+from radixkv.storage.device_pool import KVShape, KVStorage
+
+SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_bytes_are_those_of_the_tensor(kv_dtype: str) -> None:
+    storage = KVStorage(5, 16, SHAPE.stored_as(kv_dtype), CPU)
+    pool = storage.pool
+    scale_bytes = 0 if pool.scales is None else pool.scales.nbytes
+    assert storage.block_bytes == pool.blocks[0].nbytes
+    assert pool.values.nbytes + scale_bytes == pool.blocks.nbytes == 5 * storage.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "token_bytes"), [("auto", 2 * 8), ("fp8", 8 + 4), ("int8", 8 + 4), ("int4", 4 + 4)]
+)
+def test_a_token_has_two_vectors_a_layer_and_head(kv_dtype: str, token_bytes: int) -> None:
+    assert SHAPE.stored_as(kv_dtype).token_bytes == 3 * 2 * 2 * token_bytes
+
+
+@pytest.mark.parametrize(("kv_dtype", "least"), [("fp8", 1.9), ("int8", 1.9), ("int4", 3.6)])
+def test_more_tokens_of_128_dimensions_fit(kv_dtype: str, least: float) -> None:
+    shape = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    assert shape.token_bytes / shape.stored_as(kv_dtype).token_bytes >= least
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "kv_dtype", "message"),
+    [
+        (7, torch.float32, "int4", "expected an even head_dim for int4, got 7"),
+        (8, torch.float16, "bf16", "expected a model in float32 or bfloat16 for bf16, got float16"),
+    ],
+)
+def test_a_dtype_that_does_not_fit_the_model_is_refused(
+    head_dim: int, dtype: torch.dtype, kv_dtype: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^cache\.kv_dtype: {message}$"):
+        KVShape(1, 1, head_dim, dtype).stored_as(kv_dtype)
+
+
+def test_too_much_memory_is_refused_with_the_number_of_bytes() -> None:
+    with pytest.raises(ConfigError, match=r"cache\.capacity_tokens: .* tokens need 3377699720527872000 bytes"):
+        KVStorage(2**40 * 1000, 16, SHAPE, CPU)

@@ -1,0 +1,105 @@
+"""A scrape asks the engine, and never waits for it for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from radixkv import __version__
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.config import EngineConfig
+from radixkv.engine.engine import Engine
+from radixkv.scheduling.request import PrefillParams
+from radixkv.telemetry.gauges import EngineGauges
+from tests.engine.test_engine import BLOCK_SIZE, NUM_BLOCKS, GatedRunner
+from tests.fake_runner import tokens
+
+
+def scrape(engine: Engine, timeout_s: float = 5.0) -> dict[str, float]:
+    """Values by name; a state is written behind its name with a dot."""
+    registry = CollectorRegistry()
+    registry.register(EngineGauges(engine, timeout_s))
+    return {
+        ".".join([sample.name, *sample.labels.values()]): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name != "radixkv_info"
+    }
+
+
+@pytest.fixture
+def runner() -> GatedRunner:
+    return GatedRunner()
+
+
+@pytest.fixture
+def engine(runner: GatedRunner) -> Iterator[Engine]:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(max_step_tokens=8, step_timeout_s=0.1))
+    engine.start()
+    yield engine
+    runner.gate.set()
+    engine.stop()
+
+
+def test_every_gauge_has_the_value_of_stats(engine: Engine) -> None:
+    for start in (0, 50, 100, 150):
+        engine.prefill(PrefillParams(tokens(range(start, start + 40)), tenant=str(start))).result(5)
+    engine.prefill(PrefillParams(tokens(range(150, 180)), tenant="150", hold_lease=True)).result(5)
+    stats = engine.stats().result(5)
+    assert (stats.blocks.pinned, stats.held_leases, stats.evicted_blocks) == (10, 1, 9)
+    assert scrape(engine) == {
+        "radixkv_up": 1,
+        "radixkv_healthy": 1,
+        "radixkv_blocks.free": stats.blocks.free,
+        "radixkv_blocks.leased": stats.blocks.leased,
+        "radixkv_blocks.published": stats.blocks.published,
+        "radixkv_pinned_blocks": stats.blocks.pinned,
+        "radixkv_retained_blocks": stats.blocks.retained,
+        "radixkv_evicted_blocks_total": stats.evicted_blocks,
+        "radixkv_unfinished_requests.waiting": 0,
+        "radixkv_unfinished_requests.running": 0,
+        "radixkv_unfinished_requests.following": 0,
+        "radixkv_paused_requests": 0,
+        "radixkv_held_leases": 1,
+        "radixkv_namespaces": stats.namespaces,
+    }
+
+
+def test_what_is_served_is_said(engine: Engine) -> None:
+    registry = CollectorRegistry()
+    registry.register(EngineGauges(engine))
+    labels = {"version": __version__, "model": "fake", "device": "cpu"}
+    assert registry.get_sample_value("radixkv_info", labels) == 1
+
+
+def test_while_a_step_hangs_a_scrape_says_only_that(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    future = engine.prefill(PrefillParams(tokens(range(8))))
+    assert runner.entered.wait(5)
+    while not future.cancelled():
+        time.sleep(0.005)
+    assert scrape(engine, timeout_s=0.01) == {"radixkv_up": 0, "radixkv_healthy": 0}
+    runner.gate.set()
+    while not engine.is_healthy:
+        time.sleep(0.005)
+    assert scrape(engine)["radixkv_up"] == 1
+
+
+def test_an_engine_that_does_not_run_is_not_waited_for(runner: GatedRunner) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    began_s = time.monotonic()
+    assert scrape(engine) == {"radixkv_up": 0, "radixkv_healthy": 0}
+    engine.start()
+    assert scrape(engine)["radixkv_up"] == 1
+    engine.stop()
+    assert scrape(engine) == {"radixkv_up": 0, "radixkv_healthy": 0}
+    assert time.monotonic() - began_s < 4
+
+
+def test_an_engine_that_stops_while_it_is_asked_is_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.stop()
+    monkeypatch.setattr(Engine, "is_alive", True)
+    assert scrape(engine)["radixkv_up"] == 0

@@ -1,0 +1,372 @@
+"""Many real calls with everything that callers do: they cancel, time out, stop reading, and are killed.
+
+    python -m tests.whole.campaign --calls 50000
+
+Every answer is compared with one that was computed without the cache before: tokens, and logits bit for bit. At the
+end nothing may be leased, pinned, running or waiting, and the server's memory may not have grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import grpc
+import xxhash
+
+from radixkv.api.retention import Retention
+from radixkv.service.client import AsyncClient, Client
+
+SETTINGS = (
+    "cache.capacity_tokens=4096",  # less than the prompts together, so that blocks run out
+    "cache.block_size=32",
+    "engine.held_lease_ttl_s=1",
+    "engine.max_running_requests=24",
+    "engine.max_waiting_requests=8",  # fewer than there are callers
+    "engine.max_step_tokens=256",
+)
+NUM_PROMPTS, MAX_NEW_TOKENS, CONCURRENCY, NUM_WORKERS = 36, 12, 12, 3
+TENANTS = ("acme", "globex", "")
+EXPECTED_STATUSES = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "turned away",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "too late",
+    grpc.StatusCode.CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A prompt and its answer without the cache."""
+
+    ids: list[int]
+    next_token_id: int
+    logits_digest: str
+    generated: list[int]
+
+
+def make_prompts(seed: int) -> list[list[int]]:
+    """A few stems with branches, inside blocks too."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(256) for _ in range(200)] for _ in range(4)]
+    return [
+        [*rng.choice(stems)[: rng.randint(10, 200)], *(rng.randrange(256) for _ in range(rng.randint(1, 60)))]
+        for _ in range(NUM_PROMPTS)
+    ]
+
+
+def ask_without_cache(address: str, prompts: list[list[int]]) -> list[Known]:
+    """The answers that all others must be equal to."""
+    off = {"read_cache": False, "write_cache": False}
+
+    def ask(ids: list[int]) -> Known:
+        answer = client.prefill(ids, return_logits=True, **off)
+        tokens = [t for a in client.generate(ids, max_new_tokens=MAX_NEW_TOKENS, **off) for t in a.token_ids]
+        return Known(ids, answer.next_token_id, xxhash.xxh3_128_hexdigest(answer.logits), tokens)
+
+    with Client(address, timeout_s=120) as client, ThreadPoolExecutor(8) as threads:
+        return list(threads.map(ask, prompts))
+
+
+class Caller:
+    """One process of callers. Prints what became of its calls, line by line."""
+
+    def __init__(self, client: AsyncClient, known: list[Known], seed: int) -> None:
+        self._client = client
+        self._known = known
+        self._random = random.Random(seed)
+        self._outcomes: Counter[str] = Counter()
+        self._kinds: list[tuple[Callable[[], Awaitable[str]], int]] = [
+            (self._prefill, 50),
+            (self._generate, 30),
+            (self._stop_reading, 5),
+            (self._hold, 6),
+            (self._probe, 5),
+            (self._retain, 2),
+            (self._purge, 1),
+        ]
+
+    async def call_for_ever(self) -> None:
+        """Call, until the process is killed."""
+        while True:
+            calls, weights = zip(*self._kinds, strict=True)
+            call = self._random.choices(calls, weights)[0]
+            task = asyncio.ensure_future(self._outcome(call))
+            if self._random.random() < 0.1:
+                await asyncio.sleep(self._random.random() * 0.1)
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            self._outcomes[("cancelled by us" if task.cancelled() else task.result())] += 1
+            if self._outcomes.total() % 10 == 0:
+                print(json.dumps(self._outcomes), flush=True)
+                self._outcomes.clear()
+
+    async def _outcome(self, call: Callable[[], Awaitable[str]]) -> str:
+        try:
+            return await call()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                await asyncio.sleep(int(dict(tuple(error.trailing_metadata()))["retry-after-ms"]) / 1000 * 0.2)
+            return EXPECTED_STATUSES.get(error.code(), f"UNEXPECTED {error.code().name} {error.details()}")
+
+    def _timeout_s(self) -> float:
+        return self._random.uniform(0.002, 0.1) if self._random.random() < 0.1 else 60.0
+
+    async def _prefill(self) -> str:
+        known = self._random.choice(self._known)
+        answer = await self._client.prefill(
+            known.ids,
+            tenant=self._random.choice(TENANTS),
+            read_cache=self._random.random() < 0.95,
+            write_cache=self._random.random() < 0.95,
+            priority=self._random.choice((None, 10, 90)),
+            return_logits=True,
+            timeout_s=self._timeout_s(),
+        )
+        usage = answer.usage
+        if usage.cached_tokens + usage.computed_tokens != len(known.ids):
+            return f"WRONG usage {usage}"
+        digest = xxhash.xxh3_128_hexdigest(answer.logits)
+        if (answer.next_token_id, digest) != (known.next_token_id, known.logits_digest):
+            return f"WRONG logits of prompt {self._known.index(known)}, {usage.cached_tokens} cached"
+        return "prefilled"
+
+    async def _generate(self) -> str:
+        known = self._random.choice(self._known)
+        count, tokens = self._random.randint(1, MAX_NEW_TOKENS), []
+        async for answer in self._client.generate(
+            known.ids, max_new_tokens=count, tenant=self._random.choice(TENANTS), timeout_s=self._timeout_s()
+        ):
+            tokens += answer.token_ids
+        if tokens != known.generated[:count]:
+            return f"WRONG tokens of prompt {self._known.index(known)}: {tokens}"
+        return "generated"
+
+    async def _stop_reading(self) -> str:
+        known = self._random.choice(self._known)
+        stream = self._client.generate(known.ids, max_new_tokens=1000, tenant=self._random.choice(TENANTS))
+        tokens = list((await anext(stream)).token_ids)[:MAX_NEW_TOKENS]
+        await stream.aclose()
+        return "stopped reading" if tokens == known.generated[: len(tokens)] else f"WRONG first tokens {tokens}"
+
+    async def _hold(self) -> str:
+        tenant = self._random.choice(TENANTS)
+        held = await self._client.prefill(self._random.choice(self._known).ids, tenant=tenant, hold_lease=True)
+        if self._random.random() < 0.7:
+            await self._client.release(held.lease_id, tenant=tenant)
+        return "held"
+
+    async def _probe(self) -> str:
+        ids = self._random.choice(self._known).ids
+        probe = await self._client.probe(ids, tenant=self._random.choice(TENANTS))
+        return "probed" if probe.cached_tokens < len(ids) else f"WRONG probe {probe}"
+
+    async def _retain(self) -> str:
+        retention = Retention(self._random.choice((20, 80)), ttl_s=self._random.choice((None, 0.5)))
+        ids = self._random.choice(self._known).ids
+        await self._client.retain(ids, retention, tenant=self._random.choice(TENANTS))
+        return "retained"
+
+    async def _purge(self) -> str:
+        await self._client.purge(tenant=self._random.choice(TENANTS))
+        return "purged"
+
+
+async def be_a_worker(address: str, seed: int) -> None:
+    known = [Known(**fields) for fields in json.loads(sys.stdin.readline())]
+    async with AsyncClient(address) as client:
+        await asyncio.gather(*(Caller(client, known, seed * 1000 + i).call_for_ever() for i in range(CONCURRENCY)))
+
+
+@contextmanager
+def checked_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yields the process and its address."""
+    options = [word for setting in SETTINGS for word in ("--set", setting)]
+    command = [sys.executable, "-m", "tests.whole.checked_server", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().removeprefix("listening on ").strip()
+        finally:
+            process.kill()
+
+
+@dataclass
+class Report:
+    """What became of a campaign."""
+
+    outcomes: Counter[str]
+    num_killed: int
+    resident_mib: list[float]  # of the server, through the campaign
+    last_words: str
+    left_behind: dict[str, int]
+    pressure: dict[str, int]
+    seconds: float
+
+    @property
+    def mistakes(self) -> list[str]:
+        """Everything that must not be; nothing, that is."""
+        found = [outcome for outcome in self.outcomes if outcome.startswith(("WRONG", "UNEXPECTED"))]
+        found += [f"{count} {name} left" for name, count in self.left_behind.items() if count]
+        if self.last_words != "check passed, 0 leased, 0 pinned":
+            found.append(f"the server ended with {self.last_words!r}")
+        return found
+
+
+class Workers:
+    """Processes that call; now and then one is killed in the middle of its calls and another takes its place."""
+
+    def __init__(self, address: str, known: list[Known], seed: int) -> None:
+        self._address = address
+        self._known = json.dumps([asdict(each) for each in known])
+        self._random = random.Random(seed)
+        self._num_started = 0
+        self.num_killed = 0
+        self.outcomes: Counter[str] = Counter()
+        self._listeners: list[threading.Thread] = []
+        self._running = [self._start() for _ in range(NUM_WORKERS)]
+
+    def kill_one(self, *, starts_another: bool = True) -> None:
+        """SIGKILL, in the middle of whatever it does."""
+        worker = self._running.pop(self._random.randrange(len(self._running)))
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+        assert worker.stdin is not None
+        worker.stdin.close()
+        self.num_killed += 1
+        if starts_another:
+            self._running.append(self._start())
+
+    def stop(self) -> None:
+        """Kill all of them, and wait until what they said is read."""
+        while self._running:
+            self.kill_one(starts_another=False)
+        for listener in self._listeners:
+            listener.join()
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._num_started += 1
+        command = [
+            sys.executable,
+            "-m",
+            "tests.whole.campaign",
+            "--worker",
+            self._address,
+            "--seed",
+            str(self._num_started),
+        ]
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert worker.stdin is not None
+        worker.stdin.write(self._known + "\n")
+        worker.stdin.flush()
+        self._listeners.append(threading.Thread(target=self._listen, args=(worker,)))
+        self._listeners[-1].start()
+        return worker
+
+    def _listen(self, worker: subprocess.Popen[str]) -> None:
+        assert worker.stdout is not None
+        with worker.stdout:
+            for line in worker.stdout:
+                with suppress(json.JSONDecodeError):  # the last line of a killed one
+                    self.outcomes.update(json.loads(line))
+
+
+def run_campaign(num_calls: int, seed: int = 0, kill_period_s: float = 20.0) -> Report:
+    """Make so many calls."""
+    start_s = time.monotonic()
+    with checked_server() as (server, address):
+        workers = Workers(address, ask_without_cache(address, make_prompts(seed)), seed)
+        resident_mib, next_kill_s = [], time.monotonic() + kill_period_s
+        while workers.outcomes.total() < num_calls and server.poll() is None:
+            time.sleep(0.05)
+            if workers.outcomes.total() >= num_calls * (len(resident_mib) + 1) / 10:
+                resident_mib.append(resident_mib_of(server.pid))
+            if time.monotonic() >= next_kill_s:
+                workers.kill_one()
+                next_kill_s = time.monotonic() + kill_period_s
+        workers.stop()
+        left_behind = wait_until_idle(address)
+        with Client(address, timeout_s=20) as client:
+            stats = client.stats()
+        pressure = {
+            "pauses": stats.requests.pauses,
+            "recomputed tokens": stats.tokens.recomputed,
+            "evicted blocks": stats.evicted_blocks,
+        }
+        server.terminate()
+        assert server.stdout is not None
+        last_words = server.stdout.read().strip()
+        server.wait(30)
+    return Report(
+        workers.outcomes,
+        workers.num_killed,
+        resident_mib,
+        last_words,
+        left_behind,
+        pressure,
+        time.monotonic() - start_s,
+    )
+
+
+def wait_until_idle(address: str) -> dict[str, int]:
+    """What is not given back although nobody asks for anything any more."""
+    end_s = time.monotonic() + 20
+    with Client(address, timeout_s=20) as client:
+        while True:
+            stats = client.stats()
+            requests, blocks = stats.requests, stats.blocks
+            left = {
+                "running requests": requests.running,
+                "waiting requests": requests.waiting,
+                "following requests": requests.following,
+                "held leases": stats.held_leases,
+                "leased blocks": blocks.leased,
+                "pinned blocks": blocks.pinned,
+                "lost blocks": blocks.total - blocks.free - blocks.leased - blocks.published,
+            }
+            if not any(left.values()) or time.monotonic() > end_s:
+                return left
+            time.sleep(0.1)
+
+
+def resident_mib_of(pid: int) -> float:
+    """Resident memory of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make many calls, and kill callers in the middle of theirs.")
+    parser.add_argument("--calls", type=int, default=50_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worker", metavar="ADDRESS", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        asyncio.run(be_a_worker(options.worker, options.seed))
+    report = run_campaign(options.calls, options.seed)
+    print(f"{report.outcomes.total()} calls in {report.seconds:.0f} s, {report.num_killed} callers killed")
+    print(json.dumps(dict(report.outcomes.most_common()), indent=2))
+    print(f"server's memory in MiB: {[round(mib) for mib in report.resident_mib]}; {report.last_words}")
+    print(report.pressure)
+    for mistake in report.mistakes:
+        print(f"MISTAKE: {mistake}")
+    return 1 if report.mistakes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

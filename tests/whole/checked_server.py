@@ -1,0 +1,46 @@
+"""`radixkv serve` that recounts its cache four times a second and at its end; the last line says that it found nothing.
+
+python -m tests.whole.checked_server --set cache.capacity_tokens=8192
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from radixkv.config import Config
+from radixkv.engine.engine import Engine
+from radixkv.service.server.server import run
+from radixkv.startup.build_engine import build_engine
+
+_PERIOD_S = 0.25
+
+
+def recount(engine: Engine, is_over: threading.Event) -> None:
+    """Check again and again; a cache that does not add up ends the process."""
+    while not is_over.wait(_PERIOD_S):
+        if engine.is_healthy:
+            try:
+                engine.check().result()
+            except Exception as error:
+                print(f"check failed: {error!r}", flush=True)
+                raise
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until SIGTERM."""
+    config = Config.load(settings=["server.port=0", *arguments[1::2]])
+    engine = build_engine(config)
+    is_over = threading.Event()
+    thread = threading.Thread(target=recount, args=(engine, is_over))
+    thread.start()
+    run(engine, config.server)
+    is_over.set()
+    thread.join()
+    cache = engine._core.cache
+    cache.check()
+    print(f"check passed, {cache.pool.num_leased} leased, {cache.num_pinned_blocks} pinned", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,22 @@
+"""Two thousand real calls, some of them cancelled, too late or killed. `make campaign` makes fifty thousand."""
+
+from tests.whole.campaign import run_campaign
+
+
+def test_two_thousand_calls_leave_nothing_behind_and_get_no_wrong_answer() -> None:
+    report = run_campaign(2000, kill_period_s=8.0)
+    assert report.mistakes == []
+    assert report.num_killed >= 3
+    happened = {
+        "prefilled",
+        "generated",
+        "stopped reading",
+        "held",
+        "cancelled by us",
+        "too late",
+        "probed",
+        "retained",
+    }
+    assert {event for event in happened if not report.outcomes[event]} == set()
+    assert report.pressure["evicted blocks"] > 0
+    assert report.resident_mib[-1] < 1.1 * report.resident_mib[2]

@@ -1,0 +1,482 @@
+"""The product as its users meet it: `radixkv serve` in a process of its own, clients on the other end of a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from radixkv.api.retention import Retention
+from radixkv.planning.trace import load_trace, prompt_tokens
+from radixkv.service.client import AsyncClient, Client, logits_of
+from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, PrefillResponse
+from tests.cache.walk.reusable_tokens import count_reusable_tokens
+from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, load_eager, write_checkpoint
+
+BYTES = 256  # token ids that every model of these tests knows
+
+
+@contextmanager
+def serving(*arguments: str, log: Path = Path(os.devnull)) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `radixkv serve`; yields the process and its address. What it logs is written to a file."""
+    command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *arguments]
+    with (
+        log.open("w", encoding="utf-8") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("listening on "), line
+            yield process, line.removeprefix("listening on ").strip()
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serving("--set", "engine.held_lease_ttl_s=5") as (_, address):
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    with Client(address, timeout_s=60) as client:
+        yield client
+
+
+@pytest.fixture
+def tenant(request: pytest.FixtureRequest) -> str:
+    """A tenant of its own for each test, so that it starts cold."""
+    return str(request.node.name)
+
+
+def random_ids(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, BYTES, count).astype(np.uint32)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.02)
+
+
+def assert_the_cache_changes_no_logit(client: Client, tenant: str) -> None:
+    system = random_ids(700)
+    prompts = [[*system[: 50 * i + 13], *random_ids(5 + 9 * i, seed=i)] for i in range(1, 13)]
+    alone = [client.prefill(ids, tenant=tenant, read_cache=False, return_logits=True) for ids in prompts]
+    with ThreadPoolExecutor(8) as threads:
+        twice = list(
+            threads.map(lambda ids: client.prefill(ids, tenant=tenant, return_logits=True), [*prompts, *prompts[::-1]])
+        )
+    assert sum(answer.usage.cached_tokens > 0 for answer in twice) >= 12
+    assert [answer.logits for answer in twice] == [answer.logits for answer in [*alone, *alone[::-1]]]
+
+
+def test_the_bytes_of_the_logits_do_not_depend_on_the_cache(client: Client, tenant: str) -> None:
+    assert_the_cache_changes_no_logit(client, tenant)
+
+
+def test_nor_do_they_over_a_quantized_pool() -> None:
+    settings = ("--set", "cache.kv_dtype=int4", "--set", "model.dtype=bfloat16")
+    with serving(*settings) as (_, address), Client(address, timeout_s=60) as client:
+        assert_the_cache_changes_no_logit(client, "acme")
+        stats = client.stats()
+        assert stats.kv_dtype == "int4"
+        assert stats.block_bytes == stats.block_size * 4 * 2 * 2 * (32 // 2 + 4)
+
+
+def test_a_thousand_simultaneous_cold_requests_compute_their_prefix_once(tmp_path: Path) -> None:
+    """They queue up behind a long prompt, and a step is large enough to admit many of them."""
+    shape = {**SHAPE, "vocab_size": 2000, "max_position_embeddings": 20_000}
+    directory = write_checkpoint(LlamaConfig(**shape), tmp_path)
+    system = random_ids(2048)
+    prompts = [[*system, 1000 + i, *random_ids(63, seed=i)] for i in range(1000)]
+
+    async def ask(address: str) -> list[PrefillResponse]:
+        async with AsyncClient(address, timeout_s=120) as client:
+            long = asyncio.create_task(client.prefill(random_ids(16_000, seed=1000), tenant="other"))
+            while not (await client.stats()).requests.running:
+                await asyncio.sleep(0.01)
+            answers = await asyncio.gather(*(client.prefill(ids, tenant="acme") for ids in prompts))
+            assert (await long).usage.computed_tokens == 16_000
+            assert (await client.stats()).requests.following == 0
+            return answers
+
+    with serving("--model", str(directory), "--set", "engine.max_step_tokens=8192") as (_, address):
+        answers = asyncio.run(ask(address))
+    assert sum(answer.usage.computed_tokens for answer in answers) == 2048 + 64_000
+
+
+def test_a_retained_prompt_outlives_others_and_a_purged_one_does_not() -> None:
+    with serving("--set", "cache.capacity_tokens=4096") as (_, address), Client(address, timeout_s=60) as client:
+        prompt, tenant = random_ids(640), "acme"
+        retained = client.prefill(prompt, tenant=tenant, retention=Retention(80, ttl_s=600)).retained
+        assert (retained.granted_tokens, retained.refused_tokens, retained.uncached_tokens) == (640, 0, 0)
+        refused = client.retain(prompt, Retention(80), tenant="other")
+        assert refused.retained.uncached_tokens == 640
+        for seed in range(1, 10):
+            client.prefill(random_ids(1024, seed), tenant="other")
+        assert client.probe(prompt, tenant=tenant).cached_tokens == 639
+        over = client.prefill(random_ids(1024, 99), tenant="other", retention=Retention(90)).retained
+        assert (over.granted_tokens, over.refused_tokens) == (128, 896)  # a fifth of 64 blocks is 12
+        assert client.purge(tenant=tenant).freed_blocks == 10
+        assert client.probe(prompt, tenant=tenant).cached_tokens == 0
+        assert client.stats().blocks.retained == 2
+
+
+@pytest.mark.parametrize(
+    ("retention", "message"),
+    [
+        (Retention(101), "retention.priority: expected 0 to 100, got 101"),
+        (Retention(60, start=3), "retention.start_token: expected 0 to 2, got 3"),
+        (Retention(60, start=2, end=1), "retention.end_token: expected 3 to 3, got 1"),
+    ],
+)
+def test_a_wrong_retention_is_refused_before_anything_is_computed(
+    client: Client, tenant: str, retention: Retention, message: str
+) -> None:
+    for call in (client.prefill, lambda ids, **names: client.retain(ids, names.pop("retention"), **names)):
+        with pytest.raises(grpc.RpcError) as refusal:
+            call([1, 2, 3], tenant=tenant, retention=retention)
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refusal.value.details().startswith(message)
+    assert client.probe([1, 2, 3], tenant=tenant).cached_tokens == 0
+
+
+def test_one_shared_prefix_is_computed_exactly_once(client: Client, tenant: str) -> None:
+    prefix = random_ids(2048)
+    answers = [client.prefill([*prefix, *random_ids(64, seed=i)], tenant=tenant) for i in range(1, 21)]
+    usages = [answer.usage for answer in answers]
+    assert all(u.cached_tokens + u.computed_tokens == u.prompt_tokens == 2112 for u in usages)
+    assert usages[0].cached_tokens == 0
+    assert answers[0].miss_reason == MissReason.COLD
+    # Reuse is exact to the token: a question that happens to begin like an earlier one reuses that, too.
+    prompts = [np.concatenate([prefix, random_ids(64, seed=i)]).tolist() for i in range(1, 21)]
+    assert [u.cached_tokens for u in usages] == count_reusable_tokens(prompts)
+    assert all(u.cached_tokens >= 2048 for u in usages[1:])
+
+
+def write_conversations(path: Path) -> None:
+    """Turns of conversations that interleave, some prompts cut inside a block, some repeated."""
+    rng = np.random.default_rng(0)
+    conversations: list[list[int]] = [[0] for _ in range(8)]
+    next_id = 1
+    with path.open("w") as trace:
+        for request in range(80):
+            hash_ids = conversations[rng.integers(8)]
+            grown = int(rng.integers(0, 3))
+            hash_ids.extend(range(next_id, next_id + grown))
+            next_id += grown
+            length = 512 * len(hash_ids) - int(rng.integers(0, 511))
+            line = {"timestamp": request, "input_length": length, "output_length": 1, "hash_ids": hash_ids}
+            trace.write(json.dumps(line) + "\n")
+
+
+def test_a_conversation_trace_reuses_every_reusable_token(client: Client, tenant: str, tmp_path: Path) -> None:
+    """Set RADIXKV_TRACE to replay the beginning of a real trace instead."""
+    trace = Path(os.environ.get("RADIXKV_TRACE", tmp_path / "trace.jsonl"))
+    if not trace.exists():
+        write_conversations(trace)
+    requests = load_trace(trace, limit=300)
+    prompts = [prompt_tokens(request, vocab_size=BYTES, scale=0.02).tolist() for request in requests]
+    usages = [client.prefill(prompt, tenant=tenant).usage for prompt in prompts]
+    assert [u.cached_tokens for u in usages] == count_reusable_tokens(prompts)
+    assert sum(u.cached_tokens for u in usages) > 0
+
+
+def test_concurrent_requests_get_their_own_answers(address: str, tenant: str) -> None:
+    prefix = random_ids(300)
+    prompts = [[*prefix, *random_ids(1 + i, seed=i)] for i in range(40)]
+
+    def ask(prompt: list[int]) -> tuple[int, int, int]:
+        with Client(address, timeout_s=60) as client:
+            cached = client.prefill(prompt, tenant=tenant)
+            cold = client.prefill(prompt, tenant=tenant, read_cache=False, write_cache=False)
+        assert cached.usage.cached_tokens + cached.usage.computed_tokens == len(prompt)
+        assert (cold.usage.cached_tokens, cold.miss_reason) == (0, MissReason.READ_DISABLED)
+        return cached.next_token_id, cold.next_token_id, len(prompt)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, prompts))
+    assert all(cached == cold for cached, cold, _ in answers)
+    assert len({cached for cached, _, _ in answers}) > 10, "the prompts differ, and so do their answers"
+
+
+def test_tenants_and_salts_are_isolated(client: Client, tenant: str) -> None:
+    prompt = random_ids(200)
+
+    def cached(**identity: str) -> int:
+        return int(client.prefill(prompt, **identity).usage.cached_tokens)
+
+    assert cached(tenant=tenant) == 0
+    assert cached(tenant=tenant) == 199, "the positive control"
+    assert cached(tenant=tenant + "x") == 0
+    assert cached(tenant=tenant, salt="s") == 0
+    assert cached(tenant=tenant, salt="s") == 199
+    assert client.probe(prompt, tenant=tenant).cached_tokens == 199
+    assert client.probe(prompt, tenant=tenant, salt="other").cached_tokens == 0
+
+
+def test_a_held_lease_is_described_released_once_and_expires(client: Client, tenant: str) -> None:
+    prompt = random_ids(130)
+    held = client.prefill(prompt, tenant=tenant, hold_lease=True)
+    assert len(held.block_table) == 3 == len(set(held.block_table))
+    assert held.block_size == 64
+    assert 0 < held.lease_expires_at.seconds - time.time() < 6
+    client.release(held.lease_id, tenant=tenant)
+    with pytest.raises(grpc.RpcError) as refused:
+        client.release(held.lease_id, tenant=tenant)
+    assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+    client.prefill(prompt, tenant=tenant, hold_lease=True)
+    assert client.stats().held_leases == 1
+    wait_for(lambda: client.stats().held_leases == 0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "fields", "code", "message"),
+    [
+        ([], {}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids: expected at least 1 token"),
+        ([1, 512], {}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids[1]"),
+        ([1] * 131_073, {}, grpc.StatusCode.INVALID_ARGUMENT, "at most 131072 tokens, got 131073"),
+        ([1], {"adapter": "nobody"}, grpc.StatusCode.NOT_FOUND, "adapter"),
+        ([1], {"tenant": "t" * 257}, grpc.StatusCode.INVALID_ARGUMENT, "tenant: expected at most 256"),
+    ],
+    ids=["empty", "outside the vocabulary", "too long", "adapter", "tenant"],
+)
+def test_a_wrong_request_is_refused_by_name_and_the_next_one_served(
+    client: Client, tenant: str, ids: list[int], fields: dict[str, str], code: grpc.StatusCode, message: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        client.prefill(ids, **fields)
+    assert refused.value.code() == code
+    assert message in refused.value.details()
+    assert client.prefill([1, 2, 3], tenant=tenant).usage.prompt_tokens == 3
+
+
+def test_a_client_that_is_killed_leaves_no_block_behind(client: Client, address: str, tenant: str) -> None:
+    before = client.stats()
+    script = (
+        "import sys; from radixkv.service.client import Client\n"
+        "Client(sys.argv[1]).prefill([7] * 60_000, read_cache=False, write_cache=False)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, address], stderr=subprocess.DEVNULL) as process:
+        wait_for(lambda: client.stats().blocks.leased > 0)
+        process.send_signal(signal.SIGKILL)
+    wait_for(lambda: client.stats().requests.cancelled == before.requests.cancelled + 1)
+    after = client.stats()
+    assert after.blocks.leased == 0
+    assert after.blocks.free == before.blocks.free
+    assert client.prefill([1, 2, 3], tenant=tenant).usage.prompt_tokens == 3
+
+
+def test_a_deadline_ends_a_long_prefill(client: Client) -> None:
+    with pytest.raises(grpc.RpcError) as passed:
+        client.prefill([9] * 60_000, read_cache=False, write_cache=False, timeout_s=0.3)
+    assert passed.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    wait_for(lambda: client.stats().blocks.leased == 0)
+
+
+def test_a_full_pool_evicts_and_goes_on() -> None:
+    with serving("--set", "cache.capacity_tokens=1024") as (_, address), Client(address, timeout_s=60) as client:
+        prompts = [random_ids(600, seed=i) for i in range(4)]
+        for prompt in prompts:
+            assert client.prefill(prompt).usage.computed_tokens == 600
+        assert client.prefill(prompts[-1]).usage.cached_tokens == 599
+        assert client.prefill(prompts[0]).miss_reason == MissReason.EVICTED
+        stats = client.stats()
+        assert stats.evicted_blocks > 0
+        assert stats.blocks.total == stats.blocks.free + stats.blocks.leased + stats.blocks.published == 16
+
+
+def test_logits_over_the_wire_agree_with_transformers(tmp_path: Path) -> None:
+    directory = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, 150)
+    with torch.inference_mode():
+        expected = load_eager(directory)(torch.from_numpy(ids)[None], use_cache=False).logits[0, -1].numpy()
+    with (
+        serving("--model", str(directory), "--set", "cache.block_size=16") as (_, address),
+        Client(address, timeout_s=60) as client,
+    ):
+        cold = client.prefill(ids, return_logits=True)
+        client.prefill([*ids[:77], 5, 6])
+        warm = client.prefill(ids, return_logits=True, salt="again")
+        warm = client.prefill(ids, return_logits=True, salt="again")
+    assert warm.usage.cached_tokens == 149
+    assert np.abs(logits_of(cold) - expected).max() <= 1e-4
+    assert np.abs(logits_of(warm) - expected).max() <= 1e-4
+
+
+def test_sigterm_lets_a_running_request_finish_and_exits_0(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with (
+        serving(log=log) as (process, address),
+        Client(address, timeout_s=60) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        running = pool.submit(client.prefill, [3] * 6_000)
+        wait_for(lambda: client.stats().requests.running == 1)
+        process.send_signal(signal.SIGTERM)
+        assert running.result(60).usage.computed_tokens == 6_000
+        assert process.wait(20) == 0
+    assert log.read_text(encoding="utf-8").endswith("stopped\n"), "nothing else is said"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere"], "model.path: expected `tiny` or a directory with a config.json, got /nowhere"),
+        (["--set", "cache.blok_size=16"], "cache.blok_size: unknown key; the nearest is cache.block_size"),
+        (["--set", "cache.block_size=17"], "cache.block_size: expected one of 16, 32, 64, got 17"),
+        (["--config", "/nowhere.toml"], "config file /nowhere.toml"),
+    ],
+)
+def test_a_server_that_can_not_start_says_why_in_one_line(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *arguments]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "shown_host", "flag", "key"),
+    [
+        ("127.0.0.1", "127.0.0.1", "--port", "server.port"),
+        ("127.0.0.1", "127.0.0.1", "--metrics-port", "server.metrics_port"),
+        ("::1", "[::1]", "--port", "server.port"),
+    ],
+)
+def test_a_taken_address_is_refused_before_a_model_is_loaded(host: str, shown_host: str, flag: str, key: str) -> None:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "radixkv.service", "serve", "--host", host, flag, str(port)]
+        command += [] if flag == "--port" else ["--port", "0"]
+        ended = subprocess.run([*command, "--model", "/nowhere"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    address = f"{shown_host}:{port}"
+    assert ended.stderr == f"radixkv: server.host, {key}: expected a free address of this machine, got {address}\n"
+
+
+def read(stream: Iterable[GenerateResponse]) -> tuple[list[int], GenerateResponse]:
+    """All tokens of a generation, and its last answer."""
+    answers = list(stream)
+    assert [answer.finished for answer in answers] == [False] * (len(answers) - 1) + [True]
+    assert all(answer.HasField("usage") for answer in (answers[0], answers[-1]))
+    return [token_id for answer in answers for token_id in answer.token_ids], answers[-1]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_greedy_generation_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(CONFIGS[name], tmp_path)
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (3, 70))
+    with torch.inference_mode():
+        expected = load_eager(directory).generate(
+            torch.from_numpy(ids),
+            attention_mask=torch.ones(3, 70, dtype=torch.int64),
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[:, 70:]
+    with (
+        serving("--model", str(directory), "--set", "cache.block_size=16") as (_, address),
+        Client(address, timeout_s=60) as client,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        for _ in range(2):  # cold and warm
+            streams = threads.map(lambda row: read(client.generate(row, max_new_tokens=40, ignore_eos=True)), ids)
+            assert [tokens for tokens, _ in streams] == expected.tolist()
+        end = int(expected[0, 9])
+        stopped, last = read(client.generate(ids[0], max_new_tokens=40, stop_token_ids=[end], ignore_eos=True))
+        assert stopped == expected[0, : expected[0].tolist().index(end) + 1].tolist()
+        assert last.finish_reason == FinishReason.STOP
+
+
+def test_a_model_ends_with_its_own_end_of_sequence_unless_it_is_ignored(tmp_path: Path) -> None:
+    directory = write_checkpoint(CONFIGS["llama"], tmp_path)
+    with serving("--model", str(directory)) as (_, address), Client(address, timeout_s=60) as client:
+        tokens, _ = read(client.generate([1, 2, 3], max_new_tokens=30, ignore_eos=True))
+    for file in ("config.json", "generation_config.json"):
+        config = json.loads((directory / file).read_text())
+        (directory / file).write_text(json.dumps({**config, "eos_token_id": [299, tokens[7]]}))
+    with serving("--model", str(directory)) as (_, address), Client(address, timeout_s=60) as client:
+        ended, last = read(client.generate([1, 2, 3], max_new_tokens=30))
+        assert ended == tokens[: tokens.index(tokens[7]) + 1]
+        assert last.finish_reason == FinishReason.STOP
+        assert read(client.generate([1, 2, 3], max_new_tokens=30, ignore_eos=True))[0] == tokens
+
+
+def test_the_next_turn_of_a_conversation_reuses_the_answer(client: Client, tenant: str) -> None:
+    turn = random_ids(100).tolist()
+    answer, last = read(client.generate(turn, max_new_tokens=50, tenant=tenant))
+    usage = last.usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens, usage.written_tokens) == (100, 0, 50, 149)
+    assert last.timing.decode_us > 0
+    _, last = read(client.generate([*turn, *answer, 1, 2, 3], max_new_tokens=5, tenant=tenant))
+    assert last.usage.cached_tokens == 149
+
+
+def test_seeds_draw_the_same_whoever_shares_the_batch_and_however_small_the_pool(client: Client) -> None:
+    def ask(client: Client, seed: int) -> list[int]:
+        options = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 60}
+        return read(client.generate(random_ids(60, seed), seed=seed, **options))[0]
+
+    alone = [ask(client, seed) for seed in range(4)]
+    with (
+        serving("--set", "cache.capacity_tokens=256") as (_, address),  # half of what they need together
+        Client(address, timeout_s=60) as crowded,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        assert list(threads.map(lambda seed: ask(crowded, seed), range(4))) == alone
+        assert crowded.stats().requests.pauses > 0
+        assert crowded.stats().tokens.recomputed > 0
+
+
+def test_a_caller_that_stops_reading_ends_its_generation(client: Client, tenant: str) -> None:
+    before = client.stats().requests.cancelled
+    stream = client.generate(random_ids(10), max_new_tokens=100_000, tenant=tenant)
+    assert len(next(stream).token_ids) > 0
+    stream.close()
+    wait_for(lambda: client.stats().requests.cancelled == before + 1)
+    assert client.stats().blocks.leased == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature: expected a finite number from 0, got -1.0"),
+        ({"top_p": 0.0}, "top_p: expected more than 0 and at most 1, got 0.0"),
+        ({"stop_token_ids": [600]}, "stop_token_ids: expected ids below the vocabulary size 512, got more"),
+        ({"max_new_tokens": 131_072}, "token_ids, max_new_tokens: expected at most 131008 tokens together, got 3 and"),
+        ({"priority": 101}, "priority: expected 0 to 100, got 101"),
+    ],
+)
+def test_a_wrong_generation_is_refused_by_name(
+    client: Client, tenant: str, fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        list(client.generate([1, 2, 3], tenant=tenant, **fields))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith(message)
+    assert client.probe([1, 2, 3], tenant=tenant).cached_tokens == 0

@@ -1,0 +1,407 @@
+"""A prompt goes on token by token: with others, under pressure, and always the same."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+
+import pytest
+
+from radixkv.api.result import FinishReason, GenerateResult
+from radixkv.cache.tenants import Quota
+from radixkv.errors import DeadlineExceeded, OutOfBlocks, StepFailed
+from tests.core_bench import BLOCK_SIZE, Bench
+from tests.fake_runner import next_token, tokens
+
+
+def continuation(ids: list[int] | range, count: int) -> tuple[int, ...]:
+    """What the fake model generates."""
+    path = list(ids)
+    for _ in range(count):
+        path.append(next_token(tokens(path)))
+    return tuple(path[len(ids) :])
+
+
+def generated(future: Future[GenerateResult]) -> tuple[int, ...]:
+    return future.result(0).token_ids
+
+
+def test_it_generates_what_the_model_says_and_tells_all_but_the_last_token() -> None:
+    bench = Bench()
+    future = bench.generate(range(10), 7)
+    bench.run()
+    result = future.result(0)
+    assert result.token_ids == continuation(range(10), 7)
+    assert future.told == list(result.token_ids[:-1])
+    assert result.finish_reason is FinishReason.LENGTH
+    assert (result.usage.prompt_tokens, result.usage.computed_tokens, result.usage.generated_tokens) == (10, 10, 7)
+    assert bench.runner.steps == [[(0, 10)], *[[(n, n + 1)] for n in range(10, 16)]]
+    assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
+def test_every_length_of_prompt_and_answer(length: int, count: int) -> None:
+    bench = Bench()
+    futures = [bench.generate(range(length), count) for _ in range(3)]
+    bench.run()
+    assert {generated(future) for future in futures} == {continuation(range(length), count)}
+    assert bench.cache.pool.num_leased == 0
+
+
+def test_a_stop_token_is_the_last_one() -> None:
+    bench = Bench()
+    expected = continuation(range(10), 9)
+    stop = expected[3]
+    future = bench.generate(range(10), 9, stop_token_ids=frozenset({stop, 255}))
+    bench.run()
+    assert generated(future) == expected[: expected.index(stop) + 1]
+    assert future.result(0).finish_reason is FinishReason.STOP
+
+
+def test_the_next_turn_of_a_conversation_reuses_what_was_generated_but_its_last_token() -> None:
+    bench = Bench()
+    future = bench.generate(range(10), 9)
+    bench.run()
+    turn = [*range(10), *generated(future), 77, 78]
+    assert bench.prefill(turn).usage.cached_tokens == 10 + 8
+    assert future.result(0).usage.written_tokens == 10 + 8
+
+
+def test_a_prompt_is_reusable_to_the_token_while_its_generation_goes_on() -> None:
+    bench = Bench()
+    future = bench.generate(range(10), 20)
+    bench.core.step()
+    bench.core.step()
+    assert bench.prefill([*range(10), 200, 201]).usage.cached_tokens == 10
+    assert generated(future) == continuation(range(10), 20)
+
+
+def test_requests_join_and_leave_at_every_step() -> None:
+    bench = Bench()
+    first = bench.generate(range(8), 6)
+    for _ in range(3):
+        bench.core.step()
+    second = bench.generate(range(50, 54), 2)
+    bench.run()
+    assert bench.runner.steps[3] == [(10, 11)], "it was under way when the new prompt came"
+    assert bench.runner.steps[4] == [(11, 12), (0, 4)], "the new prompt shares a step with the decoding request"
+    assert bench.runner.steps[5] == [(12, 13), (4, 5)]
+    assert generated(first) == continuation(range(8), 6)
+    assert generated(second) == continuation(range(50, 54), 2)
+
+
+def test_decoding_goes_on_beside_the_chunks_of_a_long_prompt() -> None:
+    bench = Bench(num_blocks=256, max_step_tokens=16)
+    decoding = bench.generate(range(4), 12)
+    bench.core.step()
+    bench.submit(range(100, 400))
+    while not decoding.done():
+        bench.core.step()
+    assert len(bench.runner.steps) == 12
+    assert all(step[0] == (3 + n, 4 + n) for n, step in enumerate(bench.runner.steps) if n)
+    bench.run()
+
+
+def test_followers_of_a_generation_start_when_its_prompt_is_computed() -> None:
+    bench = Bench(num_blocks=256, max_step_tokens=100)
+    futures = [bench.generate([*range(40), 100 + i], 30) for i in range(4)]
+    bench.run()
+    assert [generated(f) for f in futures] == [continuation([*range(40), 100 + i], 30) for i in range(4)]
+    assert sum(f.result(0).usage.computed_tokens for f in futures) == 40 + 4
+    assert bench.runner.computed_tokens == 40 + 4 + 4 * 29
+
+
+def test_equal_prompts_that_end_inside_a_block_are_computed_once_and_go_on_apart() -> None:
+    bench = Bench(num_blocks=256)
+    futures = [bench.generate(range(10), 9, temperature=1.0, seed=seed) for seed in range(4)]
+    bench.run()
+    assert sum(f.result(0).usage.computed_tokens for f in futures) == 10 + 3
+    assert bench.cache.pool.num_leased == 0
+
+
+class TestPressure:
+    def test_without_blocks_the_youngest_is_paused_and_answers_the_same(self) -> None:
+        bench = Bench(num_blocks=9)
+        futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
+        bench.run()
+        assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
+        stats = bench.core.stats()
+        assert stats.requests.pauses > 0
+        assert stats.requests.paused == 0
+        assert futures[0].result(0).usage.recomputed_tokens == 0, "the oldest is never paused"
+        assert stats.tokens.recomputed == sum(f.result(0).usage.recomputed_tokens for f in futures)
+        assert stats.tokens.recomputed == bench.runner.computed_tokens - 3 * (8 + 15)
+
+    def test_what_a_paused_request_published_is_reused_when_it_resumes(self) -> None:
+        bench = Bench(num_blocks=12)
+        old, young = bench.generate(range(8), 24), bench.generate(range(50, 58), 24)
+        bench.run()
+        assert generated(old) == continuation(range(8), 24)
+        assert generated(young) == continuation(range(50, 58), 24)
+        usage = young.result(0).usage
+        assert 0 < usage.recomputed_tokens < 8 + 23
+        assert usage.cached_tokens + usage.computed_tokens == 8
+
+    def test_a_lone_request_has_the_whole_pool_but_a_block(self) -> None:
+        bench = Bench(num_blocks=6)
+        future = bench.generate(range(6), 5 * BLOCK_SIZE - 6 + 1)
+        bench.run()
+        assert generated(future) == continuation(range(6), 15)
+
+    def test_held_leases_that_leave_no_block_fail_a_lone_request_with_the_time_of_their_end(self) -> None:
+        bench = Bench(num_blocks=4, held_lease_ttl_s=30.0)
+        bench.prefill(range(8), hold_lease=True)
+        future = bench.generate(range(50, 56), 8)
+        bench.run()
+        error = future.exception(0)
+        assert isinstance(error, OutOfBlocks)
+        assert error.retry_after_s == 30.0
+        bench.core.held_leases.close()
+        assert bench.cache.pool.num_leased == 0
+
+    def test_a_tenant_at_its_ceiling_pauses_its_own_and_nobody_else(self) -> None:
+        bench = Bench(num_blocks=64, quotas={"acme": Quota(ceiling_blocks=8)})
+        other = bench.generate(range(200, 208), 24, tenant="other")
+        futures = [bench.generate(range(start, start + 8), 16, tenant="acme") for start in (0, 50)]
+        bench.run()
+        assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50)]
+        assert bench.core.stats().requests.pauses > 0
+        assert other.result(0).usage.recomputed_tokens == 0
+
+    def test_a_generation_at_its_ceiling_is_not_paused_for_every_token(self) -> None:
+        bench = Bench(num_blocks=64, quotas={"acme": Quota(ceiling_blocks=4)})
+        future = bench.generate(range(6), 4 * BLOCK_SIZE - 6 + 1, tenant="acme")
+        bench.run()
+        assert generated(future) == continuation(range(6), 11)
+        usage = future.result(0).usage
+        assert bench.core.stats().requests.pauses <= 1
+        assert usage.recomputed_tokens <= BLOCK_SIZE
+        assert usage.written_tokens <= 6 + 10 + BLOCK_SIZE
+
+    def test_nobody_is_admitted_into_the_blocks_that_running_ones_need_next(self) -> None:
+        bench = Bench(num_blocks=7)
+        first = bench.generate(range(12), 12)
+        bench.core.step()
+        second = bench.generate(range(50, 62), 8)  # there are three blocks for it, and none would be left for the first
+        bench.core.step()
+        assert bench.core.stats().requests.running == 1
+        bench.run()
+        assert bench.core.stats().requests.pauses == 0
+        assert generated(first) == continuation(range(12), 12)
+        assert generated(second) == continuation(range(50, 62), 8)
+
+    def test_one_that_waits_for_blocks_is_looked_at_again_in_each_step(self) -> None:
+        bench = Bench(num_blocks=10)
+        shared = bench.generate([*range(16), 96, 97, 98, 99], 12)
+        short = bench.generate(range(50, 58), 2)
+        bench.core.step()
+        waiting = bench.generate([*range(16), 77, 78], 2)
+        bench.core.step()
+        assert short.done()
+        assert not waiting.told, "the two others need what was left"
+        bench.core.step()
+        assert waiting.told, "it needs one block, and not five"
+        assert not shared.done()
+        bench.run()
+
+    def test_a_prefill_borrows_for_a_step_what_generations_will_need(self) -> None:
+        bench = Bench(num_blocks=8)
+        running = [bench.generate(range(start, start + 5), 6) for start in (0, 50)]
+        while min(len(future.told) for future in running) < 2:
+            bench.core.step()
+        num_free = bench.cache.pool.num_free + bench.cache.num_evictable_blocks
+        brief = bench.submit(range(100, 100 + num_free * BLOCK_SIZE))
+        held = bench.submit(range(200, 204), hold_lease=True)
+        bench.core.step()  # it was under way
+        bench.core.step()
+        assert brief.done()
+        assert not held.done(), "it would keep its blocks"
+        bench.run()
+        assert [generated(f) for f in running] == [continuation(range(start, start + 5), 6) for start in (0, 50)]
+        assert bench.core.stats().requests.pauses == 0
+
+    def test_a_resumed_request_leads_nobody_once_it_decodes(self) -> None:
+        bench = Bench()
+        bench.has_news = True
+        future = bench.generate(range(8), 40)
+        for _ in range(9):
+            bench.core.step()
+        bench.core._pause(*bench.core._scheduler.running)  # all but its last token is published
+        bench.core.step()
+        assert not bench.core._flights._leads
+        bench.run()
+        assert generated(future) == continuation(range(8), 40)
+
+    @pytest.mark.parametrize("options", [{"read_cache": False}, {"write_cache": False}])
+    def test_a_paused_request_that_may_not_share_computes_all_anew(self, options: dict[str, bool]) -> None:
+        bench = Bench(num_blocks=9)
+        futures = [bench.generate(range(start, start + 8), 16, **options) for start in (0, 50, 100)]
+        bench.run()
+        assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
+        assert bench.core.stats().tokens.recomputed > 0
+
+    def test_a_purge_while_it_waits_again_changes_nothing_but_what_it_publishes(self) -> None:
+        bench = Bench(num_blocks=9)
+        futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
+        while not bench.core.stats().requests.paused:
+            bench.core.step()
+        bench.core.purge(tenant="", adapter=None, salt=None)
+        bench.run()
+        assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
+        assert bench.core.stats().blocks.published == 0
+
+    def test_who_would_be_paused_at_once_is_not_admitted(self) -> None:
+        """There is room for what comes, but what it reuses is then no room for what runs."""
+        bench = Bench(num_blocks=8)
+        bench.prefill(range(100, 116))
+        running = bench.generate(range(8), 8)
+        while len(running.told) < 2:
+            bench.core.step()
+        assert (bench.cache.pool.num_free, bench.cache.num_evictable_blocks) == (1, 4)
+        coming = bench.generate(range(100, 120), 4)
+        bench.run()
+        assert generated(running) == continuation(range(8), 8)
+        assert generated(coming) == continuation(range(100, 120), 4)
+        assert bench.core.stats().requests.pauses == 0
+        (tenant,) = bench.core.stats().tenants
+        assert (tenant.hit_tokens, tenant.miss_tokens) == (16, 16 + 8 + 4), "what waits has reused nothing yet"
+
+    def test_a_long_path_does_not_keep_out_who_reuses_its_beginning(self) -> None:
+        bench = Bench(num_blocks=14)
+        bench.prefill(range(100, 140))
+        running = bench.generate(range(8), 8)
+        while len(running.told) < 2:
+            bench.core.step()
+        assert (bench.cache.pool.num_free, bench.cache.num_evictable_blocks) == (1, 10)
+        coming = bench.submit([*range(100, 108), 1, 2, 3, 4])
+        bench.core.step()  # it was under way
+        bench.core.step()
+        assert coming.result(0).usage.cached_tokens == 8
+
+
+class TestWaysOut:
+    def test_a_cancelled_generation_gives_its_blocks_back_and_keeps_what_was_published(self) -> None:
+        bench = Bench()
+        future = bench.generate(range(10), 50)
+        for _ in range(8):
+            bench.core.step()
+        future.cancel()
+        bench.run()
+        assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
+        assert bench.core.stats().requests.cancelled == 1
+        assert bench.prefill([*range(10), *continuation(range(10), 7), 0]).usage.cached_tokens == 16
+
+    def test_one_that_is_paused_can_be_cancelled(self) -> None:
+        bench = Bench(num_blocks=9)
+        futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
+        while not bench.core.stats().requests.paused:
+            bench.core.step()
+        (paused,) = (request for request in bench.core._scheduler.idle_requests() if request.is_paused)
+        paused.future.cancel()
+        bench.run()
+        assert bench.core.stats().requests.cancelled == 1
+        assert sum(future.cancelled() for future in futures) == 1
+        assert bench.cache.pool.num_leased == 0
+
+    def test_one_that_follows_can_be_cancelled(self) -> None:
+        bench = Bench(num_blocks=4096, max_step_tokens=64)
+        bench.submit([5000] * 2000)
+        bench.core.step()
+        leader = bench.submit([*range(100), *[6000] * 900])
+        bench.core.step()
+        follower = bench.generate([*range(100), 97], 4)
+        bench.core.step()
+        assert bench.core.stats().requests.following == 1
+        follower.cancel()
+        bench.run()
+        assert bench.core.stats().requests.cancelled == 1
+        assert leader.done()
+        assert not bench.core._flights._waits
+        assert bench.cache.pool.num_leased == 0
+
+    def test_a_deadline_ends_it_between_tokens(self) -> None:
+        bench = Bench()
+        future = bench.generate(range(10), 50, deadline_s=5.0)
+        for _ in range(4):
+            bench.core.step()
+        bench.clock.now = 5.0
+        bench.run()
+        assert isinstance(future.exception(0), DeadlineExceeded)
+        assert len(future.told) == 5, "the last one was under way"
+        assert bench.cache.pool.num_leased == 0
+
+    def test_a_caller_that_can_not_be_told_fails_alone(self) -> None:
+        bench = Bench()
+        broken, whole = bench.generate(range(10), 5), bench.generate(range(20, 30), 5)
+        broken.told = None
+        bench.run()
+        assert isinstance(broken.exception(0), StepFailed)
+        assert generated(whole) == continuation(range(20, 30), 5)
+        assert bench.cache.pool.num_leased == 0
+
+    def test_a_failed_step_fails_the_requests_in_it(self) -> None:
+        bench = Bench()
+        future = bench.generate(range(10), 5)
+        bench.core.step()
+        bench.runner.fail_next = RuntimeError("device")
+        bench.run()
+        assert isinstance(future.exception(0), StepFailed)
+        assert bench.cache.pool.num_leased == 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_crowd_gets_its_own_answers_out_of_a_small_pool(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(
+        num_blocks=rng.choice((16, 24, 60)),
+        max_step_tokens=rng.choice((3, 8, 30)),
+        max_running_requests=rng.choice((2, 5, 20)),
+    )
+    stems = [[rng.randrange(256) for _ in range(24)] for _ in range(3)]
+    expected: dict[Future[GenerateResult], tuple[int, ...]] = {}
+    for _ in range(30):
+        prompt = [*rng.choice(stems)[: rng.randint(1, 24)], rng.randrange(256)]
+        count = rng.randint(1, 24)
+        options = {"tenant": rng.choice("ab"), "read_cache": rng.random() < 0.9, "write_cache": rng.random() < 0.9}
+        expected[bench.generate(prompt, count, **options)] = continuation(prompt, count)
+        if rng.random() < 0.1:
+            rng.choice(list(expected)).cancel()
+        if rng.random() < 0.5:
+            bench.core.step()
+            bench.cache.check()
+    bench.run()
+    assert all(future.cancelled() or generated(future) == answer for future, answer in expected.items())
+    assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
+    assert not bench.core._flights._waits
+    assert not bench.core._flights._leads
+
+
+def test_a_cached_prefix_that_would_be_pinned_is_not_counted_as_room() -> None:
+    bench = Bench(num_blocks=12, max_step_tokens=12)
+    bench.prefill(range(16))
+    growing = bench.generate(range(50, 62), 12)
+    bench.core.step()
+    bench.core.step()
+    big = bench.submit([*range(16), *range(100, 116)])  # four blocks are free and four cached: it would take all eight
+    bench.core.step()
+    assert bench.core.stats().requests.running == 1
+    bench.run()
+    assert bench.core.stats().requests.pauses == 0
+    assert growing.done()
+    assert big.done()
+
+
+def test_a_caller_whose_callback_leaves_the_thread_fails_alone() -> None:
+    bench = Bench()
+    future, other = bench.generate(range(10), 7), bench.generate(range(50, 60), 7)
+    request = next(iter(bench.core._scheduler.idle_requests()))
+
+    def leave(_: object) -> None:
+        raise SystemExit
+
+    assert request.generation is not None
+    request.generation.on_tokens = leave
+    bench.run()
+    assert isinstance(future.exception(0), StepFailed)
+    assert generated(other) == continuation(range(50, 60), 7)
