@@ -29,6 +29,7 @@ import torch
 from bench.exactness import BLOCK_SIZE, SHAPES, build_runner
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
+from radixkv.api.params import PrefillParams
 from radixkv.api.sampling import Sampling
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
@@ -38,7 +39,7 @@ from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.engine.step import Step
 from radixkv.namespace import Namespace
-from radixkv.scheduling.request import Generation, PrefillParams, Request
+from radixkv.scheduling.request import Generation, Request
 
 MODEL = "model"
 REST = "rest"

@@ -31,15 +31,16 @@ from bench.exactness import BLOCK_SIZE, MODES, SHAPES, build_runner
 from bench.parts.device_time import Rates, measure_rates
 from bench.parts.environment import describe_run
 from bench.parts.kernel_row import Row, describe_error
+from bench.parts.peers.transformers_prefix import Tokens, TransformersPrefix
 from bench.parts.result_file import write_json
-from bench.parts.transformers_prefix import Tokens, TransformersPrefix
+from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.namespace import Namespace
-from radixkv.scheduling.request import PrefillParams, Request
+from radixkv.scheduling.request import Request
 
 # Of logits, over their length: what rounding in bfloat16 may add up to in 32 layers. Other tokens give more than 1.
 _TOLERANCE = 0.1

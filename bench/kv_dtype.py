@@ -26,8 +26,10 @@ from bench.parts.environment import describe_run
 from radixkv.config import KV_DTYPES, ModelConfig
 from radixkv.errors import ConfigError
 from radixkv.kernels.batch import PagedBatch
-from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep, TorchKernels
-from radixkv.model.model import Model, load_model
+from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.loading import load_model
+from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 
 BLOCK_SIZE = 64

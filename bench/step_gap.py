@@ -26,6 +26,7 @@ import torch
 
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
+from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
@@ -35,7 +36,7 @@ from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.model.attention.triton_kernels import TritonKernels
 from radixkv.namespace import Namespace
-from radixkv.scheduling.request import Generation, PrefillParams, Request
+from radixkv.scheduling.request import Generation, Request
 
 BLOCK_SIZE = 64
 VOCAB_SIZE = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from xxhash import xxh3_64
 
 from radixkv.errors import InvalidRequest
 
@@ -46,3 +47,10 @@ def shared_bytes(segment: bytes, tokens: bytes, position: int) -> int:
         start += size
         window *= 8
     return num_tokens * TOKEN_BYTES
+
+
+def prefix_fingerprint(seed: int, tokens: bytes, end: int, more: bytes = b"") -> int:
+    """Hash `tokens[:end] + more` under a namespace's seed."""
+    digest = xxh3_64(memoryview(tokens)[:end], seed)
+    digest.update(more)
+    return digest.intdigest()

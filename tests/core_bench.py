@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerateResult, PrefillResult
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
@@ -13,7 +14,7 @@ from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.engine.observer import Observer
 from radixkv.namespace import Namespace
-from radixkv.scheduling.request import Generation, PrefillParams, Request
+from radixkv.scheduling.request import Generation, Request
 from tests.fake_runner import FakeRunner, tokens
 
 BLOCK_SIZE = 4

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from radixkv.api.params import MAX_REQUEST_PRIORITY, PrefillParams
 from radixkv.api.sampling import Sampling
 from radixkv.errors import InvalidRequest, PromptTooLong, QuotaExceeded
-from radixkv.scheduling.request import MAX_REQUEST_PRIORITY, PrefillParams
 from radixkv.tokens import TOKEN_BYTES
 
 

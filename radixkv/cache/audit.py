@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from radixkv.api.retention import RetainedNodes, is_retained
+from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.evictor import Evictor, is_evictable
 from radixkv.cache.lease import Lease
-from radixkv.cache.node import BLOCK_ID_BYTES, Node, path_to
+from radixkv.cache.node import Node, path_to
 from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.retained_nodes import RetainedNodes, is_retained
 from radixkv.cache.tenants import Tenants
 from radixkv.errors import InvariantViolation
 

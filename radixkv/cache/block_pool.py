@@ -6,11 +6,9 @@ import enum
 from array import array
 
 import numpy as np
-import numpy.typing as npt
 
+from radixkv.blocks import BlockIds
 from radixkv.errors import DoubleRelease, InvariantViolation, OutOfBlocks
-
-BlockIds = npt.NDArray[np.int32]
 
 
 class BlockState(enum.IntEnum):

@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from radixkv.api.miss_reason import LostPrefixes, MissReason
-from radixkv.api.retention import RetainedNodes
+from radixkv.api.miss_reason import MissReason
+from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.eviction_lines import EvictionLines, EvictionPolicy
-from radixkv.cache.node import BLOCK_ID_BYTES, Node
+from radixkv.cache.eviction_lines import EvictionLines
+from radixkv.cache.lost_prefixes import LostPrefixes
+from radixkv.cache.node import Node
+from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Tenants, TenantUsage
 from radixkv.namespace import Namespace
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from radixkv.blocks import BlockCopy
 from radixkv.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from radixkv.cache.block_pool import BlockIds
+    from radixkv.blocks import BlockIds
     from radixkv.cache.ledger import Leases
     from radixkv.cache.node import Node
     from radixkv.cache.tenants import TenantUsage
     from radixkv.namespace import Namespace
-
-
-class BlockCopy(NamedTuple):
-    """Copy block `source` over block `target` before anything is computed: its first tokens are shared."""
-
-    source: int
-    target: int
 
 
 class Lease:

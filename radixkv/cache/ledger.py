@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from radixkv.api.retention import RetainedNodes
-from radixkv.cache.block_pool import BlockIds, BlockPool
-from radixkv.cache.eviction_lines import EvictionPolicy
+from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.evictor import Evictor
-from radixkv.cache.lease import BlockCopy, Lease
-from radixkv.cache.node import DEFAULT_PRIORITY, Node, path_to
+from radixkv.cache.lease import Lease
+from radixkv.cache.node import Node, path_to
+from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.radix_tree import Insertion, RadixTree
+from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Tenants, TenantUsage
 from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, OutOfBlocks, QuotaExceeded
 from radixkv.namespace import Namespace

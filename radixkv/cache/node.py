@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.child_table import ChildTable
 
 if TYPE_CHECKING:
     from radixkv.cache.radix_tree import RadixTree
-
-BLOCK_ID_BYTES = 4
-DEFAULT_PRIORITY = 50
 
 
 class Node:

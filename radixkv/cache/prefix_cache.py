@@ -8,18 +8,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixkv.api.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
-from radixkv.api.retention import Grant, RetainedNodes, Retention
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.retention import Grant, Retention
+from radixkv.blocks import BlockIds
 from radixkv.cache.audit import audit
-from radixkv.cache.block_pool import BlockIds, BlockPool
-from radixkv.cache.eviction_lines import EvictionPolicy
+from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.evictor import Evictor
 from radixkv.cache.lease import Lease
 from radixkv.cache.ledger import Leases
+from radixkv.cache.lost_prefixes import LostPrefixes
+from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Quota, Tenants
 from radixkv.namespace import Namespace
-from radixkv.tokens import TOKEN_BYTES, require_tokens
+from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, require_tokens
 
 
 class Match(NamedTuple):

@@ -16,13 +16,13 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from radixkv.api.miss_reason import prefix_fingerprint
+from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.child_table import ChildTable
-from radixkv.cache.node import BLOCK_ID_BYTES, Node
+from radixkv.cache.node import Node
 from radixkv.cache.tenants import TenantUsage
 from radixkv.errors import InvariantViolation
 from radixkv.namespace import Namespace
-from radixkv.tokens import TOKEN_BYTES, shared_bytes
+from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, shared_bytes
 
 
 class Insertion(NamedTuple):

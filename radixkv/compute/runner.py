@@ -9,11 +9,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from radixkv.cache.lease import BlockCopy
+from radixkv.blocks import BlockCopy
 from radixkv.compute.forward import Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
 from radixkv.compute.graphs.graphs import StepGraphs
 from radixkv.kernels.staging import to_device
-from radixkv.model.attention.paged_step import AttentionKernels
+from radixkv.model.attention.interface import AttentionKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 

@@ -6,9 +6,8 @@ import dataclasses
 import time
 
 from radixkv.api.result import FinishReason, GenerateResult, HeldLease, PrefillResult, Retained, Timing
-from radixkv.api.retention import Grant
+from radixkv.api.retention import DEFAULT_PRIORITY, Grant
 from radixkv.cache.lease import Lease
-from radixkv.cache.node import DEFAULT_PRIORITY
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.engine.sampler import Prediction
 from radixkv.scheduling.held_leases import HeldLeases

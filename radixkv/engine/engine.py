@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from radixkv.api.limits import Limits
+from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerateResult, PrefillResult, ProbeResult, Retained
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
@@ -32,7 +33,7 @@ from radixkv.errors import (
     UnknownAdapter,
 )
 from radixkv.namespace import Namespace
-from radixkv.scheduling.request import Generation, PrefillParams, Request
+from radixkv.scheduling.request import Generation, Request
 from radixkv.tokens import TOKEN_BYTES
 
 _T = TypeVar("_T")

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.cache.block_pool import BlockIds
-from radixkv.cache.eviction_lines import EvictionPolicy
+from radixkv.blocks import BlockIds
 from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node
 from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError

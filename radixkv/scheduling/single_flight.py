@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from radixkv.api.miss_reason import prefix_fingerprint
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Request
-from radixkv.tokens import TOKEN_BYTES, shared_bytes
+from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, shared_bytes
 
 
 class _Lead(NamedTuple):

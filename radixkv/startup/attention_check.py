@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
-from radixkv.model.attention.paged_step import AttentionKernels
+from radixkv.model.attention.interface import AttentionKernels, AttentionKind, AttentionUse
 from radixkv.storage.device_pool import KVShape
 
 # More keys than a split has on a GPU, and a tile of queries on a CPU.
@@ -25,35 +24,6 @@ _CUTS = (1, 18, 70)
 
 # Distance of a row from the reference, over its length: rounding, and summation order.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
-
-
-class AttentionKind(NamedTuple):
-    """What the layers of a model ask of attention: see `AttentionStep.attend`."""
-
-    num_query_heads: int
-    window: int | None
-    softcap: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionUse:
-    """What a model asks of attention kernels, and where.
-
-    Attributes:
-        kinds: of its layers, each once.
-        dtype: of the queries.
-        shape: K and V as the pool stores them.
-        block_size: tokens a block.
-        device: where they run.
-        is_exact: whether a row's bits must not depend on the rows that are computed with it.
-    """
-
-    kinds: tuple[AttentionKind, ...]
-    dtype: torch.dtype
-    shape: KVShape
-    block_size: int
-    device: torch.device
-    is_exact: bool
 
 
 def check_attention(kernels: AttentionKernels, use: AttentionUse) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from radixkv.errors import UnsupportedModel
-from radixkv.model.attention.paged_step import AttentionKernels
+from radixkv.model.attention.interface import AttentionKernels
 
 _Kernels = TypeVar("_Kernels", bound=AttentionKernels)
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from radixkv.errors import UnsupportedModel
-from radixkv.startup.attention_check import AttentionKind, AttentionUse, check_attention
+from radixkv.model.attention.interface import AttentionKind, AttentionUse
+from radixkv.startup.attention_check import check_attention
 from radixkv.storage.device_pool import KVShape
 
 # Starting Python, torch and a GPU takes ten seconds, compiling and running the kernels of a model some more.

@@ -15,9 +15,10 @@ from radixkv.config import Config, TenantConfig
 from radixkv.engine.engine import Engine
 from radixkv.engine.observer import Observer
 from radixkv.errors import ConfigError
-from radixkv.model.attention.paged_step import AttentionKernels, TorchKernels
-from radixkv.model.model import Model, load_model
-from radixkv.startup.attention_check import AttentionUse
+from radixkv.model.attention.interface import AttentionKernels, AttentionUse
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.loading import load_model
+from radixkv.model.model import Model
 from radixkv.startup.attention_choice import choose_attention
 from radixkv.startup.attention_trial import try_attention
 from radixkv.startup.graph_check import drop_wrong_graphs

@@ -7,12 +7,13 @@ import logging
 import numpy as np
 import torch
 
-from radixkv.compute.forward import LOGITS_TOLERANCE, Chunk, lay_out, pack_tokens
+from radixkv.compute.forward import Chunk, lay_out, pack_tokens
 from radixkv.compute.graphs.graphs import StepGraphs
 from radixkv.compute.graphs.shapes import StepShape
 from radixkv.compute.runner import Runner
-from radixkv.model.attention.paged_step import AttentionKernels
+from radixkv.model.attention.interface import AttentionKernels
 from radixkv.model.model import Model
+from radixkv.startup.model_check import LOGITS_TOLERANCE
 from radixkv.storage.device_pool import KVStorage
 
 # Cached tokens before those that are computed: more than one split has, in exact mode too. Fewer if there is no room.

@@ -13,7 +13,7 @@ from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.compute.runner import Runner
 from radixkv.config import MAX_BLOCKS, CacheConfig, EngineConfig
 from radixkv.errors import ConfigError
-from radixkv.model.attention.paged_step import AttentionKernels
+from radixkv.model.attention.interface import AttentionKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.tokens import TOKEN_BYTES

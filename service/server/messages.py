@@ -7,11 +7,11 @@ import time
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from radixkv.api.params import DEFAULT_REQUEST_PRIORITY, PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, Usage
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import DEFAULT_MAX_NEW_TOKENS, MAX_STOP_TOKEN_IDS, Sampling, random_seed
 from radixkv.errors import InvalidRequest
-from radixkv.scheduling.request import DEFAULT_REQUEST_PRIORITY, PrefillParams
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, prefill_pb2
 

@@ -14,7 +14,7 @@ from bench import gpu_prefill
 from bench.exactness import build_runner
 from bench.gpu_prefill import Bench, main
 from bench.parts.device_time import Rates
-from bench.parts.transformers_prefix import TransformersPrefix
+from bench.parts.peers.transformers_prefix import TransformersPrefix
 from radixkv.compute.runner import Runner
 from radixkv.errors import ConfigError
 from radixkv.model.attention.paged_step import ATTENTION_NAME

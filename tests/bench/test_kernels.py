@@ -24,7 +24,7 @@ from bench.parts.attention_inputs import (
 )
 from bench.parts.copy_inputs import TokenWrites
 from bench.parts.device_time import measure
-from bench.parts.sglang_attention import load_extend_attention
+from bench.parts.peers.sglang_attention import load_extend_attention
 from radixkv.kernels import reference
 
 CPU = torch.device("cpu")

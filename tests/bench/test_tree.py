@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bench.tree
-from bench.parts.sglang_tree import SglangPythonTree, SglangRustTree
+from bench.parts.peers.sglang_tree import SglangPythonTree, SglangRustTree
 from bench.tree import main
 
 REQUESTS: list[dict[str, Any]] = [

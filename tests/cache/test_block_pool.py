@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixkv.cache.block_pool import BlockIds, BlockPool, BlockState
+from radixkv.blocks import BlockIds
+from radixkv.cache.block_pool import BlockPool, BlockState
 from radixkv.errors import DoubleRelease, InvariantViolation, OutOfBlocks
 
 

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
-from radixkv.cache.eviction_lines import EvictionIndex, EvictionPolicy
+from radixkv.cache.eviction_lines import EvictionIndex
 from radixkv.cache.node import Node
-from radixkv.cache.policies.by_name import LeastRecentlyUsed
+from radixkv.cache.policies.classic import LeastRecentlyUsed
+from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.prefix_cache import PrefixCache
 from tests.fakes import FakeClock, cached, lease_text, make_tree, publish
 

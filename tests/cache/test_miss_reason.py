@@ -1,8 +1,10 @@
 from __future__ import annotations
 
-from radixkv.api.miss_reason import LostPrefixes, MissReason, prefix_fingerprint
+from radixkv.api.miss_reason import MissReason
+from radixkv.cache.lost_prefixes import LostPrefixes
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import Namespace
+from radixkv.tokens import prefix_fingerprint
 from tests.fakes import MODEL, FakeClock, publish, spell
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from radixkv.blocks import BlockCopy
 from radixkv.cache.block_pool import BlockState
-from radixkv.cache.lease import BlockCopy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import InvalidRequest, InvariantViolation, OutOfBlocks
 from radixkv.namespace import Namespace

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from radixkv.api.miss_reason import MissReason
+from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
@@ -23,7 +24,6 @@ from radixkv.errors import (
     UnknownAdapter,
     UnknownLease,
 )
-from radixkv.scheduling.request import PrefillParams
 from tests.fake_runner import VOCAB_SIZE, FakeRunner, next_token, tokens
 
 NUM_BLOCKS, BLOCK_SIZE = 32, 4

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from radixkv.api.params import PrefillParams
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.engine import Engine
 from radixkv.engine.observer import Observer, Observers
 from radixkv.errors import OutOfBlocks, PromptTooLong, QueueFull, RadixKVError, StepFailed
-from radixkv.scheduling.request import Outcome, PrefillParams, Request
+from radixkv.scheduling.request import Outcome, Request
 from tests.core_bench import Bench
 from tests.fake_runner import FakeRunner, tokens
 

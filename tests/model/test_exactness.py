@@ -12,9 +12,9 @@ from torch.nn import functional
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.kernels.sum_order import cancelling_product
-from radixkv.model.attention.paged_step import TorchKernels
+from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.exactness import ExactFunctions
-from radixkv.model.model import load_model
+from radixkv.model.loading import load_model
 from radixkv.startup.model_check import check_model
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS, run_cases

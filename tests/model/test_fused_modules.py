@@ -22,7 +22,8 @@ from transformers import (
 from radixkv.compute.runner import Chunk, Runner
 from radixkv.errors import UnsupportedModel
 from radixkv.model import fused_modules
-from radixkv.model.attention.paged_step import ATTENTION_NAME, TorchKernels
+from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.fused_modules import FusedModules
 from radixkv.model.model import Model
 from radixkv.startup.model_check import check_model

@@ -18,13 +18,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from radixkv.cache.lease import BlockCopy
+from radixkv.blocks import BlockCopy
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, UnsupportedModel
-from radixkv.model.attention.paged_step import TorchKernels
-from radixkv.model.model import Model, _probe_attention, load_model
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.loading import load_model
+from radixkv.model.model import Model, _probe_attention
 from radixkv.startup.model_check import check_model
 from radixkv.storage.device_pool import KVStorage
 from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint

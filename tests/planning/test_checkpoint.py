@@ -196,7 +196,7 @@ def test_no_weights_are_unknown_weights(tmp_path):
 def test_checkpoints_that_transformers_writes_are_read_as_they_are_loaded(tmp_path):
     pytest.importorskip("transformers")
     from radixkv.config import ModelConfig
-    from radixkv.model.model import load_model
+    from radixkv.model.loading import load_model
     from radixkv.storage.kv_layout import HeadKV, KVFormat
     from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 

@@ -297,7 +297,7 @@ def test_numbers_that_make_no_sense_are_refused(make, message) -> None:
 def test_the_planner_agrees_with_the_embedded_model() -> None:
     torch = pytest.importorskip("torch")
     from radixkv.config import ModelConfig
-    from radixkv.model.model import load_model
+    from radixkv.model.loading import load_model
     from radixkv.storage.device_pool import KVStorage
 
     own = load_model(ModelConfig(dtype="float32", device="cpu")).kv_shape

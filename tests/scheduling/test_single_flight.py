@@ -8,10 +8,11 @@ from concurrent.futures import Future
 
 import pytest
 
+from radixkv.api.params import PrefillParams
 from radixkv.errors import DeadlineExceeded
 from radixkv.namespace import Namespace
 from radixkv.scheduling import single_flight
-from radixkv.scheduling.request import PrefillParams, Request
+from radixkv.scheduling.request import Request
 from radixkv.scheduling.single_flight import SingleFlight
 from tests.core_bench import BLOCK_SIZE, Bench
 from tests.fake_runner import next_token, tokens

@@ -3,9 +3,10 @@ import torch
 
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels import gathered_attention
-from radixkv.model.attention.paged_step import TorchKernels
+from radixkv.model.attention.interface import AttentionKind, AttentionUse
+from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.startup import attention_check
-from radixkv.startup.attention_check import AttentionKind, AttentionUse, check_attention
+from radixkv.startup.attention_check import check_attention
 from radixkv.storage.device_pool import KVShape
 
 KIND = AttentionKind(4, window=None, softcap=None)

@@ -12,10 +12,11 @@ from radixkv.kernels import specialized_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.model.attention.paged_step import TorchKernels
+from radixkv.model.attention.interface import AttentionKind, AttentionUse
+from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.attention.triton_kernels import TritonKernels, candidates
 from radixkv.startup import attention_check
-from radixkv.startup.attention_check import AttentionKind, AttentionUse, check_attention
+from radixkv.startup.attention_check import check_attention
 from radixkv.startup.attention_choice import choose_attention
 from radixkv.startup.attention_trial import try_attention_here
 from radixkv.startup.build_engine import attention_kernels

@@ -12,8 +12,8 @@ import torch
 import triton
 
 from radixkv.errors import UnsupportedModel
+from radixkv.model.attention.interface import AttentionKind, AttentionUse
 from radixkv.model.attention.triton_kernels import TritonKernels
-from radixkv.startup.attention_check import AttentionKind, AttentionUse
 from radixkv.startup.attention_choice import choose_attention
 from radixkv.startup.attention_trial import _read, _written, try_attention
 from radixkv.storage.device_pool import KVShape

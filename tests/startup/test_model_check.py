@@ -6,8 +6,10 @@ import torch
 
 from radixkv.config import ModelConfig
 from radixkv.errors import UnsupportedModel
-from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep, TorchKernels
-from radixkv.model.model import Model, load_model
+from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.loading import load_model
+from radixkv.model.model import Model
 from radixkv.startup.model_check import check_model
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 

@@ -10,8 +10,9 @@ import torch
 
 from radixkv.config import CacheConfig, Config, EngineConfig, ModelConfig
 from radixkv.errors import ConfigError
-from radixkv.model.attention.paged_step import TorchKernels
-from radixkv.model.model import Model, load_model
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.loading import load_model
+from radixkv.model.model import Model
 from radixkv.startup import pool_size
 from radixkv.startup.build_engine import build_engine, make_runner
 from radixkv.startup.pool_size import choose_num_blocks, run_largest_step

@@ -9,10 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from radixkv import __version__
+from radixkv.api.params import PrefillParams
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.engine import Engine
-from radixkv.scheduling.request import PrefillParams
 from radixkv.telemetry.gauges import EngineGauges
 from tests.engine.test_engine import BLOCK_SIZE, NUM_BLOCKS, GatedRunner
 from tests.fake_runner import tokens

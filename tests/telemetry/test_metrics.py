@@ -9,10 +9,11 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixkv.api.miss_reason import MissReason
+from radixkv.api.params import PrefillParams
 from radixkv.api.sampling import Sampling
 from radixkv.errors import PromptTooLong, QueueFull, StepFailed
 from radixkv.namespace import Namespace
-from radixkv.scheduling.request import Generation, Outcome, PrefillParams, Request
+from radixkv.scheduling.request import Generation, Outcome, Request
 from radixkv.telemetry.metrics import MAX_UNKNOWN_TENANTS, Metrics
 from tests.core_bench import Bench
 from tests.fake_runner import tokens

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from radixkv.cache.eviction_lines import EvictionPolicy, used_nodes
 from radixkv.cache.node import Node
 from radixkv.cache.policies.lifetimes import ReuseCounts
+from radixkv.cache.policies.policy import EvictionPolicy, used_nodes
 from radixkv.cache.policies.shadow_cache import BlockSampler, Sample, ShadowCache
 from radixkv.tokens import TOKEN_BYTES
 

@@ -11,7 +11,7 @@ import torch
 from radixkv.compute.forward import StepOutputs
 from radixkv.compute.graphs.graphs import StepGraphs
 from radixkv.config import EngineConfig
-from radixkv.model.attention.paged_step import AttentionKernels
+from radixkv.model.attention.interface import AttentionKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
 from radixkv.errors import InvariantViolation, UnsupportedModel
-from radixkv.kernels import gathered_attention, reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.model.attention.interface import AttentionKernels, AttentionStep
 
 ATTENTION_NAME = "radixkv_paged"
 
@@ -18,78 +18,6 @@ ATTENTION_NAME = "radixkv_paged"
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_router_logits"}
 )
-
-
-class AttentionStep(Protocol):
-    """What the attention layers of one forward pass talk to."""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """Attention of one layer.
-
-        Args:
-            layer: index of the layer.
-            query: `[num_tokens, num_query_heads, head_dim]`, after positional rotation.
-            key, value: `[num_tokens, num_kv_heads, head_dim]` of the same tokens.
-            scale: factor on the scores.
-            window: a token sees itself and the `window - 1` tokens before it; None for all.
-            softcap: scores become `softcap * tanh(score / softcap)`; None for no cap.
-
-        Returns:
-            `[num_tokens, num_query_heads, head_dim]`.
-        """
-        ...
-
-
-class AttentionKernels(Protocol):
-    """The operations on the pool, as `kernels/reference.py` defines them."""
-
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        slots: torch.Tensor,
-        pool: KVPool,
-        layer: int,
-        largest: torch.Tensor | None = None,
-    ) -> None:
-        """Write K and V of new tokens into their slots, and note how large they are."""
-        ...
-
-    def paged_attention(
-        self,
-        query: torch.Tensor,
-        pool: KVPool,
-        layer: int,
-        batch: PagedBatch,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """Attend over prefix and suffix."""
-        ...
-
-    def copy_blocks(self, pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy whole blocks."""
-        ...
-
-
-class TorchKernels:
-    """Plain torch: scatter, gather and fused SDPA. What the service uses on CPU."""
-
-    write_kv = staticmethod(reference.write_kv)
-    paged_attention = staticmethod(gathered_attention.paged_attention)
-    copy_blocks = staticmethod(reference.copy_blocks)
 
 
 class PagedStep:

@@ -14,7 +14,7 @@ from radixkv.kernels.dequantize_plan import DequantizePlan, plan_dequantize
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import is_quantized
 from radixkv.kernels.specialized_attention import supports
-from radixkv.startup.attention_check import AttentionUse
+from radixkv.model.attention.interface import AttentionUse
 
 # Keys of a split in exact mode. More splits fill the device when few tokens follow a long prefix, and cost more partial
 # results when many do: of 2,048 new tokens after 8,192, as many bytes as 5 times their queries in float32.

@@ -10,8 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from radixkv.api.retention import Grant
-from radixkv.cache.node import DEFAULT_PRIORITY
+from radixkv.api.retention import DEFAULT_PRIORITY, Grant
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult
 from radixkv.api.sampling import Sampling
-from radixkv.cache.lease import BlockCopy
+from radixkv.blocks import BlockCopy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute import runner as runner_module
 from radixkv.compute.forward import Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
@@ -36,9 +37,10 @@ from radixkv.kernels.staging import StagedArrays
 from radixkv.model.attention.triton_kernels import TritonKernels
 from radixkv.model.exactness import ExactFunctions, pointwise_functions
 from radixkv.model.exactness_on_gpu import row_functions
-from radixkv.model.model import Model, load_model
+from radixkv.model.loading import load_model
+from radixkv.model.model import Model
 from radixkv.namespace import Namespace
-from radixkv.scheduling.request import Generation, PrefillParams, Request
+from radixkv.scheduling.request import Generation, Request
 from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.storage.device_pool import KVStorage
 from tests.kernels.interpreter import interpret_kernels

@@ -14,7 +14,7 @@ from radixkv.compute.forward import Chunk
 from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig, ModelConfig
-from radixkv.model.model import load_model
+from radixkv.model.loading import load_model
 from radixkv.startup.attention_trial import try_attention_here
 from radixkv.startup.build_engine import attention_kernels
 from radixkv.startup.graph_check import drop_wrong_graphs

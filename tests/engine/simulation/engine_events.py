@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from radixkv.api.params import DEFAULT_REQUEST_PRIORITY
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.cache.tenants import Quota
 from radixkv.namespace import Namespace
-from radixkv.scheduling.request import DEFAULT_REQUEST_PRIORITY
 from tests.engine.simulation.simulated_model import continuation
 
 ANSWER = 0  # the stem of a piece that continues the path before it as the model would

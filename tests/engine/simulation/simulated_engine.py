@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.errors import Draining, UnknownLease
-from radixkv.scheduling.request import Generation, PrefillParams, Request
+from radixkv.scheduling.request import Generation, Request
 from tests.engine.simulation.answer_oracle import Asked
 from tests.engine.simulation.engine_events import (
     Ask,

@@ -8,8 +8,9 @@ from radixkv.config import ModelConfig
 from radixkv.errors import InvariantViolation, UnsupportedModel
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep, TorchKernels, _attention_forward
-from radixkv.model.model import load_model
+from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep, _attention_forward
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.loading import load_model
 
 LAYER = SimpleNamespace(layer_idx=1, is_causal=True)
 QUERY, KEY = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from radixkv.cache.lease import BlockCopy
+from radixkv.blocks import BlockCopy
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import ModelConfig
@@ -15,11 +15,11 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.dequantize_plan import plan_dequantize
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.linear import linear
+from radixkv.model.attention.interface import AttentionUse
 from radixkv.model.attention.triton_kernels import TritonKernels, candidates
 from radixkv.model.exactness import ExactFunctions, pointwise_functions
 from radixkv.model.exactness_on_gpu import row_functions
-from radixkv.model.model import load_model
-from radixkv.startup.attention_check import AttentionUse
+from radixkv.model.loading import load_model
 from radixkv.storage.device_pool import KVShape, KVStorage
 from tests.kernels.interpreter import interpret_kernels
 from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from transformers import GPT2Config, MixtralConfig, PretrainedConfig
 
+from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
@@ -29,9 +30,9 @@ from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
 from radixkv.engine.core import EngineCore
 from radixkv.errors import OutOfBlocks
-from radixkv.model.model import load_model
+from radixkv.model.loading import load_model
 from radixkv.namespace import Namespace
-from radixkv.scheduling.request import Generation, PrefillParams, Request
+from radixkv.scheduling.request import Generation, Request
 from radixkv.startup.attention_trial import try_attention_here
 from radixkv.startup.build_engine import attention_kernels, make_runner
 from radixkv.storage.device_pool import KVStorage

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.parts.sglang_wheel import load_alone
+from bench.parts.peers.sglang_wheel import load_alone
 
 
 def load_extend_attention(wheel: Path) -> Callable[..., None]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from bench.parts.sglang_wheel import load_alone
+from bench.parts.peers.sglang_wheel import load_alone
 
 _FULL_ATTENTION = 0  # the tree's component; the others are for hybrid models
 

@@ -1,0 +1,1 @@
+"""Peers that are run beside us: how each is asked the same."""

@@ -1,0 +1,105 @@
+"""What attention asks of a step, and a step of its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.storage.device_pool import KVShape
+
+
+class AttentionStep(Protocol):
+    """What the attention layers of one forward pass talk to."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Args:
+            layer: index of the layer.
+            query: `[num_tokens, num_query_heads, head_dim]`, after positional rotation.
+            key, value: `[num_tokens, num_kv_heads, head_dim]` of the same tokens.
+            scale: factor on the scores.
+            window: a token sees itself and the `window - 1` tokens before it; None for all.
+            softcap: scores become `softcap * tanh(score / softcap)`; None for no cap.
+
+        Returns:
+            `[num_tokens, num_query_heads, head_dim]`.
+        """
+        ...
+
+
+class AttentionKernels(Protocol):
+    """The operations on the pool, as `kernels/reference.py` defines them."""
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        pool: KVPool,
+        layer: int,
+        largest: torch.Tensor | None = None,
+    ) -> None:
+        """Write K and V of new tokens into their slots, and note how large they are."""
+        ...
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        pool: KVPool,
+        layer: int,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attend over prefix and suffix."""
+        ...
+
+    def copy_blocks(self, pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole blocks."""
+        ...
+
+
+class AttentionKind(NamedTuple):
+    """What the layers of a model ask of attention: see `AttentionStep.attend`."""
+
+    num_query_heads: int
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionUse:
+    """What a model asks of attention kernels, and where.
+
+    Attributes:
+        kinds: of its layers, each once.
+        dtype: of the queries.
+        shape: K and V as the pool stores them.
+        block_size: tokens a block.
+        device: where they run.
+        is_exact: whether a row's bits must not depend on the rows that are computed with it.
+    """
+
+    kinds: tuple[AttentionKind, ...]
+    dtype: torch.dtype
+    shape: KVShape
+    block_size: int
+    device: torch.device
+    is_exact: bool
