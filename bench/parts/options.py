@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--suffix-tokens", type=_whole(1), default=64, metavar="N", help="default 64")
     shared.add_argument("--groups", type=_whole(1), default=1, metavar="N", help="different prefixes; default 1")
     trace = parser.add_argument_group("mooncake")
-    trace.add_argument("--trace", type=Path, metavar="FILE", help="requests in Mooncake's JSONL format")
+    trace.add_argument("--trace", type=Path, metavar="FILE", help="requests in Mooncake's JSONL format, plain or gzip")
     trace.add_argument("--limit", type=_whole(1), metavar="N", help="the first N requests only")
     trace.add_argument("--scale", type=_positive, default=1.0, metavar="X", help="shorten all prompts; default 1")
     trace.add_argument("--pace", choices=("fast", "trace"), default="fast", help="trace: send at the timestamps")

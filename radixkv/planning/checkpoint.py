@@ -1,4 +1,4 @@
-"""What a model directory says of its attention and its weights, without loading anything."""
+"""Reads the shape of a model's K/V and the size of its weights from a model directory, without loading the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from radixkv.errors import ConfigError
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE
 
 _SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}
-# Keys of models whose layers do not all store the same K/V. Guessing there gives numbers that look right.
+# Keys of models whose layers store different K/V. A guess there would give numbers that look right.
 _UNEQUAL_LAYERS = (
     "attn_layer_indices",
     "attn_layer_period",
@@ -29,17 +29,17 @@ _UNEQUAL_LAYERS = (
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is known of a model; None where the checkpoint says nothing.
+    """The sizes that a model's files name. A field is None where the files say nothing.
 
     Attributes:
         num_layers: `num_hidden_layers`.
         num_query_heads: `num_attention_heads`.
-        num_kv_heads: `num_key_value_heads`; as many as query heads if only those are named.
-        head_dim: `head_dim`, or `hidden_size` over the query heads; with a latent the dimension of a value.
+        num_kv_heads: `num_key_value_heads`; the number of query heads if only that is there.
+        head_dim: `head_dim`, or `hidden_size` divided by the query heads; `v_head_dim` of latent attention.
         mla_rank: `kv_lora_rank`.
-        rope_dim: `qk_rope_head_dim`, where there is a latent.
-        dtype: `dtype` or `torch_dtype`, as `KVFormat` names it; None for one that K/V are not stored in.
-        weights_bytes: what the safetensors index, or else the files, say.
+        rope_dim: `qk_rope_head_dim` of latent attention.
+        dtype: `dtype` or `torch_dtype`, by its name in `KVFormat`; None if K/V can't be stored in it.
+        weights_bytes: the size in the safetensors index; without an index, the size of the files.
     """
 
     num_layers: int | None = None
@@ -58,11 +58,11 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     The text part of a multimodal model is read. GPT-2's names (`n_layer`, `n_head`, `n_embd`) are known too.
 
     Args:
-        path: a directory with a config.json, or such a file.
+        path: a directory with a config.json, or the file itself.
 
     Raises:
-        ConfigError: a file can't be read, a field has the wrong type or range, or the layers do not all store the same
-            K/V. The message names the file and the field.
+        ConfigError: a file can't be read, a field has the wrong type or range, or layers store different K/V. The
+            message names the file and the field.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     top = _read_object(file)
@@ -91,7 +91,7 @@ class _Fields:
     values: dict[str, Any]
 
     def size(self, *names: str) -> int | None:
-        """The first of these fields that is there and not null."""
+        """Return the first of these fields that is not null; None if there is none."""
         for name in names:
             value = self.values.get(name)
             if value is None:

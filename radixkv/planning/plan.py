@@ -1,4 +1,4 @@
-"""Who fits beside the weights, what blocks waste, and what sharing, caching and moving K/V save: arithmetic alone.
+"""Arithmetic about K/V memory: users that fit beside the weights, waste of blocks, savings of sharing and caching.
 
 Counts are exact integers. A GiB is 2**30 bytes and a GB is 10**9; 128k tokens are 131,072.
 """
@@ -16,10 +16,10 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True)
 class BlockUse:
-    """The blocks of one sequence. No tokens need no block.
+    """The blocks of one sequence. An empty sequence has none.
 
     Attributes:
-        num_tokens: tokens of the sequence.
+        num_tokens: length of the sequence.
         block_size: tokens a block.
 
     Raises:
@@ -39,7 +39,7 @@ class BlockUse:
 
     @property
     def num_blocks(self) -> int:
-        """Whole blocks that hold the sequence."""
+        """Blocks that the sequence takes, the last one perhaps partly filled."""
         return -(-self.num_tokens // self.block_size)
 
     @property
@@ -49,17 +49,17 @@ class BlockUse:
 
     @property
     def free_tokens(self) -> int:
-        """Slots of the last block that stay empty: the waste."""
+        """Wasted slots: those of the last block that stay empty."""
         return self.num_blocks * self.block_size - self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """One device, and what is on it before any K/V.
+    """The memory of one device, and what is on it beside K/V.
 
     Attributes:
-        total_bytes: its memory.
-        weights_bytes: weights on it; with tensor parallelism its share of them.
+        total_bytes: memory of the device.
+        weights_bytes: weights on the device; with tensor parallelism, the device's share.
         overhead_bytes: activations, CUDA context, graphs.
 
     Raises:
@@ -81,11 +81,11 @@ class DeviceMemory:
 
     @property
     def kv_bytes(self) -> int:
-        """What is left for K/V; 0 if weights and overhead do not fit."""
+        """Bytes left for K/V; 0 if weights and overhead do not fit."""
         return max(0, self.total_bytes - self.weights_bytes - self.overhead_bytes)
 
     def users(self, user_bytes: int) -> int:
-        """Users whose K/V fit at the same time, sharing nothing.
+        """Count the users whose K/V fit at the same time, if they share nothing.
 
         Args:
             user_bytes: K/V of one user on this device, at least 1.
@@ -96,14 +96,14 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSharing:
-    """K/V of one prefix in N requests that hold their blocks together, each with tokens of its own after it.
+    """K/V of a prefix that several requests share, each with its own tokens after it.
 
-    Whole blocks of the prefix are stored once. Reuse is exact to the token: a prefix that ends inside a block is
-    computed once too, but every request has its own copy of that block.
+    Whole blocks of the prefix are stored once. A block in which the prefix ends is computed once too, but each request
+    has its own copy of it.
 
     Attributes:
-        num_requests: N, at least 1.
-        prefix_tokens: tokens that the requests begin with alike.
+        num_requests: requests that hold their blocks at the same time, at least 1.
+        prefix_tokens: length of the shared prefix.
         block_size: tokens a block.
 
     Raises:
@@ -121,42 +121,42 @@ class PrefixSharing:
 
     @property
     def shared_blocks(self) -> int:
-        """Blocks that all requests point at."""
+        """Blocks of the prefix that all requests use together."""
         return self.prefix_tokens // self.block_size
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that hold the prefix, shared ones and copies."""
+        """Blocks that hold the prefix: shared ones and copies."""
         blocks_a_request = BlockUse(self.prefix_tokens, self.block_size).num_blocks
         return self.shared_blocks + self.num_requests * (blocks_a_request - self.shared_blocks)
 
     @property
     def num_blocks_unshared(self) -> int:
-        """Blocks that would hold it if every request had its own."""
+        """Blocks that hold the prefix if each request has its own."""
         return self.num_requests * BlockUse(self.prefix_tokens, self.block_size).num_blocks
 
     @property
     def computed_tokens(self) -> int:
-        """Prefix tokens that are computed: each once."""
+        """Prefix tokens that are computed: each of them once."""
         return self.prefix_tokens
 
     @property
     def computed_tokens_unshared(self) -> int:
-        """Prefix tokens that would be computed if every request did it alone."""
+        """Prefix tokens that are computed if each request computes them."""
         return self.num_requests * self.prefix_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingCost:
-    """Work of one multi-head attention layer while it decodes, without and with a KV cache.
+    """Work of one multi-head attention layer while it decodes, without and with a K/V cache.
 
-    The first new token needs the whole prompt either way. For each later one a cache computes a single row; without it
-    the whole sequence is computed again. Counted: the four projections and the two products of attention, each a full
-    rectangle, two FLOPs a multiply-add. The ratio is a bound that small layers do not reach: their time is overhead.
+    The first new token needs the whole prompt either way. For each later token, a layer with a cache computes one row;
+    without a cache it computes the whole sequence again. Counted are the four projections and the two products of
+    attention, each as a full rectangle, with two FLOPs a multiply-add.
 
     Attributes:
         prompt_tokens: tokens before the first new one, at least 1.
-        new_tokens: tokens decoded, at least 1.
+        new_tokens: decoded tokens, at least 1.
         hidden_size: query heads times head dimension.
 
     Raises:
@@ -182,14 +182,14 @@ class DecodingCost:
 
     @property
     def cached_flops(self) -> int:
-        """FLOPs with one: the prompt once, then step i computes one row over `prompt_tokens + i` keys."""
+        """FLOPs with a cache: the prompt once, then step i computes one row over `prompt_tokens + i` keys."""
         later_steps = self.new_tokens - 1
         later_keys = (2 * self.prompt_tokens + self.new_tokens) * later_steps // 2
         return self._flops(self.prompt_tokens + later_steps, self.prompt_tokens**2 + later_keys)
 
     @property
     def ratio(self) -> float:
-        """FLOPs without a cache, over those with one; at least 1."""
+        """FLOPs without a cache divided by FLOPs with one, at least 1. Small layers gain less time than that."""
         return self.naive_flops / self.cached_flops
 
     def _flops(self, num_rows: int, num_products: int) -> int:
@@ -197,10 +197,10 @@ class DecodingCost:
 
 
 def load_us(num_bytes: int, bytes_per_s: float) -> float:
-    """Microseconds to move so many bytes over a link, latency not counted.
+    """Return the microseconds that a link takes to move `num_bytes`, latency not counted.
 
     Raises:
-        ConfigError: bytes below 0, or a bandwidth that is not positive.
+        ConfigError: `num_bytes` is below 0, or the bandwidth is not positive.
     """
     _require_at_least("num_bytes", num_bytes, 0)
     _require_positive("bandwidth", bytes_per_s)
@@ -208,11 +208,11 @@ def load_us(num_bytes: int, bytes_per_s: float) -> float:
 
 
 def recompute_us(num_parameters: float, flops_per_s: float) -> float:
-    """Microseconds to compute one token's K/V again: two FLOPs a parameter, attention not counted.
+    """Return the microseconds to compute one token's K/V again: two FLOPs a parameter, attention not counted.
 
     Args:
-        num_parameters: parameters that a token passes through; the active ones of a mixture of experts.
-        flops_per_s: what the device reaches; its peak gives a lower bound.
+        num_parameters: parameters that a token uses; of a mixture of experts, the active ones.
+        flops_per_s: rate that the device reaches. Its peak rate gives a lower bound.
 
     Raises:
         ConfigError: a number that is not positive.

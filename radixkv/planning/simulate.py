@@ -1,4 +1,4 @@
-"""Replay a request trace through the prefix cache, without a model: which hit rate does a capacity buy?"""
+"""Replays a request trace through the prefix cache, without a model, to find the hit rate of a capacity."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What one policy made of one capacity.
+    """The result of one policy with one capacity.
 
     Attributes:
-        policy: its name.
-        capacity_tokens: tokens that the cache was given.
+        policy: name of the eviction policy.
+        capacity_tokens: capacity of the cache.
         block_size: tokens a block.
-        requests: how many were replayed.
+        requests: number of replayed requests.
         prompt_tokens: tokens of all prompts.
-        cached_tokens: those that were reused.
-        token_hit_rate: their share.
-        evicted_tokens: room of the evicted blocks.
+        cached_tokens: prompt tokens that were reused.
+        token_hit_rate: `cached_tokens / prompt_tokens`.
+        evicted_tokens: evicted blocks times `block_size`.
         seconds: wall time of the replay.
     """
 
@@ -55,27 +55,27 @@ class Simulation:
 
 
 class FarthestFuture(EvictionPolicy):
-    """The block that is needed again last goes first: the offline optimum, which has to be told the future.
+    """Evicts the block whose next use is farthest away: the offline optimum, which must be told the future.
 
     Source: Belady: "A study of replacement algorithms for a virtual-storage computer", 1966.
 
     Args:
-        num_blocks: blocks of the cache's pool.
+        num_blocks: blocks in the cache's pool.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._next_uses = np.full(num_blocks, _NEVER, dtype=np.int32)
 
     def note(self, block_ids: BlockIds, next_uses: npt.NDArray[np.int32]) -> None:
-        """Say which request needs each of these blocks next."""
+        """Note which request needs each of these blocks next."""
         self._next_uses[block_ids] = next_uses
 
     def key(self, node: Node) -> int:
-        """The next use of its last block, the farthest first."""
+        """Return the next use of the node's last block, negated so that the farthest sorts first."""
         return -int(self._next_uses[int.from_bytes(node.block_ids[-4:], "little")])
 
     def num_offered_blocks(self, leaf: Node) -> int:
-        """The blocks at its end that are needed at the same time."""
+        """Count the blocks at the leaf's end that have the same next use."""
         next_uses = self._next_uses[np.frombuffer(leaf.block_ids, dtype=np.int32)]
         sooner = np.flatnonzero(next_uses != next_uses[-1])
         return len(next_uses) - (int(sooner[-1]) + 1 if sooner.size else 0)
@@ -89,21 +89,21 @@ def simulate(
     block_size: int = TOKENS_PER_ID,
     on_request: Callable[[], object] | None = None,
 ) -> Simulation:
-    """Replay a trace in its order and on its clock, each prompt leased, published and closed before the next.
+    """Replay a trace in its order and on its clock; each prompt is leased, published and closed before the next.
 
-    The same trace, policy, capacity and block size give the same counts, everywhere. A prompt longer than the cache is
-    counted and not cached. The optimum alone gets room for the longest prompt on top of its capacity, to which it
-    returns after each request: a bound must not pay for the prompt being computed.
+    The same arguments give the same counts on every machine. A prompt longer than the cache is counted but not cached.
+    Only `optimal` gets room for the longest prompt beyond its capacity, and evicts down to its capacity after each
+    request: an upper bound must not lose hits to the prompt that is being computed.
 
     Args:
-        requests: the trace.
+        requests: the trace, at least one request.
         policy: one of `SIMULATED_POLICIES`.
-        capacity_tokens: tokens that the cache holds, rounded down to whole blocks.
+        capacity_tokens: capacity of the cache, rounded down to whole blocks.
         block_size: tokens a block, at least 1.
         on_request: called after each request.
 
     Raises:
-        ConfigError: the policy is unknown, or the capacity or the block size makes no sense.
+        ConfigError: the policy is unknown, the block size is below 1, or the capacity is less than a block.
     """
     check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size)
     start_s = time.perf_counter()
@@ -126,7 +126,7 @@ def simulate(
 
 
 class _Replay:
-    """One cache, its virtual clock, and what was counted so far."""
+    """Replays requests through one cache with a virtual clock, and counts tokens."""
 
     def __init__(self, requests: Sequence[TraceRequest], policy: str, num_blocks: int, block_size: int) -> None:
         self.num_prompt_tokens = self.num_cached_tokens = 0
@@ -148,7 +148,7 @@ class _Replay:
         )
 
     def step(self, index: int) -> None:
-        """Replay one request."""
+        """Replay the request at `index`."""
         request = self._requests[index]
         self._now_s = max(self._now_s + _LEAST_STEP_S, request.timestamp_ms / 1000)
         tokens = prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes()
@@ -166,7 +166,7 @@ class _Replay:
     def _tell_future(self, future: FarthestFuture, lease: Lease, index: int) -> None:
         last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]
         ids = np.minimum(last_tokens // TOKENS_PER_ID, len(self._requests[index].hash_ids) - 1)
-        # The tree may hold a last block of its own.
+        # The tree may keep its own copy of a partly filled last block.
         known = self.cache.match(lease.namespace, bytes(lease.tokens)).block_ids
         next_uses = self._next_uses[index][ids]
         future.note(lease.block_ids, next_uses)
@@ -174,10 +174,10 @@ class _Replay:
 
 
 def check_simulation(*, policy: str, capacity_tokens: int, block_size: int = TOKENS_PER_ID) -> None:
-    """Refuse what `simulate` would refuse, before anything is replayed.
+    """Check the arguments of `simulate` before anything is replayed.
 
     Raises:
-        ConfigError: as `simulate`; the message names the argument.
+        ConfigError: `simulate` would refuse them. The message names the argument.
     """
     if policy not in SIMULATED_POLICIES:
         raise ConfigError(f"policy: expected one of {', '.join(SIMULATED_POLICIES)}, got {policy}")
@@ -188,7 +188,7 @@ def check_simulation(*, policy: str, capacity_tokens: int, block_size: int = TOK
 
 
 def _next_uses(requests: Sequence[TraceRequest]) -> list[npt.NDArray[np.int32]]:
-    """For each request and each of its ids, the next request that has the same ids up to there; `_NEVER` if none."""
+    """Find, for each id of each request, the next request with the same ids up to there; `_NEVER` if there is none."""
     prefixes: dict[tuple[int, int], int] = {}
     paths = []
     for request in requests:

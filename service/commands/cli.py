@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser(
         "simulate", help="replay a trace without a model: which hit rate does a capacity buy?"
     )
-    simulate.add_argument("trace", metavar="TRACE", help="requests in Mooncake's JSONL format")
+    simulate.add_argument("trace", metavar="TRACE", help="requests in Mooncake's JSONL format, plain or gzip")
     simulate.add_argument(
         "--capacity-tokens",
         metavar="N[,N...]",

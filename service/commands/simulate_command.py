@@ -28,7 +28,7 @@ def run_simulations(
     """Replay a trace for each policy and capacity.
 
     Args:
-        trace: a Mooncake JSONL file.
+        trace: a Mooncake JSONL file, plain or compressed with gzip.
         capacities_tokens: tokens that the cache holds.
         policies: names from `SIMULATED_POLICIES`.
         block_size: tokens a block.

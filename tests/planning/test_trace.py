@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +49,42 @@ def test_unknown_fields_blank_lines_and_other_line_ends_are_fine(tmp_path: Path)
 def test_a_limit_stops_before_later_lines_are_looked_at(tmp_path: Path) -> None:
     file = trace_of(tmp_path, line(), line(), "not JSON")
     assert len(load_trace(file, limit=2)) == 2
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl.gz", "trace.jsonl"])
+def test_a_compressed_trace_is_read_whatever_its_name(tmp_path: Path, name: str) -> None:
+    plain = trace_of(tmp_path, *[line(timestamp=n) for n in range(1000)])
+    expected = load_trace(plain)
+    packed = tmp_path / "packed" / name
+    packed.parent.mkdir()
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert load_trace(packed) == expected
+    assert load_trace(packed, limit=3) == expected[:3]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "not deflated"])
+def test_a_damaged_compressed_trace_is_refused(tmp_path: Path, damage: str) -> None:
+    packed = bytearray(gzip.compress("\n".join(line(timestamp=n) for n in range(1000)).encode()))
+    if damage == "cut":
+        del packed[len(packed) // 2 :]
+    elif damage == "changed":
+        packed[-8] ^= 1  # the checksum
+    else:
+        packed[10:20] = b"\xff" * 10
+    file = tmp_path / "trace.jsonl.gz"
+    file.write_bytes(packed)
+    with pytest.raises(ConfigError, match=rf"^trace {file}: expected whole gzip data, got damage after "):
+        load_trace(file)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_trace_comes_through_a_pipe(tmp_path: Path, pack) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(pack(line().encode()),))
+    writer.start()
+    assert len(load_trace(pipe)) == 1
+    writer.join()
 
 
 @pytest.mark.parametrize("length", [513, 1024])
@@ -93,9 +132,9 @@ def test_a_bad_line_is_refused_with_its_number_and_field(tmp_path: Path, bad: st
 
 
 def test_binary_junk_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "trace.gz"
-    file.write_bytes(b"\x1f\x8b\x08\x00\xff\xfe\n\x00")
-    with pytest.raises(ConfigError, match=r"trace\.gz:1: expected a JSON object, got bytes that are not UTF-8 text"):
+    file = tmp_path / "trace.zst"
+    file.write_bytes(b"\x28\xb5\x2f\xfd\xff\xfe\n\x00")
+    with pytest.raises(ConfigError, match=r"trace\.zst:1: expected a JSON object, got bytes that are not UTF-8 text"):
         load_trace(file)
 
 

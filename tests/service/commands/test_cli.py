@@ -1,4 +1,5 @@
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -444,6 +445,12 @@ def test_simulate_prints_json(capsys, chat_trace):
     ]
     assert all(list(each) == RESULT_FIELDS.split() for each in results)
     assert (results[0]["requests"], results[0]["prompt_tokens"], results[0]["cached_tokens"]) == (3, 3100, 512)
+
+
+def test_simulate_reads_a_compressed_trace(capsys, chat_trace):
+    Path(chat_trace + ".gz").write_bytes(gzip.compress(Path(chat_trace).read_bytes()))
+    assert main(["simulate", chat_trace + ".gz", "--capacity-tokens", "4k"]) == 0
+    assert capsys.readouterr().out.startswith("3 requests, 3,100 prompt tokens")
 
 
 def test_simulate_prints_a_table_and_takes_a_block_size_and_a_limit(capsys, chat_trace):
