@@ -1,6 +1,17 @@
-"""Callers of the service: `Client` blocks, `AsyncClient` is awaited. Neither needs torch."""
+"""Clients of the service. They need gRPC and numpy, and neither torch nor the engine.
+
+`Client` blocks, `AsyncClient` is awaited. Both return the protobuf answers and let `grpc.RpcError` through:
+
+    from radixkv.service.client import Client, Retention
+
+    with Client("127.0.0.1:50051") as client:
+        answer = client.prefill([1, 2, 3], tenant="acme", retention=Retention(priority=80, ttl_s=3600))
+        print(answer.usage.cached_tokens, answer.next_token_id)
+"""
 
 from radixkv.api.retention import Retention
-from radixkv.service.client.client import AsyncClient, Client, logits_of
+from radixkv.service.client.async_client import AsyncClient
+from radixkv.service.client.client import Client
+from radixkv.service.client.requests import logits_of
 
 __all__ = ["AsyncClient", "Client", "Retention", "logits_of"]

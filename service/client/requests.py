@@ -1,11 +1,12 @@
-"""The arguments of the clients' calls as protobuf messages."""
+"""Arguments of the clients' calls, and the protobuf messages that they make."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, TypedDict, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -14,12 +15,12 @@ from google.protobuf.message import Message
 from radixkv.api.retention import MAX_TTL_S, Retention
 from radixkv.service.token_ids import pack_token_ids, write_token_ids
 from radixkv.v1.cache_pb2 import PurgeRequest, RetainRequest
-from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest, ProbeRequest
+from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest, PrefillResponse, ProbeRequest
 from radixkv.v1.prefill_pb2 import Retention as RetentionMessage
 
 _Message = TypeVar("_Message", bound=Message)
 
-# What fields of requests may hold, for messages.
+# Values that a field of each type may hold, for messages.
 _EXPECTED = {
     FieldDescriptor.TYPE_STRING: "text in UTF-8",
     FieldDescriptor.TYPE_BOOL: "true or false",
@@ -30,65 +31,82 @@ _EXPECTED = {
 }
 
 
-def prefill_request(
-    token_ids: npt.ArrayLike,
-    *,
-    tenant: str,
-    adapter: str,
-    salt: str,
-    request_id: str,
-    read_cache: bool,
-    write_cache: bool,
-    retention: Retention | None,
-    priority: int | None,
-    top_logprobs: int = 0,
-    return_logits: bool = False,
-    hold_lease: bool = False,
-) -> PrefillRequest:
-    """See `Client.prefill`."""
-    request = _message(
-        PrefillRequest,
-        tenant=tenant,
-        adapter=adapter,
-        salt=salt,
-        request_id=request_id,
-        read_cache=read_cache,
-        write_cache=write_cache,
-        retention=_retention_message(retention),
-        priority=priority,
-        top_logprobs=top_logprobs,
-        return_logits=return_logits,
-        hold_lease=hold_lease,
-    )
-    write_token_ids(request, pack_token_ids(token_ids))
-    return request
+class PromptOptions(TypedDict, total=False):
+    """Options of a prompt; `Client.prefill` and `Client.generate` take them as keywords. All may be left out.
+
+    Attributes:
+        tenant, adapter, salt: identity, empty by default; only requests with equal ones share cached tokens.
+        request_id: echoed in the answer; made by the server when empty.
+        read_cache: reuse cached tokens; default true.
+        write_cache: publish the computed tokens for later requests; default true.
+        retention: keep the prompt longer than others, or less long; the answer's `retained` says what was granted.
+        urgency: 0 to 100, default 50; orders the tenant's own requests. A point is worth a second of waiting: a request
+            of 60 goes before those of 50 that arrived up to 10 s earlier. The .proto calls it `priority`.
+    """
+
+    tenant: str
+    adapter: str
+    salt: str
+    request_id: str
+    read_cache: bool
+    write_cache: bool
+    retention: Retention | None
+    urgency: int | None
 
 
-def generate_request(
-    prefill: PrefillRequest,
-    *,
-    max_new_tokens: int | None,
-    temperature: float,
-    top_p: float | None,
-    seed: int | None,
-    stop_token_ids: Sequence[int],
-    ignore_eos: bool,
-) -> GenerateRequest:
-    """See `Client.generate`."""
-    return _message(
-        GenerateRequest,
-        prefill=prefill,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=ignore_eos,
-    )
+class PrefillOptions(PromptOptions, total=False):
+    """Options of `Client.prefill`.
+
+    Attributes:
+        top_logprobs: number of most likely next tokens to report; default 0.
+        return_logits: return the whole row of logits, for `logits_of`; default false.
+        hold_lease: keep the prompt's blocks alive until `Client.release`; default false.
+    """
+
+    top_logprobs: int
+    return_logits: bool
+    hold_lease: bool
+
+
+class GenerateOptions(PromptOptions, total=False):
+    """Options of `Client.generate`.
+
+    Attributes:
+        max_new_tokens: at least 1; default 16.
+        temperature: divides the logits; 0, the default, takes the most likely token.
+        top_p: draw from the fewest tokens that together have this probability; default 1, all of them.
+        seed: the same seed draws the same tokens for the same prompt; default a random one.
+        stop_token_ids: each of them ends the generation, as its last token; default none.
+        ignore_eos: continue after the model's own end-of-sequence tokens; default false.
+    """
+
+    max_new_tokens: int | None
+    temperature: float
+    top_p: float | None
+    seed: int | None
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+
+
+WIRE_NAMES = {"urgency": "priority"}  # options whose field has another name in the .proto
+
+
+def prefill_request(token_ids: npt.ArrayLike, options: PrefillOptions) -> PrefillRequest:
+    """Make the message of `Client.prefill`, which names what it raises."""
+    _require_known("prefill", options, PrefillOptions.__optional_keys__)
+    return _prompt(token_ids, dict(options))
+
+
+def generate_request(token_ids: npt.ArrayLike, options: GenerateOptions) -> GenerateRequest:
+    """Make the message of `Client.generate`, which names what it raises."""
+    _require_known("generate", options, GenerateOptions.__optional_keys__)
+    of_prompt = {name: value for name, value in options.items() if name in PromptOptions.__optional_keys__}
+    others = {name: value for name, value in options.items() if name not in of_prompt}
+    return _message(GenerateRequest, prefill=_prompt(token_ids, of_prompt), **others)
 
 
 def probe_request(token_ids: npt.ArrayLike, *, tenant: str, adapter: str, salt: str) -> ProbeRequest:
-    """See `Client.probe`."""
+    """Make the message of `Client.probe`, which names what it raises."""
     request = _message(ProbeRequest, tenant=tenant, adapter=adapter, salt=salt)
     write_token_ids(request, pack_token_ids(token_ids))
     return request
@@ -97,7 +115,7 @@ def probe_request(token_ids: npt.ArrayLike, *, tenant: str, adapter: str, salt: 
 def retain_request(
     token_ids: npt.ArrayLike, retention: Retention, *, tenant: str, adapter: str, salt: str
 ) -> RetainRequest:
-    """See `Client.retain`."""
+    """Make the message of `Client.retain`, which names what it raises."""
     retained = _retention_message(retention)
     request = _message(RetainRequest, tenant=tenant, adapter=adapter, salt=salt, retention=retained)
     write_token_ids(request, pack_token_ids(token_ids))
@@ -105,7 +123,7 @@ def retain_request(
 
 
 def purge_request(tenant: str | None, adapter: str | None, salt: str | None, *, everything: bool) -> PurgeRequest:
-    """See `Client.purge`."""
+    """Make the message of `Client.purge`, which names what it raises."""
     is_named = (tenant, adapter, salt) != (None, None, None)
     if is_named is bool(everything):
         got = "both" if is_named else "none"
@@ -113,20 +131,44 @@ def purge_request(tenant: str | None, adapter: str | None, salt: str | None, *, 
     return _message(PurgeRequest, tenant=tenant, adapter=adapter, salt=salt)
 
 
+def logits_of(response: PrefillResponse) -> npt.NDArray[np.float32]:
+    """Read the logits of an answer to `prefill(return_logits=True)`.
+
+    Returns:
+        float32 `[vocab_size]`, read-only, a view of the answer's bytes; empty if logits were not asked for.
+    """
+    return np.frombuffer(response.logits, dtype="<f4")
+
+
+def _prompt(token_ids: npt.ArrayLike, options: dict[str, Any]) -> PrefillRequest:
+    if "retention" in options:
+        options["retention"] = _retention_message(options["retention"])
+    request = _message(PrefillRequest, **options)
+    write_token_ids(request, pack_token_ids(token_ids))
+    return request
+
+
+def _require_known(call: str, options: Mapping[str, object], known: Set[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+
+
 def _message(kind: type[_Message], **fields: Any) -> _Message:
-    """A message of these fields, None for those that are left out.
+    """Make a message of these fields; None leaves a field out.
 
     Raises:
         TypeError, ValueError: a field has another type, or does not fit; the message names it.
     """
     try:
-        return kind(**fields)
+        return kind(**{WIRE_NAMES.get(name, name): value for name, value in fields.items()})
     except (TypeError, ValueError) as error:
         for name, value in fields.items():
+            field = WIRE_NAMES.get(name, name)
             try:
-                kind(**{name: value})
+                kind(**{field: value})
             except (TypeError, ValueError):
-                expected = _EXPECTED[kind.DESCRIPTOR.fields_by_name[name].type]
+                expected = _EXPECTED[kind.DESCRIPTOR.fields_by_name[field].type]
                 refusal = TypeError if isinstance(error, TypeError) else ValueError
                 raise refusal(f"{name}: expected {expected}, got {reprlib.repr(value)}") from error
         raise

@@ -132,7 +132,7 @@ class Caller:
             tenant=self._random.choice(TENANTS),
             read_cache=self._random.random() < 0.95,
             write_cache=self._random.random() < 0.95,
-            priority=self._random.choice((None, 10, 90)),
+            urgency=self._random.choice((None, 10, 90)),
             return_logits=True,
             timeout_s=self._timeout_s(),
         )

@@ -1,6 +1,9 @@
 import asyncio
 import concurrent.futures
+import contextlib
 import inspect
+import json
+import re
 import struct
 import subprocess
 import sys
@@ -10,7 +13,12 @@ import numpy as np
 import pytest
 
 from radixkv.service.client import AsyncClient, Client, logits_of
-from radixkv.v1.prefill_pb2 import PrefillResponse
+from radixkv.service.client.channel import channel_options
+from radixkv.service.client.requests import WIRE_NAMES, GenerateOptions, PrefillOptions, PromptOptions
+from radixkv.v1.cache_pb2 import DESCRIPTOR as CACHE
+from radixkv.v1.prefill_pb2 import DESCRIPTOR as PREFILL
+from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest, PrefillResponse
+from radixkv.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import WITHOUT_ENGINE, becomes_true, serve_and_call, serving
 
@@ -38,8 +46,8 @@ def test_the_blocking_client_is_shared_between_threads():
 
 
 def test_both_clients_take_the_same_arguments():
-    for name in ("__init__", "prefill", "probe", "release", "stats", "close", "retain", "purge"):
-        blocking, awaited = (inspect.signature(getattr(kind, name)) for kind in (Client, AsyncClient))
+    for name in ("__init__", "prefill", "generate", "probe", "release", "stats", "close", "retain", "purge"):
+        blocking, awaited = (inspect.signature(getattr(kind, name)).parameters for kind in (Client, AsyncClient))
         assert blocking == awaited, name
 
 
@@ -85,6 +93,39 @@ def test_what_is_no_prompt_never_reaches_the_wire(token_ids, kind):
     assert engine.params == []
 
 
+@pytest.mark.parametrize(("call", "option"), [("prefill", "tennant"), ("prefill", "seed"), ("generate", "hold_lease")])
+def test_an_unknown_option_is_refused_by_name(call, option):
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=rf"^{call}\(\) got .* '{option}'$"):
+        getattr(client, call)([1], **{option: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"urgency": "high"}, "urgency: expected whole numbers from 0 to 2**32 - 1, got 'high'"),
+        ({"tenant": 7}, "tenant: expected text in UTF-8, got 7"),
+        ({"retention": 80}, "retention: expected a Retention, got 80"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_refused_by_name(options, message):
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        client.prefill([1], **options)
+
+
+def wire_fields(kind):
+    return {field.name for field in kind.DESCRIPTOR.fields}
+
+
+def wire_names(options):
+    return {WIRE_NAMES.get(name, name) for name in options.__optional_keys__}
+
+
+def test_options_are_the_fields_of_the_messages():
+    assert wire_names(PrefillOptions) == wire_fields(PrefillRequest) - {"token_ids"}
+    assert wire_names(GenerateOptions) - wire_names(PromptOptions) == wire_fields(GenerateRequest) - {"prefill"}
+    assert wire_names(PrefillOptions) - wire_names(PromptOptions) == {"top_logprobs", "return_logits", "hold_lease"}
+
+
 def test_a_purge_of_everything_and_of_somebody_is_refused():
     with Client("127.0.0.1:1") as client:
         with pytest.raises(ValueError, match=r"^purge: expected either .* or `everything`, got both$"):
@@ -127,6 +168,79 @@ def test_nobody_listening_is_unavailable():
     with Client("127.0.0.1:1", timeout_s=5) as client, pytest.raises(grpc.RpcError) as caught:
         client.stats()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+class Restarting(PrefillServiceServicer):
+    """Answers UNAVAILABLE a number of times, as a service that starts again."""
+
+    def __init__(self, num_refusals):
+        self.num_refusals = num_refusals
+        self.num_calls = 0
+
+    def Prefill(self, request, context):  # noqa: N802
+        self.num_calls += 1
+        if self.num_calls <= self.num_refusals:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+        return PrefillResponse(next_token_id=7)
+
+    def Release(self, request, context):  # noqa: N802
+        self.num_calls += 1
+        context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+
+
+@contextlib.contextmanager
+def restarting(num_refusals):
+    """Yield a servicer and the address where it listens."""
+    servicer = Restarting(num_refusals)
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+    add_PrefillServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield servicer, f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.mark.parametrize(("retries", "num_calls"), [(0, 1), (1, 2), (4, 3)])
+def test_what_is_unavailable_is_tried_again_only_if_asked_for(retries, num_calls):
+    with restarting(num_refusals=2) as (servicer, address), Client(address, timeout_s=30, retries=retries) as client:
+        if retries < 2:
+            with pytest.raises(grpc.RpcError) as caught:
+                client.prefill([1])
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        else:
+            assert client.prefill([1]).next_token_id == 7
+    assert servicer.num_calls == num_calls
+
+
+def test_the_awaited_client_tries_again_too():
+    async def talk(address):
+        async with AsyncClient(address, timeout_s=30, retries=3) as client:
+            return (await client.prefill([1])).next_token_id
+
+    with restarting(num_refusals=2) as (_, address):
+        assert asyncio.run(talk(address)) == 7
+
+
+def test_a_release_is_never_tried_again():
+    with restarting(num_refusals=1) as (servicer, address):
+        with Client(address, timeout_s=30, retries=4) as client, pytest.raises(grpc.RpcError):
+            client.release("lease")
+        assert servicer.num_calls == 1
+
+
+def test_retries_name_only_calls_that_exist():
+    config = json.loads(dict(channel_options((), 2))["grpc.service_config"])
+    services = {each.full_name: each for each in (*PREFILL.services_by_name.values(), *CACHE.services_by_name.values())}
+    for name in config["methodConfig"][0]["name"]:
+        assert name["method"] in services[name["service"]].methods_by_name
+
+
+@pytest.mark.parametrize("retries", [-1, 5, True, 1.0])
+def test_a_number_of_retries_that_grpc_would_not_make_is_refused(retries):
+    with pytest.raises(ValueError, match=f"^retries: expected 0 to 4, got {retries}$"):
+        Client("127.0.0.1:1", retries=retries)
 
 
 def test_cancelling_the_awaiting_task_cancels_the_request():
@@ -184,7 +298,7 @@ def test_an_answer_above_grpcs_default_limit_arrives():
 
 def test_the_client_works_where_the_engine_is_not_installed():
     program = WITHOUT_ENGINE + (
-        "from radixkv.service.client import Client\n"
+        "from radixkv.service.client import AsyncClient, Client, Retention, logits_of\n"
         "with Client(sys.argv[1]) as client: print(client.prefill([1, 2]).next_token_id)\n"
         "inner = {f'radixkv.{room}' for room in ('cache', 'scheduling', 'engine', 'startup')}\n"
         "assert not (inner | {'torch'}) & set(sys.modules)\n"

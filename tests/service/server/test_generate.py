@@ -63,7 +63,7 @@ def test_every_field_of_a_generation_reaches_the_engine():
                 read_cache=False,
                 write_cache=False,
                 retention=Retention(80),
-                priority=0,
+                urgency=0,
             )
         )
         return engine.params[0], engine.samplings[0]
@@ -244,7 +244,7 @@ def test_the_blocking_client_generates_and_closing_it_cancels():
         ({"seed": 2**64}, ValueError, f"seed: expected a whole number from 0 to 2**64 - 1, got {2**64}"),
         ({"max_new_tokens": -1}, ValueError, "max_new_tokens: expected whole numbers from 0 to 2**32 - 1, got -1"),
         ({"stop_token_ids": [2**32]}, ValueError, "stop_token_ids: expected whole numbers from 0 to 2**32 - 1, got ["),
-        ({"priority": -1}, ValueError, "priority: expected whole numbers from 0 to 2**32 - 1, got -1"),
+        ({"urgency": -1}, ValueError, "urgency: expected whole numbers from 0 to 2**32 - 1, got -1"),
         ({"temperature": "hot"}, TypeError, "temperature: expected a number, got 'hot'"),
         ({"ignore_eos": "no"}, TypeError, "ignore_eos: expected true or false, got 'no'"),
         ({"tenant": 5}, TypeError, "tenant: expected text in UTF-8, got 5"),

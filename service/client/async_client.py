@@ -1,0 +1,120 @@
+"""The client for event loops."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc.aio
+import numpy.typing as npt
+
+from radixkv.api.retention import Retention
+from radixkv.service.client.channel import Options, channel_options, stubs, target, timeout
+from radixkv.service.client.requests import (
+    GenerateOptions,
+    PrefillOptions,
+    generate_request,
+    prefill_request,
+    probe_request,
+    purge_request,
+    retain_request,
+)
+from radixkv.v1.cache_pb2 import PurgeResponse, RetainResponse, StatsRequest, StatsResponse
+from radixkv.v1.prefill_pb2 import (
+    GenerateResponse,
+    PrefillResponse,
+    ProbeResponse,
+    ReleaseRequest,
+    ReleaseResponse,
+)
+
+
+class AsyncClient:
+    """Awaited calls over one connection, with the arguments of `Client`. Make it inside the event loop that uses it."""
+
+    def __init__(
+        self, address: str, *, timeout_s: float | None = None, retries: int = 0, options: Options = ()
+    ) -> None:
+        """Connect lazily; see `Client`."""
+        self._timeout_s = timeout(timeout_s)
+        self._channel = grpc.aio.insecure_channel(target(address), options=channel_options(options, retries))
+        self._prefill, self._cache = stubs(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection and cancel calls in flight. Closing again does nothing."""
+        await self._channel.close(None)
+
+    async def prefill(
+        self, token_ids: npt.ArrayLike, *, timeout_s: float | None = None, **options: Unpack[PrefillOptions]
+    ) -> PrefillResponse:
+        """Prefill one prompt; see `Client.prefill`. Cancelling the awaiting task cancels the request."""
+        request = prefill_request(token_ids, options)
+        answer: PrefillResponse = await self._prefill.Prefill(request, timeout=self._timeout(timeout_s))
+        return answer
+
+    def generate(
+        self, token_ids: npt.ArrayLike, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncIterator[GenerateResponse]:
+        """Continue a prompt; see `Client.generate`. `async for` reads the answers."""
+        request = generate_request(token_ids, options)
+        return _closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s)))
+
+    async def probe(
+        self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = ""
+    ) -> ProbeResponse:
+        """Ask how many tokens a prefill would reuse now; see `Client.probe`."""
+        request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
+        answer: ProbeResponse = await self._prefill.Probe(request, timeout=self._timeout_s)
+        return answer
+
+    async def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
+        """Give back a held lease; see `Client.release`."""
+        request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
+        answer: ReleaseResponse = await self._prefill.Release(request, timeout=self._timeout_s)
+        return answer
+
+    async def retain(
+        self, token_ids: npt.ArrayLike, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
+    ) -> RetainResponse:
+        """Set the priority of a cached range; see `Client.retain`."""
+        request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
+        answer: RetainResponse = await self._cache.Retain(request, timeout=self._timeout_s)
+        return answer
+
+    async def purge(
+        self,
+        *,
+        tenant: str | None = None,
+        adapter: str | None = None,
+        salt: str | None = None,
+        everything: bool = False,
+    ) -> PurgeResponse:
+        """Forget namespaces; see `Client.purge`."""
+        request = purge_request(tenant, adapter, salt, everything=everything)
+        answer: PurgeResponse = await self._cache.Purge(request, timeout=self._timeout_s)
+        return answer
+
+    async def stats(self) -> StatsResponse:
+        """Read the contents of the cache and the counters of the service."""
+        answer: StatsResponse = await self._cache.Stats(StatsRequest(), timeout=self._timeout_s)
+        return answer
+
+    def _timeout(self, timeout_s: float | None) -> float | None:
+        return self._timeout_s if timeout_s is None else timeout(timeout_s)
+
+
+async def _closing(call: Any) -> AsyncIterator[GenerateResponse]:
+    try:
+        async for response in call:
+            yield response
+    finally:
+        call.cancel()
