@@ -66,8 +66,10 @@ class Model:
 
             self._fused = FusedModules(module)
         self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
-        self._hidden_states = torch.empty(0)  # [1, num_tokens, hidden_size] of the forward pass at hand
-        module.base_model.register_forward_hook(self._keep_hidden_states)
+        self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
+        for part in module.modules():  # heads call `base_model`, or a decoder in it
+            if isinstance(part, PreTrainedModel) and part is not module:
+                part.register_forward_hook(self._keep_hidden_states)
         config = module.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_tokens = _max_tokens(config)
@@ -104,8 +106,12 @@ class Model:
                 logits_to_keep=logit_rows,
                 radix_step=step,
             )
+        if self._hidden_states is None:
+            raise UnsupportedModel(
+                f"{type(self.module).__name__}: expected a base model that returns its last hidden states, got none"
+            )
         is_finite = self._hidden_states[0, :num_tokens].isfinite().all(dim=-1)
-        self._hidden_states = torch.empty(0)
+        self._hidden_states = None
         return output.logits[0].float(), is_finite
 
     def attention_use(self, shape: KVShape, block_size: int) -> AttentionUse:
@@ -124,7 +130,8 @@ class Model:
         return contextlib.nullcontext() if self._fused is None else self._fused.undone()
 
     def _keep_hidden_states(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
-        self._hidden_states = output.last_hidden_state
+        """Keep the last hidden states of the outermost part that has some: it ends last."""
+        self._hidden_states = getattr(output, "last_hidden_state", self._hidden_states)
 
 
 def _max_tokens(config: Any) -> int | None:

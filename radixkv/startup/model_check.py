@@ -104,6 +104,13 @@ def _eager_logits(model: Model, tokens: bytes) -> torch.Tensor:
     try:
         with model.unfused():
             logits: torch.Tensor = model.module(input_ids=input_ids[None], use_cache=False).logits[0].float()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the model's code raises
+        reason = str(error).strip().partition("\n")[0]
+        raise UnsupportedModel(
+            f"{type(model.module).__name__}: transformers' eager attention fails: {type(error).__name__}: {reason}"
+        ) from error
     finally:
         model.module.set_attn_implementation(ATTENTION_NAME)
     return logits

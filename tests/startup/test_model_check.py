@@ -49,6 +49,16 @@ def test_half_precision_passes(dtype: str) -> None:
     check_model(load_model(ModelConfig(dtype=dtype, device="cpu")), TorchKernels(), 16)
 
 
+def test_a_model_that_eager_attention_can_not_compute_is_refused_by_name(gemma2: Model) -> None:
+    def fail(*_: object) -> None:
+        if gemma2.module.config._attn_implementation == "eager":
+            raise RuntimeError("no such shape\nand more")
+
+    gemma2.module.model.register_forward_pre_hook(fail)
+    with pytest.raises(UnsupportedModel, match=r"Gemma2\w+: .* RuntimeError: no such shape$"):
+        check_model(gemma2, TorchKernels(), 16)
+
+
 def test_our_attention_is_put_back(gemma2: Model) -> None:
     check_model(gemma2, TorchKernels(), 16)
     assert gemma2.module.config._attn_implementation == ATTENTION_NAME

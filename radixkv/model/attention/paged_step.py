@@ -115,9 +115,13 @@ def _attention_forward(
     Raises:
         UnsupportedModel: the layer asks for something that the kernels do not do; the message names it.
     """
+    layer = type(module).__name__
     if radix_step is None:
-        raise InvariantViolation("attention: the model was called without its `radix_step`")
-    layer = f"{type(module).__name__}"
+        raise UnsupportedModel(
+            f"{layer}: expected the keywords that the model is called with, got none: its layers do not pass them on"
+        )
+    if not hasattr(module, "layer_idx"):
+        raise UnsupportedModel(f"{layer}: expected an attribute `layer_idx`, got none")
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
         raise UnsupportedModel(f"{layer}: expected causal attention, got attention that looks ahead")
     if attention_mask is not None or dropout:

@@ -45,8 +45,13 @@ def test_the_scale_defaults_to_one_over_the_root_of_the_head_dimension() -> None
 def test_a_forward_without_its_step_raises() -> None:
     module = load_model(ModelConfig(device="cpu")).module
     assert module.config._attn_implementation == ATTENTION_NAME
-    with pytest.raises(InvariantViolation, match="radix_step"):
+    with pytest.raises(UnsupportedModel, match="do not pass them on"):
         module(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+
+
+def test_a_layer_without_its_number_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="`layer_idx`"):
+        _attention_forward(SimpleNamespace(is_causal=True), QUERY, KEY, KEY, None, radix_step=Recorder())
 
 
 @pytest.mark.parametrize("keyword", ["s_aux", "position_bias", "indices", "anything_new"])
