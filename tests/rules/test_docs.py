@@ -1,0 +1,110 @@
+"""Documentation stays short, names only what exists, and tells each entry of the log in its index."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from .house import ROOT
+
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for folder in ("radixkv", "kernels", "service", "bench", "tests")
+    for path in (ROOT / folder).rglob("README.md")
+)
+DOCUMENTS = (Path("README.md"), Path("docs/DESIGN.md"), Path("docs/METRICS.md"), *PAGES)
+PACKAGES = sorted(path.parent.relative_to(ROOT) for path in (ROOT / "radixkv").glob("*/__init__.py"))
+WITHOUT_PAGE = {Path("radixkv/v1")}  # generated
+SOURCE = re.compile(r"^(?:radixkv|kernels|service|bench|tests|docs|proto)/[\w./]+$")
+COMMAND = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]\w*)+)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+OUTSIDE = ("http://", "https://")
+
+
+def text_of(document: Path) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def num_words(text: str) -> int:
+    """Words as a reader counts them: lines of a picture and bars of a table are none."""
+    return sum(any(map(str.isalnum, word)) for word in text.split())
+
+
+def missing(document: Path, text: str) -> list[str]:
+    """Paths, tests, commands and links in a document that lead nowhere."""
+    wrong = []
+    for quoted in re.findall(r"`([^`\n]+)`", text):
+        path, _, test = quoted.partition("::")
+        file = ROOT / path
+        is_there = not SOURCE.match(path) or file.exists()
+        if not is_there or (test and f"def {test}(" not in file.read_text(encoding="utf-8")):
+            wrong.append(quoted)
+    for module in COMMAND.findall(text):
+        if not (ROOT / module.replace(".", "/")).with_suffix(".py").exists():
+            wrong.append(module)
+    for link, anchor in LINK.findall(text):
+        target = (ROOT / document).parent / link if link else ROOT / document
+        if link.startswith(OUTSIDE):
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+            wrong.append(f"{link}#{anchor}" if anchor else link)
+    return wrong
+
+
+def anchors(text: str) -> list[str]:
+    """The names that headings can be linked by, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_the_design_is_short() -> None:
+    assert num_words(text_of(Path("docs/DESIGN.md"))) <= 900
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(Path("README.md")).splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_a_page_is_short(page: Path) -> None:
+    assert num_words(text_of(page)) <= 500
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_a_document_names_only_what_exists(document: Path) -> None:
+    assert missing(document, text_of(document)) == []
+
+
+def test_every_package_has_a_page_that_the_design_links_to() -> None:
+    design = text_of(Path("docs/DESIGN.md"))
+    assert {page.parent for page in PAGES} >= set(PACKAGES) - WITHOUT_PAGE
+    assert [page for page in PAGES if f"(../{page.as_posix()})" not in design] == []
+
+
+def test_the_index_of_the_log_is_complete() -> None:
+    index, *entries = re.split(r"^## ", text_of(Path("docs/LOG.md")), flags=re.MULTILINE)
+    titles = [entry.partition("\n")[0] for entry in entries]
+    rows = re.findall(r"^\| (\d{4}-\d\d-\d\d) \| \[(.+)\]\(#(.+)\) \| [^|]+\? \| [^|]+ \|$", index, flags=re.MULTILINE)
+    assert [f"{date}: {name}" for date, name, _ in rows] == titles
+    assert [anchor for _, _, anchor in rows] == anchors("\n".join(f"# {title}" for title in titles))
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("see `radixkv/errors.py` and `radixkv/cache`", []),
+        ("see `radixkv/no_such_file.py`", ["radixkv/no_such_file.py"]),
+        ("`tests/rules/test_docs.py::test_the_readme_is_short`", []),
+        ("`tests/rules/test_docs.py::test_of_nothing`", ["tests/rules/test_docs.py::test_of_nothing"]),
+        ("run `python -m bench.replay --help`", []),
+        ("python -m bench.nothing --help", ["bench.nothing"]),
+        ("[the log](docs/LOG.md), [a picture](docs/none.png)", ["docs/none.png"]),
+        ("[peers](https://example.org/x)", []),
+        ("[here](#two-commands), [there](#no-commands)", ["#no-commands"]),
+        ("[how](tests/README.md#marks), [what](tests/README.md#nothing)", ["tests/README.md#nothing"]),
+    ],
+)
+def test_the_rule_sees_what_leads_nowhere(text: str, wrong: list[str]) -> None:
+    assert missing(Path("README.md"), text) == wrong
