@@ -119,3 +119,9 @@ class StepFailed(RadixKVError):
 
 class InvariantViolation(RadixKVError):
     """A bookkeeping invariant does not hold: a bug of radixkv."""
+
+
+def require_invariant(subject: str, condition: bool, message: str) -> None:
+    """Raise InvariantViolation with `subject: message` unless a condition holds."""
+    if not condition:
+        raise InvariantViolation(f"{subject}: {message}")

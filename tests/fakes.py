@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixkv.cache.lease import Lease
+from radixkv.cache.node import Owner
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tenants import Quota, TenantUsage
@@ -19,7 +20,7 @@ def spell(text: str) -> bytes:
 
 
 def make_tree(block_size: int) -> RadixTree:
-    return RadixTree(block_size, MODEL, TenantUsage(Quota()))
+    return RadixTree(Owner(MODEL, TenantUsage(Quota()), block_size))
 
 
 def packed(*block_ids: int) -> bytes:

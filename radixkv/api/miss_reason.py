@@ -1,4 +1,4 @@
-"""Why tokens had to be computed, and the memory that lets the cache say so."""
+"""Why a prompt was not reused."""
 
 from __future__ import annotations
 

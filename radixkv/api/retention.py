@@ -1,27 +1,26 @@
-"""What is worth keeping, for how long: priorities of nodes, when they end, and how many blocks they cover."""
+"""How long a caller wants a prompt to be kept, and what was granted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from radixkv.errors import InvalidRequest
 
-if TYPE_CHECKING:
-    pass
-
+DEFAULT_PRIORITY = 50
 MAX_PRIORITY = 100
 MAX_TTL_S = 366 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a caller asks for a range of a prompt.
+    """A wish to keep a range of a prompt longer than the rest of the cache, or less long.
 
     Attributes:
-        priority: 0 to 100. Unused blocks of lower priority are evicted first; 50 is that of all that nobody asked for.
+        priority: 0 to 100. Unused blocks of lower priority are evicted first. Whatever has no retention has 50.
         ttl_s: seconds after which the range has priority 50 again; None for as long as it is cached.
-        start, end: the range in tokens; without an end, up to the prompt's.
+        start: first token of the range.
+        end: the token after the last one of the range; None for the end of the prompt.
     """
 
     priority: int
@@ -30,10 +29,14 @@ class Retention:
     end: int | None = None
 
     def range_in(self, num_tokens: int) -> tuple[int, int]:
-        """The range in a prompt of so many tokens.
+        """Return the range `[start, end)` in a prompt of `num_tokens` tokens.
 
         Raises:
             InvalidRequest: the message names the field, what was expected and what came.
+
+        Example:
+            >>> Retention(priority=80, start=3).range_in(10)
+            (3, 10)
         """
         end = num_tokens if self.end is None else self.end
         if not 0 <= self.priority <= MAX_PRIORITY:
@@ -48,13 +51,13 @@ class Retention:
 
 
 class Grant(NamedTuple):
-    """What became of a retention, in tokens of its range; the first three add up to it.
+    """What was granted of a retention. The three numbers of tokens add up to its range.
 
     Attributes:
-        granted_tokens: have the priority now, or had a higher one that stays.
-        refused_tokens: are cached, but beyond what may be retained.
-        uncached_tokens: are not there.
-        expires_s: when the first of what was granted has its priority no more, by the cache's clock; None for never.
+        granted_tokens: tokens that have the priority now, or a higher one that they had before.
+        refused_tokens: cached tokens beyond what may be retained.
+        uncached_tokens: tokens that are not cached.
+        expires_s: when the first granted token loses its priority, by the cache's clock; None for never.
     """
 
     granted_tokens: int
@@ -63,7 +66,7 @@ class Grant(NamedTuple):
     expires_s: float | None = None
 
     def joined(self, other: Grant) -> Grant:
-        """What became of two ranges together."""
+        """Add the grants of two ranges."""
         ends_s = [end for end in (self.expires_s, other.expires_s) if end is not None]
         return Grant(
             self.granted_tokens + other.granted_tokens,
@@ -71,6 +74,3 @@ class Grant(NamedTuple):
             self.uncached_tokens + other.uncached_tokens,
             min(ends_s, default=None),
         )
-
-
-DEFAULT_PRIORITY = 50

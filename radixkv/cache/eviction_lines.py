@@ -1,6 +1,6 @@
-"""Which leaf goes first: what a policy is asked and told, and the sorted index that it orders.
+"""The leaves that may be evicted, in the order in which they go.
 
-Leaves of lower priority go before all others; among equals the policy decides.
+Leaves of lower priority go before all others; among leaves of equal priority the policy decides.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _KEYED_AT_ONCE = 32  # takes 0.1 ms; all of a million leaves at once would take 
 
 
 class EvictionIndex:
-    """Leaves that may go: by priority, then in the policy's order.
+    """One line of leaves, sorted by priority and then by the policy's key.
 
-    When the policy changes its order, leaves get new keys a few at a time, those first that were about to go. Until all
-    have one, the others wait.
+    When the policy changes its order, leaves get new keys a few at a time, beginning with those at the front. A leaf
+    with an outdated key is not evicted before it has a new one.
 
     Complexity: O(log n) for each operation.
     """
@@ -29,7 +29,7 @@ class EvictionIndex:
     def __init__(self, policy: EvictionPolicy, arrivals: Iterator[int]) -> None:
         self._policy = policy
         self._entries = SortedList()  # of (priority, key, arrival, node); arrivals are distinct
-        self._outdated = SortedList()  # the same, with keys of the order before
+        self._outdated = SortedList()  # the same, with keys of the policy's previous order
         self._arrivals = arrivals
         self._generation = policy.generation
 
@@ -40,7 +40,7 @@ class EvictionIndex:
         return node.eviction_entry is not None
 
     def add(self, node: Node) -> None:
-        """Put a leaf in line, if it is not there already."""
+        """Put a leaf in line, unless it is there already."""
         if node.eviction_entry is None:
             node.eviction_entry = (node.priority, self._policy.key(node), next(self._arrivals), node)
             self._entries.add(node.eviction_entry)
@@ -53,7 +53,7 @@ class EvictionIndex:
             node.eviction_entry = None
 
     def first(self) -> tuple[int, Any, int, Node] | None:
-        """Priority, sort key, arrival and node of the leaf to evict next; None if there is no leaf."""
+        """Return priority, key, arrival and node of the leaf to evict next; None if there is no leaf."""
         if self._generation != self._policy.generation:
             self._generation = self._policy.generation
             self._outdated.update(self._entries)
@@ -66,13 +66,13 @@ class EvictionIndex:
 
 
 class EvictionLines:
-    """A line for each tenant with a quota and one for all the others, so that a tenant can be spared or go first.
+    """One line for each tenant with a quota and one for all other tenants, so that a tenant can be spared or go first.
 
     Args:
         policy: orders all lines alike.
-        tenants: those with a quota.
+        tenants: names of the tenants with a quota.
 
-    Complexity: O(log leaves) to add and discard, O(lines) to find the first.
+    Complexity: O(log leaves) to add, discard and requeue; O(lines) to find the first leaf.
     """
 
     def __init__(self, policy: EvictionPolicy, tenants: Iterable[str]) -> None:
@@ -87,23 +87,30 @@ class EvictionLines:
         return node.eviction_entry is not None
 
     def add(self, node: Node) -> None:
-        """Put a leaf in its tenant's line, if it is not there already."""
+        """Put a leaf in its tenant's line, unless it is there already."""
         self._line(node).add(node)
 
     def discard(self, node: Node) -> None:
         """Take a leaf out of its line, if it is there."""
         self._line(node).discard(node)
 
+    def requeue(self, node: Node) -> None:
+        """Give a node a new place in its line, if it is there."""
+        if node.eviction_entry is not None:
+            line = self._line(node)
+            line.discard(node)
+            line.add(node)
+
     def first_of(self, tenant: str) -> Node | None:
-        """The leaf of a tenant with a quota that goes first."""
+        """Return the leaf that goes first of one tenant with a quota; None if it has none."""
         first = self._own[tenant].first()
         return None if first is None else first[-1]
 
     def first(self, spared: Container[str]) -> Node | None:
-        """The leaf that goes first of all but the spared tenants."""
+        """Return the leaf that goes first of all tenants but the spared ones; None if there is none."""
         lines = [self._common, *(line for tenant, line in self._own.items() if tenant not in spared)]
         first = min((entry for line in lines if (entry := line.first()) is not None), default=None)
         return None if first is None else first[-1]
 
     def _line(self, node: Node) -> EvictionIndex:
-        return self._own.get(node.tree.namespace.tenant, self._common)
+        return self._own.get(node.owner.namespace.tenant, self._common)

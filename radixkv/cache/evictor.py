@@ -1,4 +1,4 @@
-"""Who is in use and who may go: pins paths for leases, and takes blocks back from leaves that nobody uses."""
+"""Takes blocks back from leaves that no lease uses."""
 
 from __future__ import annotations
 
@@ -8,123 +8,48 @@ import numpy as np
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.blocks import BLOCK_ID_BYTES
-from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.eviction_lines import EvictionLines
-from radixkv.cache.lost_prefixes import LostPrefixes
+from radixkv.cache.holdings import Holdings
 from radixkv.cache.node import Node
-from radixkv.cache.policies.policy import EvictionPolicy
+from radixkv.cache.pins import Pins
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.cache.retained_nodes import RetainedNodes
-from radixkv.cache.tenants import Tenants, TenantUsage
-from radixkv.namespace import Namespace
+from radixkv.cache.tenants import TenantUsage
 
 
 class Evictor:
-    """Keeps every unused leaf in line, and evicts from the front.
+    """Evicts from the front of the eviction lines, and purges whole trees.
 
-        pinned ── unpin ──▶ unused leaf, in line ── evict ──▶ gone, its parent may be a leaf now
-               ◀── pin ───
-
-    Args:
-        trees: by namespace; a tree that becomes empty is taken out.
-        pool: where evicted blocks go.
-        tenants: their bounds and counters.
-        policy: orders the line.
-        retained: nodes with a priority.
-        lost: is told what went, and why.
-        clock: seconds, never going back.
+        leaf in line ── evict ──▶ shorter, or gone; its parent may be a leaf in line now
 
     Attributes:
-        num_pinned_blocks: published blocks that a lease keeps from eviction.
-        num_evicted_blocks: total.
-        lines: the unused leaves in order.
+        num_evicted_blocks: all blocks evicted so far. Purged ones are not counted.
     """
 
-    def __init__(
-        self,
-        trees: dict[Namespace, RadixTree],
-        pool: BlockPool,
-        tenants: Tenants,
-        policy: EvictionPolicy,
-        retained: RetainedNodes,
-        lost: LostPrefixes,
-        clock: Callable[[], float],
-    ) -> None:
-        self.num_pinned_blocks = 0
+    def __init__(self, holdings: Holdings, pins: Pins) -> None:
         self.num_evicted_blocks = 0
-        self.lines = EvictionLines(policy, tenants.with_quota)
-        self._trees = trees
-        self._pool = pool
-        self._tenants = tenants
-        self._policy = policy
-        self._retained = retained
-        self._lost = lost
-        self._clock = clock
+        self._trees = holdings.trees
+        self._pool = holdings.pool
+        self._tenants = holdings.tenants
+        self._policy = holdings.policy
+        self._lines = holdings.lines
+        self._retained = holdings.retained
+        self._changes = holdings.changes
+        self._clock = holdings.clock
+        self._pins = pins
 
     @property
     def num_evictable_blocks(self) -> int:
         """Published blocks that no lease keeps from eviction."""
-        return self._pool.num_published - self.num_pinned_blocks
-
-    # -- in use ----------------------------------------------------------------------------------------------------
-
-    def pin(self, node: Node | None) -> None:
-        """Keep a path from eviction. Complexity: O(depth + log leaves)."""
-        now = self._clock()
-        if node is not None:
-            self.lines.discard(node)
-        while node is not None and node.parent is not None:
-            if node.pin_count == 0:
-                self.count_pinned(node, node.num_blocks)
-            node.pin_count += 1
-            node.last_used_s = now
-            node = node.parent
-
-    def unpin(self, node: Node | None) -> None:
-        """Undo one `pin` of the same node. Complexity: O(depth + log leaves)."""
-        now = self._clock()
-        leaf = node
-        while node is not None and node.parent is not None:
-            node.pin_count -= 1
-            if node.pin_count == 0:
-                self.count_pinned(node, -node.num_blocks)
-                if node.retired_block_ids:
-                    self._free_retired(node)
-            node.last_used_s = now
-            node = node.parent
-        if leaf is not None and is_evictable(leaf):
-            self.lines.add(leaf)
-
-    def count_pinned(self, node: Node, num_blocks: int) -> None:
-        """Note that so many more of a node's blocks are pinned."""
-        self.num_pinned_blocks += num_blocks
-        node.tree.usage.num_pinned_blocks += num_blocks
-
-    def forget_use(self, node: Node, last_used_s: float) -> None:
-        """Make a node as old as it was before its last lease."""
-        node.last_used_s = last_used_s
-        self.requeue(node)
-
-    def requeue(self, node: Node) -> None:
-        """Give a node its place in line anew, if it has one. Complexity: O(log leaves)."""
-        if node in self.lines:
-            self.lines.discard(node)
-            self.lines.add(node)
-
-    def _free_retired(self, node: Node) -> None:
-        block_ids = np.frombuffer(node.retired_block_ids, dtype=np.int32)
-        self._pool.release(block_ids)
-        node.tree.usage.num_leased_blocks -= block_ids.size
-        node.retired_block_ids = b""
-
-    # -- making room -----------------------------------------------------------------------------------------------
+        return self._pool.num_published - self._pins.num_pinned_blocks
 
     def num_takeable_blocks(self, tenant: str, usage: TenantUsage, num_spared_blocks: int = 0) -> int:
-        """Blocks that a tenant could have by evicting all that it may. Complexity: O(tenants with a quota).
+        """Count the blocks that a tenant could take if everything that may be evicted for it were evicted.
 
         Args:
-            tenant, usage: who.
-            num_spared_blocks: so many must be free or evictable after that.
+            tenant: the tenant's name.
+            usage: the tenant's counters.
+            num_spared_blocks: blocks that must be free or evictable afterwards.
+
+        Complexity: O(tenants with a quota).
         """
         num_available = self._pool.num_free + self.num_evictable_blocks
         takeable = num_available - num_spared_blocks
@@ -135,25 +60,26 @@ class Evictor:
         return takeable
 
     def make_room(self, num_blocks: int, tenant: str, usage: TenantUsage) -> None:
-        """Evict until a tenant can take `num_blocks`: first its own leaves above its ceiling, then what goes first."""
+        """Evict until a tenant can take `num_blocks`: first its own leaves, as far as it would pass its ceiling."""
         ceiling = usage.quota.ceiling_blocks
         if ceiling is not None:
             self.expire()
             over = usage.num_cached_blocks + usage.num_leased_blocks + num_blocks - ceiling
-            self._evict(over, lambda: self.lines.first_of(tenant), tenant)
+            self._evict(over, lambda: self._lines.first_of(tenant), tenant)
         self.evict(num_blocks - self._pool.num_free, tenant)
 
     def evict(self, num_blocks: int, tenant: str | None) -> int:
-        """Free blocks of unused leaves; see `PrefixCache.evict`."""
+        """Free up to `num_blocks` blocks for a tenant, as `PrefixCache.evict` describes. Returns the blocks freed."""
         self.expire()
-        return self._evict(num_blocks, lambda: self.lines.first(spared=self._spared(tenant)), tenant)
+        return self._evict(num_blocks, lambda: self._lines.first(spared=self._spared(tenant)), tenant)
 
     def expire(self) -> None:
-        """Let priorities end whose time has come. Complexity: O(depth + log leaves) for each node."""
+        """End the priorities whose time has come. Complexity: O(depth + log leaves) for each of their nodes."""
         for node in self._retained.expire(self._clock()):
-            self.requeue(node)
+            self._lines.requeue(node)
 
     def _spared(self, tenant: str | None) -> set[str]:
+        """Other tenants whose floors protect all that they have."""
         quotas = self._tenants.with_quota.items()
         return {other for other, usage in quotas if other != tenant and usage.num_blocks_for_others == 0}
 
@@ -161,9 +87,9 @@ class Evictor:
         freed = 0
         runs: list[bytes] = []
         while freed < num_blocks and (leaf := next_leaf()) is not None:
-            usage = leaf.tree.usage
+            usage = leaf.owner.usage
             wanted = num_blocks - freed
-            if leaf.tree.namespace.tenant != tenant:
+            if leaf.owner.namespace.tenant != tenant:
                 wanted = min(wanted, usage.num_blocks_for_others)
             runs.append(self._evict_from(leaf, wanted))
             num_evicted = len(runs[-1]) // BLOCK_ID_BYTES
@@ -178,49 +104,47 @@ class Evictor:
         return freed
 
     def _evict_from(self, leaf: Node, num_blocks: int) -> bytes:
-        """Cut at most `num_blocks` blocks off a leaf's end. Returns their packed ids, still published."""
+        """Take at most `num_blocks` blocks off a leaf's end. Returns their packed ids, which are still published."""
+        tree = self._trees[leaf.owner.namespace]
         num_offered_blocks = self._policy.num_offered_blocks(leaf)
         num_blocks = min(num_blocks, num_offered_blocks)
-        self._policy.evicted(leaf, num_blocks, self._clock())
+        num_kept_blocks = leaf.num_blocks - num_blocks
+        fingerprint = tree.fingerprint_after(leaf, num_kept_blocks) if num_kept_blocks else leaf.fingerprint
         reason = MissReason.EXPIRED if leaf.has_expired else MissReason.EVICTED
-        self._retained.cut_off(leaf, num_blocks)
-        if num_blocks == leaf.num_blocks:
-            packed, fingerprint = leaf.block_ids, leaf.fingerprint
-            self._remove(leaf)
-        else:
-            packed, fingerprint = leaf.tree.truncate(leaf, leaf.num_blocks - num_blocks)
-            if num_blocks == num_offered_blocks:
-                self.requeue(leaf)
-        self._lost.remember(fingerprint, reason)
+        self._changes.evicted(leaf, num_blocks, fingerprint, reason, self._clock())
+        if num_kept_blocks == 0:
+            self._remove(tree, leaf)
+            return leaf.block_ids
+        packed = tree.truncate(leaf, num_kept_blocks)
+        if num_blocks == num_offered_blocks:
+            self._lines.requeue(leaf)
         return packed
 
-    def _remove(self, leaf: Node) -> None:
-        self.lines.discard(leaf)
-        tree, parent = leaf.tree, leaf.parent
+    def _remove(self, tree: RadixTree, leaf: Node) -> None:
+        self._lines.discard(leaf)
+        parent = leaf.parent
         tree.remove(leaf)
         assert parent is not None
-        if is_evictable(parent):
-            self.lines.add(parent)
+        if parent.is_evictable:
+            self._lines.add(parent)
         elif parent is tree.root and parent.is_leaf:
-            del self._trees[tree.namespace]
-
-    # -- forgetting at once ----------------------------------------------------------------------------------------
+            del self._trees[tree.owner.namespace]
 
     def purge(self, tree: RadixTree) -> tuple[int, int]:
-        """Take a whole tree out. What leases use is free when they are closed.
+        """Take a whole tree out. The blocks that leases use become free when those leases are closed.
 
         Returns:
             Blocks freed now, and blocks that leases still use.
 
         Complexity: O(nodes * log leaves).
         """
-        del self._trees[tree.namespace]
+        del self._trees[tree.owner.namespace]
         free, used = [], []
         for node in tree.nodes():
-            self.lines.discard(node)
-            self._retained.purged(node)
+            self._lines.discard(node)
+            self._changes.purged(node)
             if node.pin_count:
-                self.count_pinned(node, -node.num_blocks)
+                self._pins.count(node, -node.num_blocks)
                 node.retired_block_ids += node.block_ids
                 used.append(node.block_ids)
             else:
@@ -229,11 +153,7 @@ class Evictor:
         freed, kept = (np.frombuffer(b"".join(packed), dtype=np.int32) for packed in (free, used))
         self._pool.unpublish(np.concatenate((freed, kept)))
         self._pool.release(freed)
-        tree.usage.num_cached_blocks -= freed.size + kept.size
-        tree.usage.num_leased_blocks += kept.size
+        usage = tree.owner.usage
+        usage.num_cached_blocks -= freed.size + kept.size
+        usage.num_leased_blocks += kept.size
         return freed.size, kept.size
-
-
-def is_evictable(node: Node) -> bool:
-    """Whether a node is a leaf that no lease uses. The root holds no blocks, nor does a purged node."""
-    return node.pin_count == 0 and node.is_leaf and node.num_blocks > 0

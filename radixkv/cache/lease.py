@@ -1,51 +1,63 @@
-"""The scoped right to a prompt's blocks."""
+"""The right to use and write the blocks of one prompt."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import Protocol
 
-from radixkv.blocks import BlockCopy
+from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.cache.node import Node
+from radixkv.cache.tenants import TenantUsage
+from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 
-if TYPE_CHECKING:
-    from types import TracebackType
 
-    from radixkv.blocks import BlockIds
-    from radixkv.cache.ledger import Leases
-    from radixkv.cache.node import Node
-    from radixkv.cache.tenants import TenantUsage
-    from radixkv.namespace import Namespace
+class Keeper(Protocol):
+    """Moves the blocks of leases. `Ledger` is the one."""
+
+    def commit(self, lease: Lease, upto_tokens: int) -> int:
+        """Carry out `Lease.commit`."""
+
+    def reserve(self, lease: Lease, num_tokens: int) -> None:
+        """Carry out `Lease.reserve`."""
+
+    def extend(self, lease: Lease, tokens: bytes) -> None:
+        """Carry out `Lease.extend`."""
+
+    def close(self, lease: Lease) -> None:
+        """Carry out `Lease.close`."""
 
 
 class Lease:
-    """Holds a prompt's blocks: the reused ones stay where they are, the new ones are the holder's to write.
+    """Holds the blocks of a prompt. Reused blocks are read only; the holder of the lease writes the new ones.
 
         tokens      [0 ............ cached_tokens ............ num_tokens)
-        K/V          reused                | to be computed by the holder
+        K/V          reused                | the holder computes it
         block_ids    shared, read only | new, writable ...............
-                                       └ the first new block begins with `copy`, if that is set
+                                       └ `copy` fills the beginning of the first new block, if it is set
 
-    Made by `PrefixCache.lease`. A context manager: leaving it closes it.
+    `PrefixCache.lease` makes leases. A lease is a context manager: leaving it closes it.
 
     Attributes:
         namespace: where blocks are published.
-        usage: where the tenant's blocks are counted.
-        tokens: the prompt and what it was extended by, little-endian uint32 bytes; once extended, a bytearray.
-        cached_tokens: tokens whose K/V exist already.
+        usage: counters of the tenant.
+        tokens: the prompt and its extensions, little-endian uint32 bytes; a bytearray once it was extended.
+        cached_tokens: tokens whose K/V existed when the lease began.
         block_ids: int32, all blocks of the tokens in order, and then those that are reserved. `commit` may exchange
             some for equal ones.
-        num_published_blocks: the first so many of `block_ids` belong to the tree; the others are the lease's own.
-        copy: a block copy that must be made before anything is written; the holder clears it when it is made.
+        num_published_blocks: number of blocks at the beginning of `block_ids` that belong to the tree. The others are
+            the lease's own.
+        copy: a block copy to make before anything is written; the holder sets it to None when it is made.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
-        written_from_tokens: the first token that it published itself; None until it publishes any.
-        node: where the path that this lease pins ends; None while it pins nothing.
-        node_used_s: when the node that was matched had been used before.
-        is_closed: whether everything was given back.
-        is_revoked: whether its namespace was purged; it publishes nothing more.
+        written_from_tokens: position of the first token that this lease published; None until it publishes any.
+        node: the end of the path that this lease pins; None while it pins nothing.
+        node_used_s: time of the last use of the matched node before this lease.
+        is_closed: whether the lease was closed.
+        is_revoked: whether its namespace was purged; if so it publishes nothing more.
     """
 
     __slots__ = (
-        "_leases",
+        "_keeper",
         "block_ids",
         "cached_tokens",
         "committed_tokens",
@@ -63,7 +75,7 @@ class Lease:
 
     def __init__(
         self,
-        leases: Leases,
+        keeper: Keeper,
         namespace: Namespace,
         usage: TenantUsage,
         tokens: bytes,
@@ -74,7 +86,7 @@ class Lease:
         node: Node | None,
         node_used_s: float,
     ) -> None:
-        self._leases = leases
+        self._keeper = keeper
         self.namespace = namespace
         self.usage = usage
         self.tokens: bytes | bytearray = tokens
@@ -95,55 +107,61 @@ class Lease:
         return len(self.tokens) // TOKEN_BYTES
 
     def commit(self, upto_tokens: int) -> int:
-        """Publish what is finished: the K/V of all tokens before `upto_tokens` are written and final.
+        """Publish finished blocks: the K/V of all tokens before `upto_tokens` are written and final.
 
-        Whole blocks are published, and the partly filled last one when `upto_tokens` is the end of the prompt. Blocks
-        that somebody else published first are adopted, and the lease's own copies returned.
+        Publishes whole blocks, and the partly filled last one if `upto_tokens` is the end of the prompt. Where another
+        lease published the same tokens first, this lease adopts those blocks and gives its own back.
 
         Returns:
-            Tokens that became matchable through this call; none once the namespace was purged.
+            Tokens that became matchable through this call; 0 once the namespace was purged.
 
         Raises:
             LeaseClosed: the lease is closed.
             InvalidRequest: `upto_tokens` is beyond the prompt.
+
+        Example:
+            >>> from radixkv.cache.prefix_cache import PrefixCache
+            >>> with PrefixCache(num_blocks=8, block_size=4).lease(Namespace("model"), bytes(40)) as lease:
+            ...     lease.commit(7), lease.commit(10)  # one whole block; then the end of ten tokens
+            (4, 6)
         """
-        return self._leases.commit(self, upto_tokens)
+        return self._keeper.commit(self, upto_tokens)
 
     def reserve(self, num_tokens: int) -> None:
-        """Take the blocks for tokens that will come. A call that raises has changed nothing; see `extend`.
+        """Take blocks now for tokens that `extend` will add. A call that raises has changed nothing.
 
-        If tokens are committed up to a position inside a block after this, the copy of that block takes a reserved one.
+        If a commit after this ends inside a block, the copy of that block takes a reserved one.
 
         Args:
-            num_tokens: length to have blocks for, the tokens of now included.
+            num_tokens: length to have blocks for, present tokens included.
 
         Raises:
             LeaseClosed: the lease is closed.
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
-        self._leases.reserve(self, num_tokens)
+        self._keeper.reserve(self, num_tokens)
 
     def extend(self, tokens: bytes) -> None:
-        """Go on after the prompt: more tokens, and the blocks that they need. A call that raises has changed nothing.
+        """Add tokens to the end of the prompt, and take the blocks they need. A call that raises has changed nothing.
 
-        What was committed stays as it is: if it ends inside a block, that block is copied (`copy` says so), and the
-        longer copy takes its place in the tree when it is committed.
+        Committed blocks stay as they are. If they end inside a block, `copy` is set to copy that block, and the longer
+        copy replaces it in the tree when it is committed:
 
             [abcd] [ef..]  both in the tree  ── extend by g ──▶  [abcd] [efg.]  the second is the lease's own
 
         Args:
-            tokens: at least one, little-endian uint32 bytes.
+            tokens: at least one token, little-endian uint32 bytes.
 
         Raises:
             LeaseClosed: the lease is closed.
             InvalidRequest: `tokens` is empty or not whole tokens.
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
-        self._leases.extend(self, tokens)
+        self._keeper.extend(self, tokens)
 
     def close(self) -> None:
-        """Give everything back; what was committed stays cached. Closing again does nothing."""
-        self._leases.close(self)
+        """Give all blocks back; what was committed stays cached. Closing again does nothing."""
+        self._keeper.close(self)
 
     def __enter__(self) -> Lease:
         return self

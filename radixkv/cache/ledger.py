@@ -1,67 +1,58 @@
-"""The open leases of a cache: handed out, extended, published and taken back."""
+"""The open leases of a cache, and the blocks that move between pool, leases and trees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BlockCopy, BlockIds
-from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.evictor import Evictor
+from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
-from radixkv.cache.node import Node, path_to
-from radixkv.cache.policies.policy import EvictionPolicy
+from radixkv.cache.node import Node, Owner, path_to
+from radixkv.cache.pins import Pins
 from radixkv.cache.radix_tree import Insertion, RadixTree
-from radixkv.cache.retained_nodes import RetainedNodes
-from radixkv.cache.tenants import Tenants, TenantUsage
+from radixkv.cache.tenants import TenantUsage
 from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, OutOfBlocks, QuotaExceeded
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, require_tokens
 
 
-class Leases:
+class Ledger:
     """Moves blocks from the pool to leases, and from leases to trees. The evictor moves them back to the pool.
 
         pool ── lease, reserve, extend ──▶ lease ── commit ──▶ tree
           ▲                                  │                  │
           └────────────── close ─────────────┘◀──── adopt ──────┘
 
-    Args:
-        trees: by namespace; those with a cached token. A commit adds one where there is none.
-        block_size: tokens a block.
-        pool, tenants, policy, retained, evictor: of the same cache.
-        clock: seconds, never going back.
+    Iterating over it yields the open leases.
     """
 
-    def __init__(
-        self,
-        trees: dict[Namespace, RadixTree],
-        block_size: int,
-        pool: BlockPool,
-        tenants: Tenants,
-        policy: EvictionPolicy,
-        retained: RetainedNodes,
-        evictor: Evictor,
-        clock: Callable[[], float],
-    ) -> None:
-        self._trees = trees
-        self._block_size = block_size
-        self._pool = pool
-        self._tenants = tenants
-        self._policy = policy
-        self._retained = retained
+    def __init__(self, holdings: Holdings, pins: Pins, evictor: Evictor) -> None:
+        self._block_size = holdings.block_size
+        self._trees = holdings.trees
+        self._pool = holdings.pool
+        self._tenants = holdings.tenants
+        self._lines = holdings.lines
+        self._retained = holdings.retained
+        self._changes = holdings.changes
+        self._clock = holdings.clock
+        self._pins = pins
         self._evictor = evictor
-        self._clock = clock
         self._open: set[Lease] = set()
 
     def __iter__(self) -> Iterator[Lease]:
-        """Those that are open."""
+        """Iterate over the open leases."""
         return iter(self._open)
 
     def find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> tuple[Node | None, int, int, bytes]:
-        """The deepest node that shares tokens, bytes found, tokens reusable, and the packed ids of their blocks.
+        """Look a prompt up.
+
+        Returns:
+            The deepest node that shares tokens, None if none does; bytes found; tokens that can be reused; and the
+            packed ids of their blocks.
 
         Raises:
             InvalidRequest: `tokens` is empty or not whole tokens.
@@ -75,7 +66,7 @@ class Leases:
         return node if cached_tokens else None, num_bytes, cached_tokens, packed
 
     def lease(self, namespace: Namespace, tokens: bytes, *, read: bool, num_spared_blocks: int) -> Lease:
-        """Open a lease; see `PrefixCache.lease`."""
+        """Open a lease, as `PrefixCache.lease` describes."""
         node, found_bytes, cached_tokens, packed = self.find(namespace, tokens, read)
         usage = self._tenants[namespace.tenant]
         num_new_blocks = -(-len(tokens) // (self._block_size * TOKEN_BYTES)) - cached_tokens // self._block_size
@@ -89,8 +80,8 @@ class Leases:
         node_used_s = 0.0
         if node is not None:
             node_used_s = node.last_used_s
-            self._policy.reused(node, found_bytes, self._clock())
-        self._evictor.pin(node)
+            self._changes.used(node, found_bytes, self._clock())
+        self._pins.pin(node)
         self._evictor.make_room(num_new_blocks, namespace.tenant, usage)
         new = self._pool.acquire(num_new_blocks)
         usage.num_leased_blocks += num_new_blocks
@@ -106,19 +97,19 @@ class Leases:
         return lease
 
     def _narrow(self, node: Node | None, cached_tokens: int, num_spare_blocks: int) -> tuple[Node | None, int, int]:
-        """Pin less of a path that stands in its own way, and if need be reuse less of it.
+        """Pin less of a path whose own blocks the lease needs, and if need be reuse less of it.
 
-        First what lies beyond the reused blocks is cut off; then the block that is reused in part is given up. Whole
-        blocks never are: computing one anew takes a block too.
+        First the path is cut off after the reused blocks; then the block that is reused in part is given up. Whole
+        reused blocks are never given up, because computing one again takes a block as well.
 
         Args:
             node: the deepest node that shares tokens.
             cached_tokens: tokens that could be reused.
-            num_spare_blocks: blocks that the lease could have, less those that the suffix takes.
+            num_spare_blocks: blocks that the lease could take, less those that the suffix takes.
 
         Returns:
-            The node where the path to pin ends, the tokens to reuse, and how many blocks are missing to hold the whole
-            ones of these beside the suffix. If any are, nothing has changed.
+            The end of the path to pin, the tokens to reuse, and the number of blocks that are missing to keep the
+            whole ones of these beside the suffix. If any are missing, nothing has changed.
         """
         num_pinned_blocks = sum(above.num_blocks for above in path_to(node) if above.pin_count)
         num_held_blocks = -(-cached_tokens // self._block_size)
@@ -148,20 +139,20 @@ class Leases:
         )
 
     def extend(self, lease: Lease, tokens: bytes) -> None:
-        """Let a lease go on; see `Lease.extend`."""
+        """Add tokens to a lease, as `Lease.extend` describes."""
         require_tokens(tokens)
         self.reserve(lease, lease.num_tokens + len(tokens) // TOKEN_BYTES)
         if isinstance(lease.tokens, bytes):
-            lease.tokens = bytearray(lease.tokens)  # which is not copied for each token
+            lease.tokens = bytearray(lease.tokens)  # appending to it does not copy the prompt for each token
         lease.tokens += tokens
 
     def reserve(self, lease: Lease, num_tokens: int) -> None:
-        """Take blocks for tokens that will come; see `Lease.reserve`."""
+        """Take blocks for tokens to come, as `Lease.reserve` describes."""
         self._require_open(lease)
         if num_tokens <= lease.num_tokens:
             return
         usage, kept = lease.usage, lease.block_ids
-        # What comes is not written into a block that the tree has, but into a copy of it.
+        # New tokens are not written into a block that belongs to the tree, but into a copy of it.
         last = lease.num_tokens // self._block_size
         replaces_last = lease.num_published_blocks > last
         if replaces_last:
@@ -181,7 +172,7 @@ class Leases:
         lease.block_ids = block_ids
 
     def commit(self, lease: Lease, upto_tokens: int) -> int:
-        """Publish a lease's finished blocks; see `Lease.commit`."""
+        """Publish finished blocks, as `Lease.commit` describes."""
         self._require_open(lease)
         if not 0 <= upto_tokens <= lease.num_tokens:
             raise InvalidRequest(f"upto_tokens: expected 0 to {lease.num_tokens}, got {upto_tokens}")
@@ -193,27 +184,27 @@ class Leases:
         tokens = bytes(lease.tokens[: end * TOKEN_BYTES])
         tree = self._trees.get(lease.namespace)
         if tree is None:
-            tree = self._trees[lease.namespace] = RadixTree(self._block_size, lease.namespace, lease.usage)
+            owner = Owner(lease.namespace, lease.usage, self._block_size)
+            tree = self._trees[lease.namespace] = RadixTree(owner)
         packed = lease.block_ids[:num_blocks].tobytes()
         insertion = tree.insert(tokens, packed)
         if not packed.startswith(insertion.known_block_ids):
             self._adopt(lease, np.frombuffer(insertion.known_block_ids, dtype=np.int32))
         if insertion.split is not None:
-            self._retained.split(insertion.split)
-            self._policy.split(insertion.split, lease.node_used_s, self._clock())
+            self._changes.split(insertion.split, lease.node_used_s, self._clock())
         if insertion.is_covered:
             lease.num_published_blocks = insertion.num_known_blocks
         else:
-            self._policy.inserted(insertion.node, self._clock())
             if lease.written_from_tokens is None:
                 lease.written_from_tokens = insertion.known_bytes // TOKEN_BYTES
             self._publish(lease.block_ids[insertion.num_known_blocks : num_blocks], insertion)
             lease.num_published_blocks = num_blocks
         before, lease.node, lease.copy = lease.node, insertion.node, None
-        self._evictor.pin(insertion.node)
-        self._evictor.unpin(before)
+        self._pins.pin(insertion.node)
+        self._pins.unpin(before)
         if before is not None and insertion.split is before:
-            self._evictor.forget_use(before, lease.node_used_s)
+            before.last_used_s = lease.node_used_s  # what this lease used is the upper half
+            self._lines.requeue(before)
         known_tokens = max(lease.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
         lease.committed_tokens = end
         return max(0, end - known_tokens)
@@ -230,31 +221,31 @@ class Leases:
         lease.block_ids[differing] = known[differing]
 
     def _publish(self, block_ids: BlockIds, insertion: Insertion) -> None:
-        """Hand a lease's blocks to the tree, and take back the one that they replace."""
-        self._pool.publish(block_ids)
-        usage = insertion.node.tree.usage
-        usage.num_leased_blocks -= block_ids.size
-        usage.num_cached_blocks += block_ids.size
+        """Hand a lease's blocks to the tree, take back the one that they replace, and tell of it."""
         node, replaced = insertion.node, np.frombuffer(insertion.replaced_block_ids, dtype=np.int32)
+        num_more_blocks = block_ids.size - replaced.size
+        num_old_blocks = node.num_blocks - num_more_blocks
+        usage = node.owner.usage
+        self._pool.publish(block_ids)
+        usage.num_leased_blocks -= num_more_blocks
+        usage.num_cached_blocks += num_more_blocks
         if replaced.size:
             self._pool.unpublish(replaced)
-            usage.num_cached_blocks -= 1
-            usage.num_leased_blocks += 1
-        if node.pin_count:  # a leaf has grown that leases use: they may hold the replaced block, too
+        if node.pin_count:  # the leases that use this leaf may also use the replaced block
             node.retired_block_ids += insertion.replaced_block_ids
-            self._evictor.count_pinned(node, block_ids.size - replaced.size)
+            self._pins.count(node, num_more_blocks)
         elif replaced.size:
             self._pool.release(replaced)
             usage.num_leased_blocks -= 1
-        num_old_blocks = node.num_blocks - block_ids.size + replaced.size
-        if num_old_blocks and (node.priority != DEFAULT_PRIORITY or node.has_expired):
-            self._retained.grown(node, block_ids.size - replaced.size)
-            if node.num_blocks > num_old_blocks:  # what was granted ends where the leaf did
-                self._retained.cut(node, num_old_blocks)
-                self._retained.set(node, DEFAULT_PRIORITY, None)
+        if num_old_blocks == 0:
+            self._changes.inserted(node, self._clock())
+            return
+        self._changes.grown(node, num_more_blocks, self._clock())
+        if node.priority != DEFAULT_PRIORITY or node.has_expired:
+            self._retained.end_after(node, num_old_blocks)
 
     def close(self, lease: Lease) -> None:
-        """Give a lease's blocks back; see `Lease.close`."""
+        """Take a lease's blocks back, as `Lease.close` describes."""
         if lease.is_closed:
             return
         if lease not in self._open:
@@ -265,11 +256,11 @@ class Leases:
         if own.size:
             self._pool.release(own)
             lease.usage.num_leased_blocks -= own.size
-        self._evictor.unpin(lease.node)
+        self._pins.unpin(lease.node)
 
 
 def _num_unpinned_blocks(node: Node | None) -> int:
-    """Blocks of a path that no lease pins yet. Complexity: O(depth)."""
+    """Count the blocks of a path that no lease pins yet. Complexity: O(depth)."""
     num_blocks = 0
     while node is not None and node.pin_count == 0:
         num_blocks += node.num_blocks

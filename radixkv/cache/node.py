@@ -1,38 +1,53 @@
-"""A vertex of a radix tree, and the path that leads to it."""
+"""A node of a radix tree, and the path that leads to it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.child_table import ChildTable
+from radixkv.cache.tenants import TenantUsage
+from radixkv.namespace import Namespace
 
-if TYPE_CHECKING:
-    from radixkv.cache.radix_tree import RadixTree
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What all nodes of one tree have in common.
+
+    Attributes:
+        namespace: the namespace whose tokens these are.
+        usage: the counters of its tenant.
+        block_size: tokens a block.
+    """
+
+    namespace: Namespace
+    usage: TenantUsage
+    block_size: int
 
 
 class Node:
     """A run of tokens below its parent, and the blocks that hold their K/V.
 
     Attributes:
+        owner: namespace, counters and block size of the tree that this node belongs to.
+        parent: the node before this one; None only for a root, which holds no tokens.
         tokens: little-endian uint32 token ids, at least one. Whole blocks, except in a leaf.
         block_ids: little-endian int32 block ids, `ceil(num_tokens / block_size)` of them.
-        parent: None only for a root, which holds no tokens.
-        children: by the bytes of their first block; None while there are none.
-        tree: the tree this node belongs to.
         fingerprint: hash of the namespace and of all tokens up to the end of this node's first block.
-        pin_count: leases whose path ends at or below this node.
+        children: the nodes after this one, by the bytes of their first block; None while there are none.
+        pin_count: number of leases whose path ends at or below this node.
         retired_block_ids: packed ids of blocks that were replaced here while leases could still use them; they are
-            free when the pin count is 0 again.
+            freed when the pin count is 0 again.
         last_used_s: when a lease last began or ended here.
         num_uses: leases that found all of this node's tokens cached.
+        policy_note: whatever the eviction policy keeps here; None on a new node. Both halves of a split have it.
+        eviction_entry: the node's entry in the eviction index; None while it is not evictable.
         priority: 0 to 100; unused leaves of lower priority are evicted first.
-        expiry_entry: the node's place among those whose priority ends; None if it does not.
-        has_expired: whether its priority has ended.
-        num_retained_children: children that are retained; see `RetainedNodes`.
-        policy_note: what the eviction policy wrote here; None on a new node. Both halves of a split have it.
-        eviction_entry: the node's place in the eviction index, None while it is not evictable.
+        expiry_entry: the node's entry among the priorities that end; None if its priority does not end.
+        has_expired: whether its priority was above the default and has ended.
+        num_retained_children: children that `RetainedNodes` counts as retained.
     """
 
     __slots__ = (
@@ -45,22 +60,22 @@ class Node:
         "last_used_s",
         "num_retained_children",
         "num_uses",
+        "owner",
         "parent",
         "pin_count",
         "policy_note",
         "priority",
         "retired_block_ids",
         "tokens",
-        "tree",
     )
 
-    def __init__(self, tree: RadixTree, parent: Node | None, tokens: bytes, block_ids: bytes, fingerprint: int) -> None:
-        self.tree = tree
+    def __init__(self, owner: Owner, parent: Node | None, tokens: bytes, block_ids: bytes, fingerprint: int) -> None:
+        self.owner = owner
         self.parent = parent
         self.tokens = tokens
         self.block_ids = block_ids
         self.fingerprint = fingerprint
-        self.children: ChildTable | None = None
+        self.children: ChildTable[Node] | None = None
         self.pin_count = 0
         self.retired_block_ids = b""
         self.last_used_s = 0.0
@@ -74,7 +89,7 @@ class Node:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of this run."""
+        """Number of blocks of this run."""
         return len(self.block_ids) // BLOCK_ID_BYTES
 
     @property
@@ -82,9 +97,14 @@ class Node:
         """Whether nothing continues this run."""
         return not self.children
 
+    @property
+    def is_evictable(self) -> bool:
+        """Whether this is a leaf with blocks that no lease uses. A root has no blocks, nor has a purged node."""
+        return self.pin_count == 0 and not self.children and len(self.block_ids) > 0
+
 
 def path_to(node: Node | None) -> list[Node]:
-    """The nodes from the root, which is not among them, down to this one. Complexity: O(depth)."""
+    """List the nodes from below the root down to `node`. Complexity: O(depth)."""
     nodes = []
     while node is not None and node.parent is not None:
         nodes.append(node)

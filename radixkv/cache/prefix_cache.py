@@ -1,9 +1,9 @@
-"""The prefix cache: trees and block pool, kept in step. Only what it is made of changes them."""
+"""The prefix cache: radix trees over one block pool."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +13,15 @@ from radixkv.api.retention import Grant, Retention
 from radixkv.blocks import BlockIds
 from radixkv.cache.audit import audit
 from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.changes import Changes, Listener
+from radixkv.cache.eviction_lines import EvictionLines
 from radixkv.cache.evictor import Evictor
+from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
-from radixkv.cache.ledger import Leases
+from radixkv.cache.ledger import Ledger
 from radixkv.cache.lost_prefixes import LostPrefixes
+from radixkv.cache.node import Node
+from radixkv.cache.pins import Pins
 from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.retained_nodes import RetainedNodes
@@ -26,27 +31,23 @@ from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, require_tokens
 
 
 class Match(NamedTuple):
-    """What of a prompt is cached now. Valid until the cache changes.
+    """The part of a prompt that is cached. Valid until the cache changes.
 
     Attributes:
-        namespace: where was looked.
-        tokens: the prompt, little-endian uint32 bytes.
-        cached_tokens: reusable tokens; at most all but the last one.
+        cached_tokens: tokens that can be reused; at most all but the last one.
         block_ids: int32 ids of the `ceil(cached_tokens / block_size)` blocks that hold them. Read-only.
     """
 
-    namespace: Namespace
-    tokens: bytes
     cached_tokens: int
     block_ids: BlockIds
 
 
 class Purged(NamedTuple):
-    """What a purge took out.
+    """The outcome of a purge.
 
     Attributes:
-        freed_blocks: are free now.
-        pinned_blocks: nobody finds them any more; they are free when the leases that use them are closed.
+        freed_blocks: blocks that are free now.
+        pinned_blocks: blocks that open leases still use. No match finds them; they become free with those leases.
     """
 
     freed_blocks: int
@@ -54,22 +55,23 @@ class Purged(NamedTuple):
 
 
 class PrefixCache:
-    """Radix trees over one block pool. Not thread-safe: one thread owns it.
+    """Finds, leases, publishes, retains and evicts cached prompts. Not thread-safe: one thread owns it.
 
     Args:
         num_blocks: physical blocks.
         block_size: tokens a block.
-        policy: which unused leaf goes first, for this cache alone; without one, the one unused for longest.
+        policy: decides which unused leaf is evicted first; serves this cache only. By default the least recently used.
         quotas: bounds on the blocks of some tenants. Their floors together must fit into the pool.
-        max_retained_blocks: how many blocks may have a priority above the default; a fifth of the pool, if not said.
-        evicted_prefixes: how many evicted prefixes are remembered to explain misses.
+        max_retained_blocks: blocks that may have a priority above the default; by default a fifth of the pool.
+        evicted_prefixes: number of evicted prefixes to remember, to explain misses.
+        listeners: are told of every change to the trees, after the cache's own parts.
         clock: seconds, never going back.
 
     Attributes:
-        block_size: as given.
-        pool: who has which block.
-        tenants: what each has, and may have.
-        leases: those that are open.
+        block_size: tokens a block.
+        pool: the state of each block.
+        tenants: the bounds and the counters of each tenant.
+        leases: the open leases.
 
     Example:
         >>> cache = PrefixCache(num_blocks=8, block_size=4)
@@ -90,22 +92,35 @@ class PrefixCache:
         quotas: Mapping[str, Quota] | None = None,
         max_retained_blocks: int | None = None,
         evicted_prefixes: int = 65_536,
+        listeners: Iterable[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.tenants = Tenants(quotas or {})
         self._trees: dict[Namespace, RadixTree] = {}
-        self._policy = policy or EvictionPolicy()
         self._lost = LostPrefixes(evicted_prefixes)
-        self._clock = clock
         self._retained = RetainedNodes(
-            num_blocks // 5 if max_retained_blocks is None else max_retained_blocks, on_cut=self._policy.cut
+            num_blocks // 5 if max_retained_blocks is None else max_retained_blocks, self._cut
         )
-        self._evictor = Evictor(self._trees, self.pool, self.tenants, self._policy, self._retained, self._lost, clock)
-        self.leases = Leases(
-            self._trees, block_size, self.pool, self.tenants, self._policy, self._retained, self._evictor, clock
+        self._clock = clock
+        policy = policy or EvictionPolicy()
+        self._changes = Changes((self._retained, policy, self._lost, *listeners))
+        self._lines = EvictionLines(policy, self.tenants.with_quota)
+        self._holdings = Holdings(
+            block_size=block_size,
+            trees=self._trees,
+            pool=self.pool,
+            tenants=self.tenants,
+            policy=policy,
+            lines=self._lines,
+            retained=self._retained,
+            changes=self._changes,
+            clock=clock,
         )
+        self._pins = Pins(self._holdings)
+        self._evictor = Evictor(self._holdings, self._pins)
+        self.leases = Ledger(self._holdings, self._pins, self._evictor)
 
     @property
     def num_evictable_blocks(self) -> int:
@@ -115,11 +130,11 @@ class PrefixCache:
     @property
     def num_pinned_blocks(self) -> int:
         """Published blocks that a lease keeps from eviction."""
-        return self._evictor.num_pinned_blocks
+        return self._pins.num_pinned_blocks
 
     @property
     def num_evicted_blocks(self) -> int:
-        """Total."""
+        """Blocks evicted so far. Purged ones are not counted."""
         return self._evictor.num_evicted_blocks
 
     @property
@@ -130,7 +145,7 @@ class PrefixCache:
 
     @property
     def max_retained_blocks(self) -> int:
-        """How many blocks may be retained."""
+        """Blocks that may be retained."""
         return self._retained.max_blocks
 
     @property
@@ -143,42 +158,39 @@ class PrefixCache:
         """Nodes of all trees. Complexity: O(nodes)."""
         return sum(1 for tree in self._trees.values() for _ in tree.nodes())
 
-    # -- looking ---------------------------------------------------------------------------------------------------
-
     def match(self, namespace: Namespace, tokens: bytes) -> Match:
-        """Find the longest reusable prefix, to the token. Changes nothing.
+        """Find the longest prefix that can be reused, to the token. Changes nothing.
 
-        At least the last token is never reused: its logits are the answer, and they are not cached.
+        The last token is never reused: its logits are the answer, and they are not cached.
+
+        Raises:
+            InvalidRequest: `tokens` is empty or not whole tokens.
 
         Complexity: about one memory comparison of the prompt.
         """
         _, _, cached_tokens, packed = self.leases.find(namespace, tokens)
-        return Match(
-            namespace, tokens, cached_tokens, np.frombuffer(packed, np.int32, -(-cached_tokens // self.block_size))
-        )
+        return Match(cached_tokens, np.frombuffer(packed, np.int32, -(-cached_tokens // self.block_size)))
 
     def explain(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> MissReason:
-        """Say why the tokens after the cached ones have to be computed. Complexity: O(cached_tokens) hashing."""
+        """Tell why the tokens after the cached ones have to be computed. Complexity: O(cached_tokens) hashing."""
         if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
             return MissReason.NONE
         next_block_end = (cached_tokens // self.block_size + 1) * self.block_size * TOKEN_BYTES
         lost = self._lost.reason(prefix_fingerprint(namespace.seed, tokens, next_block_end))
         return lost or (MissReason.DIVERGED if cached_tokens else MissReason.COLD)
 
-    # -- leasing ---------------------------------------------------------------------------------------------------
-
     def lease(self, namespace: Namespace, tokens: bytes, *, read: bool = True, num_spared_blocks: int = 0) -> Lease:
-        """Take the right to a prompt's blocks: what is cached stays, what is missing is allocated.
+        """Take the right to a prompt's blocks: cached ones are kept, missing ones are allocated.
 
-        Unused leaves are evicted if free blocks run short. If they would not suffice, nothing is evicted and nothing
-        changes. Reuse never makes a lease fail that would succeed without it: in a full cache the block that is
-        shared in part may be given up, so that `cached_tokens` is less than a match found.
+        Unused leaves are evicted if free blocks run short. If evicting would not suffice, nothing is evicted and
+        nothing changes. Reuse never makes a lease fail that would succeed without it: in a full cache the block that is
+        shared in part may be given up, so `cached_tokens` may be less than a match found.
 
         Args:
             namespace: where to look and to publish.
             tokens: the prompt, little-endian uint32 bytes; at least one token.
             read: reuse cached blocks.
-            num_spared_blocks: so many must be free or evictable after this.
+            num_spared_blocks: blocks that must be free or evictable after this.
 
         Returns:
             A lease that the caller must close.
@@ -189,30 +201,27 @@ class PrefixCache:
         """
         return self.leases.lease(namespace, tokens, read=read, num_spared_blocks=num_spared_blocks)
 
-    # -- keeping ---------------------------------------------------------------------------------------------------
-
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, *, only_raise: bool = False) -> Grant:
-        """Keep a cached range longer than the rest of the cache, or less long.
+        """Give a cached range a priority: unused leaves of lower priority are evicted first, whatever the policy.
 
-        Unused leaves of lower priority are evicted first, whatever the policy. The range is widened to whole blocks.
-        Blocks above the default priority, and all before them, count against `max_retained_blocks`; if the range does
-        not fit, as much of its beginning is granted as does. A priority lasts until it expires, is replaced, or the
-        block is evicted for want of anything less worth keeping.
+        The range is widened to whole blocks. Blocks above the default priority, and all blocks before them, count
+        against `max_retained_blocks`; if the range does not fit, as much of its beginning is granted as does. A
+        priority lasts until it expires, is replaced, or the block is evicted because nothing worth less is left.
+
+        A node has one priority: a high one for a short time replaces a low one for a long time. A range that ends
+        inside a block covers one of the cached blocks that begin so.
 
         Args:
             namespace: where to look.
             tokens: the prompt, little-endian uint32 bytes.
             retention: range, priority and time to live.
-            only_raise: leave what has a higher priority, the default included, and what has the same for longer.
+            only_raise: leave nodes that have a higher priority, the default included, or the same one for longer.
 
         Raises:
             InvalidRequest: `tokens` is not whole tokens, or a field of `retention` is out of range.
 
-        A range that ends inside a block is widened by one of the blocks that begin like that. A shorter high priority
-        replaces a longer low one; when it ends, both have.
-
-        Complexity: O(depth + log leaves) for each node of the range, and up to three cuts, each a pass over the path's
-        tokens. Nodes that were cut are not joined again.
+        Complexity: O(depth + log leaves) for each node of the range, and up to three cuts, each of which reads the
+        path's tokens. Nodes that were cut are not joined again.
         """
         self._evictor.expire()
         require_tokens(tokens)
@@ -223,56 +232,46 @@ class PrefixCache:
         if node is None or reached <= start:
             return Grant(0, 0, end - start)
         expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
-        num_blocks = start // self.block_size
-        ends_s: list[float] = []
-        for part in self._retained.cut_range(node, num_blocks, -(-reached // self.block_size)):
-            granted = self._retained.grant(part, retention.priority, expires_s, only_raise=only_raise)
-            if granted is not None:
-                self._evictor.requeue(granted)
-                num_blocks += granted.num_blocks
-                if granted.expiry_entry is not None:
-                    ends_s.append(granted.expiry_entry[0])
-            if granted is not part:
-                break
+        first, last = start // self.block_size, -(-reached // self.block_size)
+        granted = self._retained.grant_range(node, first, last, retention.priority, expires_s, only_raise=only_raise)
+        for each in granted:
+            self._lines.requeue(each)
+        num_blocks = first + sum(each.num_blocks for each in granted)
         granted_tokens = max(0, min(reached, num_blocks * self.block_size) - start)
-        refused_tokens = reached - start - granted_tokens
-        return Grant(granted_tokens, refused_tokens, end - reached, min(ends_s, default=None))
-
-    # -- forgetting ------------------------------------------------------------------------------------------------
+        ends_s = [each.expiry_entry[0] for each in granted if each.expiry_entry is not None]
+        return Grant(granted_tokens, reached - start - granted_tokens, end - reached, min(ends_s, default=None))
 
     def evict(self, num_blocks: int, *, tenant: str | None = None) -> int:
         """Free blocks of unused leaves, in the policy's order and from each leaf's end.
 
         Args:
-            num_blocks: how many are wanted.
-            tenant: for whom: its own floor does not protect its leaves, all others' do. None is nobody, and every
-                floor holds.
+            num_blocks: blocks to free.
+            tenant: the tenant that needs them. Its own floor does not protect its leaves; the floors of others do.
+                With None all floors hold.
 
         Returns:
             Blocks freed: `num_blocks`, or fewer if no more are evictable.
 
         Complexity: O(log leaves + tenants with a quota) for each leaf, and one pass over the path's tokens if the last
-        is only shortened.
+        one is only shortened.
         """
         return self._evictor.evict(num_blocks, tenant)
 
     def purge(self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None) -> Purged:
-        """Forget whole namespaces at once. Nothing of them is found afterwards.
+        """Forget whole namespaces at once. No later request finds anything of them.
 
         Requests that use them go on with the blocks that they have, and publish nothing more.
 
         Args:
-            tenant, adapter, salt: which; None is any.
+            tenant, adapter, salt: the namespaces to forget; None matches any.
 
         Complexity: O(namespaces + open leases + nodes purged * log leaves).
         """
         for lease in self.leases:
             lease.is_revoked = lease.is_revoked or lease.namespace.is_among(tenant, adapter, salt)
-        trees = [tree for tree in self._trees.values() if tree.namespace.is_among(tenant, adapter, salt)]
+        trees = [tree for tree in self._trees.values() if tree.owner.namespace.is_among(tenant, adapter, salt)]
         purged = [self._evictor.purge(tree) for tree in trees]
         return Purged(sum(freed for freed, _ in purged), sum(pinned for _, pinned in purged))
-
-    # -- proof -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Recount everything from the open leases and the trees. Complexity: O(everything).
@@ -281,4 +280,10 @@ class PrefixCache:
             InvariantViolation: the message names what does not add up.
         """
         self._evictor.expire()
-        audit(self._trees.values(), self.leases, self.pool, self.tenants, self._retained, self._evictor)
+        audit(self._holdings, self.leases, self._pins)
+
+    def _cut(self, node: Node, num_blocks: int) -> Node:
+        """Cut a node after its first `num_blocks` blocks for the cache's own purposes. Returns the upper half."""
+        upper = self._trees[node.owner.namespace].cut(node, num_blocks)
+        self._changes.cut(node)
+        return upper

@@ -1,10 +1,10 @@
-"""The radix tree of one namespace: runs of token blocks and the physical blocks that hold them.
+"""The radix tree of one namespace: runs of tokens, and the physical blocks that hold their K/V.
 
-A match reads, an insert grows. Blocks are four tokens here:
+A match only reads; an insert adds. Blocks have four tokens here:
 
     insert [a b c d|e f g h|i j]            root ── [abcd|efgh|ij]            only a leaf may end inside a block
     insert [a b c d|x y]                    root ── [abcd] ┬─ [efgh|ij]       a split: the old object is the lower half,
-                                                           └─ [xy]            so whoever points at it stays right
+                                                           └─ [xy]            so references to it stay right
     match  [a b c d|e f z z]                6 tokens: the block [efgh] is shared up to `f`; the caller copies it
     insert [a b c d|x y z z|w]              root ── [abcd] ┬─ [efgh|ij]       a leaf grows in place; the block [xy] is
                                                            └─ [xyzz|w]        replaced by its longer copy
@@ -12,29 +12,30 @@ A match reads, an insert grows. Blocks are four tokens here:
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.child_table import ChildTable
-from radixkv.cache.node import Node
-from radixkv.cache.tenants import TenantUsage
-from radixkv.errors import InvariantViolation
-from radixkv.namespace import Namespace
+from radixkv.cache.node import Node, Owner
+from radixkv.errors import require_invariant
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, shared_bytes
+
+_require = functools.partial(require_invariant, "radix tree")
 
 
 class Insertion(NamedTuple):
-    """What an insert did. Of the blocks offered, `[num_known_blocks, end)` belong to the tree now.
+    """The outcome of an insert. Of the blocks offered, `[num_known_blocks, end)` belong to the tree now.
 
     Attributes:
         node: the node in which the inserted run ends.
-        known_bytes: bytes of the run that were in the tree before, token-exact.
-        known_block_ids: packed ids of the tree's own whole blocks for the run's beginning.
-        is_covered: the tree knew all of it, and took nothing.
-        split: the lower half of a node that was cut in two, or None.
-        replaced_block_ids: packed id of a partly filled block that a longer copy took the place of, or empty.
+        known_bytes: bytes of the run that were in the tree before, to the token.
+        known_block_ids: packed ids of the whole blocks with which the tree held the beginning of the run before.
+        is_covered: whether the tree held the whole run before, and took no block.
+        split: the lower half of the node that was cut in two; None if none was.
+        replaced_block_ids: packed id of the partly filled block that a longer copy replaced; empty if none did.
     """
 
     node: Node
@@ -51,29 +52,38 @@ class Insertion(NamedTuple):
 
 
 class RadixTree:
-    """Segments of one namespace. Compares tokens, so what it matches is equal, never probably equal.
+    """The cached tokens of one namespace. It compares tokens, not hashes, so a match is always a true one.
 
     Args:
-        block_size: tokens a block.
-        namespace: whose segments these are.
-        usage: where the tenant's blocks are counted.
+        owner: namespace, counters and block size of all its nodes.
+
+    Attributes:
+        root: the node above all others; it holds no tokens.
+
+    Example:
+        >>> from radixkv.cache.tenants import Quota, TenantUsage
+        >>> from radixkv.namespace import Namespace
+        >>> tree = RadixTree(Owner(Namespace("model"), TenantUsage(Quota()), block_size=1))
+        >>> token_a, token_b, token_c = (bytes([byte, 0, 0, 0]) for byte in b"abc")
+        >>> tree.insert(token_a + token_b, block_ids=bytes(8)).known_bytes
+        0
+        >>> tree.match(token_a + token_c)[1]  # one token of four bytes
+        4
     """
 
-    def __init__(self, block_size: int, namespace: Namespace, usage: TenantUsage) -> None:
-        self.block_size = block_size
-        self.namespace = namespace
-        self.usage = usage
-        self.root = Node(self, None, b"", b"", 0)
-        self._block_bytes = block_size * TOKEN_BYTES
-        self._seed = namespace.seed
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.root = Node(owner, None, b"", b"", 0)
+        self._block_bytes = owner.block_size * TOKEN_BYTES
+        self._seed = owner.namespace.seed
 
     def match(self, tokens: bytes) -> tuple[Node | None, int, bytes]:
         """Find the longest known prefix, to the token. Changes nothing.
 
         Returns:
-            The deepest node that shares at least one token, None if none does; the bytes of the prompt that match; the
-            packed ids of the `ceil` blocks that hold them, of which the last one may be shared in part. A plain tuple:
-            a named one takes 0.2 us.
+            The deepest node that shares at least one token, None if none does; the number of bytes that match; the
+            packed ids of the blocks that hold them, of which the last one may be shared in part. This is a plain
+            tuple because a named one takes 0.2 us.
 
         Complexity: one dict look-up and one memory comparison a node; at the end O(log siblings).
         """
@@ -100,10 +110,10 @@ class RadixTree:
         return node if position else None, position, b"".join(runs)
 
     def insert(self, tokens: bytes, block_ids: bytes) -> Insertion:
-        """Make a run of tokens matchable, taking over the blocks that hold its unknown end.
+        """Make a run of tokens matchable. The tree takes over those of its blocks that it did not hold before.
 
         Args:
-            tokens: the run from the root on; at least one token.
+            tokens: the run from the root on, at least one token.
             block_ids: packed ids of all its blocks, `ceil(tokens / block_size)`.
 
         Complexity: O(len(tokens)) memory comparison, one split or one new node at most.
@@ -150,16 +160,16 @@ class RadixTree:
         runs: list[bytes],
         split: Node | None,
     ) -> Insertion:
-        """Hang `tokens[start:]` below `parent`; `start` is a block boundary."""
+        """Add a node with `tokens[start:]` below `parent`; `start` is a block boundary."""
         first = start // self._block_bytes * BLOCK_ID_BYTES
-        node = Node(self, parent, tokens[start:], block_ids[first:], self._fingerprint(tokens, start))
+        node = Node(self.owner, parent, tokens[start:], block_ids[first:], self._fingerprint(tokens, start))
         if parent.children is None:
             parent.children = ChildTable()
         parent.children[tokens[start : start + self._block_bytes]] = node
         return Insertion(node, known, b"".join(runs), False, split, b"")
 
     def _grow(self, leaf: Node, tokens: bytes, start: int, block_ids: bytes, runs: list[bytes]) -> Insertion:
-        """Let a leaf that begins at `start` reach the end of `tokens`, of which it holds a proper prefix."""
+        """Grow a leaf that begins at `start` to the end of `tokens`, of which it holds a proper prefix."""
         known = start + len(leaf.tokens)
         whole_blocks = len(leaf.tokens) // self._block_bytes
         kept = leaf.block_ids[: whole_blocks * BLOCK_ID_BYTES]
@@ -178,10 +188,7 @@ class RadixTree:
         return Insertion(leaf, known, b"".join(runs), False, None, replaced)
 
     def cut(self, node: Node, num_blocks: int) -> Node:
-        """Split a node after its first `num_blocks` blocks, at least one and fewer than it has.
-
-        Returns:
-            The new upper node; `node` is the lower one now.
+        """Split a node after its first `num_blocks` blocks, at least one and fewer than it has. Returns the upper half.
 
         Complexity: O(depth + tokens of the path).
         """
@@ -202,7 +209,7 @@ class RadixTree:
         assert parent is not None
         assert parent.children is not None
         upper = Node(
-            self, parent, lower.tokens[:cut], lower.block_ids[: num_blocks * BLOCK_ID_BYTES], lower.fingerprint
+            self.owner, parent, lower.tokens[:cut], lower.block_ids[: num_blocks * BLOCK_ID_BYTES], lower.fingerprint
         )
         upper.pin_count = lower.pin_count
         upper.last_used_s = lower.last_used_s
@@ -217,7 +224,7 @@ class RadixTree:
         lower.fingerprint = prefix_fingerprint(self._seed, tokens, start + cut, lower.tokens[: self._block_bytes])
 
     def remove(self, leaf: Node) -> None:
-        """Cut a leaf off. The caller owns its blocks. Complexity: O(log siblings)."""
+        """Remove a leaf. Its blocks are the caller's. Complexity: O(log siblings)."""
         parent = leaf.parent
         assert parent is not None
         assert parent.children is not None
@@ -225,28 +232,30 @@ class RadixTree:
         if not parent.children:
             parent.children = None
 
-    def truncate(self, leaf: Node, num_blocks: int) -> tuple[bytes, int]:
+    def truncate(self, leaf: Node, num_blocks: int) -> bytes:
         """Shorten a leaf to its first `num_blocks` blocks, at least one and fewer than it has.
 
         Returns:
-            The packed ids of the blocks cut off, now the caller's, and the fingerprint of the first of them.
-
-        Complexity: O(depth + tokens of the path), for the fingerprint.
+            The packed ids of the blocks cut off, which are now the caller's.
         """
-        cut = num_blocks * self._block_bytes
-        prefix = self.path_tokens(leaf)
-        start = len(prefix) - len(leaf.tokens)
-        fingerprint = self._fingerprint(prefix, start + cut)
         removed = leaf.block_ids[num_blocks * BLOCK_ID_BYTES :]
-        leaf.tokens = leaf.tokens[:cut]
+        leaf.tokens = leaf.tokens[: num_blocks * self._block_bytes]
         leaf.block_ids = leaf.block_ids[: num_blocks * BLOCK_ID_BYTES]
-        return removed, fingerprint
+        return removed
+
+    def fingerprint_after(self, node: Node, num_blocks: int) -> int:
+        """Hash the namespace and all tokens up to the end of the block that follows a node's first `num_blocks`.
+
+        Complexity: O(depth + tokens of the path).
+        """
+        tokens = self.path_tokens(node)
+        return self._fingerprint(tokens, len(tokens) - len(node.tokens) + num_blocks * self._block_bytes)
 
     def _fingerprint(self, tokens: bytes, start: int) -> int:
         return prefix_fingerprint(self._seed, tokens, start + self._block_bytes)
 
     def path_tokens(self, node: Node) -> bytes:
-        """All tokens from the root to the end of `node`. Complexity: O(depth + tokens)."""
+        """Join all tokens from the root to the end of `node`. Complexity: O(depth + tokens)."""
         runs = [node.tokens]
         while (parent := node.parent) is not None:
             runs.append(parent.tokens)
@@ -254,7 +263,7 @@ class RadixTree:
         return b"".join(reversed(runs))
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the root, parents before children."""
+        """Yield every node but the root, parents before children."""
         stack = list(self.root.children.values()) if self.root.children else []
         while stack:
             node = stack.pop()
@@ -263,16 +272,14 @@ class RadixTree:
                 stack.extend(node.children.values())
 
     def check(self) -> None:
-        """Assert the shape of every node.
+        """Check the shape of every node. Complexity: O(all tokens).
 
         Raises:
             InvariantViolation: the message names what is wrong.
         """
         for node in (self.root, *self.nodes()):
-            prefixed = any(
-                after.startswith(before) for before, after in itertools.pairwise(sorted(node.children or ()))
-            )
-            _require(not prefixed, "a leaf is the beginning of its sibling")
+            pairs = itertools.pairwise(sorted(node.children or ()))
+            _require(not any(after.startswith(before) for before, after in pairs), "a leaf begins its sibling")
             _require(node.children is None or node.children.is_in_order(), "the sorted keys are not the children's")
         for node in self.nodes():
             parent = node.parent
@@ -281,17 +288,11 @@ class RadixTree:
             assert parent is not None
             assert parent.children is not None
             _require(parent.children.get(key) is node, "a node is not filed under its first block")
-            _require(node.tree is self, "a node belongs to another tree")
+            _require(node.owner is self.owner, "a node belongs to another tree")
             _require(len(node.tokens) > 0 and len(node.tokens) % TOKEN_BYTES == 0, "a run is not whole tokens")
             _require(node.num_blocks == -(-len(node.tokens) // self._block_bytes), "blocks do not cover the run")
             _require(node.is_leaf or len(node.tokens) % self._block_bytes == 0, "an inner node ends inside a block")
             _require(node.children is None or len(node.children) > 0, "an empty child table is kept")
             path = self.path_tokens(node)
-            _require(
-                node.fingerprint == self._fingerprint(path, len(path) - len(node.tokens)), "a fingerprint is stale"
-            )
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InvariantViolation(f"radix tree: {message}")
+            fingerprint = self._fingerprint(path, len(path) - len(node.tokens))
+            _require(node.fingerprint == fingerprint, "a fingerprint is stale")

@@ -1,23 +1,21 @@
-"""Retained nodes: which nodes have a priority, when it ends, and how many blocks that keeps."""
+"""The nodes that callers asked to keep: their priorities, when these end, and how many blocks that holds back."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from sortedcontainers import SortedList
 
+from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.cache.changes import Listener
 from radixkv.cache.node import Node, path_to
 from radixkv.cache.tenants import TenantUsage
 
-if TYPE_CHECKING:
-    pass
 
-
-class RetainedNodes:
-    """Gives nodes a priority and takes it back in time.
+class RetainedNodes(Listener):
+    """Gives nodes a priority, and takes it back when its time is up.
 
     A node is retained while its priority is above the default. So is every node before it, which can't leave earlier:
 
@@ -25,47 +23,48 @@ class RetainedNodes:
                               └─ [20]
 
     Args:
-        max_blocks: how many blocks may be retained.
-        on_cut: told of the lower half of each node that is cut here.
+        max_blocks: blocks that may be retained.
+        cut: cuts a node after its first blocks, tells the listeners, and returns the upper half.
 
     Attributes:
-        num_blocks: how many are.
+        max_blocks: the same.
+        num_blocks: blocks that are retained.
     """
 
-    def __init__(self, max_blocks: int, on_cut: Callable[[Node], None]) -> None:
-        self._on_cut = on_cut
+    def __init__(self, max_blocks: int, cut: Callable[[Node, int], Node]) -> None:
         self.max_blocks = max_blocks
         self.num_blocks = 0
+        self._cut = cut
         self._expiries = SortedList()  # of (expires_s, serial, node); serials are distinct, so nodes are never compared
         self._serials = itertools.count()
 
     @property
     def num_expiring(self) -> int:
-        """Nodes whose priority will end."""
+        """Number of nodes whose priority will end."""
         return len(self._expiries)
 
     def grant(self, node: Node, priority: int, expires_s: float | None, *, only_raise: bool = False) -> Node | None:
-        """Give a node a priority; if not all of it may be retained, cut it and give it to its beginning.
+        """Give a node a priority. If not all of it may be retained, cut it and give the priority to its beginning.
 
         Args:
-            node: which.
+            node: the node.
             priority: 0 to 100.
-            expires_s: when it ends; None for never.
-            only_raise: leave a node that has a higher priority, or as long the same.
+            expires_s: when the priority ends; None for never.
+            only_raise: leave a node that has a higher priority, or the same one for as long.
 
         Returns:
-            The node that has it, None if there is no room for any.
+            The node that has the priority now; None if no block more may be retained.
 
         Complexity: O(depth + log expiring nodes), and a cut.
         """
         if only_raise and _is_retained_longer(node, priority, expires_s):
             return node
         if priority > DEFAULT_PRIORITY and not is_retained(node):
-            num_blocks = self._num_grantable(node.tree.usage) - _num_unretained_blocks(node.parent)
+            num_blocks = self._num_grantable(node.owner.usage) - _num_unretained_blocks(node.parent)
             if num_blocks <= 0:
                 return None
             if num_blocks < node.num_blocks:
-                node = self.cut(node, num_blocks)
+                node = self._cut(node, num_blocks)
         self.set(node, priority, expires_s)
         return node
 
@@ -74,8 +73,27 @@ class RetainedNodes:
         left = self.max_blocks - self.num_blocks
         return left if own is None else min(left, own - usage.num_retained_blocks)
 
+    def grant_range(
+        self, node: Node, start: int, end: int, priority: int, expires_s: float | None, *, only_raise: bool
+    ) -> list[Node]:
+        """Give the blocks `[start, end)` of a node's path a priority, as many from `start` on as may be retained.
+
+        Returns:
+            The nodes that have the priority now, in order.
+
+        Complexity: `grant` for each node of the range, and two cuts.
+        """
+        granted: list[Node] = []
+        for part in self.cut_range(node, start, end):
+            has_priority = self.grant(part, priority, expires_s, only_raise=only_raise)
+            if has_priority is not None:
+                granted.append(has_priority)
+            if has_priority is not part:
+                break
+        return granted
+
     def cut_range(self, node: Node, start: int, end: int) -> list[Node]:
-        """The nodes that hold the blocks `[start, end)` of a node's path, and no others; cut where that takes it.
+        """List the nodes that hold the blocks `[start, end)` of a node's path, after cutting nodes at both ends.
 
         Complexity: O(depth), and two cuts.
         """
@@ -84,22 +102,21 @@ class RetainedNodes:
         for part in path_to(node):
             first, position = position, position + part.num_blocks
             if first < end < position:
-                part = self.cut(part, end - first)
+                part = self._cut(part, end - first)
             if first < start < position:
-                self.cut(part, start - first)  # `part` is the lower half now
+                self._cut(part, start - first)  # `part` is the lower half now
             if start < position and first < end:
                 nodes.append(part)
         return nodes
 
-    def cut(self, node: Node, num_blocks: int) -> Node:
-        """Cut a node in two; see `RadixTree.cut`. Returns the upper one."""
-        upper = node.tree.cut(node, num_blocks)
-        self.split(node)
-        self._on_cut(node)
-        return upper
+    def end_after(self, leaf: Node, num_blocks: int) -> None:
+        """Let the priority of a leaf that has grown hold for its first `num_blocks` only: cut off the rest."""
+        if leaf.num_blocks > num_blocks:
+            self._cut(leaf, num_blocks)
+            self.set(leaf, DEFAULT_PRIORITY, None)
 
     def set(self, node: Node, priority: int, expires_s: float | None) -> None:
-        """Give a node a priority, for ever without an end. Complexity: O(depth + log expiring nodes)."""
+        """Give a node a priority until `expires_s`; None is for ever. Complexity: O(depth + log expiring nodes)."""
         was_retained = is_retained(node)
         node.priority = priority
         node.has_expired = False
@@ -107,7 +124,7 @@ class RetainedNodes:
         self._recount(node, was_retained)
 
     def expire(self, now_s: float) -> Iterator[Node]:
-        """Take the priorities back whose time has come; yields each node. Complexity: O(depth + log n) a node."""
+        """End the priorities whose time has come, and yield their nodes. Complexity: O(depth + log n) a node."""
         while self._expiries and self._expiries[0][0] <= now_s:
             node = self._expiries[0][2]
             was_kept = node.priority > DEFAULT_PRIORITY
@@ -115,8 +132,17 @@ class RetainedNodes:
             node.has_expired = was_kept
             yield node
 
-    def split(self, lower: Node) -> None:
-        """A node was cut in two: what one had both have."""
+    def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
+        """Count the new blocks of a retained leaf."""
+        if is_retained(leaf):
+            self._count(leaf, num_new_blocks)
+
+    def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
+        """Give both halves the priority of the node."""
+        self.cut(lower)
+
+    def cut(self, lower: Node) -> None:
+        """Give both halves the priority of the node."""
         upper = lower.parent
         assert upper is not None
         upper.priority = lower.priority
@@ -125,20 +151,15 @@ class RetainedNodes:
         if lower.expiry_entry is not None:
             self._set_expiry(upper, lower.expiry_entry[0])
 
-    def grown(self, leaf: Node, num_blocks: int) -> None:
-        """A leaf has so many more blocks."""
-        if is_retained(leaf):
-            self._count(leaf, num_blocks)
-
-    def cut_off(self, leaf: Node, num_blocks: int) -> None:
-        """So many blocks are about to leave a leaf's end, perhaps all. Complexity: O(depth + log expiring nodes)."""
+    def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
+        """Count what a leaf loses. Complexity: O(depth + log expiring nodes)."""
         if num_blocks == leaf.num_blocks:
             self.set(leaf, DEFAULT_PRIORITY, None)
         elif is_retained(leaf):
             self._count(leaf, -num_blocks)
 
     def purged(self, node: Node) -> None:
-        """A node's whole tree goes. Complexity: O(log expiring nodes)."""
+        """Forget a node. Complexity: O(log expiring nodes)."""
         if is_retained(node):
             self._count(node, -node.num_blocks)
         self._set_expiry(node, None)
@@ -151,7 +172,7 @@ class RetainedNodes:
             self._expiries.add(node.expiry_entry)
 
     def _recount(self, node: Node, was_retained: bool) -> None:
-        """Tell the nodes before this one, as far up as it makes a difference to them."""
+        """Count a node whose state changed, and the nodes before it as far up as their state changes with it."""
         sign = -1 if was_retained else 1
         while node.parent is not None and is_retained(node) is not was_retained:
             self._count(node, sign * node.num_blocks)
@@ -161,11 +182,11 @@ class RetainedNodes:
 
     def _count(self, node: Node, num_blocks: int) -> None:
         self.num_blocks += num_blocks
-        node.tree.usage.num_retained_blocks += num_blocks
+        node.owner.usage.num_retained_blocks += num_blocks
 
 
 def _num_unretained_blocks(node: Node | None) -> int:
-    """Blocks from a node back to the first that is retained. Complexity: O(depth)."""
+    """Count the blocks from a node back to the nearest retained one. Complexity: O(depth)."""
     num_blocks = 0
     while node is not None and not is_retained(node):
         num_blocks += node.num_blocks
@@ -179,7 +200,7 @@ def is_retained(node: Node) -> bool:
 
 
 def _is_retained_longer(node: Node, priority: int, expires_s: float | None) -> bool:
-    """Whether a node has a higher priority, or the same at least until then."""
+    """Whether a node has a higher priority, or the same one at least until `expires_s`."""
     if node.priority != priority:
         return node.priority > priority
     return node.expiry_entry is None or (expires_s is not None and node.expiry_entry[0] >= expires_s)

@@ -82,7 +82,7 @@ def test_a_key_filed_behind_its_back_is_noticed() -> None:
     assert not table.is_in_order()
 
 
-def test_neighbours_are_found_across_the_lists_that_sorted_keys_are_kept_in() -> None:
+def test_neighbors_are_found_across_the_lists_that_sorted_keys_are_kept_in() -> None:
     dice = random.Random(2)
     words = sorted({"".join(dice.choices("abcdef", k=3)) for _ in range(60)})
     keys = _SortedKeys(words)
@@ -91,4 +91,4 @@ def test_neighbours_are_found_across_the_lists_that_sorted_keys_are_kept_in() ->
     for word in [*words, "", "b", "ccc0", "zzz"]:
         after = bisect_left(words, word)
         expected = words[max(after - 1, 0)] if after < len(words) else words[-1], words[min(after, len(words) - 1)]
-        assert keys.neighbours(word) == expected
+        assert keys.neighbors(word) == expected

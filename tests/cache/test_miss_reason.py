@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from radixkv.api.miss_reason import MissReason
-from radixkv.cache.lost_prefixes import LostPrefixes
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import Namespace
 from radixkv.tokens import prefix_fingerprint
@@ -101,39 +100,6 @@ def test_what_was_forgotten_long_ago_is_cold() -> None:
     cache.evict(2)
     assert explain(cache, "abcdXX") is MissReason.COLD
     assert explain(cache, "efghXX") is MissReason.EVICTED
-
-
-# -- the memory --------------------------------------------------------------------------------------------------------
-
-
-def test_the_oldest_note_is_forgotten_first() -> None:
-    lost = LostPrefixes(2)
-    for fingerprint in (1, 2, 3):
-        lost.remember(fingerprint, MissReason.EVICTED)
-    assert [lost.reason(fingerprint) for fingerprint in (1, 2, 3)] == [None, MissReason.EVICTED, MissReason.EVICTED]
-    assert len(lost) == 2
-
-
-def test_a_note_made_again_is_new() -> None:
-    lost = LostPrefixes(2)
-    for fingerprint in (1, 2, 1, 3):
-        lost.remember(fingerprint, MissReason.EVICTED)
-    assert lost.reason(1) is MissReason.EVICTED
-    assert lost.reason(2) is None
-
-
-def test_the_latest_reason_counts() -> None:
-    lost = LostPrefixes(2)
-    lost.remember(1, MissReason.EVICTED)
-    lost.remember(1, MissReason.EXPIRED)
-    assert lost.reason(1) is MissReason.EXPIRED
-    assert len(lost) == 1
-
-
-def test_a_memory_of_nothing_remembers_nothing() -> None:
-    lost = LostPrefixes(0)
-    lost.remember(1, MissReason.EVICTED)
-    assert lost.reason(1) is None
 
 
 def test_a_fingerprint_is_of_the_namespace_and_the_prefix_alone() -> None:

@@ -524,7 +524,7 @@ def test_check_notices_a_pin_that_is_missing() -> None:
 
 def test_check_notices_a_drifted_number_of_pinned_blocks() -> None:
     cache = make_cache()
-    cache._evictor.num_pinned_blocks += 1
+    cache._pins.num_pinned_blocks += 1
     with pytest.raises(InvariantViolation, match="pinned blocks drifted"):
         cache.check()
 
@@ -532,7 +532,7 @@ def test_check_notices_a_drifted_number_of_pinned_blocks() -> None:
 def test_check_notices_a_leaf_missing_from_the_eviction_index() -> None:
     cache = make_cache()
     publish(cache, "abcd")
-    cache._evictor.lines.discard(next(cache._trees[MODEL].nodes()))
+    cache._lines.discard(next(cache._trees[MODEL].nodes()))
     with pytest.raises(InvariantViolation, match="eviction index"):
         cache.check()
 

@@ -22,7 +22,7 @@ class Planter:
         self._block_ids = itertools.count()
 
     def insert(self, text: str) -> Insertion:
-        num_blocks = -(-len(text) // self.tree.block_size)
+        num_blocks = -(-len(text) // self.tree.owner.block_size)
         insertion = self.tree.insert(spell(text), packed(*itertools.islice(self._block_ids, num_blocks)))
         self.tree.check()
         return insertion
@@ -287,7 +287,7 @@ def test_a_node_without_children_is_a_leaf_again_and_grows() -> None:
 def test_truncating_cuts_from_the_end(text: str, kept: str) -> None:
     planter = Planter()
     leaf = planter.insert(text).node
-    removed, _ = planter.tree.truncate(leaf, 2)
+    removed = planter.tree.truncate(leaf, 2)
     planter.tree.check()
     assert planter.shape() == {kept: [0, 1]}
     assert unpacked(removed) == [2]
@@ -297,7 +297,7 @@ def test_truncating_cuts_from_the_end(text: str, kept: str) -> None:
 def test_what_is_truncated_is_named_as_the_leaf_that_it_would_have_been() -> None:
     planter, other = Planter(), Planter()
     leaf = planter.insert("abcdefghij").node
-    _, fingerprint = planter.tree.truncate(leaf, 1)
+    fingerprint = planter.tree.fingerprint_after(leaf, 1)
     other.insert("abcdXXXX")
     assert fingerprint == other.insert("abcdefghij").node.fingerprint
 
@@ -306,7 +306,7 @@ def test_a_truncated_leaf_below_a_parent_is_named_by_its_whole_path() -> None:
     planter, other = Planter(), Planter()
     planter.insert("abcdefghijkl")
     planter.insert("abcdXXXX")
-    _, fingerprint = planter.tree.truncate(node_of(planter, "abcd/efghijkl"), 1)
+    fingerprint = planter.tree.fingerprint_after(node_of(planter, "abcd/efghijkl"), 1)
     other.insert("abcdefghXXXX")
     assert fingerprint == other.insert("abcdefghijkl").node.fingerprint
 
@@ -363,7 +363,7 @@ def test_random_inserts_match_what_a_set_of_prefixes_says(block_size: int) -> No
         ("tokens", spell("efgh") + b"\0", "not whole tokens"),
         ("block_ids", packed(1, 2), "blocks do not cover the run"),
         ("fingerprint", 5, "fingerprint is stale"),
-        ("tree", make_tree(4), "another tree"),
+        ("owner", make_tree(4).owner, "another tree"),
         ("parent", None, "no parent"),
     ],
 )
@@ -382,6 +382,6 @@ def test_check_notices_a_leaf_that_begins_its_sibling() -> None:
     root = planter.tree.root
     assert root.children is not None
     short = planter.tree._fingerprint(spell("ab"), 0)
-    root.children[spell("ab")] = Node(planter.tree, root, spell("ab"), packed(9), short)
-    with pytest.raises(InvariantViolation, match="beginning of its sibling"):
+    root.children[spell("ab")] = Node(planter.tree.owner, root, spell("ab"), packed(9), short)
+    with pytest.raises(InvariantViolation, match="a leaf begins its sibling"):
         planter.tree.check()

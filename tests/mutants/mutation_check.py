@@ -26,6 +26,8 @@ CACHE_TESTS = (
     "tests/cache/test_lease.py",
     "tests/cache/test_eviction.py",
     "tests/cache/test_miss_reason.py",
+    "tests/cache/test_lost_prefixes.py",
+    "tests/cache/test_changes.py",
     "tests/cache/test_prefix_cache.py",
     "tests/cache/test_retention.py",
     "tests/cache/test_purge.py",

@@ -13,15 +13,15 @@ _POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": lambda _: LeastRecentlyUsed(),
     "slru": lambda _: SegmentedLeastRecentlyUsed(),
     "lfu": lambda _: LeastFrequentlyUsed(),
-    "priority": lambda _: LeastRecentlyUsed(),  # priorities come first in every order; a name that others have
+    "priority": lambda _: LeastRecentlyUsed(),  # every policy obeys priorities; a name that others use
 }
 
 
 def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
-    """Make a policy for one cache of so many blocks.
+    """Make a policy for one cache.
 
     Args:
         name: one of `radixkv.config.EVICTION_POLICIES`.
-        num_blocks: blocks of the cache's pool.
+        num_blocks: blocks in the pool of that cache.
     """
     return _POLICIES[name](num_blocks)

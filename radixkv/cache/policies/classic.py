@@ -7,28 +7,28 @@ from radixkv.cache.policies.policy import EvictionPolicy
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """The leaf whose last lease began or ended longest ago goes first."""
+    """Evict the leaf first whose last lease began or ended longest ago."""
 
     def key(self, node: Node) -> float:
-        """Time of last use, in seconds."""
+        """Return the time of the last use, in seconds."""
         return node.last_used_s
 
 
 class SegmentedLeastRecentlyUsed(EvictionPolicy):
-    """Leaves that were never reused go before all that were; the least recently used of each kind first.
+    """Evict leaves that were never reused before all others; of each kind, the least recently used one first.
 
-    Source: Karedla, Love, Wherry: "Caching strategies to improve disk system performance", 1994; as a sort key, with
-    no bound on the protected segment, like SGLang's.
+    Source: Karedla, Love, Wherry: "Caching strategies to improve disk system performance", 1994. Here it is a sort key,
+    as in SGLang, so the protected segment has no bound.
     """
 
     def key(self, node: Node) -> tuple[bool, float]:
-        """Whether it was reused, and the time of last use."""
+        """Return whether it was reused, and the time of its last use."""
         return node.num_uses > 0, node.last_used_s
 
 
 class LeastFrequentlyUsed(EvictionPolicy):
-    """The leaf with the fewest uses goes first, the least recently used of them before the others."""
+    """Evict the leaf with the fewest uses first; of equals, the least recently used one."""
 
     def key(self, node: Node) -> tuple[int, float]:
-        """Number of uses, and the time of the last."""
+        """Return the number of uses, and the time of the last one."""
         return node.num_uses, node.last_used_s

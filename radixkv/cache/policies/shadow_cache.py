@@ -48,8 +48,8 @@ class BlockSampler:
 
         Complexity: O(tokens of the path), one hash over them.
         """
-        block_bytes = node.tree.block_size * TOKEN_BYTES
-        stride = _stride(node.tree.block_size)
+        block_bytes = node.owner.block_size * TOKEN_BYTES
+        stride = _stride(node.owner.block_size)
         limit = 2.0**64 * _NUM_SAMPLED * stride / self._num_blocks
         above = _ancestors(node)
         digest = xxh3_64(seed=(above[0] if above else node).fingerprint)

@@ -12,9 +12,9 @@ import pytest
 import radixkv.cache.eviction_lines
 import radixkv.cache.prefix_cache
 from radixkv.api.retention import Retention
-from radixkv.cache.policies.adaptive import BestOfThreeOrders, _Order
+from radixkv.cache.policies.adaptive import BestOfThreeOrders
 from radixkv.cache.policies.by_name import make_policy
-from radixkv.cache.policies.shadow_cache import BlockSampler, ShadowCache
+from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EVICTION_POLICIES
 from tests.fakes import MODEL, FakeClock, cached, publish, spell
@@ -93,7 +93,7 @@ def test_the_half_that_is_not_shared_is_as_old_as_before() -> None:
 
 
 def test_a_policy_may_offer_a_leaf_piece_by_piece() -> None:
-    class OneByOne(radixkv.cache.eviction_lines.EvictionPolicy):
+    class OneByOne(EvictionPolicy):
         def key(self, node: Any) -> float:
             return -node.num_blocks  # the longest first
 
@@ -118,7 +118,7 @@ def test_the_mechanism_knows_no_policy_by_name(module: Any) -> None:
 
 
 def test_a_change_of_order_keys_all_leaves_anew() -> None:
-    class Turned(radixkv.cache.eviction_lines.EvictionPolicy):
+    class Turned(EvictionPolicy):
         sign = 1
 
         def key(self, node: Any) -> float:
@@ -135,66 +135,6 @@ def test_a_change_of_order_keys_all_leaves_anew() -> None:
     assert [cached(cache, text) for text in ("aaaa", "bbbb", "cccc")] == [4, 4, 0]
 
 
-# -- the trial of orders -----------------------------------------------------------------------------------------------
-
-
-def test_an_order_in_force_gives_way_to_a_clearly_better_one_only() -> None:
-    policy = BestOfThreeOrders(100)
-    policy._filled(400)
-    policy._wins[_Order.REUSED_LAST][_Order.LIFETIMES] = 60.0
-    policy._wins[_Order.LIFETIMES][_Order.REUSED_LAST] = 40.0  # a lead of 20: two deviations of a coin
-    policy._filled(10)
-    assert (policy._order, policy.generation) == (_Order.LIFETIMES, 0)
-    policy._wins[_Order.REUSED_LAST][_Order.LIFETIMES] += 10
-    policy._filled(9)
-    assert policy.generation == 0  # a tenth of the cache is not yet new
-    policy._filled(1)
-    assert (policy._order, policy.generation) == (_Order.REUSED_LAST, 1)
-
-
-def test_lifetimes_are_given_time_to_be_learned() -> None:
-    policy = BestOfThreeOrders(100)
-    policy._filled(380)
-    policy._wins[_Order.LAST_USE][_Order.LIFETIMES] = 1000.0
-    policy._filled(10)
-    assert policy._order == _Order.LIFETIMES
-    policy._filled(20)
-    assert policy._order == _Order.LAST_USE
-
-
-def test_a_shadow_cache_lets_the_smallest_key_go() -> None:
-    shadow = ShadowCache()
-    for digest, key, was_held in ((1, 5.0, False), (2, 3.0, False), (3, 4.0, False), (1, 2.0, True)):
-        assert shadow.use([digest], key, key, 3) == [was_held]
-    assert shadow.use([4, 3], 9.0, 4.0, 3) == [False, True]  # the newest key of a block counts
-    assert [digest in shadow for digest in (1, 2, 3, 4)] == [False, True, True, True]
-    for index in range(1000):
-        shadow.use([index % 5], float(index), float(index), 3)
-    assert len(shadow) == 3
-    assert len(shadow._line) <= 13
-
-
-def test_the_same_prefixes_are_sampled_wherever_nodes_begin() -> None:
-    def samples(*texts: str) -> list[tuple[int, int]]:
-        """Depth in blocks and digest."""
-        cache, _ = make_cache("lru", num_blocks=1000)
-        for text in texts:
-            publish(cache, text)
-        sampler = BlockSampler(1000)
-        found = []
-        for node in cache._trees[MODEL].nodes():
-            depth, above = 0, node.parent
-            while above is not None:
-                depth, above = depth + above.num_blocks, above.parent
-            found += [(depth + index, digest) for index, digest in sampler.sample(node, 0)]
-        return sorted(found)
-
-    text = "".join(chr(97 + index % 26) * 4 for index in range(500))
-    whole = samples(text)
-    assert [depth for depth, _ in whole] == [127, 255, 383]  # every 512 tokens of four a block
-    assert samples(text, text[:800] + "?" * 40) == whole
-
-
 # -- the learned lifetimes ---------------------------------------------------------------------------------------------
 
 
@@ -207,7 +147,6 @@ def test_a_lifetime_is_added_to_the_last_use_and_a_share_of_nodes_gets_the_long_
     policy = BestOfThreeOrders(100)
     policy._lifetimes_s = [(0.0, 8.0), (64.0, 64.0)]
     policy._long_share = 0.5
-    policy._order = _Order.LIFETIMES
     assert policy.key(leaf_used(0, 10.0, fingerprint=2**62)) == 18
     assert policy.key(leaf_used(0, 10.0, fingerprint=2**63)) == 10
     assert policy.key(leaf_used(1, 10.0)) == 74
@@ -215,7 +154,7 @@ def test_a_lifetime_is_added_to_the_last_use_and_a_share_of_nodes_gets_the_long_
 
 def test_what_it_remembers_is_bounded() -> None:
     cache, clock = make_cache("adaptive", num_blocks=8)
-    policy = cache._policy
+    policy = cache._holdings.policy
     assert isinstance(policy, BestOfThreeOrders)
     for index in range(5000):
         clock.now_s += 1
@@ -225,7 +164,7 @@ def test_what_it_remembers_is_bounded() -> None:
 
 def test_a_leaf_that_comes_back_after_eviction_is_learned_from() -> None:
     cache, clock = make_cache("adaptive", num_blocks=4)
-    policy = cache._policy
+    policy = cache._holdings.policy
     assert isinstance(policy, BestOfThreeOrders)
     publish(cache, "aaaabbbb")
     cache.evict(1)  # the leaf is shortened before it goes: both parts are remembered
@@ -240,7 +179,7 @@ def test_a_leaf_that_comes_back_after_eviction_is_learned_from() -> None:
 def test_what_is_learned_does_not_depend_on_where_a_path_is_cut() -> None:
     def learned(*, cuts: bool) -> tuple[float, float]:
         cache, clock = make_cache("adaptive")
-        policy = cache._policy
+        policy = cache._holdings.policy
         assert isinstance(policy, BestOfThreeOrders)
         publish(cache, "aaaabbbbccccdddd")
         if cuts:
@@ -257,7 +196,7 @@ def test_what_is_learned_does_not_depend_on_where_a_path_is_cut() -> None:
 def test_a_leaf_that_comes_back_in_chunks_is_learned_from_as_if_at_once() -> None:
     def learned(*ends: int) -> float:
         cache, clock = make_cache("adaptive", num_blocks=8)
-        policy = cache._policy
+        policy = cache._holdings.policy
         assert isinstance(policy, BestOfThreeOrders)
         publish(cache, "aaaabbbbccccdddd")
         cache.evict(4)

@@ -161,7 +161,7 @@ class Walk:
         identities = self.oracle.identities(namespace, tokens)
         assert match.cached_tokens == self.oracle.num_reusable(identities)
         self.oracle.verify_match(match, identities)
-        reason = self.cache.explain(match.namespace, match.tokens, match.cached_tokens)
+        reason = self.cache.explain(namespace, tokens, match.cached_tokens)
         block_end = (match.cached_tokens // self.world.block_size + 1) * self.world.block_size
         assert (reason is MissReason.NONE) == (match.cached_tokens == identities.size - 1)
         if reason in (MissReason.EVICTED, MissReason.EXPIRED):

@@ -103,7 +103,7 @@ class Oracle:
     def verify_priorities(self, tree: RadixTree) -> None:
         """Assert that every block of a tree has the priority that it should."""
         for node in tree.nodes():
-            path = self.retention.path(self.identities(tree.namespace, tree.path_tokens(node)).tolist())
+            path = self.retention.path(self.identities(tree.owner.namespace, tree.path_tokens(node)).tolist())
             expected = {self.retention.priority(block) for block in path[len(path) - node.num_blocks :]}
             assert expected == {node.priority}, f"expected priorities {expected}, got {node.priority}"
 

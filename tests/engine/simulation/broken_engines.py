@@ -10,7 +10,7 @@ import pytest
 
 from radixkv.api.result import GeneratedTokens
 from radixkv.cache.lease import Lease
-from radixkv.cache.ledger import Leases
+from radixkv.cache.ledger import Ledger
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Launch
@@ -223,13 +223,13 @@ def follows_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def goes_on_in_a_published_block(patch: pytest.MonkeyPatch) -> None:
-    extend = Leases.extend
+    extend = Ledger.extend
 
-    def extend_in_place(leases: Leases, lease: Lease, tokens: bytes) -> None:
+    def extend_in_place(leases: Ledger, lease: Lease, tokens: bytes) -> None:
         lease.num_published_blocks = min(lease.num_published_blocks, lease.block_ids.size - 1)
         extend(leases, lease, tokens)
 
-    patch.setattr(Leases, "extend", extend_in_place)
+    patch.setattr(Ledger, "extend", extend_in_place)
 
 
 def keeps_the_blocks_of_who_failed(patch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ class EngineOracle(Observer):
         for tree in self._cache._trees.values():
             for node in tree.nodes():
                 tokens = tree.path_tokens(node)
-                expected = content_of(tree.namespace, tokens)[-(len(node.tokens) // 4) :]
+                expected = content_of(tree.owner.namespace, tokens)[-(len(node.tokens) // 4) :]
                 held = self._runner.read(np.frombuffer(node.block_ids, dtype=np.int32), expected.size)
                 assert np.array_equal(held, expected), "a published block holds another prefix's K/V"
         for asked in self._asked.values():

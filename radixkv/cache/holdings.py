@@ -1,0 +1,42 @@
+"""What one cache consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.changes import Changes
+from radixkv.cache.eviction_lines import EvictionLines
+from radixkv.cache.policies.policy import EvictionPolicy
+from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.retained_nodes import RetainedNodes
+from radixkv.cache.tenants import Tenants
+from radixkv.namespace import Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """The parts of one cache, handed as one value to the actors that work on them.
+
+    Attributes:
+        block_size: tokens a block.
+        trees: the tree of each namespace that has a cached token.
+        pool: the state of each block.
+        tenants: the bounds and the counters of each tenant.
+        policy: orders the eviction lines.
+        lines: the leaves that may be evicted.
+        retained: the nodes that have a priority.
+        changes: tells listeners what happens to nodes.
+        clock: seconds, never going back.
+    """
+
+    block_size: int
+    trees: dict[Namespace, RadixTree]
+    pool: BlockPool
+    tenants: Tenants
+    policy: EvictionPolicy
+    lines: EvictionLines
+    retained: RetainedNodes
+    changes: Changes
+    clock: Callable[[], float]
