@@ -10,6 +10,7 @@ from typing import Any
 from radixkv.errors import ConfigError
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE
 
+_INDEX = "model.safetensors.index.json"
 _SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}
 # Keys of models whose layers store different K/V. A guess there would give numbers that look right.
 _UNEQUAL_LAYERS = (
@@ -85,6 +86,32 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
+def check_servable(path: str | Path) -> int:
+    """Check, without torch, that a directory has a config.json and the safetensors of a model.
+
+    Returns:
+        Bytes of the weights.
+
+    Raises:
+        ConfigError: a file is missing or can't be read. The message names it.
+    """
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model.path: expected `tiny` or a directory with a config.json, got {path}")
+    _read_object(directory / "config.json")
+    index = directory / _INDEX
+    names = {"model.safetensors"}
+    if index.is_file() and not (directory / "model.safetensors").is_file():
+        weight_map = _read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConfigError(f"{index}: weight_map: expected a file for each weight, got {_shown(weight_map)}")
+        names = {str(name) for name in weight_map.values()}
+    for name in sorted(names):
+        if not (directory / name).is_file():
+            raise ConfigError(f"model.path: expected a directory with {name}, got {path} without it")
+    return sum((directory / name).stat().st_size for name in names)
+
+
 @dataclass(frozen=True, slots=True)
 class _Fields:
     file: Path
@@ -138,7 +165,7 @@ def _head_dim(fields: _Fields, num_query_heads: int | None) -> int | None:
 
 
 def _weights_bytes(directory: Path) -> int | None:
-    index = directory / "model.safetensors.index.json"
+    index = directory / _INDEX
     if index.is_file():
         metadata = _read_object(index).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None

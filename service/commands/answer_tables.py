@@ -1,4 +1,4 @@
-"""Answers for eyes and for scripts: a short table, or JSON with numbers as numbers."""
+"""Answers as a short table for people, or as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from radixkv.service.commands.tables import aligned, percent
 from radixkv.v1.cache_pb2 import PurgeResponse, StatsResponse
 from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, PrefillResponse, Timing
 
-# Protobuf's JSON writes these as strings, for readers whose only number is a double.
+# Protobuf's JSON writes these as strings, for languages whose only number is a double.
 _64_BIT = frozenset(
     {
         FieldDescriptor.TYPE_INT64,
@@ -24,21 +25,26 @@ _64_BIT = frozenset(
 )
 
 
-def json_of(message: Message) -> str:
-    """The message as indented JSON: names as in the .proto files, every plain field present, numbers as numbers."""
+def json_of(message: Message, *, indent: int | None = 2) -> str:
+    """Return a message as JSON: names as in the .proto files, every plain field present, numbers as numbers.
+
+    Args:
+        message: an answer.
+        indent: spaces for each level; None puts it all on one line.
+    """
     tree = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     _make_numbers(tree, message.DESCRIPTOR)
-    return json.dumps(tree, indent=2)
+    return json.dumps(tree, indent=indent)
 
 
 def prefill_table(answer: PrefillResponse) -> str:
-    """What was reused, what was computed, why, and how long it took."""
+    """Return a table of what was reused, what was computed, why, and how long it took."""
     usage, timing = answer.usage, answer.timing
     rows = [
         ("request", answer.request_id),
         ("next token", str(answer.next_token_id)),
         ("prompt", f"{usage.prompt_tokens} tokens"),
-        ("  cached", f"{usage.cached_tokens} tokens{_percent(usage.cached_tokens, usage.prompt_tokens)}"),
+        ("  cached", f"{usage.cached_tokens} tokens{percent(usage.cached_tokens, usage.prompt_tokens)}"),
         ("  computed", f"{usage.computed_tokens} tokens"),
         ("written", f"{usage.written_tokens} tokens"),
         ("miss reason", MissReason.Name(answer.miss_reason)),
@@ -52,12 +58,12 @@ def prefill_table(answer: PrefillResponse) -> str:
 
 
 def generate_table(answer: GenerateResponse) -> str:
-    """What was reused, computed and generated, why it ended, and how long it took."""
+    """Return a table of what was reused, computed and generated, why it ended, and how long it took."""
     usage, timing = answer.usage, answer.timing
     rows = [
         ("request", answer.request_id),
         ("prompt", f"{usage.prompt_tokens} tokens"),
-        ("  cached", f"{usage.cached_tokens} tokens{_percent(usage.cached_tokens, usage.prompt_tokens)}"),
+        ("  cached", f"{usage.cached_tokens} tokens{percent(usage.cached_tokens, usage.prompt_tokens)}"),
         ("  computed", f"{usage.computed_tokens} tokens"),
         ("generated", f"{usage.generated_tokens} tokens, {FinishReason.Name(answer.finish_reason)}"),
         ("written", f"{usage.written_tokens} tokens"),
@@ -69,12 +75,12 @@ def generate_table(answer: GenerateResponse) -> str:
 
 
 def purge_table(answer: PurgeResponse) -> str:
-    """What a purge took out."""
+    """Return a table of the blocks that a purge freed."""
     return _table([("blocks freed", str(answer.freed_blocks)), ("  still in use", str(answer.pinned_blocks))])
 
 
 def stats_table(stats: StatsResponse) -> str:
-    """What the cache holds and what it did."""
+    """Return a table of what the cache holds and what the service did."""
     blocks, requests, tokens = stats.blocks, stats.requests, stats.tokens
     rows = [
         ("model", f"{stats.model} on {stats.device}"),
@@ -91,7 +97,7 @@ def stats_table(stats: StatsResponse) -> str:
         ("  failed", str(requests.failed)),
         ("  cancelled", str(requests.cancelled)),
         ("prompt tokens", str(tokens.prompt)),
-        ("  cached", f"{tokens.cached}{_percent(tokens.cached, tokens.prompt)}"),
+        ("  cached", f"{tokens.cached}{percent(tokens.cached, tokens.prompt)}"),
         ("  computed", str(tokens.computed)),
         ("  written", str(tokens.written)),
         ("  computed again", str(tokens.recomputed)),
@@ -101,7 +107,7 @@ def stats_table(stats: StatsResponse) -> str:
         ("held leases", str(stats.held_leases)),
     ]
     for tenant in stats.tenants:
-        reused = _percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
+        reused = percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
         rows += [
             (f"tenant {tenant.tenant or '(none)'}", f"{tenant.cached_blocks} blocks, {tenant.hit_tokens} hits{reused}")
         ]
@@ -129,16 +135,5 @@ def _time_rows(timing: Timing) -> list[tuple[str, str]]:
     ]
 
 
-def _percent(part: int, whole: int) -> str:
-    return f" ({100 * part / whole:.1f} %)" if whole else ""
-
-
 def _table(rows: list[tuple[str, str]]) -> str:
-    rows = [(_printable(name), _printable(value)) for name, value in rows]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-def _printable(text: str) -> str:
-    """Callers choose the names of tenants, and a terminal would obey what is in them."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+    return "\n".join(aligned(rows))

@@ -1,19 +1,27 @@
-"""What the arguments of `radixkv` may be: each reads the text of one, or says what was expected."""
+"""Types of the arguments of `radixkv`: each function reads the text of one argument, or says what was expected."""
 
 from __future__ import annotations
 
 import argparse
-from decimal import Decimal
+import math
+import re
+from decimal import Decimal, InvalidOperation
 
 from radixkv.service.token_ids import pack_token_ids
 
+COUNTS = "Counts may have a unit: 16k is 16000, 2.56M is 2560000, and 16Ki is 16384."
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_COUNT = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)(|k|m|g|ki|mi|gi)", re.IGNORECASE)
+_MOST = 2**50  # larger numbers are typing errors
+
 
 def token_ids(text: str) -> list[int]:
-    """Token ids with commas between."""
+    """Read token ids, separated by commas or white space."""
     try:
-        token_ids = [int(item) for item in text.split(",")]
+        token_ids = [int(item) for item in re.split(r"\s*,\s*|\s+", text.strip())]
     except ValueError:
-        raise argparse.ArgumentTypeError("expected integers with commas between") from None
+        raise argparse.ArgumentTypeError("expected integers, separated by commas or spaces") from None
     try:
         pack_token_ids(token_ids)
     except ValueError as error:
@@ -22,7 +30,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def name(text: str) -> str:
-    """Text that a message can carry."""
+    """Read text that a message can carry."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -30,44 +38,66 @@ def name(text: str) -> str:
     return text
 
 
+def names(text: str) -> list[str]:
+    """Read names with commas between, each once."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
 def count(text: str) -> int:
-    """A whole number from 0."""
-    if not (text.isascii() and text.isdigit() and int(text) < 2**32):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text}")
-    return int(text)
+    """Read a whole number from 0 that fits into 32 bits."""
+    return _whole(text, 0, 2**32 - 1)
 
 
 def seed(text: str) -> int:
-    """A whole number of at most 64 bits."""
-    if not (text.isascii() and text.isdigit() and int(text) < 2**64):
+    """Read a whole number of at most 64 bits, without a unit."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 2**64):
         raise argparse.ArgumentTypeError(f"expected 0 to 2**64 - 1, got {text}")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """A whole number from 1."""
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text}")
-    return int(text)
+    """Read a whole number from 1 that fits into 31 bits."""
+    return _whole(text, 1, 2**31 - 1)
 
 
-def names(text: str) -> list[str]:
-    """Names with commas between, each once."""
-    return list(dict.fromkeys(name.strip() for name in text.split(",")))
+def whole(text: str) -> int:
+    """Read a whole number from 1, such as the tokens of a context or of a cache."""
+    return _whole(text, 1, _MOST)
 
 
 def capacities(text: str) -> list[int]:
-    """Numbers of tokens with commas between, each once."""
-    return list(dict.fromkeys(_tokens(item.strip()) for item in text.split(",")))
+    """Read numbers of tokens with commas between, each once."""
+    return list(dict.fromkeys(whole(item.strip()) for item in text.split(",")))
 
 
-def _tokens(text: str) -> int:
-    """A number of tokens as people write it: `2560000`, `2.56M`, `64k`."""
-    factor = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
+def number(text: str) -> Decimal:
+    """Read a number from 0; it need not be whole."""
     try:
-        tokens = Decimal(text if factor == 1 else text[:-1]) * factor
-        if tokens == int(tokens) and 1 <= tokens < 2**63:
-            return int(tokens)
-    except (ArithmeticError, ValueError):  # no number, or an infinite one
-        pass
-    raise argparse.ArgumentTypeError(f"expected a number of tokens from 1, like 2560000 or 2.56M, got {text or 'none'}")
+        value = Decimal(text)
+    except InvalidOperation:
+        value = Decimal("NaN")
+    if not (value.is_finite() and 0 <= value <= _MOST):
+        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text}")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """Read a number above 0; it need not be whole."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return value
+
+
+def _whole(text: str, least: int, most: int) -> int:
+    """Read a whole number with or without a unit; the units are those of `COUNTS`, in upper or lower case."""
+    match = _COUNT.fullmatch(text)
+    value = Decimal(match[1]) * _UNITS[match[2].lower()] if match else Decimal(-1)
+    if not (least <= value <= most and value == int(value)):
+        bounds = f"from {least}" if value <= most else f"from {least} to {most}"
+        examples = "8192, 8k (8000) or 8Ki (8192)"
+        raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, such as {examples}, got {text or 'none'}")
+    return int(value)

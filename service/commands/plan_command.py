@@ -1,11 +1,9 @@
-"""`radixkv plan`: its flags, and what they mean."""
+"""`radixkv plan`: its options, and the groups of numbers that they ask for."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from radixkv.config import CacheConfig
@@ -13,13 +11,11 @@ from radixkv.errors import ConfigError
 from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
 from radixkv.planning.plan import GB, GIB, BlockUse, DecodingCost, DeviceMemory, PrefixSharing
 from radixkv.service.commands import plan_report
+from radixkv.service.commands.argument_types import COUNTS, number, positive_number, whole
 from radixkv.service.commands.plan_report import Group
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat, KVLayout, LatentKV, attention_kinds
 
-_MOST = 2**50  # larger numbers are typing errors
-_SUFFIXES = {"k": 2**10, "m": 2**20}
-
-# The flag, and what config.json calls it, for each field of a Checkpoint that a layout needs.
+# The flag and the name in config.json, for each field of a Checkpoint that a layout needs.
 _NAMES = {
     "num_layers": ("--layers", "num_hidden_layers"),
     "num_kv_heads": ("--kv-heads", "num_key_value_heads"),
@@ -34,9 +30,8 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
     plan: argparse.ArgumentParser = commands.add_parser(
         "plan",
         help="memory and concurrency of a K/V cache",
-        description="Memory and concurrency of a K/V cache. Counts of tokens take k = 1024 and m = 1024k: 128k is "
-        "131072; write 128000 out. GB is 10^9 bytes and GiB is 2^30. The model comes from --model, from the flags, or "
-        "from both: a flag wins.",
+        description=f"Memory and concurrency of a K/V cache. {COUNTS} GB is 10^9 bytes and GiB is 2^30. "
+        "The model comes from --model, from the flags, or from both: a flag wins.",
     )
     _add_model(plan)
     _add_load(plan)
@@ -46,45 +41,84 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _add_model(plan: argparse.ArgumentParser) -> None:
-    model = plan.add_argument_group("the model")
-    model.add_argument("--model", metavar="DIR|FILE", help="a directory with a config.json, or such a file")
-    model.add_argument("--layers", metavar="N", type=_count)
-    model.add_argument("--query-heads", metavar="N", type=_count)
-    model.add_argument("--kv-heads", metavar="N", type=_count, help="default: as many as query heads")
-    model.add_argument("--head-dim", metavar="N", type=_count)
-    model.add_argument("--mla-rank", metavar="N", type=_count, help="latent attention: numbers in the latent")
-    model.add_argument("--rope-dim", metavar="N", type=_count, help="... and in the rotary key beside it")
+    model = plan.add_argument_group("the model", "Sizes that are not given are those of --model.")
     model.add_argument(
-        "--dtype", metavar="D", help="fp32, bf16, fp16, fp8, int8, fp4, int4; default: the model's, or bf16"
+        "--model", metavar="DIR|FILE", help="a directory with a config.json, or that file (default: none)"
+    )
+    model.add_argument("--layers", metavar="N", type=whole, help="layers of the model (default: the model's)")
+    model.add_argument("--query-heads", metavar="N", type=whole, help="query heads of a layer (default: the model's)")
+    model.add_argument(
+        "--kv-heads",
+        metavar="N",
+        type=whole,
+        help="K/V heads of a layer (default: the model's, or as many as query heads)",
+    )
+    model.add_argument("--head-dim", metavar="N", type=whole, help="numbers of a head (default: the model's)")
+    model.add_argument(
+        "--mla-rank", metavar="N", type=whole, help="numbers in a latent (default: the model's, or none)"
+    )
+    model.add_argument(
+        "--rope-dim", metavar="N", type=whole, help="numbers in the rotary key beside a latent (default: the model's)"
+    )
+    model.add_argument(
+        "--dtype", metavar="D", help="fp32, bf16, fp16, fp8, int8, fp4, int4 (default: the model's, or bf16)"
     )
     model.add_argument("--scales", action="store_true", help="count a float32 scale for each stored vector")
-    model.add_argument("--tp", metavar="N", type=_count, default=1, help="ranks of tensor parallelism")
+    model.add_argument("--tp", metavar="N", type=whole, default=1, help="ranks of tensor parallelism")
 
 
 def _add_load(plan: argparse.ArgumentParser) -> None:
     load = plan.add_argument_group("the load")
-    load.add_argument("--batch", metavar="N", type=_count, default=1, help="sequences at the same time")
-    load.add_argument("--context", metavar="N", type=_count, default=8192, help="tokens of a sequence; default: 8k")
+    load.add_argument("--batch", metavar="N", type=whole, default=1, help="sequences at the same time")
+    load.add_argument("--context", metavar="N", type=whole, default=8192, help="tokens of a sequence")
     load.add_argument(
-        "--block-size", metavar="N", type=_count, default=CacheConfig().block_size, help="tokens; default: 64"
+        "--block-size", metavar="N", type=whole, default=CacheConfig().block_size, help="tokens of a block"
     )
-    load.add_argument("--shared-prefix", metavar="N", type=_count, help="tokens that --requests begin with alike")
-    load.add_argument("--requests", metavar="N", type=_count, help="requests that begin with --shared-prefix")
-    load.add_argument("--new-tokens", metavar="N", type=_count, help="compare decoding without and with a cache")
+    load.add_argument("--shared-prefix", metavar="N", type=whole, help="tokens that --requests share (default: none)")
+    load.add_argument("--requests", metavar="N", type=whole, help="requests that share --shared-prefix (default: none)")
+    load.add_argument(
+        "--new-tokens",
+        metavar="N",
+        type=whole,
+        help="compare decoding N tokens without and with a cache (default: not)",
+    )
 
 
 def _add_device(plan: argparse.ArgumentParser) -> None:
     device = plan.add_argument_group("one device")
     memory = device.add_mutually_exclusive_group()
-    memory.add_argument("--memory-gb", metavar="X", dest="memory_bytes", type=_gb, help="say who fits; its memory")
-    memory.add_argument("--memory-gib", metavar="X", dest="memory_bytes", type=_gib, help="the same in GiB")
-    device.add_argument("--weights-gb", metavar="X", type=_gb, help="of all ranks; default: the safetensors of --model")
-    device.add_argument("--overhead-gb", metavar="X", type=_gb, help="activations, CUDA context, graphs; default: 0")
-    device.add_argument("--user-gb", metavar="X", type=_gb, help="K/V of a user on it; default: blocks for --context")
-    device.add_argument("--params-b", metavar="X", type=_positive, help="billions; compare loading K/V with computing")
-    device.add_argument("--tflops", metavar="X", type=_positive, default=989.0, help="default: H100, dense bf16, peak")
-    device.add_argument("--pcie-gb-s", metavar="X", type=_positive, default=40.0, help="default: 40")
-    device.add_argument("--hbm-gb-s", metavar="X", type=_positive, default=3350.0, help="default: 3350, H100 SXM")
+    memory.add_argument(
+        "--memory-gb",
+        metavar="X",
+        dest="memory_bytes",
+        type=_gb,
+        help="its memory; prints how many users fit (default: not asked)",
+    )
+    memory.add_argument(
+        "--memory-gib", metavar="X", dest="memory_bytes", type=_gib, help="the same in GiB (default: not asked)"
+    )
+    device.add_argument(
+        "--weights-gb", metavar="X", type=_gb, help="of all ranks (default: the safetensors of --model)"
+    )
+    device.add_argument("--overhead-gb", metavar="X", type=_gb, help="activations, CUDA context, graphs (default: 0)")
+    device.add_argument("--user-gb", metavar="X", type=_gb, help="K/V of a user on it (default: blocks for --context)")
+    device.add_argument(
+        "--params-b",
+        metavar="X",
+        type=positive_number,
+        help="billions of parameters; compare loading K/V with computing it (default: not)",
+    )
+    device.add_argument(
+        "--tflops", metavar="X", type=positive_number, default=989.0, help="dense bf16 at peak; an H100 has the default"
+    )
+    device.add_argument("--pcie-gb-s", metavar="X", type=positive_number, default=40.0, help="rate from the host")
+    device.add_argument(
+        "--hbm-gb-s",
+        metavar="X",
+        type=positive_number,
+        default=3350.0,
+        help="its memory's rate; an H100 SXM has the default",
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -93,7 +127,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _model(arguments: argparse.Namespace) -> Checkpoint:
-    """What --model says, and what the flags say better."""
+    """Return the sizes in --model, replaced by those of the flags."""
     model = Checkpoint(dtype="bf16") if arguments.model is None else read_checkpoint(arguments.model)
     given = {
         "num_layers": arguments.layers,
@@ -205,36 +239,9 @@ def _decoding_group(arguments: argparse.Namespace, model: Checkpoint) -> Group |
     return plan_report.decoding_group(DecodingCost(arguments.context, arguments.new_tokens, hidden_size))
 
 
-def _count(text: str) -> int:
-    digits, unit = (text[:-1], _SUFFIXES[text[-1].lower()]) if text[-1:].lower() in _SUFFIXES else (text, 1)
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 16 and 1 <= int(digits) * unit <= _MOST):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, such as 8192 or 8k, got {text}")
-    return int(digits) * unit
-
-
 def _gb(text: str) -> int:
-    return _bytes(text, GB)
+    return int(number(text) * GB)
 
 
 def _gib(text: str) -> int:
-    return _bytes(text, GIB)
-
-
-def _bytes(text: str, unit: int) -> int:
-    try:
-        value = Decimal(text)
-    except InvalidOperation:
-        value = Decimal("NaN")
-    if not (value.is_finite() and 0 <= value <= _MOST):
-        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text}")
-    return int(value * unit)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return value
+    return int(number(text) * GIB)

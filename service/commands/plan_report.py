@@ -1,4 +1,4 @@
-"""The groups of `radixkv plan`, each as a short table for eyes and as flat fields for scripts."""
+"""Groups of `radixkv plan`, each a short table for people and flat fields for scripts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from radixkv.planning.plan import GB, GIB, BlockUse, DecodingCost, DeviceMemory, PrefixSharing, load_us, recompute_us
+from radixkv.service.commands.tables import aligned
 from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout
 
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -18,9 +19,9 @@ class Group:
     """One subject of a plan.
 
     Attributes:
-        title: what it is about.
-        rows: cells of a table, row by row.
-        fields: the same and more, by names that no other group uses.
+        title: the first line of its table.
+        rows: the table's cells, row by row.
+        fields: the values behind the cells and further ones, under names that no other group uses.
     """
 
     title: str
@@ -29,17 +30,17 @@ class Group:
 
 
 def text_of(groups: Sequence[Group]) -> str:
-    """The groups one below the other, columns aligned within each."""
-    return "\n\n".join("\n".join([group.title, *_aligned(group.rows)]) for group in groups)
+    """Return the groups one below the other, with columns aligned in each."""
+    return "\n\n".join("\n".join([group.title, *(f"  {line}" for line in aligned(group.rows))]) for group in groups)
 
 
 def json_of(groups: Sequence[Group]) -> str:
-    """All fields of the groups as one flat indented JSON object."""
+    """Return the fields of all groups as one flat indented JSON object."""
     return json.dumps({name: value for group in groups for name, value in group.fields.items()}, indent=2)
 
 
 def token_group(layout: KVLayout, kv_format: KVFormat, tensor_parallel: int) -> Group:
-    """Bytes a token."""
+    """Return the bytes of a token."""
     token_bytes = layout.token_bytes(kv_format)
     rank_token_bytes = layout.rank_token_bytes(kv_format, tensor_parallel)
     scales = ", a float32 scale a vector" if kv_format.has_scales else ""
@@ -69,7 +70,7 @@ def token_group(layout: KVLayout, kv_format: KVFormat, tensor_parallel: int) -> 
 
 
 def cache_group(batch: int, context_tokens: int, token_bytes: int, rank_token_bytes: int) -> Group:
-    """K/V of a batch of sequences that share nothing and fill their last block."""
+    """Return the K/V of a batch of sequences that share nothing and fill their last block."""
     sequence_bytes = context_tokens * token_bytes
     cache_bytes = batch * sequence_bytes
     rank_cache_bytes = batch * context_tokens * rank_token_bytes
@@ -94,7 +95,7 @@ def cache_group(batch: int, context_tokens: int, token_bytes: int, rank_token_by
 
 
 def fit_group(device: DeviceMemory, user_bytes: int, block_size: int, rank_token_bytes: int) -> Group:
-    """Users, and tokens of a block pool, that fit on one device beside the weights."""
+    """Return the users, and the tokens of a block pool, that fit on one device beside the weights."""
     users = device.users(user_bytes)
     capacity_tokens = device.kv_bytes // (block_size * rank_token_bytes) * block_size
     missing_bytes = device.weights_bytes + device.overhead_bytes - device.total_bytes
@@ -121,7 +122,7 @@ def fit_group(device: DeviceMemory, user_bytes: int, block_size: int, rank_token
 
 
 def kinds_group(kinds: Mapping[str, KVLayout], own: KVLayout, kv_format: KVFormat, num_tokens: int) -> Group:
-    """The same model with each kind of attention; `own` marks the one that it has."""
+    """Compare the model with each kind of attention; `own` marks the one that it has."""
     rows: list[tuple[str, ...]] = [("", "stored a layer", "bytes a token", "cache")]
     fields: dict[str, int | float] = {}
     for name, layout in kinds.items():
@@ -141,7 +142,7 @@ def kinds_group(kinds: Mapping[str, KVLayout], own: KVLayout, kv_format: KVForma
 
 
 def blocks_group(use: BlockUse, token_bytes: int) -> Group:
-    """Blocks of one sequence, and what its last one wastes."""
+    """Return the blocks of one sequence, and what the last of them wastes."""
     block_bytes = use.block_size * token_bytes
     waste_bytes = use.free_tokens * token_bytes
     rows = [
@@ -162,7 +163,7 @@ def blocks_group(use: BlockUse, token_bytes: int) -> Group:
 
 
 def sharing_group(sharing: PrefixSharing, token_bytes: int) -> Group:
-    """One prefix in many requests, with and without sharing."""
+    """Compare one prefix in many requests with and without sharing."""
     block_bytes = sharing.block_size * token_bytes
     prefix_bytes = sharing.num_blocks * block_bytes
     prefix_bytes_unshared = sharing.num_blocks_unshared * block_bytes
@@ -190,7 +191,7 @@ def sharing_group(sharing: PrefixSharing, token_bytes: int) -> Group:
 def transfer_group(
     token_bytes: int, *, parameters: float, pcie_bytes_per_s: float, hbm_bytes_per_s: float, flops_per_s: float
 ) -> Group:
-    """Fetching one token's K/V from the host, against computing it again."""
+    """Compare loading a token's K/V from the host with computing it again."""
     load, recompute = load_us(token_bytes, pcie_bytes_per_s), recompute_us(parameters, flops_per_s)
     ratio = hbm_bytes_per_s / pcie_bytes_per_s
     rows = [
@@ -206,7 +207,7 @@ def transfer_group(
 
 
 def decoding_group(cost: DecodingCost) -> Group:
-    """Work of decoding without and with a cache."""
+    """Compare the work of decoding without and with a cache."""
     rows = [
         ("without a cache", f"{cost.naive_flops / 1e9:,.3f} GFLOP"),
         ("with one", f"{cost.cached_flops / 1e9:,.3f} GFLOP"),
@@ -231,8 +232,3 @@ def _size(num_bytes: int) -> str:
 def _in_units(num_bytes: int, units: tuple[tuple[int, str], ...]) -> str:
     size, name = next((unit for unit in units if num_bytes >= unit[0]), units[-1])
     return f"{num_bytes / size:,.2f} {name}"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
-    return ["  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=False)).rstrip() for row in rows]

@@ -1,7 +1,8 @@
-"""What `radixkv simulate` does: replays with a progress bar, then a table, JSON, or a picture."""
+"""`radixkv simulate`: replays a trace with a progress bar, then prints a table or JSON, and draws a picture."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import itertools
@@ -9,10 +10,52 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from radixkv.errors import ConfigError
-from radixkv.planning.simulate import OPTIMAL, Simulation, check_simulation, simulate
+from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, check_simulation, simulate
 from radixkv.planning.trace import TraceRequest, load_trace
+from radixkv.service.commands.argument_types import COUNTS, capacities, names, positive
+from radixkv.service.commands.missing_package import missing_package
+from radixkv.service.commands.tables import aligned
+
+
+def add_simulate_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add `simulate` to the commands of a parser."""
+    about = "replay a trace without a model: which hit rate does a capacity buy?"
+    simulate: argparse.ArgumentParser = commands.add_parser(
+        "simulate", help=about, description=f"{about.capitalize()} {COUNTS}"
+    )
+    simulate.add_argument("trace", metavar="TRACE", help="requests in Mooncake's JSONL format")
+    simulate.add_argument(
+        "--capacity-tokens", metavar="N[,N...]", type=capacities, required=True, help="tokens that the cache holds"
+    )
+    simulate.add_argument(
+        "--policy", metavar="P[,P...]", type=names, default="adaptive", help=f"of {', '.join(SIMULATED_POLICIES)}"
+    )
+    simulate.add_argument("--block-size", metavar="B", type=positive, default=512, help="tokens of a block")
+    simulate.add_argument("--limit", metavar="N", type=positive, help="the first N requests only (default: all)")
+    simulate.add_argument("--json", action="store_true", help="a list of objects, one for each policy and capacity")
+    simulate.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        help="draw hit rate against capacity, below the optimum; needs matplotlib, which the extra `plot` brings "
+        "(default: no picture)",
+    )
+    simulate.set_defaults(command=_simulate)
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    output = run_simulations(
+        arguments.trace,
+        capacities_tokens=arguments.capacity_tokens,
+        policies=arguments.policy,
+        block_size=arguments.block_size,
+        limit=arguments.limit,
+        plot=arguments.plot,
+        as_json=arguments.json,
+    )
+    print(output)
 
 
 def run_simulations(
@@ -32,15 +75,15 @@ def run_simulations(
         capacities_tokens: tokens that the cache holds.
         policies: names from `SIMULATED_POLICIES`.
         block_size: tokens a block.
-        limit: how many requests to replay at most; None for all.
+        limit: number of requests to replay at most; None for all.
         plot: a PNG file to write, or None. The optimum is drawn also if it is not among the policies.
         as_json: a list of objects instead of a table.
 
     Returns:
-        What to print.
+        The text to print.
 
     Raises:
-        ConfigError: something of it makes no sense; said before anything is replayed.
+        ConfigError: an argument makes no sense; raised before anything is replayed.
     """
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
         check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size)
@@ -60,7 +103,7 @@ def run_simulations(
 
 
 def simulation_table(simulations: Sequence[Simulation]) -> str:
-    """One line for each policy and capacity; the first line names the columns."""
+    """Return a table with a line for each policy and capacity."""
     rows = [("policy", "capacity", "hit rate", "cached", "evicted", "time")]
     for each in simulations:
         rows.append(
@@ -73,16 +116,9 @@ def simulation_table(simulations: Sequence[Simulation]) -> str:
                 f"{each.seconds:.1f} s",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
     first = simulations[0]
     about = f"{first.requests:,} requests, {first.prompt_tokens:,} prompt tokens, blocks of {first.block_size}"
-    return "\n".join([about, "", *lines])
+    return "\n".join([about, "", *aligned(rows, is_right=True)])
 
 
 def _simulate_all(
@@ -105,7 +141,7 @@ def _simulate_all(
 
 
 def _progress(what: str, total: int) -> tuple[Callable[[], object] | None, Callable[[], object]]:
-    """A bar on a terminal's stderr; nothing elsewhere, or where there is no tqdm."""
+    """Show a bar on a terminal's stderr; nothing elsewhere, or without tqdm. Returns how to move it and to end it."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         return None, lambda: None
     from tqdm import tqdm
@@ -116,7 +152,7 @@ def _progress(what: str, total: int) -> tuple[Callable[[], object] | None, Calla
 
 def _require_plottable(plot: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot: the package matplotlib is missing; install radixkv[dev]")
+        raise ConfigError(f"--plot: {missing_package('matplotlib', 'plot')}")
     if plot.suffix.lower() != ".png":
         raise ConfigError(f"--plot: expected a file name ending in .png, got {plot}")
     if not plot.parent.is_dir():

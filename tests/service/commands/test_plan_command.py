@@ -54,7 +54,7 @@ def model(tmp_path):
 
 
 def test_the_tables(capsys):
-    arguments = ("--batch", "16", "--block-size", "16", "--context", "35", *CARD, "--shared-prefix", "2k")
+    arguments = ("--batch", "16", "--block-size", "16", "--context", "35", *CARD, "--shared-prefix", "2Ki")
     out = plan(capsys, *LLAMA_8B, *arguments, "--requests", "1000", "--params-b", "8", "--new-tokens", "128")
     assert (
         out
@@ -111,7 +111,7 @@ decoding 128 tokens after 35, one attention layer
 
 
 def test_json_is_flat_and_names_units(capsys):
-    tree = plan_json(capsys, *LLAMA_8B, "--batch", "64", "--context", "8k", "--tp", "2", *CARD, "--block-size", "16")
+    tree = plan_json(capsys, *LLAMA_8B, "--batch", "64", "--context", "8Ki", "--tp", "2", *CARD, "--block-size", "16")
     assert tree == {
         "num_layers": 32,
         "num_query_heads": 32,
@@ -186,7 +186,7 @@ def test_json_of_the_optional_groups(capsys):
     }
 
 
-@pytest.mark.parametrize(("context", "user_gb", "users"), [("8k", "1.2", 5), ("32k", "5", 1)])
+@pytest.mark.parametrize(("context", "user_gb", "users"), [("8Ki", "1.2", 5), ("32Ki", "5", 1)])
 def test_users_of_a_given_size(capsys, context, user_gb, users):
     tree = plan_json(capsys, *LLAMA_8B, *CARD, "--context", context, "--user-gb", user_gb)
     assert tree["users"] == users
@@ -206,8 +206,10 @@ def test_memory_in_gib(capsys):
     assert plan_json(capsys, *LLAMA_8B, "--memory-gib", "80", "--weights-gb", "0")["kv_memory_bytes"] == 80 * 2**30
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("8k", 8192), ("128K", 131_072), ("128000", 128_000), ("1m", 2**20)])
-def test_a_k_is_1024_tokens(capsys, text, tokens):
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("8k", 8000), ("128Ki", 131_072), ("128000", 128_000), ("1.5m", 1_500_000)]
+)
+def test_a_k_is_1000_tokens_and_a_ki_1024(capsys, text, tokens):
     assert plan_json(capsys, *LLAMA_8B, "--context", text)["context_tokens"] == tokens
 
 
@@ -223,7 +225,7 @@ def test_scales_count(capsys):
 
 
 def test_a_model_directory_says_everything(capsys, model):
-    tree = plan_json(capsys, "--model", str(model), "--context", "128k", "--memory-gib", "80", "--tp", "4")
+    tree = plan_json(capsys, "--model", str(model), "--context", "128Ki", "--memory-gib", "80", "--tp", "4")
     assert (tree["token_bytes"], tree["cache_gib"], tree["dtype"]) == (327_680, 40.0, "fp16")
     assert tree["rank_weights_bytes"] == 141_107_412_992 // 4
     assert tree["rank_cache_gib"] == 10.0
@@ -327,9 +329,9 @@ def test_a_model_that_names_no_dtype_needs_one(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--context", "0"), "--context: expected a whole number from 1, such as 8192 or 8k, got 0"),
+        (("--context", "0"), "--context: expected a whole number from 1, such as 8192, 8k (8000) or 8Ki (8192), got 0"),
         (("--context", "8kb"), "got 8kb"),
-        (("--context", "1.5k"), "got 1.5k"),
+        (("--context", "1.0005k"), "got 1.0005k"),
         (("--context", "k"), "got k"),
         (("--context", ""), "--context: expected a whole number"),
         (("--context", "²"), "--context: expected a whole number"),

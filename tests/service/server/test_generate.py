@@ -12,7 +12,7 @@ from radixkv.api.retention import Retention
 from radixkv.errors import OutOfBlocks, StepFailed
 from radixkv.service.client import AsyncClient, Client
 from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP
-from tests.service.commands.test_cli import run_cli
+from tests.service.command_line import run_cli
 from tests.service.fake_engine import FakeEngine, next_token_of
 from tests.service.serving import becomes_true, serve_and_call, serving
 

@@ -18,7 +18,7 @@ from radixkv.scheduling.request import Outcome
 from radixkv.service.client import Client
 from radixkv.service.commands.cli import main
 from radixkv.service.server.metrics_port import Telemetry
-from tests.service.commands.test_cli import LAUNCHER, fake_service, install, launch
+from tests.service.command_line import LAUNCHER, fake_service, install, launch
 from tests.service.fake_engine import FakeEngine
 from tests.telemetry.test_metrics import ended_request
 

@@ -1,0 +1,129 @@
+"""`radixkv serve`: its options, its log, and the way from a configuration to a server that listens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from radixkv.config import Config, ModelConfig, ServerConfig
+from radixkv.planning.checkpoint import check_servable
+from radixkv.service.server.listen_address import require_free
+
+_logger = logging.getLogger(__name__)
+
+
+def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add `serve` to the commands of a parser."""
+    model, server = ModelConfig(), ServerConfig()
+    serve: argparse.ArgumentParser = commands.add_parser(
+        "serve",
+        help="serve a model until SIGTERM",
+        description="Serve a model until SIGTERM or SIGINT. Prints one line, listening on HOST:PORT, on stdout when "
+        "ready; the log goes to stderr.",
+    )
+    serve.add_argument(
+        "--model",
+        metavar="tiny|DIR",
+        help=f"the embedded model, or a directory with a config.json and safetensors (default: {model.path})",
+    )
+    serve.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help=f"auto takes a GPU if there is one (default: {model.device})"
+    )
+    serve.add_argument("--host", help=f"address to listen on (default: {server.host})")
+    serve.add_argument("--port", type=int, help=f"0 picks a free one (default: {server.port})")
+    serve.add_argument(
+        "--metrics-port",
+        type=int,
+        help="port of Prometheus metrics over HTTP; 0 picks a free one (default: no metrics)",
+    )
+    serve.add_argument("--config", metavar="F", help="a TOML file (default: none)")
+    serve.add_argument(
+        "--set",
+        metavar="a.b=v",
+        action="append",
+        default=[],
+        help="one key of the configuration; wins over --config, and the options above win over it (default: none)",
+    )
+    serve.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level that is logged"
+    )
+    serve.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="lines of text, or a JSON object on each line"
+    )
+    serve.set_defaults(command=_serve)
+
+
+class JsonLines(logging.Formatter):
+    """Formats each record as one line of JSON: time, level, logger, message, and the traceback of an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, without its end."""
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    start_s = time.monotonic()
+    config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
+    _start_log(arguments.log_level, arguments.log_format)
+    require_free(config.server)
+    _announce(config.model)
+    # Imported only here: clients need neither a model nor a server, and torch takes seconds.
+    from radixkv.service.server.metrics_port import Telemetry
+    from radixkv.service.server.server import run
+    from radixkv.startup.build_engine import build_engine
+
+    telemetry = Telemetry(config)
+    engine = build_engine(config, telemetry.observer)
+    limits = engine.limits
+    _logger.info(
+        "ready after %.1f s: model %s on %s, %d tokens of K/V in blocks of %d",
+        time.monotonic() - start_s,
+        limits.model,
+        limits.device,
+        engine.pool_tokens,
+        limits.block_size,
+    )
+    with telemetry.serving(engine):
+        run(engine, config.server)
+
+
+def _announce(model: ModelConfig) -> None:
+    """Log what will be loaded. Raises ConfigError at once, before torch is imported, if there is no model there."""
+    wanted = f"device {model.device}, dtype {model.dtype}"
+    if model.path == "tiny":
+        _logger.info("loading the embedded model, %s", wanted)
+    else:
+        num_bytes = check_servable(model.path)
+        _logger.info("loading %s, %.2f GB of weights, %s", model.path, num_bytes / 1e9, wanted)
+
+
+def _start_log(level: str, log_format: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler.setFormatter(JsonLines() if log_format == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def _settings(arguments: argparse.Namespace) -> list[str]:
+    named = {
+        "model.path": arguments.model,
+        "model.device": arguments.device,
+        "server.host": arguments.host,
+        "server.port": arguments.port,
+        "server.metrics_port": arguments.metrics_port,
+    }
+    # A JSON string is a TOML string.
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]

@@ -1,0 +1,74 @@
+"""Runs of the `radixkv` command: in this process against a fake engine, or in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from radixkv.service.commands.cli import main
+from tests.service.serving import serve_and_call
+
+LAUNCHER = str(Path(__file__).parent / "serve_fake.py")
+
+
+def run_cli(capsys, engine, *arguments) -> tuple[int, str, str]:
+    """Run a command against a server; return its exit code, stdout and stderr."""
+
+    def talk(address: str) -> int:
+        return main([*arguments, "--address", address])
+
+    code = serve_and_call(engine, talk)
+    return code, *capsys.readouterr()
+
+
+def usage_error(capsys, *arguments) -> str:
+    """Run a command whose arguments do not parse; return its line on stderr."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@contextlib.contextmanager
+def fake_service(*arguments, delay_s: float = 0.0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A service in a process of its own; yields the process and its address."""
+    command = [sys.executable, LAUNCHER, str(delay_s), "serve", "--port", "0", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, stdin=subprocess.DEVNULL
+    )
+    try:
+        assert select.select([process.stdout], [], [], 20)[0]
+        line = process.stdout.readline()
+        match = re.fullmatch(r"listening on (127\.0\.0\.1:[1-9]\d*)\n", line)
+        assert match, (line, process.stderr.read() if not line else "")
+        yield process, match[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def launch(*arguments, stdin: bytes = b"") -> tuple[int, str, str]:
+    """Run Python with these arguments to its end; return its exit code, stdout and stderr."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, input=stdin, timeout=60, check=False)
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def install(monkeypatch, build_engine) -> None:
+    """Put `build_engine` in the place of the real one."""
+    stand_in = ModuleType("radixkv.startup.build_engine")
+    stand_in.build_engine = build_engine
+    monkeypatch.setitem(sys.modules, "radixkv.startup.build_engine", stand_in)

@@ -1,0 +1,71 @@
+import argparse
+
+import pytest
+
+from radixkv.service.commands.argument_types import capacities, count, positive, seed, token_ids, whole
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("2560000", 2_560_000),
+        ("2.56M", 2_560_000),
+        ("16k", 16_000),
+        ("16K", 16_000),
+        ("0.5k", 500),
+        ("16Ki", 16_384),
+        ("16ki", 16_384),
+        ("1.5Ki", 1536),
+        ("1Mi", 2**20),
+        ("1G", 10**9),
+        ("1Gi", 2**30),
+    ],
+)
+def test_a_count_means_the_same_everywhere(text, value):
+    assert whole(text) == value
+    assert capacities(f"{text}, 7,{text}") == [value, 7]
+    assert positive(text) == count(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "k", "Ki", "-1", "+1", "1.0005k", "1.5", ".5k", "1e3", "8kb", "8 k", "inf", "nan", "²"]
+)
+def test_what_is_no_count_is_refused(text):
+    for kind in (whole, positive, count, capacities):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"^expected a whole number from [01]"):
+            kind(text)
+
+
+@pytest.mark.parametrize(("kind", "most"), [(count, 2**32 - 1), (positive, 2**31 - 1), (whole, 2**50)])
+def test_a_count_has_a_bound(kind, most):
+    assert kind(str(most)) == most
+    with pytest.raises(argparse.ArgumentTypeError, match=rf" to {most}, such as .*, got {most + 1}$"):
+        kind(str(most + 1))
+    with pytest.raises(argparse.ArgumentTypeError):
+        kind("9" * 5000)
+
+
+def test_only_some_counts_may_be_zero():
+    assert count("0") == 0
+    for kind in (positive, whole):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"from 1, such as .*, got 0$"):
+            kind("0")
+
+
+def test_a_seed_has_no_unit():
+    assert seed(str(2**64 - 1)) == 2**64 - 1
+    for text in ("1k", str(2**64), "-1", "", "9" * 5000):
+        with pytest.raises(argparse.ArgumentTypeError):
+            seed(text)
+
+
+@pytest.mark.parametrize("text", ["1,2,3", "1, 2 ,3", "1 2 3", " 1\n2\t3\n"])
+def test_token_ids_stand_between_commas_or_spaces(text):
+    assert token_ids(text) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["", " ", "1,,2", "1,", "1;2", "1k"])
+def test_what_is_no_token_id_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^expected integers"):
+        token_ids(text)

@@ -1,0 +1,156 @@
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from radixkv.service.commands.cli import main
+from tests.service.command_line import launch, run_cli
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import WITHOUT_ENGINE, serve_and_call
+
+
+def test_prefill_prints_a_table(capsys):
+    code, out, err = run_cli(capsys, FakeEngine(), "prefill", "--tokens", "1,2,3")
+    assert (code, err) == (0, "")
+    assert re.search(r"^next token +6$", out, re.MULTILINE)
+    assert re.search(r"^miss reason +COLD$", out, re.MULTILINE)
+
+
+def test_prefill_prints_json(capsys):
+    code, out, _ = run_cli(capsys, FakeEngine(), "prefill", "--tokens", "1, 2,3", "--top-logprobs", "2", "--json")
+    answer = json.loads(out)
+    assert code == 0
+    usage = {"prompt_tokens": 3, "cached_tokens": 0, "computed_tokens": 3, "written_tokens": 3}
+    assert answer["usage"] == {**usage, "generated_tokens": 0, "recomputed_tokens": 0}
+    assert len(answer["top_logprobs"]) == 2
+
+
+def test_prefill_passes_every_option(capsys):
+    engine = FakeEngine()
+    names = ["--tenant", "t", "--adapter", "a", "--salt", "s"]
+    arguments = [*names, "--no-read-cache", "--no-write-cache", "--top-logprobs", "3", "--timeout-s", "30"]
+    assert run_cli(capsys, engine, "prefill", "--tokens", "1", *arguments)[0] == 0
+    params = engine.params[0]
+    assert (params.tenant, params.adapter, params.salt, params.top_logprobs) == ("t", "a", "s", 3)
+    assert (params.read_cache, params.write_cache) == (False, False)
+    assert params.deadline_s is not None
+
+
+def test_stats_print_a_table_or_json(capsys):
+    code, out, _ = run_cli(capsys, FakeEngine(), "stats")
+    assert code == 0
+    assert re.search(r"^model +fake on cpu$", out, re.MULTILINE)
+    stats = json.loads(run_cli(capsys, FakeEngine(), "stats", "--json")[1])
+    assert stats["blocks"] == {
+        "total": 10,
+        "free": 5,
+        "leased": 2,
+        "published": 3,
+        "pinned": 1,
+        "retained": 2,
+        "retainable": 4,
+    }
+    assert stats["evicted_blocks"] == 2**53 + 1
+
+
+class FakeSleep:
+    """Ends a watch as Ctrl-C does, in its third pause."""
+
+    def __init__(self):
+        self.pauses_s = []
+
+    def __call__(self, pause_s):
+        self.pauses_s.append(pause_s)
+        if len(self.pauses_s) == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def pauses_s(monkeypatch):
+    sleep = FakeSleep()
+    monkeypatch.setattr("radixkv.service.commands.client_commands.time", SimpleNamespace(sleep=sleep))
+    return sleep.pauses_s
+
+
+def test_a_watch_prints_a_table_for_each_refresh_where_there_is_no_terminal(capsys, pauses_s):
+    code, out, err = run_cli(capsys, FakeEngine(), "stats", "--watch")
+    assert (code, err, pauses_s) == (0, "", [2.0] * 3)
+    tables = out.removesuffix("\n\n").split("\n\n")
+    assert len(tables) == 3
+    assert all(table.startswith("model ") for table in tables)
+    assert "\x1b" not in out
+
+
+def test_a_watch_redraws_a_terminal_and_fits_into_it(capsys, monkeypatch, pauses_s):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("LINES", "5")
+    code, out, _ = run_cli(capsys, FakeEngine(), "stats", "--watch", "0.5")
+    assert (code, pauses_s) == (0, [0.5] * 3)
+    screens = out.split("\x1b[H\x1b[J")
+    assert screens[0] == ""
+    assert [screen.count("\n") for screen in screens[1:]] == [4, 4, 4]
+
+
+def test_a_watch_as_json_is_an_object_a_line(capsys, pauses_s):
+    out = run_cli(capsys, FakeEngine(), "stats", "--watch", "--json")[1]
+    assert [json.loads(line)["model"] for line in out.splitlines()] == ["fake"] * 3
+
+
+def test_a_watch_ends_when_the_service_does(capsys):
+    assert main(["stats", "--watch", "--address", "127.0.0.1:1", "--timeout-s", "5"]) == 1
+    assert capsys.readouterr().err.startswith("radixkv: UNAVAILABLE: ")
+
+
+@pytest.mark.parametrize("retries", ["-1", "5"])
+def test_retries_are_bounded(capsys, retries):
+    assert main(["stats", f"--retries={retries}"]) == 2
+    assert capsys.readouterr().err == f"radixkv: retries: expected 0 to 4, got {retries}\n"
+
+
+def test_purge_names_what_it_forgets(capsys):
+    engine = FakeEngine()
+    code, out, _ = run_cli(capsys, engine, "purge", "--tenant", "acme", "--salt", "")
+    assert (code, engine.purges) == (0, [("acme", None, "")])
+    assert re.search(r"^blocks freed +7$", out, re.MULTILINE)
+    assert re.search(r"^  still in use +2$", out, re.MULTILINE)
+    code, _, err = run_cli(capsys, engine, "purge")
+    assert (code, err) == (
+        2,
+        "radixkv: purge: expected either --all, or one or more of --tenant, --adapter, --salt\n",
+    )
+    assert run_cli(capsys, engine, "purge", "--all", "--tenant", "acme")[0] == 2
+    assert run_cli(capsys, engine, "purge", "--all", "--json")[0] == 0
+    assert engine.purges[1:] == [(None, None, None)]
+
+
+def test_a_refusal_is_one_line_and_exit_code_1(capsys):
+    code, out, err = run_cli(capsys, FakeEngine(), "prefill", "--tokens", "999")
+    assert (code, out) == (1, "")
+    assert err == "radixkv: INVALID_ARGUMENT: token_ids: expected 1 or more ids below 256\n"
+
+
+def test_nobody_listening_is_one_line_and_exit_code_1(capsys):
+    assert main(["stats", "--address", "127.0.0.1:1", "--timeout-s", "5"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("radixkv: UNAVAILABLE: ")
+    assert err.count("\n") == 1
+
+
+def test_an_answer_that_does_not_come_in_time_is_exit_code_1(capsys):
+    engine = FakeEngine(is_gated=True)
+    code, _, err = run_cli(capsys, engine, "prefill", "--tokens", "1", "--timeout-s", "0.05")
+    assert code == 1
+    assert err.startswith("radixkv: DEADLINE_EXCEEDED: ")
+
+
+def test_the_commands_of_a_client_work_where_the_engine_is_not_installed():
+    program = WITHOUT_ENGINE + "from radixkv.service.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
+
+    def talk(address):
+        prefill = launch("-P", "-c", program, "prefill", "--address", address, "--text", "hi", "--json")
+        return prefill, launch("-P", "-c", program, "stats", "--address", address)
+
+    for code, out, err in serve_and_call(FakeEngine(), talk):
+        assert (code, err) == (0, "")
+        assert out

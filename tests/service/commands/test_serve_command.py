@@ -1,0 +1,210 @@
+import json
+import logging
+import signal
+import sys
+import threading
+from datetime import datetime
+
+import grpc
+import pytest
+
+from radixkv.errors import ConfigError, UnsupportedModel
+from radixkv.service.client import Client
+from radixkv.service.commands.cli import main
+from radixkv.service.commands.missing_package import missing_package
+from radixkv.service.commands.serve_command import JsonLines
+from tests.service.command_line import LAUNCHER, fake_service, install, launch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "server.port: expected 0 to 65535, got 70000"),
+        (["--set", "cache.block_sise=16"], "cache.block_sise: unknown key; the nearest is cache.block_size"),
+        (["--config", "/nowhere.toml"], "config file /nowhere.toml: "),
+        (["--set", "model.dtype=bfloat16"], "model.dtype: expected float32, got bfloat16"),
+        (
+            ["--set", "model.path=a", "--model", 'we"ird'],
+            "model.path: expected `tiny` or a directory with a config.json",
+        ),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(capsys, monkeypatch, arguments, message):
+    def build_engine(config, observer):
+        raise UnsupportedModel(f"model.dtype: expected float32,\n  got {config.model.dtype}")
+
+    install(monkeypatch, build_engine)
+    assert main(["serve", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"radixkv: {message}")
+    assert err.count("\n") == 1
+
+
+def test_options_win_over_set_and_set_over_the_file(tmp_path, monkeypatch):
+    seen = []
+
+    def build_engine(config, observer):
+        seen.append(config)
+        raise ConfigError("enough")
+
+    install(monkeypatch, build_engine)
+    file = tmp_path / "radixkv.toml"
+    model = tmp_path / 'we"ird\\'
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    file.write_text('[model]\npath = "file"\ndevice = "cpu"\n[server]\nport = 1\nhost = "127.0.0.2"\n')
+    main(["serve", "--config", str(file), "--set", "model.path=set", "--set", "server.port=0", "--model", str(model)])
+    assert (seen[0].model.path, seen[0].model.device) == (str(model), "cpu")
+    assert (seen[0].server.port, seen[0].server.host) == (0, "127.0.0.2")
+
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from radixkv.service.commands.cli import main; "
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "expected `tiny` or a directory with a config.json, got {}"),
+        ({"config.json": "{}"}, "expected a directory with model.safetensors, got {} without it"),
+    ],
+)
+def test_a_wrong_model_directory_is_one_line_before_torch_is_imported(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    program = WITHOUT_TORCH + "sys.exit(main(['serve', '--port', '0', '--model', sys.argv[1]]))"
+    code, out, err = launch("-P", "-c", program, str(tmp_path))
+    assert (code, out, err) == (2, "", f"radixkv: model.path: {message.format(tmp_path)}\n")
+
+
+def test_serve_says_what_it_loads_before_torch_is_imported(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(20_000_000))
+    options = ["--port", "0", "--set", "model.dtype=bfloat16", "--device", "cpu"]
+    program = WITHOUT_TORCH + f"sys.exit(main(['serve', '--model', sys.argv[1], *{options}]))"
+    code, _, err = launch("-P", "-c", program, str(tmp_path))
+    first, last = err.splitlines()
+    assert first.endswith(f"loading {tmp_path}, 0.02 GB of weights, device cpu, dtype bfloat16")
+    assert (code, last) == (2, f"radixkv: {missing_package('torch', 'engine')}")
+
+
+def test_the_log_is_lines_of_json_if_asked_for():
+    with fake_service("--log-format", "json") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=10)
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert all(list(line) == ["time", "level", "logger", "message"] for line in lines)
+    assert lines[0]["message"] == "loading the embedded model, device auto, dtype auto"
+    assert lines[-1]["message"] == "stopped"
+    assert datetime.fromisoformat(lines[0]["time"]).tzinfo is not None
+
+
+def test_the_log_level_leaves_out_what_is_below():
+    with fake_service("--log-level", "error") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=10)[1] == ""
+
+
+def test_a_line_of_json_has_the_traceback():
+    try:
+        raise ValueError("text\nof two lines")
+    except ValueError:
+        record = logging.makeLogRecord({"msg": "a %s", "args": ("b",), "exc_info": sys.exc_info()})
+    line = JsonLines().format(record)
+    assert line.count("\n") == 0
+    assert json.loads(line)["message"] == "a b"
+    assert json.loads(line)["exception"].endswith("ValueError: text\nof two lines")
+
+
+def test_a_missing_extra_is_named(capsys, monkeypatch):
+    def build_engine(config, observer):
+        raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
+
+    install(monkeypatch, build_engine)
+    assert main(["serve", "--port", "0"]) == 2
+    assert capsys.readouterr().err == f"radixkv: {missing_package('torch', 'engine')}\n"
+
+
+def test_a_module_of_ours_that_is_missing_is_no_missing_extra(monkeypatch):
+    def build_engine(config, observer):
+        raise ModuleNotFoundError("No module named 'radixkv.lost'", name="radixkv.lost")
+
+    install(monkeypatch, build_engine)
+    with pytest.raises(ModuleNotFoundError):
+        main(["serve", "--port", "0"])
+
+
+@pytest.mark.parametrize("package", ["grpc_health", "grpc_reflection", "prometheus_client"])
+def test_serving_where_a_package_of_the_server_is_missing_names_the_extra(package):
+    program = (
+        "import sys, types\n"
+        "sys.modules['radixkv.startup.build_engine'] = types.SimpleNamespace(build_engine=None)\n"
+        "sys.modules[sys.argv[1]] = None\n"
+        "from radixkv.service.commands.cli import main\nsys.exit(main(['serve', '--port', '0']))"
+    )
+    code, _, err = launch("-P", "-c", program, package)
+    assert (code, err.splitlines()[-1]) == (2, f"radixkv: {missing_package(package, 'engine')}")
+
+
+def test_a_port_in_use_is_a_config_error():
+    with fake_service() as (_, address):
+        port = address.rpartition(":")[2]
+        code, out, err = launch(LAUNCHER, "0", "serve", "--port", port)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == (
+        f"radixkv: server.host, server.port: expected a free address of this machine, got 127.0.0.1:{port}"
+    )
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_exits_0(number):
+    with fake_service(delay_s=0.5) as (process, address), Client(address, timeout_s=10) as client:
+        answers = []
+        caller = threading.Thread(target=lambda: answers.append(client.prefill([4]).next_token_id))
+        caller.start()
+        while client.stats().requests.running == 0:
+            pass
+        process.send_signal(number)
+        code = refusal_code(client)
+        process.send_signal(number)  # a second one changes nothing
+        caller.join(10)
+        out, err = process.communicate(timeout=10)
+    assert answers == [4]
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert (process.returncode, out) == (0, "")  # the line that was read is all of stdout
+    assert "draining" in err
+    assert "stopped" in err
+    assert "Traceback" not in err
+
+
+def refusal_code(client):
+    """The status of the first prefill that is refused."""
+    for _ in range(200):
+        try:
+            client.prefill([5], timeout_s=0.02)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                return error.code()
+    return None
+
+
+def test_a_drain_that_takes_too_long_cancels_and_exits_0():
+    with fake_service("--set", "server.drain_timeout_s=0.1", delay_s=5) as (process, address):
+        with Client(address, timeout_s=10) as client:
+            failures = []
+
+            def call():
+                with pytest.raises(grpc.RpcError) as caught:
+                    client.prefill([4])
+                failures.append(caught.value.code())
+
+            caller = threading.Thread(target=call)
+            caller.start()
+            while client.stats().requests.running == 0:
+                pass
+            process.send_signal(signal.SIGTERM)
+            caller.join(10)
+        assert process.wait(10) == 0
+    assert failures == [grpc.StatusCode.UNAVAILABLE]

@@ -1,0 +1,99 @@
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from radixkv.service.commands.cli import main
+from tests.service.command_line import usage_error
+
+CHAT = [
+    {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]},
+    {"timestamp": 900, "input_length": 600, "output_length": 5, "hash_ids": [3, 4]},
+    {"timestamp": 1500, "input_length": 1500, "output_length": 5, "hash_ids": [1, 5, 6]},
+]
+
+
+RESULT_FIELDS = (
+    "policy capacity_tokens block_size requests prompt_tokens cached_tokens token_hit_rate evicted_tokens seconds"
+)
+
+
+@pytest.fixture
+def chat_trace(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in CHAT))
+    return str(path)
+
+
+def test_simulate_prints_json(capsys, chat_trace):
+    arguments = ["--capacity-tokens", "3584,0.004096M", "--policy", "lru,adaptive,optimal", "--json"]
+    assert main(["simulate", chat_trace, *arguments]) == 0
+    out, err = capsys.readouterr()
+    results = json.loads(out)
+    assert err == ""
+    assert [(each["policy"], each["capacity_tokens"]) for each in results] == [
+        (policy, capacity) for policy in ("lru", "adaptive", "optimal") for capacity in (3584, 4096)
+    ]
+    assert all(list(each) == RESULT_FIELDS.split() for each in results)
+    assert (results[0]["requests"], results[0]["prompt_tokens"], results[0]["cached_tokens"]) == (3, 3100, 512)
+
+
+def test_simulate_reads_a_compressed_trace(capsys, chat_trace):
+    Path(chat_trace + ".gz").write_bytes(gzip.compress(Path(chat_trace).read_bytes()))
+    assert main(["simulate", chat_trace + ".gz", "--capacity-tokens", "4k"]) == 0
+    assert capsys.readouterr().out.startswith("3 requests, 3,100 prompt tokens")
+
+
+def test_simulate_prints_a_table_and_takes_a_block_size_and_a_limit(capsys, chat_trace):
+    options = ["--capacity-tokens", "64k", "--block-size", "64", "--limit", "2"]
+    assert main(["simulate", chat_trace, *options]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("2 requests, 1,600 prompt tokens, blocks of 64\n")
+    assert re.search(r"^adaptive +64,000 +0\.0000 ", out, re.MULTILINE)
+
+
+def test_simulate_draws(capsys, chat_trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "hits.png"
+    arguments = ["--capacity-tokens", "2k,4k", "--policy", "lru", "--plot", str(picture), "--json"]
+    assert main(["simulate", chat_trace, *arguments]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert {each["policy"] for each in json.loads(capsys.readouterr().out)} == {"lru"}  # the optimum is only drawn
+
+
+@pytest.mark.parametrize("capacity", ["0", "-1", "many", "", "1.5", "2k,,", "infM"])
+def test_simulate_refuses_a_capacity_that_is_none(capsys, chat_trace, capacity):
+    err = usage_error(capsys, "simulate", chat_trace, f"--capacity-tokens={capacity}")
+    assert "--capacity-tokens: expected a whole number from 1" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "fifo"], "policy: expected one of adaptive, lru, slru, lfu, priority, optimal, got fifo"),
+        (["--capacity-tokens", "100"], "capacity_tokens: expected at least a block of 512 tokens, got 100"),
+        (["--plot", "/nowhere/hits.png"], "--plot: expected an existing directory, got /nowhere"),
+        (["--plot", "hits.pdf"], "--plot: expected a file name ending in .png, got hits.pdf"),
+    ],
+)
+def test_simulate_refuses_nonsense(capsys, chat_trace, options, message):
+    assert main(["simulate", chat_trace, "--capacity-tokens", "4k", *options]) == 2
+    assert capsys.readouterr() == ("", f"radixkv: {message}\n")
+
+
+def test_simulate_names_the_malformed_line(capsys, chat_trace):
+    with open(chat_trace, "a") as file:
+        file.write('{"timestamp": 1}\n')
+    assert main(["simulate", chat_trace, "--capacity-tokens", "4k"]) == 2
+    assert capsys.readouterr().err.startswith(f"radixkv: {chat_trace}:4: hash_ids: expected this field")
+
+
+def test_simulate_says_which_extra_a_picture_needs(capsys, chat_trace, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["simulate", chat_trace, "--capacity-tokens", "4k", "--plot", "hits.png"]) == 2
+    assert capsys.readouterr().err == (
+        "radixkv: --plot: the package matplotlib is missing; "
+        "install it from a checkout of radixkv: pip install '.[plot]'\n"
+    )
