@@ -1,4 +1,4 @@
-"""Who may share cached tokens with whom."""
+"""The boundary within which requests share cached tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Namespace(NamedTuple):
         model: fingerprint of the weights and of everything else that changes K and V.
         tenant: whose data this is.
         adapter: digest of the adapter's content, empty for the base model. A reloaded adapter has a new digest.
-        salt: further isolation that the caller chose.
+        salt: a name that isolates further, chosen by the caller.
     """
 
     model: str
@@ -26,13 +26,13 @@ class Namespace(NamedTuple):
     salt: str = ""
 
     def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
-        """Whether it has these names; None is any."""
+        """Whether it has these names; None matches any."""
         wanted = (tenant, adapter, salt)
         return all(name is None or name == own for name, own in zip(wanted, self[1:], strict=True))
 
     @property
     def seed(self) -> int:
-        """A 64-bit number for diagnostics that must differ between namespaces. Never an identity."""
+        """A 64-bit hash, for fingerprints that must differ between namespaces. It identifies nothing."""
         return _seed(self)
 
 

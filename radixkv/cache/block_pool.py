@@ -1,4 +1,4 @@
-"""Physical block ids, and which state each is in."""
+"""Physical block ids, and the state of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from radixkv.errors import DoubleRelease, InvariantViolation, OutOfBlocks
 
 
 class BlockState(enum.IntEnum):
-    """Who owns a block: nobody, a lease, or the tree."""
+    """The owner of a block: nobody, a lease, or a tree."""
 
     FREE = 0
     LEASED = 1
@@ -20,19 +20,26 @@ class BlockState(enum.IntEnum):
 
 
 class BlockPool:
-    """Hands out block ids and keeps their states. Holds no memory itself.
+    """Hands out block ids and keeps their states. It holds no K/V memory itself.
 
               acquire              publish
         free ──────────▶ leased ────────────▶ published
              ◀──────────        ◀────────────
               release             unpublish
 
-    A leased block belongs to one owner, who writes it. A published block belongs to the tree, and is referenced by
-    every lease whose path is pinned there (`Node.pin_count`); counting references by node and not by block keeps a hit
-    free of work for each block. At all times `num_free + num_leased + num_published == num_blocks`.
+    A leased block belongs to one lease, whose holder writes it. A published block belongs to a tree. References to it
+    are counted by node (`Node.pin_count`) and not by block, so a hit does no work for each block. At all times
+    `num_free + num_leased + num_published == num_blocks`.
 
     Every method takes or returns int32 arrays of distinct ids and costs O(len) without a Python loop. A method that
     raises has changed nothing.
+
+    Example:
+        >>> pool = BlockPool(4)
+        >>> block_ids = pool.acquire(3)
+        >>> pool.publish(block_ids[:1])
+        >>> pool.num_free, pool.num_leased, pool.num_published
+        (1, 2, 1)
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -48,11 +55,11 @@ class BlockPool:
 
     @property
     def num_leased(self) -> int:
-        """Blocks that leases own: being written, or kept for a lease after they left the tree."""
+        """Blocks that leases own, retired ones that left a tree while leases could use them included."""
         return self.num_blocks - len(self._free) - self.num_published
 
     def acquire(self, num_blocks: int) -> BlockIds:
-        """Take blocks off the free list; they are the caller's to write.
+        """Take free blocks. They are the caller's to write.
 
         Raises:
             OutOfBlocks: fewer are free.
@@ -76,7 +83,7 @@ class BlockPool:
         self._free.frombytes(np.ascontiguousarray(block_ids).tobytes())
 
     def publish(self, block_ids: BlockIds) -> None:
-        """Hand leased blocks to the tree.
+        """Hand leased blocks to a tree.
 
         Raises:
             InvariantViolation: one of them is not leased.
@@ -86,7 +93,7 @@ class BlockPool:
         self.num_published += block_ids.size
 
     def unpublish(self, block_ids: BlockIds) -> None:
-        """Take blocks back from the tree; they are leased to the caller.
+        """Take blocks back from a tree. They are leased to the caller.
 
         Raises:
             InvariantViolation: one of them is not published.
@@ -96,7 +103,7 @@ class BlockPool:
         self.num_published -= block_ids.size
 
     def _move(self, block_ids: BlockIds, before: BlockState, after: BlockState) -> bool:
-        """Change states, if all of them are `before`."""
+        """Change the state of all blocks if it is `before` for each. Returns whether it was."""
         # numpy converts an int32 index at each use, and slowly: 845 ids take 2.8 us this way and 7 us without.
         index = block_ids.astype(np.intp)
         if self._states[index].tobytes().count(before) != index.size:
@@ -105,15 +112,15 @@ class BlockPool:
         return True
 
     def state(self, block_id: int) -> BlockState:
-        """Who owns one block."""
+        """Return the state of one block."""
         return BlockState(self._states[block_id])
 
     def check(self, leased: BlockIds, published: BlockIds) -> None:
-        """Compare the pool with owners that were collected independently.
+        """Compare the states with the owners that the caller has counted.
 
         Args:
             leased: ids that leases own, in any order.
-            published: ids that the tree holds, in any order.
+            published: ids that the trees hold, in any order.
 
         Raises:
             InvariantViolation: the message says what does not agree.

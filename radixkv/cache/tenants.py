@@ -1,4 +1,4 @@
-"""What each tenant may hold of the pool, and what it holds."""
+"""What each tenant may hold of the pool, and what it holds now."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Quota:
 
     Attributes:
         floor_blocks: cached blocks that no other tenant can evict.
-        ceiling_blocks: cached and leased blocks at most; None for no bound but the pool.
-        max_retained_blocks: blocks with a priority above the default at most; None for no bound but that of all.
+        ceiling_blocks: most blocks that it may hold, cached and leased together; None for the whole pool.
+        max_retained_blocks: most blocks that may have a priority above the default; None for as many as of all tenants.
     """
 
     floor_blocks: int = 0
@@ -25,14 +25,17 @@ class Quota:
 
 
 class TenantUsage:
-    """One tenant's blocks now, and its totals since it was first seen.
+    """The blocks that one tenant holds now, and its totals since it was first seen.
 
     Attributes:
-        num_cached_blocks, num_pinned_blocks: published, and the part of them that leases keep from eviction.
-        num_leased_blocks: held by leases alone.
-        num_retained_blocks: the part of the cached ones that has a priority above the default.
-        num_evicted_blocks: total.
-        num_hit_tokens, num_miss_tokens: tokens of leased prompts that were reused, and that were not.
+        quota: the bounds on its blocks.
+        num_cached_blocks: published blocks.
+        num_pinned_blocks: published blocks that leases keep from eviction.
+        num_leased_blocks: blocks that belong to leases.
+        num_retained_blocks: published blocks that are retained.
+        num_evicted_blocks: blocks evicted so far.
+        num_hit_tokens: tokens of leased prompts that were reused so far.
+        num_miss_tokens: tokens of leased prompts that were not.
     """
 
     __slots__ = (
@@ -58,17 +61,17 @@ class TenantUsage:
 
     @property
     def num_evictable_blocks(self) -> int:
-        """Cached blocks that no lease keeps."""
+        """Cached blocks that no lease keeps from eviction."""
         return self.num_cached_blocks - self.num_pinned_blocks
 
     @property
     def num_blocks_for_others(self) -> int:
-        """Evictable blocks above the floor."""
+        """Evictable blocks above the floor, which other tenants may take."""
         return min(self.num_evictable_blocks, max(0, self.num_cached_blocks - self.quota.floor_blocks))
 
     @property
     def num_blocks_to_ceiling(self) -> int | None:
-        """Blocks that may still be taken if all evictable ones are given up; None without a ceiling."""
+        """Blocks that it may still take if all its evictable ones are evicted; None without a ceiling."""
         if self.quota.ceiling_blocks is None:
             return None
         return self.quota.ceiling_blocks - self.num_leased_blocks - self.num_pinned_blocks
@@ -93,11 +96,11 @@ class Tenants:
         return usage
 
     def items(self) -> list[tuple[str, TenantUsage]]:
-        """All known tenants."""
+        """List all known tenants."""
         return [*self.with_quota.items(), *self._others.items()]
 
     def num_blocks_kept_from(self, tenant: str) -> int:
-        """Evictable blocks that this tenant can't have, because others' floors protect them.
+        """Count the evictable blocks that this tenant can't take because the floors of others protect them.
 
         Complexity: O(tenants with a quota).
         """

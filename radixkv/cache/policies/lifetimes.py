@@ -1,4 +1,4 @@
-"""How long each kind of leaf is worth keeping: counted uses, and the plan of lifetimes that makes the most of them."""
+"""Lifetimes of leaves: counts of after how long each kind is used again, and the plan with the most hits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SHORTEST_LOG_AGE = -20
 _NUM_AGES = 42 * _AGES_PER_OCTAVE
 _AGES_S = np.exp2(_SHORTEST_LOG_AGE + np.arange(_NUM_AGES) / _AGES_PER_OCTAVE)  # [num_ages], upper edges
 _LIFETIMES_S = np.concatenate(([0.0], _AGES_S))  # [num_lifetimes = 1 + num_ages]
-_LEAST_UNUSED = 1e-3  # share of the blocks that wait in vain, however few were seen: no lifetime is longer than needed
+_LEAST_UNUSED = 1e-3  # assumed share of blocks never used again, so that no lifetime is longer than it needs to be
 
 
 class ReuseCounts:
-    """After how many seconds the blocks of each kind were used again.
+    """Counts after how many seconds the blocks of each kind were used again.
 
     Args:
         num_kinds: kinds of leaves.
@@ -39,20 +39,20 @@ class ReuseCounts:
         self.waits[kind, index] += num_blocks * age_s
 
     def forget(self, kept: float) -> None:
-        """Let everything counted so far weigh only so much of what it did."""
+        """Multiply everything counted so far by `kept`, a number below 1."""
         self.hits *= kept
         self.waits *= kept
         self.stays *= kept
         self.seconds *= kept
 
     def plan(self, num_blocks: int) -> tuple[list[tuple[float, float]], float]:
-        """Choose lifetimes with which blocks have the most hits and just fit.
+        """Choose the lifetimes with the most hits for which all blocks just fit.
 
         Args:
             num_blocks: blocks of the cache's pool.
 
         Returns:
-            For each kind a short and a long lifetime in seconds, and the share of nodes that get the long one.
+            A short and a long lifetime in seconds for each kind, and the share of nodes that get the long one.
 
         Complexity: half a millisecond.
         """
@@ -67,12 +67,12 @@ class ReuseCounts:
 
 
 class _Lifetimes:
-    """Hits and room of each kind at each lifetime.
+    """The hits and the room of each kind at each lifetime.
 
     Args:
         hits: `[num_kinds, num_ages]`, blocks used again, by age.
-        num_stays: `[num_kinds]`, blocks that waited, used again or not.
-        mean_ages_s: `[num_ages]`, how long those used again had waited.
+        num_stays: `[num_kinds]`, blocks that waited, whether they were used again or not.
+        mean_ages_s: `[num_ages]`, mean wait of the blocks that were used again.
     """
 
     def __init__(self, hits: Weights, num_stays: Weights, mean_ages_s: Weights) -> None:
@@ -82,7 +82,7 @@ class _Lifetimes:
         self.room = waited + (num_stays[:, None] - self.hits) * _LIFETIMES_S  # [num_kinds, num_lifetimes]
 
     def plan(self, budget: float) -> tuple[Indices, Indices, float]:
-        """Lifetimes that fit the budget, ones that do not, and the share of the latter that fills it."""
+        """Find lifetimes that fit the budget, longer ones that do not, and the share of these that fills it."""
         low, high = -60.0, 60.0  # log2 of the price of a block second
         for _ in range(40):
             price = (low + high) / 2
@@ -102,7 +102,7 @@ class _Lifetimes:
 
 
 def _smoothed(hits: Weights, weight: float) -> Weights:
-    """Draw each kind's ages towards those of all, as if `weight` more blocks had been seen; its sum stays."""
+    """Draw each kind's ages toward those of all kinds, as if `weight` more blocks had been seen. Sums stay."""
     sums = hits.sum(axis=1, keepdims=True)  # [num_kinds, 1]
     ages = hits.sum(axis=0) / max(1.0, hits.sum())  # [num_ages]
     smoothed: Weights = sums * (hits + weight * ages) / (sums + weight)

@@ -1,4 +1,4 @@
-"""A cache in miniature, without K/V: how many hits would another order of eviction have?"""
+"""A small model of the cache, without K/V, that tells how many hits another order of eviction would have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xxhash import xxh3_64
 from radixkv.cache.node import Node
 from radixkv.tokens import TOKEN_BYTES
 
-_SAMPLED_TOKENS = 512  # one block of so many tokens may be sampled: short blocks cost no more than long ones
+_SAMPLED_TOKENS = 512  # one block in this many tokens may be sampled, so short blocks cost no more than long ones
 _NUM_SAMPLED = 1024  # blocks that a shadow cache holds; with 8192 the trace has the same hits within noise
 
 
@@ -19,7 +19,7 @@ class Sample(NamedTuple):
     """One of a node's blocks that shadow caches follow.
 
     Attributes:
-        place: of the block in the node.
+        place: index of the block in the node.
         digest: hash of the namespace and all tokens up to the block's end.
     """
 
@@ -28,7 +28,7 @@ class Sample(NamedTuple):
 
 
 class BlockSampler:
-    """Picks blocks by that hash: wherever nodes begin and end, the same prefixes are followed.
+    """Picks blocks by the hash of their prefix, so the same prefixes are followed wherever nodes begin and end.
 
     Source: Waldspurger et al.: "Efficient MRC construction with SHARDS", FAST 2015.
 
@@ -40,11 +40,11 @@ class BlockSampler:
         self._num_blocks = num_blocks
 
     def capacity(self, block_size: int) -> int:
-        """How many sampled blocks make up the cache."""
+        """Return how many sampled blocks stand for the whole cache."""
         return max(1, min(_NUM_SAMPLED, self._num_blocks // _stride(block_size)))
 
     def sample(self, node: Node, start: int) -> tuple[Sample, ...]:
-        """The sampled blocks of a node from block `start` on.
+        """List the sampled blocks of a node from block `start` on.
 
         Complexity: O(tokens of the path), one hash over them.
         """
@@ -68,11 +68,11 @@ class BlockSampler:
 
 
 class ShadowCache:
-    """What a cache would hold of the sampled blocks, if they went in the order of their keys."""
+    """Holds the digests of the sampled blocks that a cache would hold if it evicted the smallest key first."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[float, int, int]] = {}  # by digest: key, use and digest
-        self._line: list[tuple[float, int, int]] = []  # a heap of them, and of outdated ones
+        self._line: list[tuple[float, int, int]] = []  # a heap of the entries, outdated ones included
         self._num_uses = 0
 
     def __len__(self) -> int:
@@ -82,15 +82,16 @@ class ShadowCache:
         return digest in self._entries
 
     def use(self, digests: list[int], new_key: float, held_key: float, capacity: int) -> list[bool]:
-        """Hold blocks from now on, and let those with the smallest keys go until no more than `capacity` stay.
+        """Add blocks, and drop those with the smallest keys until no more than `capacity` are left.
 
         Args:
-            digests: the blocks, the first one is used first.
-            new_key, held_key: the key of a block that was not held before, and of one that was.
-            capacity: how many may stay.
+            digests: the blocks, in the order of their use.
+            new_key: the key of a block that was not held before.
+            held_key: the key of a block that was held before.
+            capacity: blocks that may be held.
 
         Returns:
-            Which were held before.
+            For each block, whether it was held before.
 
         Complexity: O(log capacity) a block, amortized.
         """
@@ -118,7 +119,7 @@ def _stride(block_size: int) -> int:
 
 
 def _ancestors(node: Node) -> list[Node]:
-    """The nodes above, the topmost first, without the root."""
+    """List the nodes above, without the root, the topmost first."""
     above: list[Node] = []
     ancestor = node.parent
     while ancestor is not None and ancestor.parent is not None:
