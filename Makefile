@@ -28,9 +28,9 @@ demo: $(STAMP)
 	$(PY) -m bench.replay --workload shared-prefix --requests 1000 --prefix-tokens 2048 --suffix-tokens 64 \
 		--json build/demo/replay.json --plot build/demo/ttft.png
 
-# Files of tests side by side, each process on a core of its own.
+# Files of tests side by side, each process on a core of its own. A process that dies ends the run.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
 
 STEPS ?= 1000000
 ENGINE_SEEDS ?= 2000

@@ -1,5 +1,20 @@
+"""Settings of every test run: the environment, and a limit for teardowns."""
+
+from __future__ import annotations
+
+import faulthandler
 import os
+from collections.abc import Generator
+
+import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TQDM_DISABLE"] = "1"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Give the teardown of a failed test a limit: those of pyproject.toml end with the failure."""
+    faulthandler.dump_traceback_later(float(item.config.getini("faulthandler_timeout")), exit=True)
+    return (yield)

@@ -24,6 +24,7 @@ from bench.replay import choose_baseline, main
 from radixkv.v1 import prefill_pb2
 from tests.bench.fake_service import FakeService, Trouble, serving
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--workload", "shared-prefix", "--requests", "12", "--prefix-tokens", "37", "--suffix-tokens", "17"]
@@ -264,7 +265,7 @@ sys.exit(bench.replay.main(sys.argv[2:]))
         while b"with cache" not in seen:  # the passes have begun
             seen += replaying.stderr.read1() or pytest.fail(seen.decode())
         replaying.send_signal(signal_number)
-        assert replaying.wait(20) == status
+        assert replaying.wait(PATIENCE_S) == status
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
 

@@ -1,41 +1,66 @@
+"""The watchdog tells of a step that takes too long, once, and of nothing else."""
+
+from __future__ import annotations
+
 import threading
-import time
+from types import SimpleNamespace
+
+import pytest
 
 from radixkv.engine.watchdog import Watchdog
+from tests.fakes import FakeClock
+from tests.patience import PATIENCE_S
 
 
-def test_it_tells_once_for_each_step_that_hangs() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr("radixkv.engine.watchdog.time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+def look(watchdog: Watchdog, times: int = 1) -> None:
+    """Let it look, on this thread instead of its own."""
+    is_stopped = iter([False] * times + [True])
+    watchdog._stopped = SimpleNamespace(wait=lambda _: next(is_stopped))  # type: ignore[assignment]
+    watchdog._watch()
+
+
+def test_it_tells_once_for_each_step_that_hangs(clock: FakeClock) -> None:
     told: list[float] = []
-    has_told = threading.Event()
-
-    def tell() -> None:
-        told.append(time.monotonic())
-        has_told.set()
-
-    watchdog = Watchdog(0.05, tell)
-    watchdog.start()
+    watchdog = Watchdog(30, lambda: told.append(clock.now_s))
     for _ in range(20):
         watchdog.step_begins()
+        clock.now_s += 29
+        look(watchdog)
         assert not watchdog.is_hanging
         watchdog.step_ends()
-    for hangs in (1, 2):
-        has_told.clear()
-        watchdog.step_begins()
-        began_s = time.monotonic()
-        assert has_told.wait(5)
-        assert told[-1] - began_s >= 0.05
-        assert watchdog.is_hanging
-        time.sleep(0.05)
-        watchdog.step_ends()
-        assert not watchdog.is_hanging
-        assert len(told) == hangs
-    watchdog.stop()
-
-
-def test_an_idle_engine_does_not_hang() -> None:
-    told: list[None] = []
-    watchdog = Watchdog(0.02, lambda: told.append(None))
-    watchdog.start()
-    time.sleep(0.1)
     assert told == []
+    for hangs in (1, 2):
+        watchdog.step_begins()
+        look(watchdog)
+        clock.now_s += 30
+        look(watchdog, times=3)
+        assert watchdog.is_hanging
+        assert len(told) == hangs
+        watchdog.step_ends()
+        assert not watchdog.is_hanging
+
+
+def test_an_idle_engine_does_not_hang(clock: FakeClock) -> None:
+    told: list[None] = []
+    watchdog = Watchdog(30, lambda: told.append(None))
+    clock.now_s += 100
+    look(watchdog, times=3)
+    assert told == []
+
+
+def test_it_looks_from_a_thread_of_its_own() -> None:
+    has_told = threading.Event()
+    watchdog = Watchdog(0.01, has_told.set)
+    watchdog.start()
+    watchdog.step_begins()
+    assert has_told.wait(PATIENCE_S)
     watchdog.stop()
+    watchdog._thread.join(PATIENCE_S)
+    assert not watchdog._thread.is_alive()

@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from radixkv.service.commands.cli import main
+from tests.patience import PATIENCE_S
 from tests.service.serving import serve_and_call
 
 LAUNCHER = str(Path(__file__).parent / "serve_fake.py")
@@ -63,7 +64,7 @@ def fake_service(*arguments, delay_s: float = 0.0) -> Iterator[tuple[subprocess.
 def launch(*arguments, stdin: bytes = b"") -> tuple[int, str, str]:
     """Run Python with these arguments to its end; return its exit code, stdout and stderr."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, input=stdin, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, input=stdin, timeout=PATIENCE_S, check=False)
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 

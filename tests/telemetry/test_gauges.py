@@ -16,6 +16,7 @@ from radixkv.engine.engine import Engine
 from radixkv.telemetry.gauges import EngineGauges
 from tests.engine.test_engine import BLOCK_SIZE, NUM_BLOCKS, GatedRunner
 from tests.fake_runner import tokens
+from tests.patience import PATIENCE_S
 
 
 def scrape(engine: Engine, timeout_s: float = 5.0) -> dict[str, float]:
@@ -46,9 +47,9 @@ def engine(runner: GatedRunner) -> Iterator[Engine]:
 
 def test_every_gauge_has_the_value_of_stats(engine: Engine) -> None:
     for start in (0, 50, 100, 150):
-        engine.prefill(PrefillParams(tokens(range(start, start + 40)), tenant=str(start))).result(5)
-    engine.prefill(PrefillParams(tokens(range(150, 180)), tenant="150", hold_lease=True)).result(5)
-    stats = engine.stats().result(5)
+        engine.prefill(PrefillParams(tokens(range(start, start + 40)), tenant=str(start))).result(PATIENCE_S)
+    engine.prefill(PrefillParams(tokens(range(150, 180)), tenant="150", hold_lease=True)).result(PATIENCE_S)
+    stats = engine.stats().result(PATIENCE_S)
     assert (stats.blocks.pinned, stats.held_leases, stats.evicted_blocks) == (10, 1, 9)
     assert scrape(engine) == {
         "radixkv_up": 1,
@@ -78,7 +79,7 @@ def test_what_is_served_is_said(engine: Engine) -> None:
 def test_while_a_step_hangs_a_scrape_says_only_that(engine: Engine, runner: GatedRunner) -> None:
     runner.gate.clear()
     future = engine.prefill(PrefillParams(tokens(range(8))))
-    assert runner.entered.wait(5)
+    assert runner.entered.wait(PATIENCE_S)
     while not future.cancelled():
         time.sleep(0.005)
     assert scrape(engine, timeout_s=0.01) == {"radixkv_up": 0, "radixkv_healthy": 0}

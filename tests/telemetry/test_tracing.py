@@ -23,6 +23,7 @@ from radixkv.telemetry.tracing import Tracing
 from radixkv.v1.prefill_pb2 import PrefillRequest
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.core_bench import Bench
+from tests.patience import PATIENCE_S
 from tests.telemetry.test_metrics import ended_request
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -204,13 +205,13 @@ def traced_address(tmp_path: Path) -> Iterator[str]:
             yield process.stdout.readline().removeprefix("listening on ").strip()
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(PATIENCE_S)
 
 
 def test_over_grpc_the_parent_comes_with_the_metadata(traced_address: str, tmp_path: Path) -> None:
     with grpc.insecure_channel(traced_address) as channel:
         stub = PrefillServiceStub(channel)
-        stub.Prefill(PrefillRequest(token_ids=[1, 2, 3]), metadata=[("traceparent", SAMPLED)], timeout=60)
+        stub.Prefill(PrefillRequest(token_ids=[1, 2, 3]), metadata=[("traceparent", SAMPLED)], timeout=PATIENCE_S)
     spans = [json.loads(line) for line in (tmp_path / "spans").read_text().splitlines()]
     assert [span["name"] for span in spans] == ["queue", "prefill", "Prefill"]
     assert (spans[-1]["context"]["trace_id"], spans[-1]["parent_id"]) == (f"0x{TRACE_ID}", f"0x{SPAN_ID}")

@@ -27,6 +27,7 @@ from radixkv.service.client import AsyncClient, Client, logits_of
 from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, PrefillResponse
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, load_eager, write_checkpoint
+from tests.patience import PATIENCE_S
 
 BYTES = 256  # token ids that every model of these tests knows
 
@@ -46,7 +47,7 @@ def serving(*arguments: str, log: Path = Path(os.devnull)) -> Iterator[tuple[sub
             yield process, line.removeprefix("listening on ").strip()
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def client(address: str) -> Iterator[Client]:
-    with Client(address, timeout_s=60) as client:
+    with Client(address, timeout_s=PATIENCE_S) as client:
         yield client
 
 
@@ -96,7 +97,7 @@ def test_the_bytes_of_the_logits_do_not_depend_on_the_cache(client: Client, tena
 
 def test_nor_do_they_over_a_quantized_pool() -> None:
     settings = ("--set", "cache.kv_dtype=int4", "--set", "model.dtype=bfloat16")
-    with serving(*settings) as (_, address), Client(address, timeout_s=60) as client:
+    with serving(*settings) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
         assert_the_cache_changes_no_logit(client, "acme")
         stats = client.stats()
         assert stats.kv_dtype == "int4"
@@ -126,7 +127,10 @@ def test_a_thousand_simultaneous_cold_requests_compute_their_prefix_once(tmp_pat
 
 
 def test_a_retained_prompt_outlives_others_and_a_purged_one_does_not() -> None:
-    with serving("--set", "cache.capacity_tokens=4096") as (_, address), Client(address, timeout_s=60) as client:
+    with (
+        serving("--set", "cache.capacity_tokens=4096") as (_, address),
+        Client(address, timeout_s=PATIENCE_S) as client,
+    ):
         prompt, tenant = random_ids(640), "acme"
         retained = client.prefill(prompt, tenant=tenant, retention=Retention(80, ttl_s=600)).retained
         assert (retained.granted_tokens, retained.refused_tokens, retained.uncached_tokens) == (640, 0, 0)
@@ -207,7 +211,7 @@ def test_concurrent_requests_get_their_own_answers(address: str, tenant: str) ->
     prompts = [[*prefix, *random_ids(1 + i, seed=i)] for i in range(40)]
 
     def ask(prompt: list[int]) -> tuple[int, int, int]:
-        with Client(address, timeout_s=60) as client:
+        with Client(address, timeout_s=PATIENCE_S) as client:
             cached = client.prefill(prompt, tenant=tenant)
             cold = client.prefill(prompt, tenant=tenant, read_cache=False, write_cache=False)
         assert cached.usage.cached_tokens + cached.usage.computed_tokens == len(prompt)
@@ -295,7 +299,10 @@ def test_a_deadline_ends_a_long_prefill(client: Client) -> None:
 
 
 def test_a_full_pool_evicts_and_goes_on() -> None:
-    with serving("--set", "cache.capacity_tokens=1024") as (_, address), Client(address, timeout_s=60) as client:
+    with (
+        serving("--set", "cache.capacity_tokens=1024") as (_, address),
+        Client(address, timeout_s=PATIENCE_S) as client,
+    ):
         prompts = [random_ids(600, seed=i) for i in range(4)]
         for prompt in prompts:
             assert client.prefill(prompt).usage.computed_tokens == 600
@@ -313,7 +320,7 @@ def test_logits_over_the_wire_agree_with_transformers(tmp_path: Path) -> None:
         expected = load_eager(directory)(torch.from_numpy(ids)[None], use_cache=False).logits[0, -1].numpy()
     with (
         serving("--model", str(directory), "--set", "cache.block_size=16") as (_, address),
-        Client(address, timeout_s=60) as client,
+        Client(address, timeout_s=PATIENCE_S) as client,
     ):
         cold = client.prefill(ids, return_logits=True)
         client.prefill([*ids[:77], 5, 6])
@@ -328,14 +335,14 @@ def test_sigterm_lets_a_running_request_finish_and_exits_0(tmp_path: Path) -> No
     log = tmp_path / "log"
     with (
         serving(log=log) as (process, address),
-        Client(address, timeout_s=60) as client,
+        Client(address, timeout_s=PATIENCE_S) as client,
         ThreadPoolExecutor(1) as pool,
     ):
         running = pool.submit(client.prefill, [3] * 6_000)
         wait_for(lambda: client.stats().requests.running == 1)
         process.send_signal(signal.SIGTERM)
-        assert running.result(60).usage.computed_tokens == 6_000
-        assert process.wait(20) == 0
+        assert running.result(PATIENCE_S).usage.computed_tokens == 6_000
+        assert process.wait(PATIENCE_S) == 0
     assert log.read_text(encoding="utf-8").endswith("stopped\n"), "nothing else is said"
 
 
@@ -351,7 +358,7 @@ def test_sigterm_lets_a_running_request_finish_and_exits_0(tmp_path: Path) -> No
 def test_a_server_that_can_not_start_says_why_in_one_line(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *arguments]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
     assert ended.returncode == 2
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -400,7 +407,7 @@ def test_greedy_generation_is_that_of_transformers(name: str, tmp_path: Path) ->
         )[:, 70:]
     with (
         serving("--model", str(directory), "--set", "cache.block_size=16") as (_, address),
-        Client(address, timeout_s=60) as client,
+        Client(address, timeout_s=PATIENCE_S) as client,
         ThreadPoolExecutor(3) as threads,
     ):
         for _ in range(2):  # cold and warm
@@ -414,12 +421,12 @@ def test_greedy_generation_is_that_of_transformers(name: str, tmp_path: Path) ->
 
 def test_a_model_ends_with_its_own_end_of_sequence_unless_it_is_ignored(tmp_path: Path) -> None:
     directory = write_checkpoint(CONFIGS["llama"], tmp_path)
-    with serving("--model", str(directory)) as (_, address), Client(address, timeout_s=60) as client:
+    with serving("--model", str(directory)) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
         tokens, _ = read(client.generate([1, 2, 3], max_new_tokens=30, ignore_eos=True))
     for file in ("config.json", "generation_config.json"):
         config = json.loads((directory / file).read_text())
         (directory / file).write_text(json.dumps({**config, "eos_token_id": [299, tokens[7]]}))
-    with serving("--model", str(directory)) as (_, address), Client(address, timeout_s=60) as client:
+    with serving("--model", str(directory)) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
         ended, last = read(client.generate([1, 2, 3], max_new_tokens=30))
         assert ended == tokens[: tokens.index(tokens[7]) + 1]
         assert last.finish_reason == FinishReason.STOP
@@ -444,7 +451,7 @@ def test_seeds_draw_the_same_whoever_shares_the_batch_and_however_small_the_pool
     alone = [ask(client, seed) for seed in range(4)]
     with (
         serving("--set", "cache.capacity_tokens=256") as (_, address),  # half of what they need together
-        Client(address, timeout_s=60) as crowded,
+        Client(address, timeout_s=PATIENCE_S) as crowded,
         ThreadPoolExecutor(4) as threads,
     ):
         assert list(threads.map(lambda seed: ask(crowded, seed), range(4))) == alone

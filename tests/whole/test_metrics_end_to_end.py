@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from radixkv import __version__
 from radixkv.service.client import Client
+from tests.patience import PATIENCE_S
 
 
 @contextmanager
@@ -35,14 +36,14 @@ def serving_metrics(log: Path, *arguments: str) -> Iterator[tuple[str, str]]:
             yield line.removeprefix("listening on ").strip(), url[1]
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(PATIENCE_S)
             assert process.stdout is not None
             assert process.stdout.read() == "", "stdout has its one line only"
 
 
 def scrape(url: str) -> dict[str, float]:
     """Values by name and labels as Prometheus writes them, `radixkv_` left out."""
-    with urllib.request.urlopen(url, timeout=30) as response:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
         families = text_string_to_metric_families(response.read().decode())
     return {series_of(sample): sample.value for family in families for sample in family.samples}
 
@@ -106,7 +107,7 @@ COUNTS = {
 
 
 def test_every_count_of_a_few_calls_is_exact(tmp_path: Path) -> None:
-    with serving_metrics(tmp_path / "log") as (address, url), Client(address, timeout_s=60) as client:
+    with serving_metrics(tmp_path / "log") as (address, url), Client(address, timeout_s=PATIENCE_S) as client:
         call_each(client)
         samples = scrape(url)
         stats = client.stats()

@@ -13,6 +13,7 @@ from bench.parts.workloads import WorkItem, shared_prefix
 from radixkv.v1 import prefill_pb2, prefill_pb2_grpc
 from tests.bench.fake_service import FakeService, Trouble, serving
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
+from tests.patience import PATIENCE_S
 
 
 def send(service: FakeService, items: list[WorkItem], traffic: Traffic) -> Pass:
@@ -36,8 +37,8 @@ def spoiled(**usage: int) -> Trouble:
     return trouble
 
 
-CACHED = Traffic("t", use_cache=True, concurrency=1, timeout_s=10)
-UNCACHED = Traffic("t", use_cache=False, concurrency=1, timeout_s=10)
+CACHED = Traffic("t", use_cache=True, concurrency=1, timeout_s=PATIENCE_S)
+UNCACHED = Traffic("t", use_cache=False, concurrency=1, timeout_s=PATIENCE_S)
 
 
 def test_cached_tokens_equal_the_independent_count() -> None:

@@ -19,13 +19,14 @@ from radixkv.v1.cache_pb2 import DESCRIPTOR as CACHE
 from radixkv.v1.prefill_pb2 import DESCRIPTOR as PREFILL
 from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest, PrefillResponse
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
+from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import WITHOUT_ENGINE, becomes_true, serve_and_call, serving
 
 
 def test_the_blocking_client_offers_every_call():
     def talk(address):
-        with Client(address, timeout_s=10) as client:
+        with Client(address, timeout_s=PATIENCE_S) as client:
             answer = client.prefill([1, 2], tenant="a", hold_lease=True, return_logits=True)
             probe = client.probe([1, 2, 3], tenant="a")
             client.release(answer.lease_id, tenant="a")
@@ -39,7 +40,7 @@ def test_the_blocking_client_offers_every_call():
 
 def test_the_blocking_client_is_shared_between_threads():
     def talk(address):
-        with Client(address, timeout_s=10) as client, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        with Client(address, timeout_s=PATIENCE_S) as client, concurrent.futures.ThreadPoolExecutor(8) as pool:
             return [answer.next_token_id for answer in pool.map(lambda n: client.prefill([n]), range(64))]
 
     assert serve_and_call(FakeEngine(), talk) == list(range(64))
@@ -67,9 +68,9 @@ def test_both_clients_send_the_same_bytes():
     async def run():
         engine = FakeEngine()
         async with serving(engine) as (_, address), AsyncClient(address) as awaited:
-            await awaited.prefill([1, 2], timeout_s=5, **fields)
+            await awaited.prefill([1, 2], timeout_s=PATIENCE_S, **fields)
             with Client(address) as blocking:
-                await asyncio.to_thread(blocking.prefill, [1, 2], timeout_s=5, **fields)
+                await asyncio.to_thread(blocking.prefill, [1, 2], timeout_s=PATIENCE_S, **fields)
         return engine.params
 
     first, second = asyncio.run(run())
@@ -165,7 +166,7 @@ def test_the_default_timeout_holds_for_every_call_and_a_call_may_have_its_own():
 
 
 def test_nobody_listening_is_unavailable():
-    with Client("127.0.0.1:1", timeout_s=5) as client, pytest.raises(grpc.RpcError) as caught:
+    with Client("127.0.0.1:1", timeout_s=PATIENCE_S) as client, pytest.raises(grpc.RpcError) as caught:
         client.stats()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
@@ -204,7 +205,10 @@ def restarting(num_refusals):
 
 @pytest.mark.parametrize(("retries", "num_calls"), [(0, 1), (1, 2), (4, 3)])
 def test_what_is_unavailable_is_tried_again_only_if_asked_for(retries, num_calls):
-    with restarting(num_refusals=2) as (servicer, address), Client(address, timeout_s=30, retries=retries) as client:
+    with (
+        restarting(num_refusals=2) as (servicer, address),
+        Client(address, timeout_s=PATIENCE_S, retries=retries) as client,
+    ):
         if retries < 2:
             with pytest.raises(grpc.RpcError) as caught:
                 client.prefill([1])
@@ -216,7 +220,7 @@ def test_what_is_unavailable_is_tried_again_only_if_asked_for(retries, num_calls
 
 def test_the_awaited_client_tries_again_too():
     async def talk(address):
-        async with AsyncClient(address, timeout_s=30, retries=3) as client:
+        async with AsyncClient(address, timeout_s=PATIENCE_S, retries=3) as client:
             return (await client.prefill([1])).next_token_id
 
     with restarting(num_refusals=2) as (_, address):
@@ -225,7 +229,7 @@ def test_the_awaited_client_tries_again_too():
 
 def test_a_release_is_never_tried_again():
     with restarting(num_refusals=1) as (servicer, address):
-        with Client(address, timeout_s=30, retries=4) as client, pytest.raises(grpc.RpcError):
+        with Client(address, timeout_s=PATIENCE_S, retries=4) as client, pytest.raises(grpc.RpcError):
             client.release("lease")
         assert servicer.num_calls == 1
 
@@ -306,7 +310,11 @@ def test_the_client_works_where_the_engine_is_not_installed():
 
     def talk(address):
         return subprocess.run(
-            [sys.executable, "-P", "-c", program, address], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-P", "-c", program, address],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
 
     done = serve_and_call(FakeEngine(), talk)

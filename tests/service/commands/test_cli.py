@@ -7,6 +7,7 @@ import pytest
 
 from radixkv import __version__
 from radixkv.service.commands.cli import main, make_parser
+from tests.patience import PATIENCE_S
 from tests.service.command_line import launch, usage_error
 
 
@@ -79,14 +80,14 @@ PLAN = (sys.executable, "-m", "radixkv.service", "plan", "--layers", "2", "--kv-
 def test_a_reader_that_has_seen_enough_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(PLAN, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(PLAN, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_output_that_can_not_be_written_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run(PLAN, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(PLAN, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (1, "radixkv: output: no space left on the device\n")
 
 

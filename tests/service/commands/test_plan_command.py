@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from radixkv.service.commands.cli import main
+from tests.patience import PATIENCE_S
 from tests.service.serving import WITHOUT_ENGINE
 
 LLAMA_8B = ("--layers", "32", "--query-heads", "32", "--kv-heads", "8", "--head-dim", "128")
@@ -353,6 +354,6 @@ def test_a_wrong_number_is_one_line_and_exit_code_2(capsys, arguments, words):
 def test_planning_works_where_the_engine_is_not_installed(model):
     program = WITHOUT_ENGINE + "from radixkv.service.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-P", "-c", program, "plan", "--model", str(model), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["token_bytes"] == 327_680

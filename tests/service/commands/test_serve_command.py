@@ -13,6 +13,7 @@ from radixkv.service.client import Client
 from radixkv.service.commands.cli import main
 from radixkv.service.commands.missing_package import missing_package
 from radixkv.service.commands.serve_command import JsonLines
+from tests.patience import PATIENCE_S
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 
 
@@ -92,7 +93,7 @@ def test_serve_says_what_it_loads_before_torch_is_imported(tmp_path):
 def test_the_log_is_lines_of_json_if_asked_for():
     with fake_service("--log-format", "json") as (process, _):
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=PATIENCE_S)
     lines = [json.loads(line) for line in err.splitlines()]
     assert all(list(line) == ["time", "level", "logger", "message"] for line in lines)
     assert lines[0]["message"] == "loading the embedded model, device auto, dtype auto"
@@ -103,7 +104,7 @@ def test_the_log_is_lines_of_json_if_asked_for():
 def test_the_log_level_leaves_out_what_is_below():
     with fake_service("--log-level", "error") as (process, _):
         process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=10)[1] == ""
+        assert process.communicate(timeout=PATIENCE_S)[1] == ""
 
 
 def test_a_line_of_json_has_the_traceback():
@@ -160,7 +161,7 @@ def test_a_port_in_use_is_a_config_error():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_exits_0(number):
-    with fake_service(delay_s=0.5) as (process, address), Client(address, timeout_s=10) as client:
+    with fake_service(delay_s=0.5) as (process, address), Client(address, timeout_s=PATIENCE_S) as client:
         answers = []
         caller = threading.Thread(target=lambda: answers.append(client.prefill([4]).next_token_id))
         caller.start()
@@ -169,8 +170,8 @@ def test_a_signal_drains_and_exits_0(number):
         process.send_signal(number)
         code = refusal_code(client)
         process.send_signal(number)  # a second one changes nothing
-        caller.join(10)
-        out, err = process.communicate(timeout=10)
+        caller.join(PATIENCE_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert answers == [4]
     assert code is grpc.StatusCode.UNAVAILABLE
     assert (process.returncode, out) == (0, "")  # the line that was read is all of stdout
@@ -192,7 +193,7 @@ def refusal_code(client):
 
 def test_a_drain_that_takes_too_long_cancels_and_exits_0():
     with fake_service("--set", "server.drain_timeout_s=0.1", delay_s=5) as (process, address):
-        with Client(address, timeout_s=10) as client:
+        with Client(address, timeout_s=PATIENCE_S) as client:
             failures = []
 
             def call():
@@ -205,6 +206,6 @@ def test_a_drain_that_takes_too_long_cancels_and_exits_0():
             while client.stats().requests.running == 0:
                 pass
             process.send_signal(signal.SIGTERM)
-            caller.join(10)
-        assert process.wait(10) == 0
+            caller.join(PATIENCE_S)
+        assert process.wait(PATIENCE_S) == 0
     assert failures == [grpc.StatusCode.UNAVAILABLE]

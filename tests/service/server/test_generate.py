@@ -12,6 +12,7 @@ from radixkv.api.retention import Retention
 from radixkv.errors import OutOfBlocks, StepFailed
 from radixkv.service.client import AsyncClient, Client
 from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP
+from tests.patience import PATIENCE_S
 from tests.service.command_line import run_cli
 from tests.service.fake_engine import FakeEngine, next_token_of
 from tests.service.serving import becomes_true, serve_and_call, serving
@@ -29,7 +30,7 @@ def calling(talk, engine=None):
     engine = FakeEngine() if engine is None else engine
 
     async def run():
-        async with serving(engine) as (_, address), AsyncClient(address, timeout_s=10) as client:
+        async with serving(engine) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
             return await talk(client, engine)
 
     return asyncio.run(run())
@@ -223,7 +224,7 @@ def test_the_blocking_client_generates_and_closing_it_cancels():
     engine = FakeEngine()
 
     def talk(address):
-        with Client(address, timeout_s=10) as client:
+        with Client(address, timeout_s=PATIENCE_S) as client:
             answers = list(client.generate([1, 2], max_new_tokens=6))
             engine.is_gated = True
             stream = client.generate([3], max_new_tokens=2)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 from radixkv.service.server.mailbox import Mailbox
+from tests.patience import PATIENCE_S
 
 
 def test_calls_of_a_step_share_a_wake_up():
@@ -42,7 +43,7 @@ def test_nothing_posted_from_other_threads_gets_lost():
         threads = [threading.Thread(target=post_all, args=(name,)) for name in "ab"]
         for thread in threads:
             thread.start()
-        await asyncio.wait_for(is_full.wait(), 60)
+        await asyncio.wait_for(is_full.wait(), PATIENCE_S)
         for thread in threads:
             thread.join()
         return called

@@ -18,6 +18,7 @@ from radixkv.scheduling.request import Outcome
 from radixkv.service.client import Client
 from radixkv.service.commands.cli import main
 from radixkv.service.server.metrics_port import Telemetry
+from tests.patience import PATIENCE_S
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 from tests.service.fake_engine import FakeEngine
 from tests.telemetry.test_metrics import ended_request
@@ -29,7 +30,7 @@ def telemetry(*settings):
 
 def scrape(address):
     """Values of samples by name, as a scrape finds them."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as response:
         assert response.headers["Content-Type"].startswith("text/plain")
         text = response.read().decode()
     return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
@@ -58,7 +59,7 @@ def test_tenants_of_the_configuration_are_known_before_their_first_request():
     watching = telemetry("server.metrics_port=0", "tenants.acme.floor_tokens=64")
     with (
         watching.serving(FakeEngine()) as address,
-        urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response,
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as response,
     ):
         assert 'radixkv_cached_tokens_total{tenant="acme"} 0.0' in response.read().decode()
 
@@ -143,12 +144,12 @@ def test_a_port_in_use_stops_the_service_before_the_engine_starts(capsys, monkey
 
 
 def test_the_command_serves_metrics_and_names_the_port_on_stderr_only():
-    with fake_service("--metrics-port", "0") as (process, address), Client(address, timeout_s=10) as client:
+    with fake_service("--metrics-port", "0") as (process, address), Client(address, timeout_s=PATIENCE_S) as client:
         client.prefill([4])
         line = next(line for line in process.stderr if "metrics on" in line)
         samples = scrape(re.search(r"http://(127\.0\.0\.1:[1-9]\d*)/metrics$", line)[1])
         process.terminate()
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert samples["radixkv_healthy"] == 1
     assert (process.returncode, out) == (0, "")
     assert "Traceback" not in err

@@ -13,6 +13,7 @@ from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
 from radixkv.service.client import AsyncClient
 from radixkv.service.server.server import SERVICES, Server
+from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import becomes_true, refusal_of, serving, slow_line
 
@@ -24,7 +25,9 @@ async def health_of(address):
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         names = ("", "radixkv.v1.PrefillService", "radixkv.v1.CacheService")
-        return {(await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)).status for name in names}
+        return {
+            (await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE_S)).status for name in names
+        }
 
 
 def test_every_service_is_healthy_once_started():
@@ -53,7 +56,7 @@ def test_an_unknown_service_has_no_health_and_asking_is_no_error_of_ours(caplog)
     async def run():
         async with serving(FakeEngine()) as (_, address), grpc.aio.insecure_channel(address) as channel:
             request = health_pb2.HealthCheckRequest(service="nothing")
-            return (await refusal_of(health_pb2_grpc.HealthStub(channel).Check(request, timeout=5))).code()
+            return (await refusal_of(health_pb2_grpc.HealthStub(channel).Check(request, timeout=PATIENCE_S))).code()
 
     assert asyncio.run(run()) is grpc.StatusCode.NOT_FOUND
     assert caplog.records == []
@@ -80,7 +83,7 @@ def test_reflection_lists_and_describes_the_services():
         async with grpc.aio.insecure_channel(address) as channel:
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             requests = iter([reflection_pb2.ServerReflectionRequest(**question)])
-            return await anext(aiter(stub.ServerReflectionInfo(requests, timeout=5)))
+            return await anext(aiter(stub.ServerReflectionInfo(requests, timeout=PATIENCE_S)))
 
     async def run():
         async with serving(FakeEngine()) as (_, address):
@@ -124,7 +127,7 @@ def test_junk_on_the_socket_does_not_stop_the_server():
             writer.write(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
             await writer.drain()
             writer.close()
-            return (await client.prefill([5], timeout_s=5)).next_token_id
+            return (await client.prefill([5], timeout_s=PATIENCE_S)).next_token_id
 
     assert asyncio.run(run()) == 5
 
@@ -132,7 +135,7 @@ def test_junk_on_the_socket_does_not_stop_the_server():
 def test_drain_turns_health_refuses_new_requests_and_finishes_running_ones():
     async def run():
         engine = FakeEngine(is_gated=True)
-        async with serving(engine) as (server, address), AsyncClient(address, timeout_s=10) as client:
+        async with serving(engine) as (server, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
             running = asyncio.create_task(client.prefill([7]))
             assert await becomes_true(lambda: len(engine.futures) == 1)
             draining = asyncio.create_task(server.drain())
@@ -153,7 +156,7 @@ def test_health_turns_before_the_engine_refuses(monkeypatch):
         async with serving(engine) as (server, address):
 
             def drain(timeout_s):
-                seen.append(asyncio.run_coroutine_threadsafe(health_of(address), loop).result(5))
+                seen.append(asyncio.run_coroutine_threadsafe(health_of(address), loop).result(PATIENCE_S))
                 return True
 
             loop = asyncio.get_running_loop()
@@ -188,7 +191,7 @@ def test_answers_known_as_the_drain_ends_still_leave(monkeypatch):
         async with (
             serving(engine) as (server, address),
             slow_line(address) as slow_address,
-            AsyncClient(slow_address, timeout_s=10) as client,
+            AsyncClient(slow_address, timeout_s=PATIENCE_S) as client,
         ):
             calls = [asyncio.create_task(client.prefill([n], return_logits=True)) for n in range(5)]
             assert await becomes_true(lambda: len(engine.futures) == 5)
@@ -224,7 +227,7 @@ def test_a_drain_is_not_held_up_by_health_watchers(monkeypatch):
             seen = [(await watch.read()).status]
             draining = asyncio.create_task(server.drain())
             seen.append((await watch.read()).status)
-            await asyncio.wait_for(draining, 5)
+            await asyncio.wait_for(draining, PATIENCE_S)
             return seen
 
     assert asyncio.run(run()) == [SERVING, NOT_SERVING]

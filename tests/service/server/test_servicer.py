@@ -16,6 +16,7 @@ from radixkv.service.server.servicer import PrefillServicer
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import COLD, DIVERGED, NONE, READ_DISABLED, GenerateRequest, PrefillRequest, PrefillResponse
 from radixkv.v1.prefill_pb2 import Retention as RetentionMessage
+from tests.patience import PATIENCE_S
 from tests.service.fake_engine import LIMITS, VOCAB_SIZE, FakeEngine
 from tests.service.serving import becomes_true, refusal_of, serving
 
@@ -25,7 +26,7 @@ def calling(talk, engine=None, **config):
     engine = FakeEngine() if engine is None else engine
 
     async def run():
-        async with serving(engine, **config) as (_, address), AsyncClient(address, timeout_s=10) as client:
+        async with serving(engine, **config) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
             return await talk(client, engine)
 
     return asyncio.run(run())

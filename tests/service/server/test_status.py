@@ -10,6 +10,7 @@ from radixkv import errors
 from radixkv.service.client import AsyncClient
 from radixkv.service.server.status import STATUS, status_of, trailing_metadata_of
 from radixkv.v1.prefill_pb2 import PrefillRequest, PrefillResponse
+from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import refusal_of, serving
 
@@ -85,7 +86,7 @@ def test_every_error_reaches_the_caller_as_its_status(way):
         async with serving(engine) as (_, address), AsyncClient(address) as client:
             for kind in leaves():
                 setattr(engine, way, kind("subject: expected this, got that"))
-                refusal = await refusal_of(client.prefill([1], timeout_s=5))
+                refusal = await refusal_of(client.prefill([1], timeout_s=PATIENCE_S))
                 assert refusal.details() == "subject: expected this, got that"
                 metadata = dict(tuple(refusal.trailing_metadata()))
                 assert metadata.get("retry-after-ms") == ("1000" if issubclass(kind, errors.CapacityError) else None)
@@ -140,8 +141,8 @@ def test_bytes_that_do_not_parse_are_refused_and_the_server_goes_on(data):
             call = channel.unary_unary(
                 "/radixkv.v1.PrefillService/Prefill", response_deserializer=PrefillResponse.FromString
             )
-            refusal = await refusal_of(call(data, timeout=5))
-            good = await call(PrefillRequest(token_ids=[1, 2]).SerializeToString(), timeout=5)
+            refusal = await refusal_of(call(data, timeout=PATIENCE_S))
+            good = await call(PrefillRequest(token_ids=[1, 2]).SerializeToString(), timeout=PATIENCE_S)
             return refusal, good
 
     refusal, good = asyncio.run(run())
@@ -153,6 +154,6 @@ def test_bytes_that_do_not_parse_are_refused_and_the_server_goes_on(data):
 def test_a_method_that_does_not_exist_is_unimplemented():
     async def run():
         async with serving(FakeEngine()) as (_, address), grpc.aio.insecure_channel(address) as channel:
-            return await refusal_of(channel.unary_unary("/radixkv.v1.PrefillService/Nothing")(b"", timeout=5))
+            return await refusal_of(channel.unary_unary("/radixkv.v1.PrefillService/Nothing")(b"", timeout=PATIENCE_S))
 
     assert asyncio.run(run()).code() is grpc.StatusCode.UNIMPLEMENTED

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
+from tests.patience import PATIENCE_S
 
 
 class Call:
@@ -31,7 +32,7 @@ def test_those_that_are_there_are_waited_for(calls):
         await asyncio.sleep(0.05)
         was_waiting = not finish.done()
         second.end()
-        return was_waiting, await asyncio.wait_for(finish, 5)
+        return was_waiting, await asyncio.wait_for(finish, PATIENCE_S)
 
     assert asyncio.run(run()) == (True, True)
 
@@ -43,7 +44,7 @@ def test_those_that_come_later_are_not(calls):
         await asyncio.sleep(0)
         begun(calls)
         call.end()
-        return await asyncio.wait_for(finish, 5)
+        return await asyncio.wait_for(finish, PATIENCE_S)
 
     assert asyncio.run(run())
 
@@ -51,6 +52,6 @@ def test_those_that_come_later_are_not(calls):
 def test_the_wait_has_an_end(calls):
     async def run():
         begun(calls)
-        return await asyncio.wait_for(calls.finish(0.05), 5)
+        return await asyncio.wait_for(calls.finish(0.05), PATIENCE_S)
 
     assert not asyncio.run(run())

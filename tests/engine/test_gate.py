@@ -1,0 +1,49 @@
+"""How soon a full engine tells callers to come back."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from radixkv.api.params import PrefillParams
+from radixkv.config import EngineConfig
+from radixkv.engine.gate import Intake
+from radixkv.errors import QueueFull
+from radixkv.scheduling.request import Request
+from tests.fake_runner import tokens
+from tests.fakes import MODEL, FakeClock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr("radixkv.engine.gate.time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+def retry_after_s(clock: FakeClock, seconds_each: float, num_ended: int) -> float:
+    """What a full gate says after some requests have ended, one in every `seconds_each`."""
+    gate = Intake(EngineConfig(max_running_requests=2, max_waiting_requests=6))
+    requests = [Request(PrefillParams(tokens([1])), MODEL, Future(), 0.0) for _ in range(num_ended + 9)]
+    for request in requests[:num_ended]:
+        gate.enter(request, lambda: None)
+        clock.now_s += seconds_each
+        gate.leave(request)
+    for request in requests[num_ended:-1]:
+        gate.enter(request, lambda: None)
+    with pytest.raises(QueueFull) as refused:
+        gate.enter(requests[-1], lambda: None)
+    return refused.value.retry_after_s
+
+
+@pytest.mark.parametrize(
+    ("seconds_each", "num_ended", "expected_s"),
+    [(0.3, 20, 1.2), (0.3, 200, 1.2), (0.001, 20, 0.05), (100, 20, 60), (0.3, 1, 1.0), (0.3, 0, 1.0)],
+    ids=["half of 8 requests", "of the last ones", "at least", "at most", "one is no rate", "none ended"],
+)
+def test_a_full_gate_says_when_half_of_its_requests_will_have_ended(
+    clock: FakeClock, seconds_each: float, num_ended: int, expected_s: float
+) -> None:
+    assert retry_after_s(clock, seconds_each, num_ended) == pytest.approx(expected_s)
