@@ -1,32 +1,39 @@
-# Every target makes its own virtual environment with pip when none is there.
+# Every target makes the virtual environment if it is missing.
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test stress exact campaign mutants check bench gpu proto clean
+.PHONY: help demo demo-intro test stress exact campaign mutants check bench gpu proto clean
 
 help:
-	@echo "make demo    start the service on the embedded model, replay 1,000 requests with and without the cache"
-	@echo "make test    run the tests"
-	@echo "make stress  walk the cache, STEPS=1000000, and simulate the engine, ENGINE_SEEDS=2000, against oracles from SEED=0"
-	@echo "make exact   ask CASES=1000 times for each dtype of model and pool whether a hit changes a bit of the answer"
+	@echo "The first target installs about 2.5 GB into $(VENV), more where torch comes with CUDA."
+	@echo
+	@echo "make demo      replay 1,000 requests with and without the cache, draw build/demo/ttft.png; about 3 minutes"
+	@echo "make test      run the tests"
+	@echo "make check     lint, format check, types"
+	@echo "make stress    random walks against oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
+	@echo "make exact     does a hit change a bit? CASES=1000 for each dtype of model and pool"
 	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
-	@echo "make mutants break cache and engine in small ways and see their tests fail"
-	@echo "make check   lint, format check, types"
-	@echo "make bench   all benchmarks that need no GPU, into build/bench/; with TRACE=FILE also those that replay a trace"
-	@echo "make gpu     answers, kernels, time to first token and exact mode on a GPU, in nine minutes, into build/gpu/"
-	@echo "make proto   regenerate radixkv/v1 from proto/"
+	@echo "make mutants   break cache and engine in small ways: a test must fail each time; about 20 minutes"
+	@echo "make bench     all benchmarks that need no GPU, into build/bench/; with TRACE=FILE also those that replay a trace"
+	@echo "make gpu       answers, kernels, time to first token and exact mode on a GPU, into build/gpu/; nine minutes"
+	@echo "make proto     regenerate radixkv/v1 from proto/"
+	@echo "make clean     remove build/ and $(VENV)"
 
 $(STAMP): pyproject.toml
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[all]'
-	touch $@
+	@echo "installing into $(VENV): about 2.5 GB, more where torch comes with CUDA; once, for some minutes"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[all]'
+	@touch $@
 
-demo: $(STAMP)
-	mkdir -p build/demo
-	$(PY) -m bench.replay --workload shared-prefix --requests 1000 --prefix-tokens 2048 --suffix-tokens 64 \
-		--json build/demo/replay.json --plot build/demo/ttft.png
+demo-intro:
+	@echo "demo: 1,000 requests with the cache, then a sample without it; about 3 minutes on 2 cores"
+
+demo: demo-intro $(STAMP)
+	@mkdir -p build/demo
+	@$(PY) -m bench.replay --workload shared-prefix --requests 1000 --prefix-tokens 2048 --suffix-tokens 64 \
+		--progress --json build/demo/replay.json --plot build/demo/ttft.png
 
 # Files of tests side by side, each process on a core of its own. A process that dies ends the run.
 test: $(STAMP)

@@ -1,1 +1,1 @@
-"""Benchmarks. Run from the repository root: `python -m bench.replay --help`."""
+"""Benchmarks, run from the repository root: `python -m bench.replay --help`. bench/README.md lists them."""

@@ -1,4 +1,4 @@
-"""Other people's attention kernels on the same queries, K and V as ours. Each says why if it can't be had."""
+"""Attention kernels of other projects, on the same queries, K and V as ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.parts.attention_inputs import AttentionInputs
 from bench.parts.peers.sglang_attention import load_extend_attention
 
-# A call for each input set; a call returns `[suffix_tokens, num_query_heads, head_dim]`.
+# One call for each input set. A call returns `[suffix_tokens, num_query_heads, head_dim]`.
 Calls = list[Callable[[], torch.Tensor]]
 Prepare = Callable[[AttentionInputs], Calls]
 
@@ -27,22 +27,22 @@ _FLASHINFER_WORKSPACE_BYTES = 1 << 28
 
 
 class Unavailable(Exception):
-    """A peer can't be had here; the message says why."""
+    """A peer is not available on this machine; the message says why."""
 
 
 def peer(name: str, sglang: Path | None) -> Prepare:
-    """How the input sets are prepared for a peer.
+    """Prepare the input sets for a peer.
 
         sdpa_flash      torch's SDPA with the FlashAttention back end, on contiguous K/V
         sdpa_cudnn      torch's SDPA with the cuDNN back end, on contiguous K/V; a mask where there is a prefix
         cudnn_merged    cuDNN over the prefix, cuDNN over the suffix, and both joined by torch: no mask is read
         flex            torch's flex_attention, compiled for the shape, on contiguous K/V
-        sglang          SGLang's Triton kernel, from a pool of single tokens, in the order of our blocks
+        sglang          SGLang's Triton kernel, over a pool of single tokens, in the order of our blocks
         flashinfer_*    FlashInfer over our own pool and block table
 
     Args:
         name: one of `NAMES`.
-        sglang: folder of SGLang's unpacked wheel; None if it is not there.
+        sglang: folder of SGLang's unpacked wheel; None if there is none.
     """
     prepare: dict[str, Prepare] = {
         "sdpa_flash": _sdpa_flash,
@@ -72,7 +72,7 @@ def _contiguous(inputs: AttentionInputs) -> list[tuple[torch.Tensor, torch.Tenso
 
 
 def _calls(inputs: AttentionInputs, attend: Callable[..., torch.Tensor]) -> Calls:
-    """Have each set laid out by head and attended from."""
+    """Lay each set out by head, and make a call that attends to it."""
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return _by_token(attend(query, key, value))
@@ -81,7 +81,7 @@ def _calls(inputs: AttentionInputs, attend: Callable[..., torch.Tensor]) -> Call
 
 
 def _sdpa_flash(inputs: AttentionInputs) -> Calls:
-    # Not `is_causal`, which begins at the first key: the last query sees the last key.
+    # Not `is_causal`, which aligns the first query with the first key: here the last query sees the last key.
     mask: Any = causal_lower_right(inputs.case.suffix_tokens, inputs.case.num_tokens)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _sdpa_cudnn(inputs: AttentionInputs) -> Calls:
     case, device = inputs.case, inputs.queries[0].device
     mask = None
     if case.prefix_tokens:
-        # Added to the scores: a mask of booleans would be turned into this one at each call.
+        # Added to the scores. SDPA would convert a mask of booleans into this one at each call.
         mask = torch.full((case.suffix_tokens, case.num_tokens), float("-inf"), dtype=torch.bfloat16, device=device)
         mask = mask.triu(case.prefix_tokens + 1)[None, None]
 
@@ -138,12 +138,12 @@ def _flex(inputs: AttentionInputs) -> Calls:
     mask = create_block_mask(is_visible, None, None, inputs.case.suffix_tokens, inputs.case.num_tokens, device=device)
     options: dict[str, Any] = {"block_mask": mask, "scale": inputs.scale, "enable_gqa": True}
     if device.type == "cuda":
-        torch._dynamo.reset()  # it compiles few shapes of one function, and then none
+        torch._dynamo.reset()  # torch compiles only a few shapes of one function
         return _calls(inputs, partial(torch.compile(flex_attention, fullgraph=True, dynamic=False), **options))
 
     def quietly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is not compiled, and says so
+            warnings.simplefilter("ignore")  # torch warns if it was not compiled
             attended: Any = flex_attention(query, key, value, **options)
         return attended  # type: ignore[no-any-return]
 
@@ -176,7 +176,7 @@ def _sglang(inputs: AttentionInputs, wheel: Path | None) -> Calls:
 
 def _flashinfer(inputs: AttentionInputs, backend: str) -> Calls:
     _require_gpu(inputs)
-    import flashinfer  # not there in most places
+    import flashinfer  # rarely installed
 
     case, heads, device = inputs.case, inputs.heads, inputs.queries[0].device
     blocks = inputs.batch.block_tables[0]
@@ -195,7 +195,7 @@ def _flashinfer(inputs: AttentionInputs, backend: str) -> Calls:
         sm_scale=inputs.scale,
         q_data_type=torch.bfloat16,
     )
-    # Of one layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], as it takes it.
+    # one layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], the layout that FlashInfer takes
     return [partial(wrapper.run, query, inputs.pool.values[:, i]) for i, query in enumerate(inputs.queries)]
 
 

@@ -1,9 +1,9 @@
-"""What continuous batching gains: generated tokens a second, with one request at a time and with several.
+"""Measures continuous batching: generated tokens a second, with one request at a time and with several.
 
 python -m bench.batching --json bench/results/batching.json
 
-Over gRPC, against a server of this run. Every level sends the same requests, in rounds in turn; their tokens must be
-the same, whoever shares the batch. Nothing is cached between them.
+Over gRPC, against a server started here. Each level sends the same requests, in rounds that alternate. A request's
+tokens must be the same whatever shares its batch. Nothing is cached between requests.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ GenerateCall = Callable[..., AsyncIterable[prefill_pb2.GenerateResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What came of one request.
+    """Result of one request.
 
     Attributes:
-        ttft_s: call made until the first token came.
-        token_s: from then on, in the mean of its tokens.
+        ttft_s: time from the call to the first token.
+        token_s: mean time of each later token.
     """
 
     token_ids: tuple[int, ...]
@@ -52,7 +52,7 @@ class Generated:
 def build_messages(
     num_requests: int, prompt_tokens: int, new_tokens: int, vocab_size: int, seed: int
 ) -> list[prefill_pb2.GenerateRequest]:
-    """Requests with random prompts, that share nothing and leave nothing behind."""
+    """Make requests with random prompts that neither read nor write the cache."""
     prompts = np.random.default_rng(seed).integers(0, vocab_size, (num_requests, prompt_tokens))
     return [
         prefill_pb2.GenerateRequest(
@@ -79,7 +79,7 @@ async def generate(call: GenerateCall, message: prefill_pb2.GenerateRequest) -> 
 async def generate_all(
     call: GenerateCall, messages: Sequence[prefill_pb2.GenerateRequest], concurrency: int
 ) -> tuple[list[Generated], float]:
-    """Send all requests, so many at a time; returns what came of each, and the seconds that it took."""
+    """Send all requests, `concurrency` at a time. Returns the result of each, and the seconds it took."""
     results: dict[int, Generated] = {}
     indices = iter(range(len(messages)))
 
@@ -96,10 +96,10 @@ async def generate_all(
 async def measure(
     address: str, messages: Sequence[prefill_pb2.GenerateRequest], levels: Sequence[int], rounds: int
 ) -> list[Row]:
-    """Rounds in turn; tokens a second are medians of rounds, the times those of all requests.
+    """Measure rounds in turn. Tokens a second are medians of rounds, times are medians of all requests.
 
     Raises:
-        AssertionError: a request has other tokens when others are under way.
+        AssertionError: a request's tokens depend on what shares its batch.
     """
     options = [("grpc.enable_http_proxy", 0)]  # a proxy's latency is not what is measured
     async with grpc.aio.insecure_channel(address, options=options) as channel:
@@ -108,7 +108,7 @@ async def measure(
             request_serializer=prefill_pb2.GenerateRequest.SerializeToString,
             response_deserializer=prefill_pb2.GenerateResponse.FromString,
         )
-        # The first round checks and warms up.
+        # The first round checks answers and warms up.
         expected = [each.token_ids for each in (await generate_all(call, messages, 1))[0]]
         assert all(len(ids) == message.max_new_tokens for ids, message in zip(expected, messages, strict=True))
         measured: dict[int, list[tuple[list[Generated], float]]] = {level: [] for level in levels}
@@ -140,7 +140,7 @@ def _summary(level: int, rounds: list[tuple[list[Generated], float]]) -> Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description="Generated tokens a second, one request at a time and several.")
     parser.add_argument("--model", default="tiny", metavar="M", help="tiny, or a directory")
     parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"))

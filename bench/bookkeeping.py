@@ -1,10 +1,10 @@
-"""What engine and tree take of a step beside the model, when nothing can be reused.
+"""Measures the share of a step that engine and tree take beside the model, when nothing can be reused.
 
 python -m bench.bookkeeping --json bench/results/bookkeeping.json
 
-A real `EngineCore` over a random model of a real one's shape. Prompts are all different, so each is matched, leased,
-computed, published and answered in full, and soon others are evicted for it. Bookkeeping is all of a step but the
-forward pass and the reading of its logits; the clock that finds out where it goes, a microsecond a call, is part of it.
+A real `EngineCore` over a model of a real shape with random weights. All prompts differ, so each is matched, leased,
+computed, published and answered in full, and soon evicts others. Bookkeeping is all of a step except the forward pass
+and the reading of its logits. It includes the stopwatch, about a microsecond a call.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests that are submitted together.
+    """A group of requests that are submitted together.
 
     Attributes:
-        num_new_tokens: 0 for prefills. Of generations, only steps in which all of them decode are measured.
+        num_new_tokens: 0 for prefills. For generations only steps in which all of them decode are measured.
     """
 
     num_requests: int
@@ -61,7 +61,7 @@ class Case:
 
 
 class Stopwatch:
-    """Where time goes: a call's own time is its label's, and that of the calls within it is theirs.
+    """Measures the time of labeled calls, without the time of labeled calls inside them.
 
     Attributes:
         seconds: by label.
@@ -71,10 +71,10 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_calls: Counter[str] = Counter()
-        self._within_s: list[float] = []  # of the calls that are under way: time of calls within them
+        self._within_s: list[float] = []  # for each call under way: time of the calls inside it
 
     def reset(self) -> None:
-        """Forget what was measured."""
+        """Reset all times and counts."""
         self.seconds.clear()
         self.num_calls.clear()
 
@@ -137,7 +137,7 @@ class Bench:
             yield
 
     def submit(self, case: Case, **params: Any) -> list[Future[Any]]:
-        """Submit a case's requests; no two prompts that this ever makes begin with the same token."""
+        """Submit a case's requests. No two prompts of this bench begin with the same token."""
         futures: list[Future[Any]] = []
         vocab_size = self._runner.model.vocab_size
         for _ in range(case.num_requests):
@@ -153,10 +153,10 @@ class Bench:
         return futures
 
     def check(self, prompt_tokens: int) -> None:
-        """See that the core, chunk by chunk, gives the bits that the model gives for the whole prompt at once.
+        """Check that the core, chunk by chunk, gives the bits that the model gives for the whole prompt at once.
 
         Raises:
-            AssertionError: it does not.
+            AssertionError: a bit differs.
         """
         [future] = self.submit(Case(1, prompt_tokens), return_logits=True)
         request = self.core._scheduler.requests()[0]
@@ -167,7 +167,7 @@ class Bench:
         assert torch.equal(torch.from_numpy(future.result().logits), expected.cpu()), "the core gives another answer"
 
     def finish(self, futures: Sequence[Future[Any]]) -> None:
-        """Step until all are answered, and see that none of them reused anything."""
+        """Step until all requests are answered, and check that none reused anything."""
         while self.core.has_work:
             self.core.step()
         for future in futures:
@@ -175,7 +175,7 @@ class Bench:
             assert cached_tokens == 0, f"a prompt that is new reuses {cached_tokens} tokens"
 
     def measure(self, case: Case) -> Row:
-        """One round: milliseconds a step, in all and beside the model."""
+        """Measure one round. Returns milliseconds a step, in total and beside the model."""
         futures = self.submit(case)
         while case.num_new_tokens and not all(each.is_decoding for each in self.core._scheduler.requests()):
             self.core.step()
@@ -195,7 +195,7 @@ class Bench:
 
 
 def measure(bench: Bench, cases: Sequence[Case], rounds: int) -> list[Row]:
-    """Medians of rounds, of which each has all cases in turn; the first round warms up."""
+    """Return medians of rounds. Each round has all cases in turn; the first one warms up."""
     measured: dict[Case, list[Row]] = {case: [] for case in cases}
     for number in range(-1, rounds):
         for case in cases:
@@ -229,7 +229,7 @@ def _line(row: Row) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description="What engine and tree take of a step beside the model.")
     parser.add_argument("--shape", choices=("tiny", *SHAPES), default="0.5b")
     parser.add_argument("--layers", type=int, default=24, help="of a random model")

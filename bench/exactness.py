@@ -1,4 +1,4 @@
-"""What exact mode costs: prefill in exact and in fast mode, in turn, on a random model of a real one's shape.
+"""Measures the price of exact mode: prefill in exact and in fast mode, in turn, with random weights.
 
 python -m bench.exactness --json bench/results/exactness.json
 python -m bench.exactness --device cuda --shape 8b --layers 32 --dtypes bfloat16        # on a GPU
@@ -55,7 +55,7 @@ SHAPES = {
 def build_runner(
     shape: str, num_layers: int, dtype: torch.dtype, device: torch.device, max_tokens: int, *, is_exact: bool
 ) -> Runner:
-    """The embedded model, or a random one with layers of this shape, and room for one prompt."""
+    """Build a runner with room for one prompt, over the embedded model or random layers of this shape."""
     if shape == "tiny":
         module = build_tiny_model(ATTENTION_NAME).to(dtype)
     else:
@@ -72,7 +72,7 @@ def build_runner(
 
 
 def prefill_s(runner: Runner, num_tokens: int, cached_tokens: int, chunk_tokens: int) -> float:
-    """Seconds for the tokens after the cached ones, chunk by chunk."""
+    """Compute the tokens after the cached ones, chunk by chunk. Returns the seconds it took."""
     tokens = np.random.default_rng(0).integers(0, runner.model.vocab_size, num_tokens).astype("<u4").tobytes()
     block_ids = np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int32)
     start_s = time.perf_counter()
@@ -83,7 +83,7 @@ def prefill_s(runner: Runner, num_tokens: int, cached_tokens: int, chunk_tokens:
 
 
 def measure(runners: dict[str, Runner], num_tokens: int, cached_tokens: int, rounds: int) -> dict[str, object]:
-    """Medians of rounds in turn, and exact over fast."""
+    """Return medians of alternating rounds, and the ratio of exact to fast."""
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(rounds):
         for mode in MODES:
@@ -94,7 +94,7 @@ def measure(runners: dict[str, Runner], num_tokens: int, cached_tokens: int, rou
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description="Prefill in exact and in fast mode, in turn.")
     parser.add_argument("--layers", type=int, default=24, help="of a random model")
     parser.add_argument("--shape", choices=("tiny", *SHAPES), default="0.5b")

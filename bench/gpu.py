@@ -1,12 +1,12 @@
-"""Everything that wants a GPU, in one go of less than nine minutes: answers, kernels, time to first token, exact mode.
+"""Runs everything that needs a GPU, in less than nine minutes: answers, kernels, time to first token, exact mode.
 
     python -m bench.gpu --out build/gpu [--sglang UNPACKED_WHEEL]
-    python -m bench.gpu --out build/gpu --dry-run                        # anywhere; says nothing
+    python -m bench.gpu --out build/gpu --dry-run                        # on any machine; its times say nothing
 
-Needs no installed radixkv and no network. Each stage is a process with a time of its own; what is missing, fails or
-runs out of time is named at the end, and the other stages run. Each leaves its results in a file of its name, whole:
-one that ran out of time leaves the rows it had, with `is_finished` false. `gpu.json` has all outcomes and the end of
-what each stage printed. Where there is no git checkout, RADIXKV_COMMIT names the commit for all files.
+Needs no installed radixkv and no network. Each stage is a process with its own time limit. A stage that lacks a module,
+fails or runs out of time is named at the end, and the others run. Each stage writes a file with its name; one that ran
+out of time leaves the rows it had, with `is_finished` false. `gpu.json` has all outcomes and the end of what each stage
+printed. Outside a git checkout, RADIXKV_COMMIT names the commit.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ROOT = Path(__file__).parent.parent
 
 _KERNEL_IMPORTS = ("numpy", "torch", "triton")
 _ENGINE_IMPORTS = (*_KERNEL_IMPORTS, "safetensors", "sortedcontainers", "transformers", "xxhash")
-# The service's, which no stage needs, and the peer's that is only used if it is there.
+# modules of the service, which no stage needs, and of a peer that is optional
 _OTHER_IMPORTS = ("flashinfer", "google.protobuf", "grpc", "pytest")
 
-_SGLANG = "sglang_wheel"  # where stages find it
+_SGLANG = "sglang_wheel"  # where stages look for SGLang's wheel
 
-# What a stage printed is there when it is killed, and nothing is looked for in the network.
+# What a stage printed is kept if it is killed, and no stage uses the network.
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 _OUTPUT_CHARACTERS = 20_000
@@ -49,14 +49,14 @@ Outcome = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One process.
+    """One process of the run.
 
     Attributes:
-        name: of the stage and of its file.
-        budget_s: when it is ended, finished or not.
-        needs: modules without which it is not begun.
-        command: what follows `python`.
-        dry_command: the same in small and on the CPU; None for the command with `--dry-run`.
+        name: name of the stage and of its result file.
+        budget_s: seconds after which it is killed.
+        needs: modules without which it is not started.
+        command: arguments of `python`.
+        dry_command: arguments of `python` for a small run on a CPU; None for `command` with `--dry-run`.
         has_result: whether it takes `--json FILE`.
         takes_sglang: whether it takes `--sglang FOLDER`.
     """
@@ -71,22 +71,22 @@ class Stage:
 
 
 def missing_imports(names: Sequence[str]) -> list[str]:
-    """Those that can't be imported here."""
+    """Return the modules that can't be imported here."""
     return [name for name in names if not _is_there(name)]
 
 
 def _is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # the package that contains it
         return False
 
 
-# Each test compiles kernels of its own, which takes one core.
+# Each test compiles its own kernels, which takes one core.
 _PYTEST = "-m pytest -q -p no:cacheprovider" + ("" if missing_imports(["xdist"]) else " -n 8")
 
-# What the others rest on comes first, and what compares comes last. All budgets together are more than there is time:
-# they are for what hangs. Kernels have a process each, since an illegal access ends all work of a process on a GPU.
+# Stages that others rest on come first, comparisons last. The budgets add up to more than nine minutes: they end stages
+# that hang. Each kernel has its own process, since an illegal access ends all work of a process on a GPU.
 STAGES = (
     Stage(
         "kernel_tests",
@@ -144,11 +144,11 @@ STAGES = (
 
 
 def lay_out(folder: Path, sglang: Path | None) -> None:
-    """Lay the import namespace out by links, as an installation would: the kernels and the service inside radixkv.
+    """Lay out the import namespace with links, as an installation would: kernels and service inside radixkv.
 
     Args:
-        folder: an empty one.
-        sglang: folder of SGLang's unpacked wheel, to be found there too.
+        folder: an empty folder.
+        sglang: folder of SGLang's unpacked wheel, linked as well; None if there is none.
     """
     package = folder / "radixkv"
     package.mkdir()
@@ -162,17 +162,17 @@ def lay_out(folder: Path, sglang: Path | None) -> None:
 
 
 def run_stage(stage: Stage, command: Sequence[str], folder: Path, out: Path, budget_s: float) -> Outcome:
-    """Run one stage to its end or to the end of its time, and keep what it wrote.
+    """Run one stage to its end or until its time is up, and keep what it wrote.
 
     Args:
-        stage: what is run.
-        command: what follows `python`, without the file for its results.
-        folder: where the namespace is laid out; also has the stage's files until they are whole.
-        out: where its results go.
-        budget_s: seconds after which it and all processes that it began are killed.
+        stage: the stage to run.
+        command: arguments of `python`, without the result file.
+        folder: folder with the import namespace; unfinished result files are written there too.
+        out: folder for the results.
+        budget_s: seconds after which the stage and all processes it started are killed.
 
     Returns:
-        `outcome` in words (`ran` if all went well), `seconds`, `command`, and the end of its `output`.
+        `outcome` in words (`ran` on success), `seconds`, `command`, and the end of its `output`.
     """
     written, printed = folder / f"{stage.name}.json", folder / f"{stage.name}.log"
     arguments = [sys.executable, *command, *(("--json", str(written)) if stage.has_result else ())]
@@ -210,7 +210,7 @@ def run_stage(stage: Stage, command: Sequence[str], folder: Path, out: Path, bud
 
 
 def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) -> int:
-    """Run the stages, print what each printed, and a table. 1 if one did not run to a good end."""
+    """Run the stages, print their output and a table. Returns 1 if a stage failed."""
     options = _parse(arguments, stages)
     options.out.mkdir(parents=True, exist_ok=True)
     end_s = time.monotonic() + options.seconds
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
             continue
         budget_s = min(stage.budget_s, end_s - time.monotonic())
         print(f"\n== {stage.name}", flush=True)
-        (options.out / f"{stage.name}.json").unlink(missing_ok=True)  # of an earlier run
+        (options.out / f"{stage.name}.json").unlink(missing_ok=True)  # from an earlier run
         if lacking := missing_imports(stage.needs):
             outcome = _not_run(f"not run: {', '.join(lacking)} can't be imported")
         elif budget_s <= 0:
@@ -259,7 +259,7 @@ def _command(stage: Stage, options: argparse.Namespace) -> list[str]:
 
 
 def format_outcomes(outcomes: dict[str, Outcome]) -> str:
-    """Say of each stage how it ended, how long it took and where its results are."""
+    """Format how each stage ended, how long it took and where its results are."""
     lines = [f"{'stage':<16} {'seconds':>7}  {'results':<22} outcome"]
     for name, outcome in outcomes.items():
         file = f"{name}.json" if outcome["has_result"] else "-"

@@ -1,12 +1,11 @@
-"""Time to first token after a cached prefix, through the engine's core, on a random model of a real one's shape.
+"""Measures time to first token after a cached prefix, through the engine's core, with random weights.
 
     python -m bench.gpu_prefill --json bench/results/gpu_prefill.json        # on a GPU
-    python -m bench.gpu_prefill --dry-run                                    # anywhere; says nothing
+    python -m bench.gpu_prefill --dry-run                                    # on any machine; its times say nothing
 
-Each prompt is computed several ways in turn: after the prefix that is cached, the same without recorded steps (CUDA
-graphs), without the cache by the same engine, and by transformers itself with a cache that holds the prefix already.
-The answers are compared before anything is timed.
-What no way can beat is reading the weights once, at the rate at which this device copies.
+Each prompt is computed in several ways in turn: after the cached prefix; the same without recorded steps (CUDA graphs);
+by the same engine without the cache; and by transformers with a cache that holds the prefix. Answers are compared
+before anything is timed. The lower bound is reading the weights once, at the rate at which this device copies.
 """
 
 from __future__ import annotations
@@ -42,23 +41,23 @@ from radixkv.engine.core import EngineCore
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Request
 
-# Of logits, over their length: what rounding in bfloat16 may add up to in 32 layers. Other tokens give more than 1.
+# Largest error of logits, relative to their norm: rounding in bfloat16 over 32 layers. Other tokens give more than 1.
 _TOLERANCE = 0.1
 
-# What a request for few tokens after a long prefix is held to: so many times the reading of the weights, and so many
-# times less than without the cache.
+# Goals for few tokens after a long prefix: at most this multiple of reading the weights, and at least this speedup over
+# no cache.
 _GOAL_CASE = (64, 8192)
 _GOAL_WEIGHTS, _GOAL_RECOMPUTE = 2, 10
 
 
 class Bench:
-    """An engine core with one long cached prompt, whose beginnings are the prefixes.
+    """An engine core with one long cached prompt. Each measured prefix is a part of its beginning.
 
     Args:
-        runner: with room for the longest prompt twice.
-        longest_prefix: in tokens.
-        step_tokens: that one forward pass computes at most.
-        rates: of this device.
+        runner: a runner with room for the longest prompt twice.
+        longest_prefix: tokens of the cached prompt.
+        step_tokens: the most tokens of one forward pass.
+        rates: rates of this device.
     """
 
     def __init__(self, runner: Runner, longest_prefix: int, step_tokens: int, rates: Rates) -> None:
@@ -82,7 +81,7 @@ class Bench:
         return self._random.integers(0, self._model.vocab_size, num_tokens).astype("<u4")
 
     def prompt(self, suffix_tokens: int, prefix_tokens: int) -> Tokens:
-        """A prompt of which exactly the prefix is cached: no two suffixes begin with the same token."""
+        """Make a prompt of which exactly the prefix is cached: no two suffixes begin with the same token."""
         suffix = self._draw(suffix_tokens)
         used = {int(token) for token in (*self._stem[:1], *self._stem[prefix_tokens : prefix_tokens + 1])}
         suffix[0] = next(number for number in self._numbers if number not in used)
@@ -92,7 +91,7 @@ class Bench:
     def ask(
         self, prompt: Tokens, *, reads: bool = True, wants_logits: bool = False, core: EngineCore | None = None
     ) -> PrefillResult:
-        """Answer one prompt; without reading from the cache, nothing is written to it either."""
+        """Answer one prompt. Without reading from the cache, nothing is written to it either."""
         core = core or self._core
         future: Future[PrefillResult] = Future()
         params = PrefillParams(prompt.tobytes(), return_logits=wants_logits, read_cache=reads, write_cache=reads)
@@ -102,7 +101,7 @@ class Bench:
         return future.result(0)
 
     def measure(self, suffix_tokens: int, prefix_tokens: int, rounds: int) -> Row:
-        """A row; of medians if the answers agree."""
+        """Measure one row. It has medians only if the answers agree."""
         row: Row = self._compare(suffix_tokens, prefix_tokens)
         if not row["is_right"]:
             return row
@@ -118,7 +117,7 @@ class Bench:
         for _ in range(rounds):
             prompt = self.prompt(suffix_tokens, prefix_tokens)
             for way, answer in ways.items():
-                if way == "launched":  # the first way has cached its prompt
+                if way == "launched":  # the first way cached its prompt
                     prompt = self.prompt(suffix_tokens, prefix_tokens)
                 if way == "transformers":
                     self._rival.restore(prefix_tokens)
@@ -131,7 +130,7 @@ class Bench:
         return row
 
     def _compare(self, suffix_tokens: int, prefix_tokens: int) -> Row:
-        """Ask all ways once, which warms them up too."""
+        """Compute the prompt in every way once, which also warms up, and compare the answers."""
         prompt = self.prompt(suffix_tokens, prefix_tokens)
         warm = self.ask(prompt, wants_logits=True)
         cold = self.ask(prompt, reads=False, wants_logits=True)
@@ -156,7 +155,7 @@ class Bench:
 
     @property
     def weights_ms(self) -> float:
-        """Milliseconds to read all weights once but the embeddings, of which a row a token is read."""
+        """Return the milliseconds to read all weights once, except the embeddings, of which a token reads one row."""
         module = self._model.module
         embeddings = module.get_input_embeddings().weight
         num_bytes: int = sum(each.nbytes for each in module.parameters() if each is not embeddings)
@@ -164,7 +163,7 @@ class Bench:
 
 
 def _difference(got: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
-    """How far logits are off, over their length; infinite where a number is none."""
+    """Return the error of logits relative to their norm; infinite if one is not a number."""
     error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
     return error if np.isfinite(error) else float("inf")
 
@@ -192,7 +191,7 @@ def _line(row: Row) -> str:
 
 
 def _goal(row: Row) -> str:
-    """Hold a row against the goal, in ratios."""
+    """Compare a row with the goals, as ratios."""
     return (
         f"goal, {row['mode']}: {row['suffix_tokens']} tokens after {row['prefix_tokens']} take "
         f"{row['weights_ratio']:.2f} times the reading of the weights (at most {_GOAL_WEIGHTS}) and "
@@ -201,7 +200,7 @@ def _goal(row: Row) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print row by row; the file is whole after each. 1 if an answer is wrong or a way failed."""
+    """Measure and print row by row, and write the file after each. Returns 1 if an answer is wrong or a way failed."""
     options = _parse(arguments)
     rates = measure_rates(options.device)
     if options.dry_run:
@@ -234,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rows(mode: str, options: argparse.Namespace, rates: Rates) -> Iterator[Row]:
-    """All lengths on one model. The longest prefix comes first: what is cached after a shorter one may then go."""
+    """Measure all lengths on one model, the longest prefix first, so that shorter ones find it cached."""
     bench, reason = None, ""
     try:
         bench = _make_bench(mode, options, rates)

@@ -1,11 +1,11 @@
-"""The Triton kernels beside their peers: right or not, how fast, and what part of the device's own rates that is.
+"""Measures the Triton kernels beside their peers: correctness, time, and share of the device's own rates.
 
-python -m bench.kernels --sglang UNPACKED_WHEEL --json bench/results/kernels.json        # on a GPU
-python -m bench.kernels --dry-run                                                        # anywhere; says nothing
+python -m bench.kernels --sglang UNPACKED_WHEEL --json bench/results/kernels.json      # on a GPU
+python -m bench.kernels --dry-run      # on any machine; its times say nothing
 
-Shapes are those of one layer of an 8B model. Each kernel's answer is held against its twin in `kernels/reference.py`
-first, on the device. Only then it is timed, over input sets that together are larger than the cache, and so are its
-peers. Results are medians by device events.
+Shapes are those of one layer of an 8B model. Each answer is first compared with the twin in `kernels/reference.py`, on
+the device. Then kernel and peers are timed over input sets that together are larger than the cache. Results are medians
+by device events.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from radixkv.model.attention.triton_kernels import TritonKernels
 KERNELS = ("write_kv", "copy_blocks", "add_rms_norm", "swiglu", "paged_attention")
 QUANTIZED = (torch.float8_e4m3fn, torch.int8, INT4)
 
-# Of a vector of the answer: bfloat16 rounds weights and answers by 0.4 % each; a wrong K or V is off by 100 %.
+# Largest error of a vector: bfloat16 rounds weights and answers by 0.4 % each; a wrong K or V is off by 100 %.
 _TOLERANCE = 0.02
 
-# Of a row of the answer: few numbers are rounded to the other side, each by 0.8 % of itself.
+# Largest error of a row: a few numbers are rounded to the other side, each by 0.8 % of itself.
 _ROW_TOLERANCE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured.
+    """Sizes that are measured.
 
     Attributes:
-        heads: of one layer.
-        num_layers: of the blocks.
-        written_tokens: of each step that writes K and V.
-        copied_blocks: of each step that copies blocks.
-        row_tokens: of each step that norms and gates.
+        heads: attention heads of one layer.
+        num_layers: layers of the blocks.
+        written_tokens: tokens of each step that writes K and V.
+        copied_blocks: blocks of each step that copies blocks.
+        row_tokens: tokens of each step that norms and gates.
         hidden_size: numbers of a token between layers.
-        intermediate_size: and inside an MLP.
+        intermediate_size: numbers of a token inside an MLP.
         attentions: suffix and prefix tokens of each request.
         dequantized_suffix: suffix tokens from which attention is also measured over blocks dequantized first.
     """
@@ -93,10 +93,10 @@ DRY_SIZES = Sizes(Heads(4, 2, 64, 64), 1, (20,), (2,), (20,), 128, 384, ((20, 70
 
 
 class Bench:
-    """Measures on one device.
+    """Measures kernels on one device.
 
     Args:
-        sizes: what is measured.
+        sizes: sizes to measure.
         peers: names of the attention peers.
         sglang: folder of SGLang's unpacked wheel, or None.
         has_variants: whether attention is also measured over other pools, dequantized before it too, over blocks in
@@ -160,7 +160,7 @@ class Bench:
         return measure_row(work, partial(rows.contestant, swiglu), peers, self.rates, self._device)
 
     def _attentions(self, case: AttentionCase) -> Iterator[Row]:
-        """A row beside the peers, then variants of it beside that row's own time."""
+        """Measure a row beside the peers, then its variants beside the row's own time."""
         first = guarded_row("paged_attention", _describe(case), partial(self._attention, case, self._peers))
         yield first
         if not self._has_variants:
@@ -222,7 +222,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print row by row; the file is whole after each. 1 if a kernel's answer is wrong or it failed."""
+    """Measure and print row by row, and write the file after each. Returns 1 if a kernel failed or is wrong."""
     options = _parse(arguments)
     device = torch.device("cpu" if options.dry_run else "cuda")
     sizes = DRY_SIZES if options.dry_run else GPU_SIZES
@@ -269,7 +269,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _interpreted() -> Iterator[None]:
-    """Run Triton kernels on the CPU, as the tests do."""
+    """Run Triton kernels on the CPU through the interpreter, as the tests do."""
     import pytest
 
     from tests.kernels.interpreter import interpret_kernels

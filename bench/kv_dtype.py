@@ -1,9 +1,9 @@
-"""What a quantized pool costs in quality, and how many more tokens fit: the same texts over a pool of each dtype.
+"""Measures what a quantized pool costs in quality and how many tokens fit: the same texts over each dtype of pool.
 
 python -m bench.kv_dtype --json bench/results/kv_dtype.json
 
-The texts are drawn from the model itself over a pool of its own dtype, so that they are what it expects. What it costs
-your own model, `--models DIR` says: a random one has weights without outliers, and attention without habits.
+The texts are drawn from the model itself over a pool of its own dtype, so that they are what it expects. Use
+`--models DIR` to measure your own model: random weights have no outliers, and their attention has no structure.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Row = dict[str, float | int | str]
 
 
 def build_model(name: str, num_layers: int) -> Model:
-    """`random`: a model with Qwen3 0.6B's layers and head dim 128, and weights wide enough that it prefers some tokens.
+    """Load a model. `random` has layers of Qwen3 0.6B, head dim 128, and weights wide enough to prefer some tokens.
 
-    Any other name is what `model.path` takes.
+    Other names are paths, as `model.path` takes them.
     """
     if name != "random":
         return load_model(ModelConfig(path=name, device="cpu"))
@@ -60,12 +60,12 @@ def build_model(name: str, num_layers: int) -> Model:
 
 
 class Text:
-    """One text on its way through a model, over a pool of its own.
+    """A text that a model computes token by token, over its own pool.
 
     Args:
-        model: what computes it.
-        kv_dtype: see `CacheConfig`.
-        max_tokens: room in the pool.
+        model: the model.
+        kv_dtype: dtype of the pool, as `cache.kv_dtype`.
+        max_tokens: capacity of the pool.
     """
 
     def __init__(self, model: Model, kv_dtype: str, max_tokens: int) -> None:
@@ -76,7 +76,7 @@ class Text:
         self._num_tokens = 0
 
     def append(self, ids: torch.Tensor) -> torch.Tensor:
-        """Compute the next tokens, int64 `[n]`; returns the logits after each, float32 `[n, vocab_size]`."""
+        """Compute the next tokens, int64 `[n]`. Returns the logits after each, float32 `[n, vocab_size]`."""
         start, self._num_tokens = self._num_tokens, self._num_tokens + ids.numel()
         batch = PagedBatch.build([ids.numel()], [self._num_tokens], [self._block_ids], BLOCK_SIZE)
         step = PagedStep(self._storage.pool, batch, TorchKernels())
@@ -85,7 +85,7 @@ class Text:
 
 
 def draw_text(model: Model, num_tokens: int, seed: int) -> torch.Tensor:
-    """Let the model write, at temperature 1, over a pool of its own dtype; int64 `[num_tokens]`."""
+    """Draw a text from the model at temperature 1, over a pool of its own dtype. Returns int64 `[num_tokens]`."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.vocab_size, (1,), generator=generator)
     text = Text(model, "auto", num_tokens)
@@ -96,10 +96,10 @@ def draw_text(model: Model, num_tokens: int, seed: int) -> torch.Tensor:
 
 
 def logits_of(model: Model, kv_dtype: str, ids: torch.Tensor) -> torch.Tensor:
-    """Logits after each token, `[num_tokens, vocab_size]`, computed at once.
+    """Return the logits after each token, `[num_tokens, vocab_size]`, computed at once.
 
     Raises:
-        AssertionError: computed in two parts they have other bits.
+        AssertionError: their bits differ when computed in two parts.
     """
     logits = Text(model, kv_dtype, ids.numel()).append(ids)
     in_parts, cut = Text(model, kv_dtype, ids.numel()), ids.numel() // 3
@@ -109,7 +109,7 @@ def logits_of(model: Model, kv_dtype: str, ids: torch.Tensor) -> torch.Tensor:
 
 
 def compare(own: Iterable[torch.Tensor], got: Iterable[torch.Tensor], texts: Iterable[torch.Tensor]) -> Row:
-    """Logits over the model's own dtype, and over another, in numbers."""
+    """Compare logits over a pool of the model's own dtype with logits over another pool."""
     expected, logits = torch.cat(list(own)), torch.cat(list(got))  # [num_tokens, vocab_size]
     apart = (logits - expected).abs()
     return {
@@ -122,7 +122,7 @@ def compare(own: Iterable[torch.Tensor], got: Iterable[torch.Tensor], texts: Ite
 
 
 def _perplexity(logits: torch.Tensor, texts: Iterable[torch.Tensor]) -> float:
-    """Of each text's tokens but its first."""
+    """Return the perplexity of each text's tokens except its first."""
     texts = list(texts)
     by_text = torch.split(logits, [ids.numel() for ids in texts])
     losses = [cross_entropy(rows[:-1], ids[1:]) for rows, ids in zip(by_text, texts, strict=True)]
@@ -130,7 +130,7 @@ def _perplexity(logits: torch.Tensor, texts: Iterable[torch.Tensor]) -> float:
 
 
 def measure(model: Model, num_texts: int, num_tokens: int) -> list[Row]:
-    """A row for each dtype of the pool."""
+    """Return a row for each dtype of the pool."""
     texts = [draw_text(model, num_tokens, seed) for seed in range(num_texts)]
     own = [logits_of(model, "auto", ids) for ids in texts]
     bf16_bytes = dataclasses.replace(model.kv_shape, dtype=torch.bfloat16).token_bytes
@@ -157,7 +157,7 @@ def measure(model: Model, num_texts: int, num_tokens: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description="The same texts over a pool of each dtype.")
     parser.add_argument("--models", nargs="+", default=["tiny", "random"], help="tiny, random or a directory")
     parser.add_argument("--layers", type=int, default=8, help="of the random model")

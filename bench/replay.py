@@ -1,15 +1,15 @@
-"""Replay traffic against a prefill server with the cache, then without it, and compare.
+"""Replays traffic against a prefill server with the cache, then without it, and compares.
 
-Three passes on one server: a short warm-up under a tenant of its own; the traffic under a tenant that is new for this
-run, so that it starts cold also on a server that has been running; the same traffic with the cache switched off.
-Every answer is checked. The exit status is 0 when all answers came and were right, 1 when not, 2 when nothing could be
-measured.
+Three passes on one server: a short warm-up under its own tenant; the traffic under a tenant that is new for this run,
+so that it starts cold also on a running server; the same traffic with the cache switched off. Every answer is checked.
+The exit status is 0 if all answers came and were right, 1 if not, 2 if nothing could be measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import shlex
 import signal
@@ -20,11 +20,11 @@ from types import FrameType
 
 import grpc
 import grpc.aio
-from tqdm import tqdm
 
 from bench.parts.environment import describe_run
 from bench.parts.load_generator import OK, Pass, PrefillCall, Traffic, build_message, prefill_call, replay
 from bench.parts.options import DEFAULT_CONCURRENCY, Options, parse_options
+from bench.parts.progress import progress
 from bench.parts.report import Summary, compare_answers, format_table, speedup, summarize, ttft_ms
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
@@ -41,10 +41,12 @@ class Measured:
     """All passes of a run.
 
     Attributes:
+        tenant: of the pass with the cache.
+        with_cache: the pass over all requests.
         without_cache: the pass over `baseline_indices`; None if it was not asked for.
-        baseline_indices: which requests it replayed.
-        baseline_text: the same for people, with the reason.
-        stats_before, stats_after: the server's, around the pass with the cache; None if it does not tell.
+        baseline_indices: requests that the pass without the cache replayed.
+        baseline_text: `baseline_indices` for people, with the reason.
+        stats_before, stats_after: server statistics around the pass with the cache; None if the server has none.
     """
 
     tenant: str
@@ -57,10 +59,10 @@ class Measured:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run the benchmark and print a table. Returns the exit status."""
     options = parse_options(arguments)
     command = shlex.join(["python", "-m", "bench.replay", *(sys.argv[1:] if arguments is None else arguments)])
-    # Unwinds the stack like Ctrl-C does, so that a server of ours is stopped.
+    # Unwinds the stack as Ctrl-C does, so that the server started here is stopped.
     previous_handler = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         report = run(options, command)
@@ -73,15 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
     print(format_table(report))
+    if options.plot is not None:
+        print(f"picture: {options.plot}")
     failures = report["errors"] + (report["without_cache"] or {"errors": 0})["errors"] + report["answers"]["different"]
     return 1 if failures else 0
 
 
 def run(options: Options, command: str) -> Summary:
-    """Measure, write what was asked for, and return the report.
+    """Measure, write the JSON file and the picture that were asked for, and return the report.
 
     Raises:
-        ConfigError: the workload or the server can't be had.
+        ConfigError: the trace can't be read, or the server can't be started or reached.
     """
     environment: Summary = {"command": command, **describe_run()}
     items = options.build_items()
@@ -118,17 +122,18 @@ async def measure(
         stats_before = await _read_stats(channel)
         tenant = f"replay-{secrets.token_hex(4)}"
         cached = Traffic(tenant, True, options.concurrency, options.timeout_s)
-        with _progress(options, len(items), "with cache") as bar:
-            with_cache = await replay(call, items, messages, cached, bar.update)
+        _note(options, f"{options.describe_workload(items)}; {options.describe_traffic()}")
+        show = functools.partial(progress, stream=sys.stderr, use_lines=options.progress)
+        with show("with cache", len(items)) as on_answer:
+            with_cache = await replay(call, items, messages, cached, on_answer)
         stats_after = await _read_stats(channel)
         indices, text = choose_baseline(options, items, uncached_tokens_per_s)
         without_cache = None
         if indices:
             uncached = Traffic(tenant, False, options.concurrency, options.timeout_s)
-            with _progress(options, len(indices), "without cache") as bar:
-                without_cache = await replay(
-                    call, sample(items, indices), [messages[i] for i in indices], uncached, bar.update
-                )
+            sampled = sample(items, indices)
+            with show("without cache", len(indices)) as on_answer:
+                without_cache = await replay(call, sampled, [messages[i] for i in indices], uncached, on_answer)
     return Measured(tenant, with_cache, without_cache, indices, text, stats_before, stats_after)
 
 
@@ -138,12 +143,12 @@ def choose_baseline(
     """Choose which requests the pass without cache replays.
 
     Args:
-        options: `baseline_requests` and `baseline_seconds` count.
+        options: `baseline_requests` and `baseline_seconds` bound the pass.
         items: the whole workload.
-        uncached_tokens_per_s: measured; None if unknown.
+        uncached_tokens_per_s: measured rate of computing prompts; None if unknown.
 
     Returns:
-        indices, evenly spaced, and a sentence that says how many of how many, and why.
+        Indices, evenly spaced, and a sentence that says how many there are and why.
     """
     if options.baseline_requests == 0:
         return [], "not measured, as asked"
@@ -165,7 +170,7 @@ def choose_baseline(
 
 
 def build_report(options: Options, items: Sequence[WorkItem], measured: Measured) -> Summary:
-    """Put the numbers of a run together, without the environment they were measured in."""
+    """Collect the numbers of a run; the environment is added by `run`."""
     with_cache = summarize(measured.with_cache)
     without_cache = None if measured.without_cache is None else summarize(measured.without_cache)
     sampled = [measured.with_cache.outcomes[i] for i in measured.baseline_indices]
@@ -203,7 +208,7 @@ def build_report(options: Options, items: Sequence[WorkItem], measured: Measured
 
 
 async def _warm_up(call: PrefillCall, options: Options, items: Sequence[WorkItem]) -> float | None:
-    """Send unrelated prompts, cached and uncached; returns prompt tokens/s without cache, None if requests failed."""
+    """Send unrelated prompts, cached and uncached. Returns prompt tokens/s without cache; None if a request failed."""
     concurrency = options.concurrency or DEFAULT_CONCURRENCY
     num_tokens = min(median_prompt_tokens(items), _MAX_WARM_UP_TOKENS)
     prompts = unrelated_prompts(concurrency, num_tokens, options.vocab_size)
@@ -245,6 +250,7 @@ def _server(options: Options) -> Iterator[str]:
     if options.address is not None:
         yield options.address
         return
+    _note(options, f"starting a server with model {options.model or 'tiny'}")
     server = ServerProcess(serve_command(options.model, options.device, options.settings))
     with server as address:
         yield address
@@ -252,9 +258,9 @@ def _server(options: Options) -> Iterator[str]:
         print(f"warning: server: expected exit status 0 after SIGTERM, got {status}", file=sys.stderr)
 
 
-def _progress(options: Options, total: int, label: str) -> tqdm[None]:
-    is_quiet = not (options.progress or sys.stderr.isatty())
-    return tqdm(total=total, desc=label, unit="req", disable=is_quiet, file=sys.stderr, dynamic_ncols=True)
+def _note(options: Options, text: str) -> None:
+    if options.progress or sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
 
 
 def _exit_on_signal(signal_number: int, frame: FrameType | None) -> None:

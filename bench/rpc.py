@@ -1,11 +1,11 @@
-"""What the service costs a call: the whole of it over a model that costs nothing, beside a bare echo server.
+"""Measures what the service costs a call: over a model that costs nothing, beside a bare echo server.
 
 python -m bench.rpc --json bench/results/rpc.json
 
-Both servers are processes of their own, made of the same Python, the same gRPC options and the same generated code.
-Both parse the same requests; the echo server answers each with an answer of the service. One client sends bytes that
-were made before, in short rounds to the one and to the other in turn. A hit is a prompt that is cached but for its last
-token; misses are all different, are published, and evict each other.
+Each server is a process with the same Python, gRPC options and generated code. Both parse the same requests; the echo
+server answers each with an answer of the service. One client sends bytes that were made before, in short rounds to both
+servers in turn. A hit is a prompt that is cached except its last token. Misses all differ, are published, and evict
+each other.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from radixkv.v1 import prefill_pb2
 SERVERS = ("service", "echo")
 _METHOD = "/radixkv.v1.PrefillService/Prefill"
 _TIMEOUT_S = 60.0
-_COUNTER_TOKENS = 32  # bits of a number, so that no two misses share a block
-_VARINT_BYTES = 16  # numbers of an answer may take so many bytes more or less
+_COUNTER_TOKENS = 32  # bits of a miss's number, so that no two misses share a block
+_VARINT_BYTES = 16  # bytes by which answers may differ, since numbers have a variable length
 
 Row = dict[str, Any]
 
@@ -53,11 +53,11 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server under test.
+    """A server that is measured.
 
     Attributes:
-        call: how it is called.
-        process: what runs it.
+        call: sends a request to it.
+        process: the server's process.
     """
 
     call: Call
@@ -66,11 +66,11 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Calls of one round.
+    """The calls of one round.
 
     Attributes:
-        latencies_s: of each call.
-        server_cpu_s, client_cpu_s: processor time of both sides; the server's is None where the system does not say.
+        latencies_s: latency of each call.
+        server_cpu_s, client_cpu_s: processor time of both sides; the server's is None if the system does not tell.
     """
 
     latencies_s: list[float]
@@ -80,7 +80,7 @@ class Round:
 
 
 class Requests:
-    """Bytes of requests with so many tokens. `seed` decides the tokens."""
+    """Makes the bytes of requests with `num_tokens` tokens. `seed` decides the tokens."""
 
     def __init__(self, num_tokens: int, seed: int) -> None:
         ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, num_tokens).astype("<u4")
@@ -91,18 +91,18 @@ class Requests:
         self._numbers = itertools.count()
 
     def hit(self) -> bytes:
-        """The same prompt each time."""
+        """Return the same prompt each time."""
         return self._bytes
 
     def miss(self) -> bytes:
-        """A prompt that was never sent before."""
+        """Return a prompt that was never sent before."""
         number, start = next(self._numbers), self._num_head_bytes
         counter = np.asarray([number >> bit & 1 for bit in range(_COUNTER_TOKENS)], "<u4").tobytes()
         return self._bytes[:start] + counter + self._bytes[start + len(counter) :]
 
 
 async def send_for(seconds: float, endpoint: Endpoint, make: Callable[[], bytes], concurrency: int) -> Round:
-    """Keep so many calls under way, for so long."""
+    """Keep `concurrency` calls under way for this many seconds."""
     latencies_s: list[float] = []
     server_cpu_s, client_cpu_s, start_s = _cpu_s(endpoint.process), time.process_time(), time.perf_counter()
     end_s = start_s + seconds
@@ -122,10 +122,10 @@ async def send_for(seconds: float, endpoint: Endpoint, make: Callable[[], bytes]
 
 
 async def check(service: Endpoint, echo: Endpoint, requests: Requests, num_tokens: int) -> None:
-    """See that hits hit and misses miss, and that both servers answer with as many bytes.
+    """Check that hits hit, misses miss, and both servers answer with equally many bytes.
 
     Raises:
-        AssertionError: they do not.
+        AssertionError: one of these is not so.
     """
     await service.call(requests.hit(), timeout=_TIMEOUT_S)
     for make, most_cached_tokens in ((requests.hit, num_tokens - 1), (requests.miss, _COUNTER_TOKENS)):
@@ -142,7 +142,7 @@ async def check(service: Endpoint, echo: Endpoint, requests: Requests, num_token
 async def measure(
     endpoints: dict[str, Endpoint], make: Callable[[], bytes], concurrency: int, rounds: int, seconds: float
 ) -> Row:
-    """Rounds in turn; calls a second are medians of rounds, latencies those of all calls."""
+    """Measure rounds in turn. Calls a second are medians of rounds, latencies percentiles of all calls."""
     measured: dict[str, list[Round]] = {name: [] for name in SERVERS}
     for number in range(-1, rounds):  # the first one warms up
         for name in SERVERS if number % 2 else SERVERS[::-1]:
@@ -183,7 +183,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
                 row = await measure(endpoints, make, concurrency, options.rounds, options.seconds)
                 rows.append({"prompt_tokens": num_tokens, "kind": kind, "concurrency": concurrency, **row})
                 print(_line(rows[-1]), flush=True)
-            await channels.aclose()  # before the servers are gone
+            await channels.aclose()  # while the servers still run
     return rows
 
 
@@ -200,7 +200,7 @@ async def _start(processes: ExitStack, channels: AsyncExitStack, arguments: list
 
 
 def _cpu_s(process: ServerProcess) -> float | None:
-    """Processor time that a process has taken so far; None where there is no /proc."""
+    """Return the processor time that a process has taken; None without /proc."""
     try:
         after_name = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
         return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
@@ -225,7 +225,7 @@ def _line(row: Row) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description="The service over a model that costs nothing, beside an echo server.")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 2048], help="of each prompt")
     parser.add_argument("--kinds", nargs="+", choices=("hit", "miss"), default=["hit", "miss"])

@@ -1,10 +1,9 @@
-"""Short prompts that arrive while a long one is computed: how long do they wait?
+"""Measures how long short prompts wait that arrive while a long one is computed.
 
     python -m bench.short_behind_long --json FILE
 
-Each short prompt is judged by the steps that were computed meanwhile: it should be answered within the step that ran
-when it came and the next one, and what it takes by itself. When steps end is seen from outside: a probe is answered
-between two steps.
+A short prompt should be answered within the step that ran when it came, the next one, and the time it takes alone. The
+ends of steps are seen from outside: a probe is answered between two steps.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from radixkv.service.client import AsyncClient
 
 VOCAB_SIZE = 256
 PROBE_TOKENS = 16
-SETTLE_S = 2.0  # a long prompt's first steps are short: nothing of interest waits behind them
+SETTLE_S = 2.0  # a long prompt's first steps are short, so waiting behind them shows nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One short prompt.
+    """Times of one short prompt.
 
     Attributes:
-        seconds: asked until answered.
-        alone_s: the same, on an idle server.
-        two_steps_s: the two longest successive steps that it saw, the one that ran when it came among them.
+        seconds: time to its answer.
+        alone_s: time to its answer on an idle server.
+        two_steps_s: the two longest successive steps during that time, including the one that ran when it came.
     """
 
     seconds: float
@@ -45,12 +44,12 @@ class Sample:
 
     @property
     def ratio(self) -> float:
-        """What it took over what it may take; at most 1 is promised."""
+        """Time it took divided by time it may take; at most 1 is promised."""
         return self.seconds / (self.two_steps_s + self.alone_s)
 
 
 class StepWatch:
-    """Notes when steps end, by asking again and again."""
+    """Notes when steps end, by sending probes one after another."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -63,17 +62,17 @@ class StepWatch:
             self._ends_s.append(time.monotonic())
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop sending probes."""
         self._task.cancel()
 
     def two_steps_s(self, start_s: float, end_s: float) -> float:
-        """The two longest successive steps of those that overlap `[start_s, end_s)`."""
+        """Return the longest time of two successive steps among those that overlap `[start_s, end_s)`."""
         seen = [i for i in range(1, len(self._ends_s)) if self._ends_s[i] > start_s and self._ends_s[i - 1] < end_s]
         return max(self._ends_s[min(i + 1, len(self._ends_s) - 1)] - self._ends_s[i - 1] for i in seen)
 
 
 async def measure(address: str, long_tokens: int, short_tokens: int, count: int, seed: int) -> list[Sample]:
-    """Ask short prompts, one after the other, in the middle of a long one."""
+    """Send short prompts, one after another, while a long one is computed."""
     rng = random.Random(seed)
 
     def fresh(num_tokens: int) -> list[int]:
@@ -91,14 +90,14 @@ async def measure(address: str, long_tokens: int, short_tokens: int, count: int,
             if long.done():
                 break
             timed.append((start_s, seconds))
-        await asyncio.sleep(2 * max(seconds for _, seconds in timed))  # the step after the last one ends, too
+        await asyncio.sleep(2 * max(seconds for _, seconds in timed))  # the step after the last one must end too
         watch.stop()
         await long
     return [Sample(seconds, alone_s, watch.two_steps_s(start_s, start_s + seconds)) for start_s, seconds in timed]
 
 
 async def ask(client: AsyncClient, ids: list[int]) -> tuple[float, float]:
-    """When it was asked, and how long the answer took."""
+    """Send a prompt. Returns when it was sent, and how long the answer took."""
     start_s = time.monotonic()
     answer = await client.prefill(ids)
     assert answer.usage.computed_tokens > 0, "the prompts are all different"
@@ -106,7 +105,7 @@ async def ask(client: AsyncClient, ids: list[int]) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Measure, print and write; 1 if a short prompt took longer than two steps and its own time."""
+    """Measure, print a table, write JSON. Returns 1 if a prompt took longer than two steps and its own time."""
     parser = argparse.ArgumentParser(description="Short prompts while a long one is computed.")
     parser.add_argument("--long-tokens", type=int, default=32_768)
     parser.add_argument("--short-tokens", type=int, default=64)

@@ -1,10 +1,10 @@
-"""What a device waits for between two steps while all that runs decodes: the host's work until the next is started.
+"""Measures the host's work between two steps while all running requests decode.
 
 python -m bench.step_gap --json bench/results/step_gap.json
 
-The real engine core over a device that takes no time. A step is laid out and its attention is planned, as for a
-recorded step in exact mode with 32 query heads over 8 KV heads; bringing that to a GPU and launching it comes on top.
-Steps are started ahead of what is left of the last one, as on a GPU, and after it, in turn.
+The real engine core runs over a device that takes no time. Each step is laid out and its attention planned, as for a
+recorded step in exact mode with 32 query heads over 8 KV heads. Upload and launch are not included. Rounds alternate
+between steps that start before the rest of the last one's work, as on a GPU, and steps that start after it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 class IdleRunner:
-    """Stands in for `Runner`: starts steps, computes nothing, and notes how long after each one the next is started."""
+    """Stands in for `Runner`: computes nothing, and notes the time from the end of a step to the start of the next."""
 
     def __init__(self, *, is_asynchronous: bool) -> None:
         self.is_asynchronous = is_asynchronous
@@ -58,14 +58,14 @@ class IdleRunner:
         self._ended_s: float | None = None
 
     def prepare(self, chunks: Sequence[Chunk]) -> Launch:
-        """Lay out and plan."""
+        """Lay the step out and plan its attention."""
         batch = lay_out(chunks, BLOCK_SIZE).batch
         heads = (_NUM_QUERY_HEADS, _NUM_KV_HEADS, torch.bfloat16)
         self._kernels.plan(batch, *heads, window=None, tile_rows=self._tile_rows)
         return lambda _: self._start(chunks)
 
     def start(self, chunks: Sequence[Chunk]) -> Wait:
-        """Lay out, plan and start."""
+        """Start the step; lay it out and plan it first if it is not prepared."""
         return self.prepare(chunks)(pack_tokens(chunks))
 
     def _start(self, chunks: Sequence[Chunk]) -> Wait:
@@ -83,8 +83,9 @@ class IdleRunner:
 def decoding_core(
     runner: IdleRunner, num_requests: int, prompt_tokens: int, num_steps: int, num_waiting: int = 0
 ) -> EngineCore:
-    """An engine core with so many generations that all decode, and go on to for so many steps, and others that wait."""
-    prompt_steps = 2 * num_requests * -(-prompt_tokens // _STEP_TOKENS)  # in which the first ones decode already
+    """Make an engine core whose running generations decode for all measured steps while others wait."""
+    # steps with prompts, in which the first requests already decode
+    prompt_steps = 2 * num_requests * -(-prompt_tokens // _STEP_TOKENS)
     new_tokens = num_steps + prompt_steps + 8
     num_blocks = num_requests * (-(-(prompt_tokens + new_tokens) // BLOCK_SIZE) + 1)
     config = EngineConfig(max_step_tokens=_STEP_TOKENS, max_running_requests=num_requests)
@@ -100,12 +101,12 @@ def decoding_core(
         core.submit(request)
     while not all(request.is_decoding for request in requests[:num_requests]):
         core.step()
-    core.step()  # tells the first tokens
+    core.step()  # delivers the first tokens
     return core
 
 
 def measure(num_requests: int, prompt_tokens: int, num_waiting: int, num_steps: int, rounds: int) -> Row:
-    """Medians of all steps, in rounds that start them ahead and after in turn."""
+    """Return medians of all steps, in rounds that start steps ahead and after in turn."""
     gaps_s: dict[bool, list[float]] = {True: [], False: []}
     for is_ahead in (True, False) * rounds:
         runner = IdleRunner(is_asynchronous=is_ahead)
@@ -127,7 +128,7 @@ def measure(num_requests: int, prompt_tokens: int, num_waiting: int, num_steps: 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description="What a device waits for between two steps that decode.")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64], help="that decode together")
     parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 8192], help="tokens before the first new one")

@@ -1,9 +1,9 @@
-"""What the bookkeeping of a prefix costs, beside a bare memory comparison and beside SGLang's two trees.
+"""Measures match, insert, lease and evict beside a bare memory comparison and beside SGLang's two trees.
 
     python -m bench.tree --trace conversation.jsonl [--sglang UNPACKED_WHEEL] [--json FILE]
 
-Every operation replays the whole trace in a pass of its own, in one process, on the same prompts and block size, so
-that each finds the same cold memory. Results are medians.
+Each operation replays the whole trace in a separate pass, in one process, on the same prompts and block size, so that
+all find the same cold memory. Results are medians.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMESPACE = Namespace("bench")
 _VOCAB_SIZE = 2**31 - 1
 _HIT_TOKENS = 8192
 _SAMPLES = 400
-_PEER_EVICTIONS = 50  # each looks at every leaf: tens of milliseconds among a hundred thousand
+_PEER_EVICTIONS = 50  # each visits every leaf: tens of milliseconds among a hundred thousand
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,10 +84,10 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float]:
-    """Medians over all prompts, in microseconds: insert each, then match each whole prompt.
+    """Insert each prompt, then match each whole prompt. Returns medians in microseconds.
 
-    Each insert gets a prompt of its own, as a request brings it and as SGLang's keys are made. Without that, nothing is
-    freed between two inserts, and their copies wait for the operating system's pages: 25 us instead of 16.
+    Each insert gets its own buffer, as a request brings one and as SGLang's keys are made. Otherwise nothing would be
+    freed between two inserts, and their copies would wait for the operating system's pages: 25 us instead of 16.
     """
     num_blocks = sum(-(-len(prompt) // (4 * block_size)) for prompt in prompts)
     cache = PrefixCache(num_blocks, block_size)
@@ -111,7 +111,7 @@ def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float
 def measure_sglang(
     prompts: Sequence[bytes], block_size: int, make_tree: Callable[[int], SglangTree]
 ) -> dict[str, float]:
-    """The same of a tree of SGLang's; keys and values are made before the clock starts."""
+    """Measure the same with a tree of SGLang; keys and values are made before the clock starts."""
     import torch  # the tree's values are tensors
 
     tree = make_tree(block_size)
@@ -134,7 +134,7 @@ def measure_sglang(
 
 
 def measure_hit(block_size: int) -> dict[str, float]:
-    """One request over an 8k-token hit: lease and release alone, and with the commit of 64 new tokens."""
+    """Measure a request over an 8k-token hit: lease and release alone, and with the commit of 64 new tokens."""
     prefix = np.random.default_rng(0).integers(0, _VOCAB_SIZE, _HIT_TOKENS, dtype=np.uint32).tobytes()
     cache = PrefixCache(_HIT_TOKENS // block_size + 2 * 64 * _SAMPLES, block_size)
     with cache.lease(_NAMESPACE, prefix) as lease:
@@ -157,7 +157,7 @@ def measure_hit(block_size: int) -> dict[str, float]:
 
 
 def measure_evict(num_leaves: int) -> dict[str, float]:
-    """Evict and touch one leaf among many siblings, one block each."""
+    """Measure eviction and use of one leaf among many siblings of one block each."""
     cache = PrefixCache(num_leaves + 1, 1)
     trunk = np.uint32(1).tobytes()
     leaves = [trunk + np.uint32(n + 2).tobytes() for n in range(num_leaves)]
@@ -177,7 +177,7 @@ def measure_evict(num_leaves: int) -> dict[str, float]:
 
 
 def measure_sglang_evict(num_leaves: int, make_tree: Callable[[int], SglangTree]) -> dict[str, float]:
-    """Evict one leaf among many siblings with a tree of SGLang's."""
+    """Measure eviction of one leaf among many siblings with a tree of SGLang."""
     import torch
 
     tree = make_tree(1)

@@ -1,1 +1,1 @@
-"""."""
+"""Parts of the benchmarks: workloads, servers, inputs, timing, reports, and peers in `peers`."""

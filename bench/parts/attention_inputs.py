@@ -1,4 +1,4 @@
-"""What an attention kernel is measured on: random queries, and random K/V in the pool and side by side."""
+"""Inputs for attention kernels: random queries, and random K/V in the pool and as contiguous tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import is_quantized
 
-# The rows whose scores the reference holds at once: 1 GiB of float32 for 32 heads and 32,768 keys.
+# Rows whose scores the reference holds at once: 1 GiB of float32 for 32 heads and 32,768 keys.
 _REFERENCE_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The attention of one layer of a model."""
+    """Shape of the attention of one layer."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -31,11 +31,11 @@ class AttentionCase:
     """One request: `suffix_tokens` queries after `prefix_tokens` that are cached.
 
     Attributes:
-        kv_dtype: of the pool; the queries are bfloat16.
-        is_shuffled: whether blocks are in random order; otherwise block i is the i-th of the request.
-        is_exact: whether the attention is planned as in exact mode.
-        is_specialized: whether warps specialize, where they can.
-        is_dequantized_first: whether the blocks of a quantized pool are dequantized before attention, not in it.
+        kv_dtype: dtype of the pool; the queries are bfloat16.
+        is_shuffled: blocks are in random order; otherwise block i of the pool is block i of the request.
+        is_exact: the attention is planned as in exact mode.
+        is_specialized: the kernel with specialized warps is used where it can be.
+        is_dequantized_first: blocks of a quantized pool are dequantized before attention, not in it.
     """
 
     suffix_tokens: int
@@ -48,11 +48,11 @@ class AttentionCase:
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole sequence."""
+        """Tokens of the whole sequence."""
         return self.prefix_tokens + self.suffix_tokens
 
     def flops(self, heads: Heads) -> float:
-        """Of both products, over the keys that each query sees."""
+        """FLOPs of both products, over the keys that each query sees."""
         suffix = self.suffix_tokens
         visible = suffix * self.prefix_tokens + suffix * (suffix + 1) / 2
         return 4 * heads.num_query_heads * heads.head_dim * visible
@@ -64,10 +64,10 @@ class AttentionInputs:
 
     Attributes:
         queries: for each layer bfloat16 `[suffix_tokens, num_query_heads, head_dim]`.
-        pool: their K/V, and zeros in the layers that have no set.
-        batch: the one request.
-        keys, values: for each layer bfloat16 `[num_tokens, num_kv_heads, head_dim]`, what was written into the pool;
-            empty for a quantized pool, which no peer reads.
+        pool: K/V of each set, and zeros in layers without a set.
+        batch: batch of one request.
+        keys, values: for each layer bfloat16 `[num_tokens, num_kv_heads, head_dim]`, as written into the pool; empty
+            for a quantized pool, which no peer reads.
     """
 
     case: AttentionCase
@@ -80,12 +80,12 @@ class AttentionInputs:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied with."""
+        """Factor of the scores."""
         return float(self.heads.head_dim**-0.5)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one set that are read or written at least: queries, answers, and all K/V once."""
+        """Least bytes of one set to read and write: queries, answers, and all K/V once."""
         queries = 2 * self.queries[0].numel() * self.queries[0].element_size()
         return queries + self.case.num_tokens * _token_bytes(self.pool)
 
@@ -93,15 +93,15 @@ class AttentionInputs:
 def make_inputs(
     case: AttentionCase, heads: Heads, cache_bytes: int, device: torch.device, *, num_layers: int = 1
 ) -> AttentionInputs:
-    """Draw as many input sets as are needed to be larger than a cache, with the same numbers each time.
+    """Draw enough input sets to be larger than a cache, with the same numbers each time.
 
     Args:
-        case: what is drawn.
-        heads: of each layer.
-        cache_bytes: of that cache.
-        device: where it goes.
-        num_layers: of the pool, or more if there are more sets. Kernels are compiled for its strides, so that with the
-            same number they are compiled once for all cases.
+        case: the request.
+        heads: shape of the attention of each layer.
+        cache_bytes: size of the cache.
+        device: device of all tensors.
+        num_layers: least number of the pool's layers; more if there are more sets. Kernels are compiled for the pool's
+            strides, so the same number compiles them once for all cases.
     """
     torch.manual_seed(0)
     num_blocks = -(-case.num_tokens // heads.block_size)
@@ -128,7 +128,7 @@ def make_inputs(
 
 
 def expected_answer(inputs: AttentionInputs) -> torch.Tensor:
-    """What the reference gives for the first set, some rows at a time; like its queries."""
+    """Compute the reference's answer for the first set, some rows at a time. Returns a tensor like its queries."""
     case, table = inputs.case, inputs.batch.block_tables[0].cpu().numpy()
     parts = []
     for start in range(0, case.suffix_tokens, _REFERENCE_ROWS):
@@ -142,16 +142,16 @@ def expected_answer(inputs: AttentionInputs) -> torch.Tensor:
 
 
 def worst_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far the worst vector is off, over the length of the right one; infinite where a number is none.
+    """Return the largest error of a vector relative to its norm; infinite if a number is not finite.
 
     Args:
         got: `[..., head_dim]`.
-        expected: like `got`; no vector of it is zero.
+        expected: right answer, like `got`; none of its vectors is zero.
     """
     errors = (got.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     return float(errors.nan_to_num(float("inf")).max())
 
 
 def _token_bytes(pool: KVPool) -> int:
-    """K and V of a token in one layer, scales included."""
+    """Return the bytes of K and V of a token in one layer, scales included."""
     return pool.blocks.shape[1] // (pool.num_layers * pool.block_size)

@@ -1,4 +1,4 @@
-"""What the kernels that only move numbers are measured on: new K/V for the pool, and whole blocks."""
+"""Inputs for kernels that only move numbers: new K/V for the pool, and whole blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixkv.kernels import reference
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize, is_quantized
 
-# Of a vector that is quantized another way at one number: a step of int4 is a 7th of the largest, 5 % of its length.
+# Error of a vector of which one number is rounded another way: a step of int4 is a 7th of the largest, 5 % of its norm.
 _QUANTIZED_TOLERANCE = 0.1
 
 _SLOT_BYTES = torch.int64.itemsize
@@ -27,8 +27,8 @@ class TokenWrites:
     """K and V of new tokens for each layer of a pool, in blocks of random order.
 
     Attributes:
-        num_bytes: read and written by one step in one layer.
-        tolerance: largest error of what is stored; 0 where it is not quantized.
+        num_bytes: bytes read and written by one step in one layer.
+        tolerance: largest error of a stored vector; 0 if it is not quantized.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TokenWrites:
         self._slots = slots.flatten()[:num_tokens].to(device)
 
     def contestant(self, write: WriteKV) -> Contestant:
-        """A kernel that writes the tokens of each layer."""
+        """Make a contestant from a kernel that writes the tokens of each layer."""
         calls = [
             partial(write, key, value, self._slots, self._pool, layer)
             for layer, (key, value) in enumerate(self._tokens)
@@ -59,7 +59,7 @@ class TokenWrites:
         return Contestant([*calls], partial(self._error, write))
 
     def _error(self, write: WriteKV) -> float:
-        """How far the worst vector is off; infinite if anything else in the pool has changed."""
+        """Return the largest error of a vector; infinite if anything else in the pool has changed."""
         got, expected = _clone(self._pool), _clone(self._pool)
         key, value = self._tokens[0]
         write(key, value, self._slots, got, 0)
@@ -69,17 +69,17 @@ class TokenWrites:
         return error if torch.equal(got.blocks, expected.blocks) else float("inf")
 
     def _stored(self, pool: KVPool) -> torch.Tensor:
-        """What a pool holds of the tokens of the first layer, `[num_tokens, 2, num_kv_heads, head_dim]`."""
+        """Read the tokens of the first layer from a pool, `[num_tokens, 2, num_kv_heads, head_dim]`."""
         where = (self._slots // pool.block_size, 0, slice(None), slice(None), self._slots % pool.block_size)
         values = pool.values[where]
         return values.float() if pool.scales is None else dequantize(values, pool.scales[where], pool.dtype)
 
 
 class BlockCopies:
-    """Pairs of blocks of a pool, in random order: some for each step.
+    """Pairs of blocks to copy in each step, in random order.
 
     Attributes:
-        num_bytes: read and written by one step.
+        num_bytes: bytes read and written by one step.
     """
 
     def __init__(self, num_copies: int, num_layers: int, heads: Heads, cache_bytes: int, device: torch.device) -> None:
@@ -94,12 +94,12 @@ class BlockCopies:
         self._pairs = torch.randperm(num_blocks).view(num_sets, 2, num_copies).to(device)
 
     def contestant(self, copy: CopyBlocks) -> Contestant:
-        """A kernel that copies the pairs of each step."""
+        """Make a contestant from a kernel that copies the pairs of each step."""
         calls = [partial(copy, self._pool, sources, targets) for sources, targets in self._pairs]
         return Contestant([*calls], partial(self._error, copy))
 
     def _error(self, copy: CopyBlocks) -> float:
-        """0 if all bits of the pool are what the reference leaves, else infinite."""
+        """Return 0 if the pool has the bits that the reference leaves, else infinity."""
         got, expected = _clone(self._pool), _clone(self._pool)
         sources, targets = self._pairs[0]
         copy(got, sources, targets)
@@ -108,7 +108,7 @@ class BlockCopies:
 
 
 def _clone(pool: KVPool) -> KVPool:
-    """The same K/V in other memory."""
+    """Copy K/V into other memory."""
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = pool.values.shape
     cloned = KVPool.allocate(
         num_blocks, num_layers, num_kv_heads, block_size, pool.head_dim, dtype=pool.dtype, device=pool.blocks.device

@@ -1,4 +1,4 @@
-"""How long a device takes, and what it can do at best: medians by device events, and two rates to hold them against."""
+"""Times calls on a device by device events, and measures the device's best rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Call = Callable[[], object]
 _LEAST_SAMPLES, _MOST_SAMPLES = 10, 50
 _SAMPLING_S = 0.1
 
-# What the device waits for while the host gets ahead, in cycles: at 2 GHz the host has half a second at most.
+# Cycles that the device waits while the host gets ahead: at most half a second at 2 GHz.
 _CYCLES_PER_S = 2e9
 _MOST_WAIT_S = 0.5
 
@@ -25,17 +25,17 @@ _MATRIX_SIZE = {"cuda": 8192, "cpu": 128}
 
 _CACHES = 3
 
-# On a CPU nothing is measured in earnest, so that it need not have a cache of a known size.
+# Times on a CPU say nothing, so no cache size is needed there.
 _CPU_CACHE_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Medians over the samples of one thing.
+    """Median times of a call.
 
     Attributes:
-        device_ms: from its begin on the device to its end.
-        host_ms: until the host had handed all of it to the device.
+        device_ms: time from start to end on the device.
+        host_ms: time the host takes to launch it.
     """
 
     device_ms: float
@@ -44,11 +44,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the device reached in this run.
+    """Rates that the device reached in this run.
 
     Attributes:
-        flops_per_s: of a large product of square bfloat16 matrices of random numbers.
-        bytes_per_s: of a large copy from and to its own memory, bytes read and bytes written counted.
+        flops_per_s: rate of a large product of square random bfloat16 matrices.
+        bytes_per_s: rate of a large copy in device memory; bytes read and written are counted.
     """
 
     flops_per_s: float
@@ -56,7 +56,7 @@ class Rates:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Bytes of the largest cache of a device: inputs of more bytes than that, used in turn, come from its memory."""
+    """Return the bytes of a device's largest cache. Larger inputs, used in turn, come from its memory."""
     if device.type == "cpu":
         return _CPU_CACHE_BYTES
     size: int = torch.cuda.get_device_properties(device).L2_cache_size
@@ -64,19 +64,19 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def num_input_sets(set_bytes: int, cache_bytes: int) -> int:
-    """How many input sets are together so many times the cache that none of a set is left in it at its next turn."""
+    """Return the number of input sets of which nothing is left in the cache when a set is used again."""
     return max(2, -(-_CACHES * cache_bytes // set_bytes))
 
 
 def measure(calls: Sequence[Call], device: torch.device) -> Timing:
-    """Time calls that do the same on different inputs, in turn; each is made once before, to warm up.
+    """Time calls that do the same work on different inputs, in turn, after a call of each to warm up.
 
-    On a GPU the device first waits until the host is done with all of it, so that no launch is waited for. On a CPU
-    the two times are one.
+    A GPU first waits until the host has launched everything, so it never waits for a launch. On a CPU both times are
+    equal.
 
     Args:
-        calls: at least one; what they read and write is together larger than the cache.
-        device: where they run.
+        calls: at least one. Their inputs and outputs together are larger than the cache.
+        device: device of the calls.
     """
     for call in calls:
         call()
@@ -84,7 +84,7 @@ def measure(calls: Sequence[Call], device: torch.device) -> Timing:
         samples_s = [_host_s(call) for call in calls]
         return Timing(statistics.median(samples_s) * 1e3, statistics.median(samples_s) * 1e3)
     torch.cuda.synchronize(device)
-    turns = itertools.cycle(calls)  # goes on where it was: what was used just now is in the cache
+    turns = itertools.cycle(calls)  # continues in turn: the inputs just used are in the cache
     first_ms, _ = _sampled(turns, len(calls), wait_s=0.0)
     num_samples = min(_MOST_SAMPLES, max(_LEAST_SAMPLES, int(_SAMPLING_S * 1e3 / statistics.median(first_ms))))
     _, enqueued_s = _sampled(turns, num_samples, wait_s=0.0)
@@ -99,12 +99,12 @@ def _host_s(call: Call) -> float:
 
 
 def _sampled(turns: Iterator[Call], num_samples: int, wait_s: float) -> tuple[list[float], float]:
-    """Milliseconds of each sample on the device, and the host's seconds for all of them.
+    """Take samples. Returns the device's milliseconds for each, and the host's seconds for all.
 
     Args:
-        turns: whose turn it is; taken from.
-        num_samples: how many to take.
-        wait_s: how long the device waits before the first, at a clock of 2 GHz.
+        turns: calls to make; consumed.
+        num_samples: samples to take.
+        wait_s: time that the device waits before the first, at a clock of 2 GHz.
     """
     events = [(_event(), _event()) for _ in range(num_samples)]
     torch.cuda._sleep(int(wait_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
@@ -123,7 +123,7 @@ def _event() -> torch.cuda.Event:
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Find out what the device can do at best; on a CPU in so small a size that it says nothing."""
+    """Measure the device's best rates. On a CPU the size is too small to say anything."""
     size, num_bytes = _MATRIX_SIZE[device.type], _COPY_BYTES[device.type]
     matrices = torch.randn(2, size, size, dtype=torch.bfloat16, device=device)
     product = torch.empty(size, size, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""Where and when a number was measured: machine, versions, commit, date."""
+"""Describes where and when a number was measured: machine, versions, commit, date."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _VERSIONED = ("radixkv", "numpy", "torch", "transformers", "triton", "grpcio", "
 
 
 def describe_run() -> dict[str, object]:
-    """What a result has to say of where it comes from, beside its command.
+    """Describe the run that a result comes from, without its command.
 
-    Outside of a git checkout the commit is what the environment variable RADIXKV_COMMIT says.
+    Outside a git checkout, the environment variable RADIXKV_COMMIT names the commit.
     """
     return {
         "commit": current_commit(Path(__file__).parent) or os.environ.get("RADIXKV_COMMIT"),
@@ -27,7 +27,7 @@ def describe_run() -> dict[str, object]:
 
 
 def describe_machine() -> dict[str, object]:
-    """Name the processor, its cores, the memory, and the GPU if there is one."""
+    """Describe the processor, its cores, the memory, and the GPU if there is one."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -38,7 +38,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def describe_versions() -> dict[str, str | None]:
-    """Versions of Python and of what a result may depend on; None for what is not installed."""
+    """Return the versions of Python and of packages that a result may depend on; None for a missing package."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in _VERSIONED:
         try:
@@ -49,7 +49,7 @@ def describe_versions() -> dict[str, str | None]:
 
 
 def current_commit(directory: Path) -> str | None:
-    """The commit checked out in a directory, `-dirty` when tracked files differ from it; None outside of git."""
+    """Return the commit checked out in a directory, with `-dirty` if tracked files differ; None outside git."""
     commit = _output_of(["git", "-C", str(directory), "rev-parse", "HEAD"])
     if commit is None:
         return None
@@ -72,7 +72,7 @@ def _memory_gib() -> float | None:
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError, AttributeError):
-        return None  # the system does not say
+        return None  # the system does not tell
 
 
 def _output_of(command: list[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""One line of the kernels' benchmark: is the answer right, how long does it take, and how does it stand to others."""
+"""Rows of the kernels' benchmark: error, time, and ratio to the peers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A kernel with its inputs.
+    """A kernel and its inputs.
 
     Attributes:
-        calls: the same work on different inputs, together larger than the cache.
-        error: how far the first call's answer is from the reference's.
+        calls: calls that do the same work on different inputs, together larger than the cache.
+        error: returns the error of the first call's answer.
     """
 
     calls: list[Call]
@@ -32,11 +32,11 @@ Prepare = Callable[[], Contestant]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one call has to do at least.
+    """The least work of one call.
 
     Attributes:
-        flops: of its products.
-        num_bytes: to be read and written.
+        flops: FLOPs of its products.
+        num_bytes: bytes to read and write.
         tolerance: largest error of a right answer.
     """
 
@@ -52,11 +52,11 @@ def measure_row(
     rates: Rates,
     device: torch.device,
 ) -> Row:
-    """Check and time a kernel and its peers; what fails says why, and the others go on.
+    """Check and time a kernel and its peers. One that fails leaves its reason in the row.
 
     Returns:
-        What `_attempt` says of our kernel, with its rates, its floor (the time that the work takes at the rates of
-        this run) and, by name, what it says of each peer; a peer's ratio is how many times longer it takes.
+        The result of our kernel with its rates, its floor (time of the work at the rates of this run) and the results
+        of the peers by name. A peer's ratio is its time divided by ours.
     """
     row = _attempt(own, work.tolerance, device)
     row["peers"] = {name: _attempt(prepare, work.tolerance, device) for name, prepare in peers.items()}
@@ -79,7 +79,7 @@ def measure_row(
 
 
 def guarded_row(kernel: str, case: str, make: Callable[[], Row]) -> Row:
-    """Make a row; a failed one, with the reason, if its inputs can't be made or the reference can't be computed."""
+    """Make a row. It is a failed one, with the reason, if inputs or reference can't be computed."""
     try:
         return {"kernel": kernel, "case": case, **make()}
     except Exception as raised:  # noqa: BLE001 - out of memory, or a device that an earlier kernel broke
@@ -94,7 +94,7 @@ def guarded_row(kernel: str, case: str, make: Callable[[], Row]) -> Row:
 
 
 def _attempt(prepare: Prepare, tolerance: float, device: torch.device) -> Row:
-    """Whether the answer is right; then its error and times, or else the reason."""
+    """Check and time one kernel. Returns its error and times, or the reason why it failed."""
     try:
         contestant = prepare()
         error = contestant.error()
@@ -108,7 +108,7 @@ def _attempt(prepare: Prepare, tolerance: float, device: torch.device) -> Row:
 
 
 def describe_error(error: Exception) -> str:
-    """Its type and the first line of its message."""
+    """Return the exception's type and the first line of its message."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
 
@@ -132,7 +132,7 @@ def format_row(row: Row) -> str:
 
 
 def format_failures(rows: list[Row]) -> list[str]:
-    """Name each peer that was not measured, and why, once for each reason."""
+    """Format the peers that were not measured, once for each reason."""
     reasons: dict[tuple[str, str], int] = {}
     for row in rows:
         for name, peer in row["peers"].items():

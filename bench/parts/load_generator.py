@@ -1,4 +1,4 @@
-"""Send prompts at a server, check every answer, and say when it came."""
+"""Sends prompts to a server, checks every answer, and notes when it came."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRONG_ANSWER = "WRONG_ANSWER"
 
 
 class PrefillCall(Protocol):
-    """Sends one request; `await` it for the answer, which may be a `grpc.aio.AioRpcError`."""
+    """A callable that sends one request. Awaiting it gives the answer or raises `grpc.aio.AioRpcError`."""
 
     def __call__(
         self, request: prefill_pb2.PrefillRequest, /, *, timeout: float
@@ -31,12 +31,12 @@ class PrefillCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """How a pass sends.
+    """The way a pass sends its requests.
 
     Attributes:
-        tenant: whose cache it uses.
-        use_cache: read and write the cache, or neither.
-        concurrency: requests under way at any time; None to send each at its `arrival_s`, however many are under way.
+        tenant: tenant of all requests.
+        use_cache: read and write the cache, or do neither.
+        concurrency: requests under way at any time; None to send each at its `arrival_s`.
         timeout_s: deadline of each request.
     """
 
@@ -48,13 +48,13 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one request. The token counts and server times are 0 unless `status` is OK.
+    """Result of one request. Token counts and server times are 0 unless `status` is OK.
 
     Attributes:
         status: `OK`, a gRPC status name, or `WRONG_ANSWER` for counts that don't add up.
-        sent_s: when the call was made, counted from the start of the pass.
-        late_s: how long after its arrival it was sent; 0 in a closed loop.
-        ttft_s: call made until answer received.
+        sent_s: time of the call, counted from the start of the pass.
+        late_s: time between its arrival and the call; 0 in a closed loop.
+        ttft_s: time from the call to the answer.
     """
 
     status: str
@@ -74,9 +74,9 @@ class Pass:
     """One replay of a list of prompts.
 
     Attributes:
-        outcomes: one for each prompt, in their order.
-        wall_s: first call made until last answer received.
-        cpu_s: processor time that the load generator took itself.
+        outcomes: one for each prompt, in prompt order.
+        wall_s: time from the first call to the last answer.
+        cpu_s: processor time of the load generator.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -94,7 +94,7 @@ def prefill_call(channel: grpc.aio.Channel) -> PrefillCall:
 
 
 def build_message(token_ids: npt.NDArray[np.uint32]) -> prefill_pb2.PrefillRequest:
-    """Make the message of a prompt: 23 ns a token, too much to spend between two sends."""
+    """Make the message of a prompt. It takes 23 ns a token, too long to do between two calls."""
     return prefill_pb2.PrefillRequest(token_ids=token_ids.tolist())
 
 
@@ -105,13 +105,13 @@ async def replay(
     traffic: Traffic,
     on_answer: Callable[[], object] = lambda: None,
 ) -> Pass:
-    """Send every prompt once; a failed request is an outcome like any other.
+    """Send every prompt once. A failed request is an outcome like any other.
 
     Args:
-        call: from `prefill_call`.
-        items: when to send.
-        messages: what to send, one for each item; their tenant and cache flags are overwritten.
-        traffic: how to send.
+        call: sends a request; made by `prefill_call`.
+        items: prompts with their arrival times.
+        messages: one message for each item. Their tenant and cache flags are overwritten.
+        traffic: the way to send.
         on_answer: called after each answer.
     """
     for message in messages:

@@ -1,4 +1,4 @@
-"""Two servers to compare, each a process of its own: the service over a model that costs nothing, and an echo server.
+"""Two servers to compare, each in its own process: the service over a model that costs nothing, and an echo server.
 
 python -m bench.parts.null_service engine [--set engine.max_step_tokens=8192]
 python -m bench.parts.null_service echo ANSWER_IN_HEX
@@ -30,7 +30,7 @@ NEXT_TOKEN_ID = 7
 
 
 class NullRunner:
-    """Stands in for `Runner`, and answers at once with constant logits."""
+    """Stands in for `Runner` and answers at once with constant logits."""
 
     def __init__(self) -> None:
         self.model = SimpleNamespace(
@@ -62,7 +62,7 @@ class NullRunner:
 
 
 def build_null_engine(config: Config) -> Engine:
-    """The real engine and cache over no model."""
+    """Build the real engine and cache over a `NullRunner`."""
     cache = PrefixCache(
         config.cache.num_blocks,
         config.cache.block_size,
@@ -80,7 +80,7 @@ class _Echo(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 async def serve_echo(answer: prefill_pb2.PrefillResponse) -> None:
-    """Parse requests and serialize this answer, until SIGTERM."""
+    """Parse each request and answer with this message, until SIGTERM."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     server = grpc.aio.server(

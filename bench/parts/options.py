@@ -1,4 +1,4 @@
-"""The command line of the replay."""
+"""Command line of `bench.replay`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEFAULT_REQUESTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line asked for, defaults filled in. See `python -m bench.replay --help`.
+    """Arguments of `python -m bench.replay`, whose `--help` explains them, with defaults filled in.
 
     Attributes:
         concurrency: None in an open loop.
         rate: None unless arrivals are Poisson.
-        baseline_requests: None for as many as `baseline_seconds` allow, 0 for no pass without cache.
+        baseline_requests: None for as many as fit into `baseline_seconds`; 0 for no pass without the cache.
     """
 
     workload: str
@@ -67,7 +67,7 @@ class Options:
         return trace_arrivals(items, self.speedup) if self.pace == "trace" else items
 
     def describe_workload(self, items: Sequence[WorkItem]) -> str:
-        """Say what is sent."""
+        """Describe what is sent, for people."""
         num_tokens = sum(len(item.token_ids) for item in items)
         if self.trace is None:
             groups = "1 group" if self.groups == 1 else f"{self.groups:,} groups"
@@ -77,7 +77,7 @@ class Options:
         return f"{len(items):,} requests, {kind}, {num_tokens:,} tokens in all"
 
     def describe_traffic(self) -> str:
-        """Say how it is sent."""
+        """Describe how it is sent, for people."""
         if self.rate is not None:
             return f"open loop, Poisson arrivals at {self.rate:g} requests/s"
         if self.pace == "trace":
@@ -86,7 +86,7 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; what can't be done is refused here, before anything is started.
+    """Parse the command line, and refuse what can't be done before anything is started.
 
     Raises:
         SystemExit: the arguments are wrong, or help was asked for.
@@ -126,7 +126,10 @@ def _conflict(args: argparse.Namespace) -> str | None:
         (not starts_server and args.model is not None, "--model is for a server started here, not for --address"),
         (not starts_server and args.device is not None, "--device is for a server started here, not for --address"),
         (not starts_server and bool(args.settings), "--set is for a server started here, not for --address"),
-        (args.plot is not None and importlib.util.find_spec("matplotlib") is None, "--plot needs matplotlib"),
+        (
+            args.plot is not None and importlib.util.find_spec("matplotlib") is None,
+            "--plot: the package matplotlib is missing; in a checkout: pip install '.[dev]'",
+        ),
     )
     return next((message for is_wrong, message in rules if is_wrong), None)
 
@@ -175,7 +178,9 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="FILE")
     output.add_argument("--plot", type=Path, metavar="FILE.png")
-    output.add_argument("--progress", action="store_true", help="progress also when stderr is no terminal")
+    output.add_argument(
+        "--progress", action="store_true", help="also where stderr is no terminal: a line every few seconds"
+    )
     return parser
 
 

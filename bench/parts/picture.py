@@ -1,4 +1,4 @@
-"""One picture of a replay: how the times to first token are distributed, and how the cache earns them."""
+"""Draws a replay: the distribution of times to first token, and the times in order of sending."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def draw_ttft(
     """Draw the distribution of TTFT on the left, TTFT in order of sending on the right, and write it as PNG.
 
     Args:
-        path: where to; replaced if it exists.
-        report: for the words around it.
+        path: PNG file to write; replaced if it exists.
+        report: numbers for title and captions.
         with_cache: the pass over all requests.
-        without_cache: the pass over `baseline_indices`, if there was one.
-        baseline_indices: which requests that pass replayed.
+        without_cache: the pass over `baseline_indices`; None if there was none.
+        baseline_indices: requests that the pass without the cache replayed.
     """
     with plt.rc_context(_STYLE):
         figure, (left, right) = plt.subplots(
@@ -103,7 +103,7 @@ def _draw_distribution(axes: Axes, with_cache: Pass, without_cache: Pass | None)
         arrow = {"arrowstyle": "-|>", "color": _INK, "shrinkA": 5, "shrinkB": 5}
         axes.annotate("", (with_ms, 50), (without_ms, 50), arrowprops=arrow)
         low_ms, high_ms = axes.get_xlim()
-        if abs(np.log(without_ms / with_ms)) > 0.35 * np.log(high_ms / low_ms):  # else the words hide the curves
+        if abs(np.log(without_ms / with_ms)) > 0.35 * np.log(high_ms / low_ms):  # otherwise the text hides the curves
             middle_ms = (with_ms * without_ms) ** 0.5
             axes.text(middle_ms, 52.5, _compared(without_ms / with_ms), ha="center", fontweight="bold", bbox=_halo())
     if medians_ms:

@@ -1,4 +1,4 @@
-"""The numbers of a replay: summary, and the table for people."""
+"""Summarizes a replay as numbers and as a table for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Summary = dict[str, Any]
 def summarize(replayed: Pass) -> Summary:
     """Reduce a pass to its numbers.
 
-    Tokens, times and rates are over the requests that were answered. A number that no request speaks for is None.
+    Tokens, times and rates count answered requests only. A number without any answered request is None.
     """
     answered = [outcome for outcome in replayed.outcomes if outcome.status == OK]
     prompt_tokens = sum(outcome.prompt_tokens for outcome in answered)
@@ -41,12 +41,12 @@ def summarize(replayed: Pass) -> Summary:
 
 
 def ttft_ms(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
-    """Distribution of the time to first token over the answered ones."""
+    """Return the distribution of the time to first token of answered requests."""
     return distribution([outcome.ttft_s * 1e3 for outcome in outcomes if outcome.status == OK])
 
 
 def distribution(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and percentiles, interpolated between the two nearest values; None each when there is no value."""
+    """Return mean and percentiles, interpolated between the two nearest values; each is None without values."""
     if not values:
         return {"mean": None, "p50": None, "p90": None, "p99": None}
     p50, p90, p99 = np.percentile(values, (50, 90, 99))
@@ -54,7 +54,7 @@ def distribution(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def speedup(with_cache: Summary, without_cache: Summary) -> dict[str, float | None]:
-    """How many times better the pass with the cache is."""
+    """Return the ratios by which the pass with the cache is better."""
     return {
         "ttft_p50": _ratio(without_cache["ttft_ms"]["p50"], with_cache["ttft_ms"]["p50"]),
         "prompt_tokens_per_s": _ratio(with_cache["prompt_tokens_per_s"], without_cache["prompt_tokens_per_s"]),
@@ -62,7 +62,7 @@ def speedup(with_cache: Summary, without_cache: Summary) -> dict[str, float | No
 
 
 def compare_answers(with_cache: Sequence[Outcome], without_cache: Sequence[Outcome]) -> dict[str, int]:
-    """Count pairs of answers to one prompt, and those with different next tokens: a hit must not change an answer."""
+    """Count pairs of answers to one prompt, and pairs with different next tokens: a hit must not change an answer."""
     both = [(a, b) for a, b in zip(with_cache, without_cache, strict=True) if a.status == b.status == OK]
     return {"compared": len(both), "different": sum(a.next_token_id != b.next_token_id for a, b in both)}
 
@@ -73,7 +73,7 @@ def describe_served(report: Summary) -> str:
 
 
 def format_table(report: Summary) -> str:
-    """Lay a report out for people."""
+    """Format a report as a table for people."""
     with_cache: Summary = report
     without_cache: Summary | None = report["without_cache"]
     columns = [with_cache] if without_cache is None else [with_cache, without_cache]

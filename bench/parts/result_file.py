@@ -1,4 +1,4 @@
-"""Results as JSON files: a reader finds a whole one or none."""
+"""Writes results as JSON files that are never partly written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result; a reader finds the old file or the whole new one, never a part."""
+    """Write a result. A reader finds the old file or the whole new one."""
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""What the kernels that work on rows are measured on: hidden states of a layer and the numbers inside its MLP."""
+"""Inputs for kernels that work on rows: hidden states of a layer, and the numbers inside its MLP."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SwiGLU = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class NormedRows:
-    """Hidden states and residuals in bfloat16, and the weight of a norm as Llama's layers have it.
+    """Hidden states and residuals in bfloat16, and the weight of a norm as in Llama's layers.
 
     Attributes:
-        num_bytes: read and written by one call: two tensors in, two out.
+        num_bytes: bytes read and written by one call: two tensors in, two out.
     """
 
     def __init__(self, num_tokens: int, hidden_size: int, cache_bytes: int, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class NormedRows:
         self._weight = torch.randn(hidden_size, dtype=torch.bfloat16, device=device)
 
     def contestant(self, add_rms_norm: AddRMSNorm) -> Contestant:
-        """A kernel that adds and norms each set."""
+        """Make a contestant from a kernel that adds and norms each set."""
         calls = [partial(add_rms_norm, rows, residual, self._weight, _EPS, LLAMA) for rows, residual in self._pairs]
         rows, residual = self._pairs[0]
         expected = torch.stack(reference.add_rms_norm(rows, residual, self._weight, _EPS, LLAMA))
@@ -39,17 +39,17 @@ class NormedRows:
 
 
 class GatedRows:
-    """Gates and what they gate, in bfloat16.
+    """Gates and the numbers that they multiply, in bfloat16.
 
     Attributes:
-        num_bytes: read and written by one call: two tensors in, one out.
+        num_bytes: bytes read and written by one call: two tensors in, one out.
     """
 
     def __init__(self, num_tokens: int, intermediate_size: int, cache_bytes: int, device: torch.device) -> None:
         self.num_bytes, self._pairs = _pairs(num_tokens, intermediate_size, 3, cache_bytes, device)
 
     def contestant(self, swiglu: SwiGLU) -> Contestant:
-        """A kernel that gates each set."""
+        """Make a contestant from a kernel that gates each set."""
         calls = [partial(swiglu, gate, up) for gate, up in self._pairs]
         expected = reference.swiglu(*self._pairs[0])
         return Contestant([*calls], lambda: worst_error(calls[0](), expected))
@@ -58,7 +58,7 @@ class GatedRows:
 def _pairs(
     num_tokens: int, num_columns: int, num_tensors: int, cache_bytes: int, device: torch.device
 ) -> tuple[int, torch.Tensor]:
-    """The bytes of `num_tensors` tensors of a call, and `[num_sets, 2, num_tokens, num_columns]` random numbers."""
+    """Return the bytes of `num_tensors` tensors, and `[num_sets, 2, num_tokens, num_columns]` random numbers."""
     torch.manual_seed(0)
     num_bytes = num_tensors * num_tokens * num_columns * torch.bfloat16.itemsize
     num_sets = num_input_sets(num_bytes, cache_bytes)

@@ -1,4 +1,4 @@
-"""A server of our own: started for one benchmark, stopped with it."""
+"""A server process that is started for one benchmark and stopped with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_STDERR_BYTES = 4000
 
 
 def serve_command(model: str | None, device: str | None, settings: Sequence[str]) -> list[str]:
-    """Build the command that serves on a free port of this machine, with the interpreter that runs this."""
+    """Build the command that serves on a free local port, with this Python interpreter."""
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0"]
     if model is not None:
         command += ["--model", model]
@@ -31,10 +31,10 @@ def serve_command(model: str | None, device: str | None, settings: Sequence[str]
 
 
 class ServerProcess:
-    """A server subprocess, as a context manager. On leaving the block it is gone, whatever happened inside.
+    """A server subprocess as a context manager. After the block the process is gone, whatever happened inside.
 
-    It runs in a session of its own, so a Ctrl-C at the terminal reaches the benchmark alone, which then stops the
-    server with SIGTERM.
+    The process has its own session, so Ctrl-C at the terminal reaches only the benchmark, which then stops the server
+    with SIGTERM.
     """
 
     def __init__(self, command: Sequence[str], *, start_timeout_s: float = 180.0, stop_timeout_s: float = 40.0) -> None:
@@ -50,7 +50,7 @@ class ServerProcess:
         """Start the server and wait until it listens.
 
         Returns:
-            its address, `HOST:PORT`.
+            The server's address, `HOST:PORT`.
 
         Raises:
             ConfigError: it can't be started, ended, or did not listen in time. The message ends with its stderr.
@@ -68,19 +68,19 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None before it was started."""
+        """Id of the process; None before it is started."""
         return None if self._process is None else self._process.pid
 
     def stop(self) -> int | None:
         """Send SIGTERM, wait, and kill what is left after the timeout. Safe to call again.
 
         Returns:
-            the exit status; None if the server never started.
+            The exit status; None if the server never started.
         """
         process = self._process
         if process is None:
@@ -125,7 +125,7 @@ class ServerProcess:
         return address
 
     def _read_stdout(self) -> None:
-        # Reads on to the end, so that a talkative server never blocks on a full pipe.
+        # Reads to the end, so that the server never blocks on a full pipe.
         assert self._process is not None
         assert self._process.stdout is not None
         for line in self._process.stdout:

@@ -1,4 +1,4 @@
-"""What the replay sends: prompts, and when each arrives. The same on every machine for the same arguments."""
+"""Makes the prompts of a replay and their arrival times, the same on every machine for the same arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WorkItem:
     """One request to send.
 
     Attributes:
-        arrival_s: when to send it, counted from the start of the pass. Without meaning in a closed loop.
+        arrival_s: time to send it, counted from the start of the pass. A closed loop ignores it.
         token_ids: uint32 `[prompt_tokens]`.
     """
 
@@ -35,9 +35,9 @@ def shared_prefix(
 
     Args:
         num_requests: at least 1.
-        prefix_tokens: tokens that a group shares; 0 for none.
-        suffix_tokens: tokens of a request's own, at least 1.
-        groups: different prefixes, at least 1.
+        prefix_tokens: tokens that the requests of a group share; 0 for none.
+        suffix_tokens: tokens that each request has alone, at least 1.
+        groups: number of different prefixes, at least 1.
         vocab_size: token ids are in `[0, vocab_size)`.
         seed: `[0, 2**30)`; another seed gives other tokens.
 
@@ -52,7 +52,7 @@ def shared_prefix(
 
 
 def mooncake(requests: Sequence[TraceRequest], vocab_size: int, scale: float = 1.0) -> list[WorkItem]:
-    """Make the prompts of a trace, in its order, arriving at its timestamps counted from the first of them."""
+    """Make the prompts of a trace in its order. They arrive at its timestamps, counted from the first."""
     start_ms = min(request.timestamp_ms for request in requests)
     return [
         WorkItem((request.timestamp_ms - start_ms) / 1000, prompt_tokens(request, vocab_size=vocab_size, scale=scale))
@@ -61,7 +61,7 @@ def mooncake(requests: Sequence[TraceRequest], vocab_size: int, scale: float = 1
 
 
 def unrelated_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[npt.NDArray[np.uint32]]:
-    """Make prompts for a warm-up: nothing in common with each other or with any seed's traffic."""
+    """Make prompts for a warm-up that share nothing with each other or with the traffic of any seed."""
     return [_stream(MAX_SEED, index, num_tokens, vocab_size) for index in range(num_prompts)]
 
 
@@ -74,25 +74,25 @@ def poisson_arrivals(items: Sequence[WorkItem], rate_per_s: float, seed: int) ->
 
 
 def trace_arrivals(items: Sequence[WorkItem], speedup: float) -> list[WorkItem]:
-    """Order the items by arrival and let time pass `speedup` times as fast."""
+    """Order the items by arrival and divide arrival times by `speedup`."""
     in_order = sorted(items, key=lambda item: item.arrival_s)
     return [replace(item, arrival_s=item.arrival_s / speedup) for item in in_order]
 
 
 def evenly_spaced(num_items: int, num_kept: int) -> list[int]:
-    """Choose `min(num_kept, num_items)` different indices in order, evenly spaced, the first always among them."""
+    """Choose `min(num_kept, num_items)` evenly spaced indices in order, beginning with the first."""
     num_kept = min(num_kept, num_items)
     return [index * num_items // num_kept for index in range(num_kept)]
 
 
 def sample(items: Sequence[WorkItem], indices: Sequence[int]) -> list[WorkItem]:
-    """Keep some items, and draw their arrivals together so that requests come as often as before."""
+    """Keep some items, and shrink their arrival times so that requests come as often as before."""
     shrink = len(indices) / len(items)
     return [replace(items[index], arrival_s=items[index].arrival_s * shrink) for index in indices]
 
 
 def median_prompt_tokens(items: Sequence[WorkItem]) -> int:
-    """Length of the middle prompt, at least 1."""
+    """Return the median length of the prompts, at least 1."""
     return int(statistics.median_high(len(item.token_ids) for item in items))
 
 

@@ -1,1 +1,1 @@
-"""Peers that are run beside us: how each is asked the same."""
+"""Adapters to other projects, so that each is measured on the same work."""

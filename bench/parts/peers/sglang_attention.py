@@ -1,4 +1,4 @@
-"""SGLang's Triton attention for prefill over a cached prefix, driven from its wheel alone, to stand beside ours.
+"""SGLang's Triton attention for prefill over a cached prefix, loaded from its wheel alone.
 
 Get it with `pip download --no-deps sglang==0.5.23` and unzip the wheel; its `sglang/kernels/ops/attention` is enough.
 """
@@ -36,7 +36,7 @@ def load_extend_attention(wheel: Path) -> Callable[..., None]:
 
 
 class _Hardware(ModuleType):
-    """Answers what SGLang asks of the hardware: it is a CUDA device or nothing that it knows."""
+    """Stands in for SGLang's hardware checks: a CUDA device or an unknown one."""
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""SGLang's two radix trees, driven from its wheel alone, to stand beside ours.
+"""SGLang's two radix trees, loaded from its wheel alone.
 
 Get it with `pip download --no-deps sglang==0.5.23` and unzip the wheel; nothing of SGLang is installed.
 """
@@ -18,9 +18,9 @@ from bench.parts.peers.sglang_wheel import load_alone
 
 _FULL_ATTENTION = 0  # the tree's component; the others are for hybrid models
 
-# The tree written in Python is one module with a few neighbours that need no more than torch. Their packages would run
-# the whole engine's imports, so they stay empty; these modules lend names to annotations, events and metrics, which
-# are off, or to methods that are not called here.
+# The tree written in Python is one module with a few neighbors that need only torch. Their packages would import the
+# whole engine, so they stay empty. These modules only lend names to annotations, events and metrics, which are off, or
+# to methods that are not called here.
 _STAND_INS = (
     "sglang.kernels.ops.kvcache.mla_buffer",
     "sglang.srt.disaggregation.kv_events",
@@ -35,13 +35,13 @@ _STAND_INS = (
 
 
 class SglangTree(Protocol):
-    """What is measured of either tree. A key is made outside of what is timed."""
+    """The operations that are measured on both trees. Keys are made before the clock starts."""
 
     def key(self, tokens: bytes) -> Any:
-        """The prompt as this tree takes it."""
+        """Convert a prompt to the tree's key."""
 
     def insert(self, key: Any, indices: torch.Tensor) -> None:
-        """Make a prompt matchable; `indices` is int64, one for each token."""
+        """Insert a prompt; `indices` is int64, one for each token."""
 
     def match(self, key: Any) -> Any:
         """Find the longest cached prefix, without the indices of its tokens."""
@@ -147,7 +147,7 @@ class _NoPool:
     device = "cpu"
 
     def free_segment(self, indices: torch.Tensor, start_pos: int) -> None:
-        """Drop them."""
+        """Drop freed indices."""
 
 
 class _StandIn(ModuleType):

@@ -1,4 +1,4 @@
-"""Single modules of SGLang, imported from its unpacked wheel without the engine that their packages would import."""
+"""Imports single modules of SGLang from its unpacked wheel, without the engine that their packages import."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from types import ModuleType
 
 
 def load_alone(wheel: Path, name: str, stand_ins: Mapping[str, ModuleType]) -> ModuleType:
-    """Import one module, and leave no trace of it in `sys.modules`.
+    """Import one module, and leave `sys.modules` as it was.
 
-    The packages on its way, and on the way of the stand-ins, are empty: what it imports is either a stand-in or a
-    neighbour's file.
+    The packages above it and above the stand-ins are empty, so it imports only stand-ins and neighboring files.
 
     Args:
         wheel: folder of the unpacked wheel.
-        name: of the module, with dots.
-        stand_ins: by name, what it finds in the place of other modules.
+        name: dotted name of the module.
+        stand_ins: modules by name that replace other modules.
 
     Raises:
         FileNotFoundError: the folder has no such module.
@@ -38,6 +37,6 @@ def load_alone(wheel: Path, name: str, stand_ins: Mapping[str, ModuleType]) -> M
 
 
 def _packages(name: str) -> list[str]:
-    """All that a dotted name is inside of, outermost first."""
+    """Return the packages above a dotted name, outermost first."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts))]

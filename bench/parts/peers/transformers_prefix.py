@@ -1,4 +1,4 @@
-"""A model as transformers itself runs it after a prefix that it has in a cache, to stand beside our engine."""
+"""Runs a model with transformers alone, after a prefix in transformers' own cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Tokens = npt.NDArray[np.uint32]
 
 
 class TransformersPrefix:
-    """The same model as transformers runs it, with SDPA, and K and V of one long prompt.
+    """The same model run by transformers with SDPA, with K and V of one long prompt in its cache.
 
     Args:
-        model: with our attention and kernels, which it has again after each call.
+        model: a model with our attention and kernels, which are restored after each call.
         tokens: the prompt.
-        step_tokens: computed at a time.
+        step_tokens: tokens of one forward pass.
     """
 
     def __init__(self, model: Model, tokens: Tokens, step_tokens: int) -> None:
@@ -33,7 +33,7 @@ class TransformersPrefix:
         self._layers = [(layer.keys, layer.values) for layer in self._cache.layers]
 
     def restore(self, num_tokens: int) -> None:
-        """Hold the K and V of so many tokens again, and of no others."""
+        """Cut the cache to the K and V of the first `num_tokens` tokens."""
         self._cache = DynamicCache()
         for index, (keys, values) in enumerate(self._layers if num_tokens else ()):
             self._cache.update(keys[:, :, :num_tokens], values[:, :, :num_tokens], index)
@@ -41,11 +41,11 @@ class TransformersPrefix:
             torch.cuda.synchronize(self._device)
 
     def next_token(self, suffix: Tokens, start: int) -> int:
-        """The most likely token after the suffix; waits for the device."""
+        """Return the most likely token after the suffix. Waits for the device."""
         return int(self._forward(suffix, start).argmax())
 
     def logits(self, suffix: Tokens, start: int) -> npt.NDArray[np.float32]:
-        """Logits after the suffix, whose first token is at position `start`."""
+        """Return the logits after the suffix, whose first token is at position `start`."""
         logits: npt.NDArray[np.float32] = self._forward(suffix, start).float().cpu().numpy()
         return logits
 

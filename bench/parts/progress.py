@@ -1,0 +1,62 @@
+"""Progress of a long run on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from tqdm import tqdm
+
+LINE_INTERVAL_S = 5.0
+
+
+@contextlib.contextmanager
+def progress(
+    label: str, total: int, stream: TextIO, *, use_lines: bool = True, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[], object]]:
+    """Show how many of `total` requests are answered.
+
+    Args:
+        label: what the requests have in common.
+        total: number of requests.
+        stream: where to write. A terminal gets a bar.
+        use_lines: write lines where `stream` is no terminal: at the start, at the end, and between them at most one in
+            `LINE_INTERVAL_S`. False: write nothing there.
+        clock: seconds.
+
+    Yields:
+        A function to call after each answer.
+    """
+    if stream.isatty():
+        with tqdm(total=total, desc=label, unit="req", file=stream, dynamic_ncols=True, disable=None) as bar:
+            yield bar.update
+        return
+    lines = _Lines(label, total, stream, clock) if use_lines else None
+    yield lines.advance if lines else lambda: None
+    if lines:
+        lines.write()
+
+
+class _Lines:
+    """Writes a line at its start, and another when an answer comes after the interval."""
+
+    def __init__(self, label: str, total: int, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._label, self._total, self._stream, self._clock = label, total, stream, clock
+        self._num_answered = 0
+        self._start_s = clock()
+        self.write()
+
+    def advance(self) -> None:
+        """Count one answer."""
+        self._num_answered += 1
+        if self._clock() - self._written_s >= LINE_INTERVAL_S:
+            self.write()
+
+    def write(self) -> None:
+        """Write a line now."""
+        self._written_s = self._clock()
+        elapsed_s = self._written_s - self._start_s
+        text = f"{self._label}: {self._num_answered:,} of {self._total:,} requests, {elapsed_s:.0f} s"
+        print(text, file=self._stream, flush=True)
