@@ -32,9 +32,7 @@ def shared_bytes(segment: bytes, tokens: bytes, position: int) -> int:
     """
     if tokens.startswith(segment, position):
         return len(segment)
-    if (
-        segment[:TOKEN_BYTES] != tokens[position : position + TOKEN_BYTES]
-    ):  # the usual case: 0.1 us, not 2
+    if segment[:TOKEN_BYTES] != tokens[position : position + TOKEN_BYTES]:  # the usual case: 0.1 us, not 2
         return 0
     num_tokens = min(len(segment), len(tokens) - position) // TOKEN_BYTES
     start, window = 0, _FIRST_WINDOW_TOKENS

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench.parts.workloads import MAX_SEED, WorkItem, mooncake, poisson_arrivals, shared_prefix, trace_arrivals
 from radixkv.planning.trace import load_trace, tokens_per_scaled_id
+from radixkv.service.commands.missing_package import missing_package
 
 DEFAULT_CONCURRENCY = 4
 DEFAULT_REQUESTS = 1000
@@ -128,7 +129,7 @@ def _conflict(args: argparse.Namespace) -> str | None:
         (not starts_server and bool(args.settings), "--set is for a server started here, not for --address"),
         (
             args.plot is not None and importlib.util.find_spec("matplotlib") is None,
-            "--plot: the package matplotlib is missing; in a checkout: pip install '.[dev]'",
+            f"--plot: {missing_package('matplotlib', 'plot')}",
         ),
     )
     return next((message for is_wrong, message in rules if is_wrong), None)

@@ -1,6 +1,6 @@
 """Arithmetic about K/V memory: users that fit beside the weights, waste of blocks, savings of sharing and caching.
 
-Counts are exact integers. A GiB is 2**30 bytes and a GB is 10**9; 128k tokens are 131,072.
+Counts are exact integers. A GiB is 2**30 bytes and a GB is 10**9.
 """
 
 from __future__ import annotations

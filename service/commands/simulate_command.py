@@ -26,7 +26,7 @@ def add_simulate_command(commands: argparse._SubParsersAction[Any]) -> None:
     simulate: argparse.ArgumentParser = commands.add_parser(
         "simulate", help=about, description=f"{about.capitalize()} {COUNTS}"
     )
-    simulate.add_argument("trace", metavar="TRACE", help="requests in Mooncake's JSONL format")
+    simulate.add_argument("trace", metavar="TRACE", help="requests in Mooncake's JSONL format, plain or gzip")
     simulate.add_argument(
         "--capacity-tokens", metavar="N[,N...]", type=capacities, required=True, help="tokens that the cache holds"
     )
