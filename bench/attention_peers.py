@@ -113,7 +113,7 @@ def _cudnn_merged(inputs: AttentionInputs) -> Calls:
     _require_gpu(inputs)
     prefix = inputs.case.prefix_tokens
     if not prefix:
-        raise Unavailable("without a prefix there is nothing to join")
+        raise Unavailable("expected a cached prefix to join with, got none")
 
     def part(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
         attended = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -152,7 +152,7 @@ def _flex(inputs: AttentionInputs) -> Calls:
 
 def _sglang(inputs: AttentionInputs, wheel: Path | None) -> Calls:
     if wheel is None:
-        raise Unavailable("--sglang names no unpacked wheel")
+        raise Unavailable("--sglang: expected the folder of an unpacked wheel, got none")
     attend, case, device = load_extend_attention(wheel), inputs.case, inputs.queries[0].device
     blocks = inputs.batch.block_tables[0].long()
     offsets = torch.arange(inputs.heads.block_size, device=device)

@@ -141,16 +141,29 @@ def _summary(level: int, rounds: list[tuple[list[Generated], float]]) -> Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON."""
-    parser = argparse.ArgumentParser(description="Generated tokens a second, one request at a time and several.")
+    parser = argparse.ArgumentParser(
+        description="Measure generated tokens a second with one and with several requests at a time."
+    )
     parser.add_argument("--model", default="tiny", metavar="M", help="tiny, or a directory")
     parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V", help="of the server")
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="A.B=V",
+        help="a setting of the server; may be repeated",
+    )
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="the first one is compared with")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 4, 16], help="requests at a time; the first is the baseline"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vocab-size", type=int, default=256, help="token ids below it; 256 fits any model")
+    parser.add_argument(
+        "--vocab-size", type=int, default=256, help="token ids are below this; default 256 fits any model"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

@@ -230,15 +230,19 @@ def _line(row: Row) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON."""
-    parser = argparse.ArgumentParser(description="What engine and tree take of a step beside the model.")
+    parser = argparse.ArgumentParser(
+        description="Measure the share of a step that engine and tree take beside the model."
+    )
     parser.add_argument("--shape", choices=("tiny", *SHAPES), default="0.5b")
-    parser.add_argument("--layers", type=int, default=24, help="of a random model")
+    parser.add_argument("--layers", type=int, default=24, help="layers of a random model; default 24")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 2048, 8192], help="tokens, one request each")
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", default=[512, 2048, 8192], help="prompt lengths, one request each"
+    )
     parser.add_argument("--batches", type=int, nargs="*", default=[4, 16], help="requests that share a step's tokens")
-    parser.add_argument("--generations", type=int, nargs="*", default=[1, 16], help="that decode together")
-    parser.add_argument("--new-tokens", type=int, default=32, help="of each generation")
+    parser.add_argument("--generations", type=int, nargs="*", default=[1, 16], help="requests that decode together")
+    parser.add_argument("--new-tokens", type=int, default=32, help="tokens of each generation; default 32")
     parser.add_argument("--step-tokens", type=int, default=512, help="engine.max_step_tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)

@@ -95,13 +95,15 @@ def measure(runners: dict[str, Runner], num_tokens: int, cached_tokens: int, rou
 
 def main() -> None:
     """Measure, print a table, and write JSON."""
-    parser = argparse.ArgumentParser(description="Prefill in exact and in fast mode, in turn.")
-    parser.add_argument("--layers", type=int, default=24, help="of a random model")
+    parser = argparse.ArgumentParser(description="Time prefill in exact and in fast mode, in turn.")
+    parser.add_argument("--layers", type=int, default=24, help="layers of a random model; default 24")
     parser.add_argument("--shape", choices=("tiny", *SHAPES), default="0.5b")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="tokens of each prompt")
-    parser.add_argument("--suffixes", type=int, nargs="*", default=[1, 16, 64], help="tokens after a cached 2,048")
+    parser.add_argument(
+        "--suffixes", type=int, nargs="*", default=[1, 16, 64], help="numbers of tokens after 2,048 cached ones"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

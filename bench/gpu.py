@@ -268,12 +268,12 @@ def format_outcomes(outcomes: dict[str, Outcome]) -> str:
 
 
 def _parse(arguments: Sequence[str] | None, stages: Sequence[Stage]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Everything that wants a GPU, in one go.")
+    parser = argparse.ArgumentParser(description="Run everything that needs a GPU.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in stages], help="these stages")
-    parser.add_argument("--seconds", type=float, default=510, help="for all stages together")
+    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in stages], help="run only these stages")
+    parser.add_argument("--seconds", type=float, default=510, help="time for all stages together; default 510")
     parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
-    parser.add_argument("--dry-run", action="store_true", help="in small, on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="small sizes on the CPU")
     return parser.parse_args(arguments)
 
 

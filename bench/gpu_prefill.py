@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     rates = measure_rates(options.device)
     if options.dry_run:
-        print("A dry run: the answers are compared, the times mean nothing.")
+        print("dry run: answers are compared, times mean nothing")
     rows: list[Row] = []
     result = {
         "is_dry_run": options.dry_run,
@@ -259,14 +259,16 @@ def _make_bench(mode: str, options: argparse.Namespace, rates: Rates) -> Bench:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time to first token after a cached prefix.")
     parser.add_argument("--shape", choices=("tiny", *SHAPES), default="8b")
-    parser.add_argument("--layers", type=int, default=32, help="of a random model")
+    parser.add_argument("--layers", type=int, default=32, help="layers of a random model; default 32")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--suffixes", type=int, nargs="+", default=[16, 64, 256, 2048], help="new tokens")
-    parser.add_argument("--prefixes", type=int, nargs="+", default=[0, 2048, 8192, 32_768], help="cached tokens")
+    parser.add_argument("--suffixes", type=int, nargs="+", default=[16, 64, 256, 2048], help="numbers of new tokens")
+    parser.add_argument(
+        "--prefixes", type=int, nargs="+", default=[0, 2048, 8192, 32_768], help="numbers of cached tokens"
+    )
     parser.add_argument("--step-tokens", type=int, default=8192, help="engine.max_step_tokens")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dry-run", action="store_true", help="the embedded model on the CPU, with short prompts")
+    parser.add_argument("--dry-run", action="store_true", help="embedded model on the CPU, short prompts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     options.device = torch.device("cpu" if options.dry_run else "cuda")

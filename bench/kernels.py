@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "rows": rows,
         }
         if options.dry_run:
-            print("A dry run: the answers are checked, the times mean nothing.")
+            print("dry run: answers are checked, times mean nothing")
         print(f"this device: {result['matrix_tflops']:.4g} TFLOP/s, copies {result['copy_gb_per_s']:.4g} GB/s")
         print(HEADER)
         for row in bench.rows(options.kernels):
@@ -257,12 +257,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Our Triton kernels beside their peers.")
+    parser = argparse.ArgumentParser(description="Check and time the Triton kernels beside their peers.")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
-    parser.add_argument("--peers", nargs="*", choices=NAMES, default=NAMES, help="of attention")
+    parser.add_argument("--peers", nargs="*", choices=NAMES, default=NAMES, help="attention peers; default all")
     parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
-    parser.add_argument("--variants", action=argparse.BooleanOptionalAction, default=True, help="of attention")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter and in small")
+    parser.add_argument("--variants", action=argparse.BooleanOptionalAction, default=True, help="variants of attention")
+    parser.add_argument("--dry-run", action="store_true", help="small sizes on the CPU, through Triton's interpreter")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
 

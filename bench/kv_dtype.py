@@ -158,11 +158,13 @@ def measure(model: Model, num_texts: int, num_tokens: int) -> list[Row]:
 
 def main() -> None:
     """Measure, print a table, and write JSON."""
-    parser = argparse.ArgumentParser(description="The same texts over a pool of each dtype.")
+    parser = argparse.ArgumentParser(
+        description="Compare a model's logits on the same texts over a pool of each dtype."
+    )
     parser.add_argument("--models", nargs="+", default=["tiny", "random"], help="tiny, random or a directory")
-    parser.add_argument("--layers", type=int, default=8, help="of the random model")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the random model; default 8")
     parser.add_argument("--texts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=512, help="of each text")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of each text; default 512")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[Row] = []

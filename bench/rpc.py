@@ -226,12 +226,14 @@ def _line(row: Row) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON."""
-    parser = argparse.ArgumentParser(description="The service over a model that costs nothing, beside an echo server.")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 2048], help="of each prompt")
+    parser = argparse.ArgumentParser(
+        description="Measure the service over a model that costs nothing, beside an echo server."
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 2048], help="prompt lengths")
     parser.add_argument("--kinds", nargs="+", choices=("hit", "miss"), default=["hit", "miss"])
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64], help="calls under way")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64], help="numbers of calls under way")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each round")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds of each round; default 0.5")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--set", dest="settings", action="append", default=["engine.max_step_tokens=8192"], metavar="A.B=V"

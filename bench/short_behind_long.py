@@ -106,7 +106,7 @@ async def ask(client: AsyncClient, ids: list[int]) -> tuple[float, float]:
 
 def main() -> int:
     """Measure, print a table, write JSON. Returns 1 if a prompt took longer than two steps and its own time."""
-    parser = argparse.ArgumentParser(description="Short prompts while a long one is computed.")
+    parser = argparse.ArgumentParser(description="Measure how long short prompts wait while a long one is computed.")
     parser.add_argument("--long-tokens", type=int, default=32_768)
     parser.add_argument("--short-tokens", type=int, default=64)
     parser.add_argument("--count", type=int, default=15)

@@ -129,11 +129,13 @@ def measure(num_requests: int, prompt_tokens: int, num_waiting: int, num_steps: 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON."""
-    parser = argparse.ArgumentParser(description="What a device waits for between two steps that decode.")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64], help="that decode together")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 8192], help="tokens before the first new one")
-    parser.add_argument("--waiting", type=int, nargs="+", default=[0, 256], help="that find all places taken")
-    parser.add_argument("--steps", type=int, default=200, help="of each round")
+    parser = argparse.ArgumentParser(description="Measure the host's work between two decode steps.")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64], help="requests that decode together")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 8192], help="prompt lengths")
+    parser.add_argument(
+        "--waiting", type=int, nargs="+", default=[0, 256], help="requests that wait while all places are taken"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="steps of each round; default 200")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

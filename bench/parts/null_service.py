@@ -102,7 +102,7 @@ async def serve_echo(answer: prefill_pb2.PrefillResponse) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM."""
-    parser = argparse.ArgumentParser(description="A server for bench.rpc.")
+    parser = argparse.ArgumentParser(description="Run a server for bench.rpc.")
     kinds = parser.add_subparsers(dest="kind", required=True)
     engine = kinds.add_parser("engine")
     engine.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V")

@@ -1,4 +1,4 @@
-"""A prefill service without a model: an exact infinite cache of prefixes, and trouble on request.
+"""A prefill service without a model: an exact, infinite cache of prefixes, and failures on request.
 
 `python -m tests.bench.fake_service` serves it like `radixkv serve` would.
 """

@@ -1,4 +1,4 @@
-"""Peers that are not here, played by torch: what they are given is what their own documentation asks for."""
+"""Stand-ins in torch for peers that are not installed: each gets what its documentation asks for."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_cudnn_is_given_what_is_visible(prefix_tokens: int, monkeypatch: pytest.
 
 def test_cudnn_has_nothing_to_join_without_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_peers, "_require_gpu", lambda inputs: None)
-    with pytest.raises(Unavailable, match="nothing to join"):
+    with pytest.raises(Unavailable, match="expected a cached prefix to join with"):
         peer("cudnn_merged", None)(make_inputs(AttentionCase(20, 0), HEADS, 1, torch.device("cpu")))
 
 

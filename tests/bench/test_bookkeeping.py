@@ -1,4 +1,4 @@
-"""Shares add up, and what is measured is what it is said to be: new prompts, computed right."""
+"""Shares add up, and only new prompts that are computed right are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages end well, badly or too late; their files are whole, and no stage stands in another's way."""
+"""Stages succeed, fail or run out of time; their files are whole, and no stage hinders another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dry run: right answers are right, wrong ones fail their row and no other, and whoever is missing says why."""
+"""A dry run: a wrong answer fails its row and no other, and a missing peer says why."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_kernel_is_checked_and_timed_beside_its_peers(tmp_path: Path, caps
     peers = result["rows"][7]["peers"]
     assert [name for name, peer in peers.items() if peer["is_right"]] == ["sdpa_flash", "flex"]
     printed = capsys.readouterr().out
-    assert "the times mean nothing" in printed
+    assert "times mean nothing" in printed
     assert "flashinfer_fa3, not measured in 1 of them: Unavailable: needs a CUDA device" in printed
     assert "18 of 18 right" in printed
 
@@ -132,7 +132,7 @@ def test_input_sets_are_larger_than_the_cache_and_all_take_their_turn() -> None:
 
 
 class FakeEvent:
-    """A device that is done with everything at once."""
+    """An event of a device that finishes everything at once."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing

@@ -47,7 +47,7 @@ def test_a_request_over_8k_cached_tokens_costs_less_than_200_us() -> None:
 
 
 class ListOfPrompts:
-    """What a peer's tree does, in the fewest words."""
+    """Stands in for a peer's tree."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

@@ -1,4 +1,4 @@
-"""The planner gives the published figures, each under the name of its case, and refuses what makes no sense."""
+"""The planner gives published figures, each named by its case, and refuses arguments that make no sense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of ours is there inside the block and gone after it, and a failure to start says why."""
+"""A started server runs inside the block and is gone after it, and a failure to start says why."""
 
 from __future__ import annotations
 
