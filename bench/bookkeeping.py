@@ -129,8 +129,8 @@ class Bench:
                 (self.cache.leases, "close", "close"),
                 (self.cache.leases, "commit", "commit"),
                 (self.core._scheduler, "next_step", "schedule"),
-                (self.core, "_answer", "answer"),
-                (self.core, "_tell", "answer"),
+                (self.core._delivery, "_answer", "answer"),
+                (self.core._delivery, "_tell", "answer"),
                 (self.core, "step", REST),
             ):
                 watches.enter_context(self.stopwatch.watch(owner, name, label))

@@ -114,7 +114,7 @@ def measure(num_requests: int, prompt_tokens: int, num_waiting: int, num_steps: 
         runner.gaps_s.clear()
         for _ in range(num_steps):
             core.step()
-        assert core.load().requests.running == num_requests, "a generation ended while it was measured"
+        assert core.tally.load().requests.running == num_requests, "a generation ended while it was measured"
         gaps_s[is_ahead] += runner.gaps_s
     ahead_ms, after_ms = (statistics.median(gaps_s[is_ahead]) * 1e3 for is_ahead in (True, False))
     return {

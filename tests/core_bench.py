@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from radixkv.api.params import PrefillParams
@@ -37,7 +37,7 @@ class Bench:
         num_blocks: int = 64,
         quotas: dict[str, Quota] | None = None,
         weights: dict[str, float] | None = None,
-        observer: Observer | None = None,
+        observers: Iterable[Observer] = (),
         **config: object,
     ) -> None:
         self.clock = Clock()
@@ -49,7 +49,7 @@ class Bench:
             self.cache,
             EngineConfig(**config),
             clock=self.clock,
-            observer=observer,
+            observers=observers,
             weights=weights,
             has_news=lambda: self.has_news,
         )

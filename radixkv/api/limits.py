@@ -1,8 +1,9 @@
-"""What the engine serves and accepts."""
+"""Bounds on what an engine serves, and the checks of requests against them."""
 
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,16 +15,28 @@ from radixkv.errors import InvalidRequest, PromptTooLong, QuotaExceeded
 from radixkv.tokens import TOKEN_BYTES
 
 
+def longest_sequence(pool_tokens: int, max_model_tokens: int | None) -> int:
+    """Return the tokens of the longest sequence that fits into `pool_tokens` and that the model computes.
+
+    >>> longest_sequence(1024, None), longest_sequence(1024, 512)
+    (1024, 512)
+    """
+    return min(pool_tokens, max_model_tokens or pool_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What never changes while an engine lives. Refuses what it could never serve.
+    """The bounds that an engine keeps from its start to its end. Refuses requests that it could never serve.
 
     Attributes:
-        max_prompt_tokens: what both the model and the whole block pool can hold.
-        max_sequence_tokens: prompt and generated tokens together; a block less of the pool, because a generation goes
-            on in a copy of the block in which its prompt ends.
-        epoch: identifies this life of the block pool; block ids of another epoch mean nothing.
-        ceiling_tokens: by tenant; without a bound for the others.
+        model: name of the model.
+        device: where it runs.
+        vocab_size: token ids are below it.
+        max_prompt_tokens: the longest prompt of a prefill.
+        max_sequence_tokens: the most tokens of a generation, prompt included.
+        block_size: tokens a block.
+        epoch: random number of this block pool. A block id means nothing in another epoch.
+        ceiling_tokens: the most tokens that a tenant may hold, by tenant; no bound for a tenant that is not there.
     """
 
     model: str
@@ -35,12 +48,45 @@ class Limits:
     epoch: int
     ceiling_tokens: Mapping[str, int]
 
+    @classmethod
+    def of_pool(
+        cls,
+        *,
+        model: str,
+        device: str,
+        vocab_size: int,
+        max_model_tokens: int | None,
+        num_blocks: int,
+        block_size: int,
+        ceiling_blocks: Mapping[str, int | None],
+    ) -> Limits:
+        """Work out the limits of a model over a new block pool.
+
+        Args:
+            model, device, vocab_size: see the attributes.
+            max_model_tokens: the longest sequence that the model computes; None for any length.
+            num_blocks: blocks of the pool.
+            block_size: tokens a block.
+            ceiling_blocks: the most blocks that a tenant may hold, by tenant; None for no bound.
+        """
+        # A generation goes on in a copy of the block in which its prompt ends.
+        return cls(
+            model=model,
+            device=device,
+            vocab_size=vocab_size,
+            max_prompt_tokens=longest_sequence(num_blocks * block_size, max_model_tokens),
+            max_sequence_tokens=longest_sequence((num_blocks - 1) * block_size, max_model_tokens),
+            block_size=block_size,
+            epoch=secrets.randbits(63),
+            ceiling_tokens={tenant: most * block_size for tenant, most in ceiling_blocks.items() if most is not None},
+        )
+
     def require_tokens(self, tokens: bytes) -> None:
         """Refuse a prompt that can't be computed.
 
         Raises:
-            InvalidRequest: no prompt, or not of this vocabulary.
-            PromptTooLong: model or pool could never hold it.
+            InvalidRequest: there are no tokens, or ids beyond the vocabulary.
+            PromptTooLong: the model or the pool could never hold it.
         """
         if len(tokens) % TOKEN_BYTES:
             raise InvalidRequest(f"token_ids: expected little-endian uint32 ids, got {len(tokens)} bytes")
@@ -79,7 +125,7 @@ class Limits:
             )
 
     def _require_params(self, params: PrefillParams, num_tokens: int) -> None:
-        """Refuse a prompt whose `num_tokens`, generated ones included, could never be held."""
+        """Refuse wrong options, and a request whose `num_tokens`, generated ones included, could never be held."""
         self.require_tokens(params.tokens)
         if params.retention is not None:
             params.retention.range_in(params.num_tokens)

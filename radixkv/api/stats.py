@@ -1,4 +1,4 @@
-"""What the operator sees: one frozen picture of the engine."""
+"""Counts of an engine at one moment, as operators see them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ class BlockStats:
     """Blocks by state. `total == free + leased + published`; `pinned` and `retained` are parts of `published`.
 
     Attributes:
-        retainable: how many may be retained.
+        total: blocks of the pool.
+        free: blocks that hold nothing.
+        leased: blocks that only leases hold.
+        published: blocks that can be matched.
+        pinned: published blocks that leases keep from eviction.
+        retained: published blocks with a retention priority above the default.
+        retainable: the most blocks that may be retained.
     """
 
     total: int
@@ -29,10 +35,12 @@ class RequestStats:
     """Requests by state: four counts of now, and four totals since the start.
 
     Attributes:
-        waiting: for tokens of a step, and for blocks.
-        following: they wait for what a running request computes.
+        waiting: requests that wait for tokens of a step or for blocks.
+        running: requests that hold blocks.
+        following: requests that wait for what a running one computes.
         paused: the part of the waiting and following ones that ran before and gave their blocks back.
-        pauses: how often that happened.
+        finished, failed, cancelled: requests that are over.
+        pauses: number of times that a running request gave its blocks back.
     """
 
     waiting: int
@@ -47,7 +55,7 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Totals over finished requests; see `Usage`. `prompt == cached + computed`."""
+    """Totals of `Usage` over finished requests. `prompt == cached + computed`."""
 
     prompt: int = 0
     cached: int = 0
@@ -57,7 +65,7 @@ class TokenStats:
     recomputed: int = 0
 
     def plus(self, usage: Usage) -> TokenStats:
-        """With one more request."""
+        """Return the totals with one more request."""
         return TokenStats(
             prompt=self.prompt + usage.prompt_tokens,
             cached=self.cached + usage.cached_tokens,
@@ -70,7 +78,7 @@ class TokenStats:
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """What one tenant holds, what it did, and its bounds; see `TenantUsage` and `Quota`."""
+    """The blocks of one tenant, its totals and its bounds; see `TenantUsage` and `Quota`."""
 
     tenant: str
     cached_blocks: int
@@ -86,7 +94,15 @@ class TenantStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How full the engine is: what can be told without a walk through the trees; see `EngineStats`."""
+    """How full the engine is: the counts that need no walk through the trees.
+
+    Attributes:
+        blocks: blocks by state.
+        requests: requests by state.
+        namespaces: namespaces with at least one cached token.
+        held_leases: leases that outlive their request.
+        evicted_blocks: total since the start.
+    """
 
     blocks: BlockStats
     requests: RequestStats
@@ -97,25 +113,22 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One moment of the engine.
+    """All counts of the engine at one moment.
 
     Attributes:
-        namespaces: namespaces with at least one cached token.
+        load: how full it is.
+        uptime_s: seconds since its start.
+        tokens: totals over finished requests.
         segments: nodes of all radix trees.
-        evicted_blocks: total since the start.
         block_bytes: device bytes of one block, scales included.
         kv_dtype: how K and V are stored: fp32, bf16, fp16, fp8, int8 or int4.
-        tenants: those with a quota, and the most recent others.
+        tenants: all tenants with a quota, and the most recent others.
     """
 
+    load: EngineLoad
     uptime_s: float
-    blocks: BlockStats
-    requests: RequestStats
     tokens: TokenStats
-    namespaces: int
     segments: int
-    held_leases: int
-    evicted_blocks: int
     block_bytes: int
     kv_dtype: str
     tenants: tuple[TenantStats, ...]

@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
-_MAX_IDLE_TENANTS = 10_000
+MAX_IDLE_TENANTS = 10_000
+
+_V = TypeVar("_V")
+
+
+class RecentTenants(OrderedDict[str, _V]):
+    """Values by tenant, in the order in which tenants were added. Forgets idle tenants beyond `MAX_IDLE_TENANTS`.
+
+    Tenants are named by callers, so their number has no bound of its own.
+
+    Args:
+        is_idle: whether a tenant may be forgotten, by its value.
+    """
+
+    def __init__(self, is_idle: Callable[[_V], bool] = lambda _: True) -> None:
+        super().__init__()
+        self._is_idle = is_idle
+
+    def add(self, tenant: str, value: _V) -> None:
+        """Add a tenant. If there are too many then, forget the oldest, or put it last if it is not idle.
+
+        Complexity: O(1).
+        """
+        self[tenant] = value
+        if len(self) > MAX_IDLE_TENANTS:
+            oldest, old_value = self.popitem(last=False)
+            if not self._is_idle(old_value):
+                self[oldest] = old_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +114,15 @@ class Tenants:
 
     def __init__(self, quotas: Mapping[str, Quota]) -> None:
         self.with_quota = {tenant: TenantUsage(quota) for tenant, quota in quotas.items()}
-        self._others: OrderedDict[str, TenantUsage] = OrderedDict()
+        self._others: RecentTenants[TenantUsage] = RecentTenants(
+            lambda usage: not (usage.num_cached_blocks or usage.num_leased_blocks)
+        )
 
     def __getitem__(self, tenant: str) -> TenantUsage:
         usage = self.with_quota.get(tenant) or self._others.get(tenant)
         if usage is None:
-            usage = self._others[tenant] = TenantUsage(Quota())
-            self._forget_idle()
+            usage = TenantUsage(Quota())
+            self._others.add(tenant, usage)
         return usage
 
     def items(self) -> list[tuple[str, TenantUsage]]:
@@ -109,10 +139,3 @@ class Tenants:
             for other, usage in self.with_quota.items()
             if other != tenant
         )
-
-    def _forget_idle(self) -> None:
-        """Look at the oldest tenant: forget it, or put it last if it still holds something."""
-        if len(self._others) > _MAX_IDLE_TENANTS:
-            tenant, usage = self._others.popitem(last=False)
-            if usage.num_cached_blocks or usage.num_leased_blocks:
-                self._others[tenant] = usage

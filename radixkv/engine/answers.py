@@ -1,4 +1,4 @@
-"""Makes the answer of a request that was computed: usage, timing, and what outlives it."""
+"""Makes the answers of computed requests: usage, timing, retention and held leases."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Answers:
     """Turns requests into results.
 
     Args:
-        cache: where retention is granted.
-        held_leases: where leases go that outlive their request.
+        cache: grants retention.
+        held_leases: takes the leases that outlive their request.
     """
 
     def __init__(self, cache: PrefixCache, held_leases: HeldLeases) -> None:
@@ -27,7 +27,7 @@ class Answers:
         self._held_leases = held_leases
 
     def prefill(self, request: Request, lease: Lease, prediction: Prediction, now_s: float) -> PrefillResult:
-        """The answer to a prefill. A lease that is held is the holder's afterwards, and no more the request's."""
+        """Answer a prefill. If its caller asked to hold the lease, `held_leases` owns it afterwards."""
         return PrefillResult(
             request_id=request.params.request_id,
             usage=request.usage,
@@ -41,7 +41,7 @@ class Answers:
         )
 
     def generation(self, request: Request, lease: Lease, finish_reason: FinishReason, now_s: float) -> GenerateResult:
-        """The answer to a generation."""
+        """Answer a generation."""
         assert request.generation is not None, "only a generation has a finish reason"
         return GenerateResult(
             request_id=request.params.request_id,
@@ -54,12 +54,15 @@ class Answers:
         )
 
     def retained(self, grant: Grant, now_s: float) -> Retained:
-        """A grant with its end in Unix time."""
+        """Return a grant with its end in Unix time."""
         ends_s = grant.expires_s
         return Retained(grant, None if ends_s is None else time.time() + ends_s - now_s)
 
     def _retain(self, request: Request, lease: Lease, now_s: float) -> Retained | None:
-        """What others cached is never lowered: a low priority is for what this request has published."""
+        """Retain the range that the request asks for.
+
+        A priority below the default holds for tokens that this request published. Those of others keep theirs.
+        """
         retention = request.params.retention
         if retention is None:
             return None
@@ -83,7 +86,7 @@ class Answers:
 
     def _hold(self, request: Request, lease: Lease, now_s: float) -> HeldLease:
         lease_id, expires_s = self._held_leases.hold(lease, request.params.tenant, now_s)
-        request.lease = None  # the holder's now
+        request.lease = None  # `held_leases` owns it
         return HeldLease(lease_id, time.time() + expires_s - now_s, lease.block_ids.copy())
 
 

@@ -1,35 +1,34 @@
-"""What the engine's thread does: admit, schedule, run, commit, answer. No threads in here."""
+"""The engine's work: admit, compute a step, publish, answer. The thread that does it is in `engine.py`."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import cast
+from collections.abc import Callable, Iterable
 
 import torch
 
-from radixkv.api.result import GeneratedTokens, GenerateResult, PrefillResult, Retained
+from radixkv.api.result import ProbeResult, Retained
 from radixkv.api.retention import Retention
-from radixkv.api.stats import EngineLoad, EngineStats
-from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache, Purged
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.answers import Answers
-from radixkv.engine.early_ends import Departures, deadline_passed
+from radixkv.engine.delivery import Delivery
+from radixkv.engine.early_ends import EarlyEnds
+from radixkv.engine.endings import Endings
+from radixkv.engine.growth import Growth, extend_lease
 from radixkv.engine.observer import Observer, Observers
 from radixkv.engine.step import Computed, NextStep, Step, start_step
 from radixkv.engine.step_budget import StepBudget
-from radixkv.engine.steps_ahead import Lookahead
-from radixkv.engine.tally import Census
-from radixkv.errors import CapacityError, OutOfBlocks, OutOfMemory, RadixKVError, StepFailed
+from radixkv.engine.steps_ahead import StepsAhead
+from radixkv.engine.tally import Tally
+from radixkv.errors import OutOfMemory, RadixKVError, StepFailed
 from radixkv.namespace import Namespace
 from radixkv.scheduling.admission import Admitter
 from radixkv.scheduling.held_leases import HeldLeases
-from radixkv.scheduling.request import Generation, Outcome, Request
+from radixkv.scheduling.request import Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.single_flight import SingleFlight
 from radixkv.tokens import TOKEN_BYTES
@@ -45,22 +44,25 @@ class EngineCore:
                    │   └ following┘                  │  │   while a running request computes what it needs
                    └──────────── paused ◀────────────┘      while there are no blocks for its next token
 
-    Every way out of this picture goes through `_end`, which gives the blocks back.
+    Every way out of this picture leads through `Endings`, which gives the blocks back.
 
     Args:
         runner: model and K/V memory.
         cache: trees and block ids of the same memory.
         config: budgets and limits.
         clock: seconds, never going back.
-        on_end: told of every request that is over.
-        observer: told of everything that is worth counting.
-        weights: by tenant; see `Scheduler`.
-        has_news: whether anything waits to be submitted or called between two steps; asked before a step is prepared
-            or started ahead of its time.
+        on_end: called with every request that is over.
+        observers: are told of requests and steps. What they raise is logged.
+        weights: shares of each step by tenant; 1 for a tenant that is not there.
+        has_news: whether anything waits to be submitted or called between two steps. Asked before a step is prepared
+            or started ahead.
 
     Attributes:
-        observer: tells the one that was given, and nothing that it raises gets out.
-        num_failed_steps: how many failed since the last one that did not.
+        cache: the one that was passed in.
+        held_leases: leases that outlive their request.
+        tally: counts requests, tokens and blocks.
+        observer: tells all observers.
+        num_failed_steps: failed steps since the last one that worked.
     """
 
     def __init__(
@@ -70,26 +72,29 @@ class EngineCore:
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Request], None] = lambda _: None,
-        observer: Observer | None = None,
+        observers: Iterable[Observer] = (),
         weights: dict[str, float] | None = None,
         has_news: Callable[[], bool] = lambda: False,
     ) -> None:
+        storage = runner.storage
         self.cache = cache
-        self.held_leases = HeldLeases(config.held_lease_ttl_s)
+        self.held_leases = held_leases = HeldLeases(config.held_lease_ttl_s)
+        self.observer = observer = Observers(observers)
         self.num_failed_steps = 0
         self._runner = runner
-        self._budget = StepBudget(config.max_step_tokens)
-        self._scheduler = Scheduler(config.max_step_tokens, config.max_running_requests, weights)
-        self._flights = SingleFlight(cache.block_size)
-        self._admitter = Admitter(cache, self._flights, self.held_leases, clock, self._fail)
-        self._answers = Answers(cache, self.held_leases)
         self._clock = clock
-        self._on_end = on_end
-        self.observer = Observers(() if observer is None else (observer,))
-        self._departures = Departures()
-        self._lookahead = Lookahead(runner, self._scheduler, self._departures, self.held_leases, has_news, clock)
-        self._under_way: Step | None = None  # started before its time
-        self._census = Census(cache, self._scheduler, self.held_leases, runner.storage, clock)
+        self._under_way: Step | None = None  # the step that was started ahead
+        self._budget = StepBudget(config.max_step_tokens)
+        self._scheduler = scheduler = Scheduler(config.max_step_tokens, config.max_running_requests, weights)
+        self._flights = flights = SingleFlight(cache.block_size)
+        self._early_ends = early_ends = EarlyEnds()
+        self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock)
+        self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, on_end, clock)
+        self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail)
+        self._growth = Growth(scheduler, flights, tally, observer)
+        self._steps_ahead = StepsAhead(runner, scheduler, early_ends, held_leases, has_news, clock)
+        self._answers = answers = Answers(cache, held_leases)
+        self._delivery = Delivery(answers, endings, scheduler, flights, early_ends, tally, clock, cache.block_size)
 
     @property
     def has_work(self) -> bool:
@@ -99,40 +104,41 @@ class EngineCore:
     def submit(self, request: Request) -> None:
         """Queue a validated request."""
         self._scheduler.add(request)
-        self._departures.watch(request)
+        self._early_ends.watch(request)
 
     def step(self) -> None:
-        """Drop what nobody waits for, admit what fits, compute one step, publish and answer.
+        """Compute one step, unless there is nothing to compute.
 
-        While there is nothing to do but to decode, a GPU has the next step prepared while it computes this one, gets it
-        before the tokens of this one are published and told, and is at it when this returns.
+            begin: sweep, grow, admit ─▶ wait ─▶ advance ─────▶ publish: commit, answer or tell the next token
+                                      └ prepare the next step └ start it
+
+        The next step is prepared and started ahead only on a device that computes beside the host, and only while all
+        there is to do is to decode. Then the device works on it while tokens are published, and when this returns.
         """
         step = self._under_way or self._begin()
         self._under_way = None
         if step is None:
             return
-        next_step = self._lookahead.prepare(step)
+        next_step = self._steps_ahead.prepare(step)
         computed = self._wait_for(step)
-        for each in computed:
-            self._advance(each)
-        if next_step is not None and self._lookahead.may_start(next_step, computed):
+        self._delivery.advance(computed)
+        if next_step is not None and self._steps_ahead.may_start(next_step, computed):
             self._start_ahead(next_step, computed)
-        for each in computed:
-            self._publish(each)
+        self._delivery.publish(computed)
 
     def try_step(self) -> None:
-        """Compute a token that nobody asked for: do steps work again?"""
+        """Compute a token that nobody asked for, to learn whether steps work again."""
         token = bytes(TOKEN_BYTES)
         try:
             with self.cache.lease(Namespace(""), token, read=False) as lease:
                 step = self._runner.run([Chunk(token, 0, 1, lease.block_ids, None, wants_logits=True)])
-        except Exception:  # noqa: BLE001 - whatever a forward pass raises, it does not work yet
+        except Exception:  # noqa: BLE001 - whatever a forward pass raises, steps do not work yet
             _log.exception("steps still fail")
         else:
             self.num_failed_steps = 0 if all(step.is_finite) else self.num_failed_steps
 
     def seconds_to_next_expiry(self) -> float | None:
-        """How long until a held lease expires; None if none is held."""
+        """Seconds until a held lease expires; None if none is held."""
         expires_s = self.held_leases.next_expiry_s()
         return None if expires_s is None else max(0.0, expires_s - self._clock())
 
@@ -140,104 +146,58 @@ class EngineCore:
         """Fail every unfinished request with `error` and close every held lease."""
         self._under_way = None
         for request in self._scheduler.requests():
-            self._fail(request, error)
+            self._endings.fail(request, error)
         self.held_leases.close()
 
-    def load(self) -> EngineLoad:
-        """Say how full it is; see `Census.load`."""
-        return self._census.load()
-
-    def stats(self) -> EngineStats:
-        """Count everything; see `Census.stats`."""
-        return self._census.stats()
+    def probe(self, namespace: Namespace, tokens: bytes) -> ProbeResult:
+        """Say what a prefill of this prompt would reuse now. Changes nothing."""
+        cached_tokens = self.cache.match(namespace, tokens).cached_tokens
+        miss_reason = self.cache.explain(namespace, tokens, cached_tokens)
+        return ProbeResult(cached_tokens, len(tokens) // TOKEN_BYTES, miss_reason)
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
-        """Give a cached range a priority, whatever it had before; see `PrefixCache.retain`."""
+        """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`."""
         return self._answers.retained(self.cache.retain(namespace, tokens, retention), self._clock())
 
     def purge(self, *, tenant: str | None, adapter: str | None, salt: str | None) -> Purged:
-        """Forget namespaces; see `PrefixCache.purge`. Requests that came before publish nothing any more."""
+        """Forget namespaces; see `PrefixCache.purge`. Unfinished requests of theirs publish nothing more."""
         for request in self._scheduler.requests():
             request.is_revoked = request.is_revoked or request.namespace.is_among(tenant, adapter, salt)
         purged = self.cache.purge(tenant=tenant, adapter=adapter, salt=salt)
         for request in self._scheduler.running:
             if request.is_revoked:
-                self._resume(self._flights.leave(request))
+                self._scheduler.resume(self._flights.leave(request))
         return purged
 
-    # -- before a step ---------------------------------------------------------------------------------------------
-
     def _begin(self) -> Step | None:
-        """Start a step of those that run and of those that are admitted now; None if there is nothing to compute."""
+        """Start a step of the running requests and those that are admitted now; None if nothing is to be computed."""
         self._sweep()
-        self._extend_leases()
-        if (youngest := self._scheduler.slot_to_free()) is not None:
-            self._pause(youngest)
+        self._growth.extend_leases()
+        self._growth.free_slot()
         self._scheduler.max_step_tokens = self._budget.num_tokens
         slices = self._scheduler.next_step(self._admitter)
         return start_step(self._runner, slices, self._clock()) if slices else None
 
     def _start_ahead(self, next_step: NextStep, computed: list[Computed]) -> None:
-        """Start what was prepared, and then do what else belongs to the start of a step."""
+        """Start a prepared step, and do then what else belongs to the start of a step."""
         self._under_way = next_step.start(computed, self._clock())
         for request, _, _ in next_step.slices:
-            _extend_lease(request)
+            extend_lease(request)
         slices = self._scheduler.next_tokens()
-        assert slices == next_step.slices, "nobody else has anything to compute"
+        assert slices == next_step.slices, "no other request has anything to compute"
 
     def _sweep(self) -> None:
-        now = self._clock()
-        self.held_leases.expire(now)
-        for request, error in self._departures.due(now):
+        """Close expired leases, and end the requests that were cancelled, are late or have to fail."""
+        now_s = self._clock()
+        self.held_leases.expire(now_s)
+        for request, error in self._early_ends.due(now_s):
             if error is None:
-                self._end(request, Outcome.CANCELLED)
+                self._endings.end(request, Outcome.CANCELLED)
             else:
-                self._fail(request, error)
-
-    def _extend_leases(self) -> None:
-        """Give each running generation the block for its next token. Without one, the youngest is paused.
-
-        The oldest can always pause all others. If it is alone and there is still no block, it is paused itself, which
-        lets go of what it pins and does not need; it comes back with the block, or only held leases and others' floors
-        stand in its way and it is refused. So it gets on by a token at least each time, and after it the next one.
-        """
-        for request in sorted(self._scheduler.running, key=lambda running: running.arrival):
-            while request.lease is not None and request.lease.num_tokens < request.num_tokens:
-                try:
-                    _extend_lease(request)
-                except CapacityError as error:
-                    self._make_room_for(request, error)
-
-    def _make_room_for(self, request: Request, error: CapacityError) -> None:
-        """Pause the youngest of those that hold what a request needs; it may be the youngest itself."""
-        self._pause(
-            max(
-                (
-                    running
-                    for running in self._scheduler.running
-                    if isinstance(error, OutOfBlocks) or running.params.tenant == request.params.tenant
-                ),
-                key=lambda holder: holder.arrival,
-            )
-        )
-
-    def _pause(self, request: Request) -> None:
-        """Take a running request's blocks away; what it published stays cached, and it goes on where it was."""
-        self._resume(self._flights.leave(request))
-        request.open_lease.close()
-        request.lease = None
-        self._scheduler.pause(request)
-        self._census.paused()
-        self.observer.request_paused(request)
-
-    def _resume(self, followers: list[Request]) -> None:
-        for follower in followers:
-            self._scheduler.resume(follower)
-
-    # -- the step --------------------------------------------------------------------------------------------------
+                self._endings.fail(request, error)
 
     def _wait_for(self, step: Step) -> list[Computed]:
-        """Wait for a step; nothing is returned of one that failed, or that is to be tried smaller."""
+        """Wait for a step. Returns nothing if it failed, or if it did not fit and is tried again with fewer tokens."""
         try:
             computed = step.wait()
         except torch.OutOfMemoryError:
@@ -250,7 +210,7 @@ class EngineCore:
             self.observer.step_failed(self._clock() - step.started_s, len(step.slices))
             failed = StepFailed(f"step: the forward pass raised {type(error).__name__}")
             for part in step.slices:
-                self._fail(part.request, failed)
+                self._endings.fail(part.request, failed)
             return []
         self._budget.grow()
         self.num_failed_steps = 0 if any(each.is_finite for each in computed) else self.num_failed_steps + 1
@@ -260,111 +220,10 @@ class EngineCore:
         return computed
 
     def _try_smaller(self, step: Step) -> None:
-        """Let the next steps be smaller. What this one wrote was not published, and is written again."""
+        """Make the next steps smaller. The tokens of this one were not published and are computed again."""
         num_tokens, num_requests = step.num_tokens, len(step.slices)
         _log.warning("the device has no memory for a step of %d tokens in %d requests", num_tokens, num_requests)
         if not self._budget.shrink(num_tokens):
             self.num_failed_steps += 1
             for part in step.slices:
-                self._fail(part.request, OutOfMemory("step: the device has no memory to compute a single token"))
-
-    def _advance(self, computed: Computed) -> None:
-        """Note what a request has computed, and its next token."""
-        (request, _, upto), is_finite, prediction = computed
-        if not is_finite:
-            return
-        request.computed_upto, request.has_computed = upto, True
-        request.open_lease.copy = None  # it was made
-        if prediction is None:
-            return
-        if request.prefilled_s is None:
-            request.prefilled_s = self._clock()
-        if request.generation is not None:
-            request.generation.token_ids.append(prediction.next_token_id)
-
-    def _publish(self, computed: Computed) -> None:
-        """Publish what a request has computed, and answer it or tell its next token."""
-        (request, _, upto), is_finite, prediction = computed
-        if self._departures.is_failing(request):
-            return
-        if not is_finite:
-            self._fail(request, StepFailed("step: the model's values are not finite; nothing was published"))
-            return
-        if prediction is None:
-            self._commit(request, upto)
-            return
-        generation = request.generation
-        if generation is None:
-            self._commit(request, upto)
-            self._answer(request, lambda lease, now: self._answers.prefill(request, lease, prediction, now))
-            return
-        finish_reason = generation.finish_reason
-        if finish_reason is not None:
-            self._commit(request, upto)
-            self._answer(request, lambda lease, now: self._answers.generation(request, lease, finish_reason, now))
-            return
-        # The prompt is published to the token, and then what is full: more would be copied again for the next token.
-        is_first = len(generation.token_ids) == 1
-        publishable = upto if is_first else upto // self.cache.block_size * self.cache.block_size
-        if publishable > request.open_lease.committed_tokens:
-            self._commit(request, publishable)
-        self._resume(self._flights.leave(request))  # what it computes from now on is its own
-        self._tell(request, generation, prediction.next_token_id)
-
-    def _commit(self, request: Request, upto: int) -> None:
-        """Publish what is computed: chunk by chunk, or all at the end if the request must not read from the cache.
-
-        A commit may adopt blocks that others published, and later chunks would read them.
-        """
-        params, lease = request.params, request.open_lease
-        generation = request.generation
-        is_finished = upto == request.num_tokens if generation is None else generation.finish_reason is not None
-        if params.write_cache and not request.is_revoked and (params.read_cache or is_finished):
-            request.written_tokens += lease.commit(upto)
-            self._resume(self._flights.published(request, lease.committed_tokens))
-
-    def _tell(self, request: Request, generation: Generation, token_id: int) -> None:
-        try:
-            generation.on_tokens(GeneratedTokens((token_id,), request.usage))
-        except BaseException:  # noqa: BLE001 - the caller's callback, on our thread; the other requests go on
-            _log.exception("a caller failed to take its tokens")
-            self._departures.fail(request, StepFailed("generation: the caller's callback raised"))
-
-    def _answer(self, request: Request, make: Callable[[Lease, float], PrefillResult | GenerateResult]) -> None:
-        now = self._clock()
-        if request.is_late(now):
-            self._fail(request, deadline_passed())
-            return
-        if not request.future.set_running_or_notify_cancel():
-            self._end(request, Outcome.CANCELLED)
-            return
-        result = make(request.open_lease, now)
-        self._census.answered(result.usage)
-        self._end(request, Outcome.FINISHED)
-        cast("Future[PrefillResult | GenerateResult]", request.future).set_result(result)
-
-    # -- the ways out ----------------------------------------------------------------------------------------------
-
-    def _fail(self, request: Request, error: RadixKVError) -> None:
-        self._end(request, Outcome.FAILED, error)
-        if request.future.set_running_or_notify_cancel():
-            request.future.set_exception(error)
-
-    def _end(self, request: Request, outcome: Outcome, error: RadixKVError | None = None) -> None:
-        request.is_over = True
-        self._scheduler.remove(request)
-        self._resume(self._flights.leave(request))
-        self._census.ended(outcome)
-        self._departures.forget(request)
-        if request.lease is not None:
-            request.lease.close()
-            request.lease = None
-        self.observer.request_ended(request, outcome, error, self._clock())
-        self._on_end(request)
-
-
-def _extend_lease(request: Request) -> None:
-    """Take the blocks for what was generated since."""
-    lease = request.open_lease
-    if lease.num_tokens < request.num_tokens:
-        lease.extend(request.tokens_from(lease.num_tokens))
+                self._endings.fail(part.request, OutOfMemory("step: the device has no memory to compute one token"))

@@ -1,4 +1,4 @@
-"""Who leaves without an answer: those that are cancelled, late, or have a caller who could not take what came."""
+"""Finds requests that have to end without an answer: cancelled ones, late ones, and those whose caller failed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from radixkv.errors import DeadlineExceeded, RadixKVError
 from radixkv.scheduling.request import Request
 
 
-class Departures:
-    """Requests that have to end, found between two steps.
+class EarlyEnds:
+    """Collects requests that have to end, for the time between two steps.
 
-    Other threads only cancel futures; all methods are for the engine's.
+    Other threads only cancel futures. All methods are for the engine's thread.
     """
 
     def __init__(self) -> None:
@@ -23,19 +23,19 @@ class Departures:
         self._failed: dict[Request, RadixKVError] = {}
 
     def watch(self, request: Request) -> None:
-        """Mind a request's deadline, and its future. Complexity: O(log watched)."""
+        """Watch a request's deadline and its future. Complexity: O(log watched)."""
         if request.params.deadline_s is not None:
             self._deadlines.add((request.params.deadline_s, request.arrival, request))
         request.future.add_done_callback(lambda future: self._cancelled.append(request) if future.cancelled() else None)
 
     def forget(self, request: Request) -> None:
-        """Mind a request no more: it is over. Complexity: O(log watched)."""
+        """Stop watching a request that is over. Complexity: O(log watched)."""
         self._failed.pop(request, None)
         if request.params.deadline_s is not None:
             self._deadlines.remove((request.params.deadline_s, request.arrival, request))
 
     def fail(self, request: Request, error: RadixKVError) -> None:
-        """Have a request end with an error, but not before the step that may be under way."""
+        """Let a request end with an error, after the step that may be under way."""
         self._failed[request] = error
 
     def is_failing(self, request: Request) -> bool:
@@ -43,11 +43,14 @@ class Departures:
         return request in self._failed
 
     def is_any_due(self, now_s: float) -> bool:
-        """Whether anybody has to end now."""
+        """Whether any request has to end now."""
         return bool(self._cancelled or self._failed or (self._deadlines and self._deadlines[0][0] <= now_s))
 
     def due(self, now_s: float) -> Iterator[tuple[Request, RadixKVError | None]]:
-        """Those that have to end now, each with its error; None for one cancelled in time. End each at once."""
+        """Yield the requests that have to end now, each with its error, or None if it was cancelled in time.
+
+        The caller ends each request before it takes the next one.
+        """
         while self._cancelled:
             request = self._cancelled.popleft()
             if not request.is_over:
@@ -59,5 +62,5 @@ class Departures:
 
 
 def deadline_passed() -> DeadlineExceeded:
-    """What a late request fails with."""
+    """Return the error of a late request."""
     return DeadlineExceeded("deadline: passed before the answer was known")

@@ -1,4 +1,4 @@
-"""Lets requests in while there is room, and knows those that are not over."""
+"""Accepts requests while there is room, and knows the unfinished ones."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from radixkv.config import EngineConfig
 from radixkv.errors import Draining, QueueFull, RadixKVError
 from radixkv.scheduling.request import Request
 
-# Bounds of the hint when to come back to a full queue.
+# Bounds and default of the hint after how many seconds to try a full queue again.
 _MIN_RETRY_S, _DEFAULT_RETRY_S, _MAX_RETRY_S = 0.05, 1.0, 60.0
 _NUM_REMEMBERED_ENDS = 64
 
 
-class Intake:
-    """The door of the engine. All methods may be called from any thread.
+class Gate:
+    """Bounds the number of unfinished requests. All methods may be called from any thread.
+
+        enter ─▶ unfinished ─▶ leave        closed: nobody enters
 
     Args:
-        config: how many may be unfinished.
+        config: how many requests may be unfinished, in all and of one tenant.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -36,14 +38,14 @@ class Intake:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it lets nobody in any more."""
+        """Whether no more requests are accepted."""
         return self._is_closed
 
     def enter(self, request: Request, pass_on: Callable[[], None]) -> None:
-        """Let a request in, and pass it on before anybody can close the door.
+        """Accept a request and call `pass_on`, so that no request that was accepted comes after `close`.
 
         Raises:
-            Draining: the door is closed.
+            Draining: the gate is closed.
             QueueFull: too many requests are unfinished, or too many of this tenant.
         """
         tenant = request.params.tenant
@@ -68,17 +70,17 @@ class Intake:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more requests."""
         with self._changed:
             self._is_closed = True
 
     def wait_until_answered(self, timeout_s: float) -> bool:
-        """Wait until every request is over, or cancelled; returns whether all are."""
+        """Wait until every request is answered or cancelled. Returns whether all were within `timeout_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: all(future.done() for future in self._unfinished), timeout_s)
 
     def cancel_all(self) -> None:
-        """Cancel the futures of all requests that are not over."""
+        """Cancel the futures of all unfinished requests."""
         with self._changed:
             unfinished = list(self._unfinished)
         for future in unfinished:
@@ -87,7 +89,7 @@ class Intake:
             self._changed.notify_all()
 
     def abandon(self, error: RadixKVError) -> None:
-        """Answer all requests that are not over, whatever state they are in: nobody else will."""
+        """Cancel all unfinished requests, and raise `error` for those that can't be cancelled any more."""
         self.cancel_all()
         with self._changed:
             unfinished = list(self._unfinished)
@@ -95,15 +97,15 @@ class Intake:
             if not future.done():
                 future.set_exception(error)
 
-    def _require_room(self, num_unfinished: int, most: int, whose: str) -> None:
-        if num_unfinished >= most:
+    def _require_room(self, num_unfinished: int, max_unfinished: int, whose: str) -> None:
+        if num_unfinished >= max_unfinished:
             raise QueueFull(
-                f"engine: expected fewer than {most} unfinished requests{whose}, got {num_unfinished}",
+                f"engine: expected fewer than {max_unfinished} unfinished requests{whose}, got {num_unfinished}",
                 retry_after_s=self._seconds_to_end(num_unfinished // 2),
             )
 
     def _seconds_to_end(self, num_requests: int) -> float:
-        """How long it takes until so many requests have ended, as fast as the last ones did."""
+        """Estimate how long it takes until `num_requests` have ended, from the pace of the last ones."""
         if len(self._ended_s) < 2:
             return _DEFAULT_RETRY_S
         seconds_each = (self._ended_s[-1] - self._ended_s[0]) / (len(self._ended_s) - 1)

@@ -1,4 +1,4 @@
-"""Who wants to know what the engine does: metrics and traces."""
+"""The events that the engine reports to metrics and traces."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ _log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Is told of what happens, on the engine's thread. Does nothing; subclasses do what they want to, quickly."""
+    """Receives events on the engine's thread and ignores them. Subclasses override methods, which must be quick."""
 
     def request_refused(self, error: RadixKVError) -> None:
-        """A request was refused at once and never queued. Told on the caller's thread, maybe on several at a time."""
+        """A request was refused at once and never queued. Called on callers' threads, maybe on several at a time."""
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
-        """A step was computed. Prefill tokens are all but those of requests that decode."""
+        """A step was computed. All tokens but those of decoding requests are prefill tokens."""
 
     def step_failed(self, seconds: float, num_requests: int) -> None:
         """A step raised."""
 
     def request_paused(self, request: Request) -> None:
-        """A running request gave its blocks back, and waits for others."""
+        """A running request gave its blocks back and waits for others."""
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
         """A request is over.
 
         Args:
-            request: with its usage and its times.
+            request: has its usage and its times.
             outcome: how it ended.
-            error: why it failed, if it did.
-            now_s: by the engine's clock, which `request.received_s` and the others are of.
+            error: why it failed; None if it did not.
+            now_s: time of the end, on the clock of `request.received_s`.
         """
 
 
 class Observers(Observer):
-    """Tells several observers, in the order in which they are given. What one of them raises is logged."""
+    """Passes events on to several observers, in their order. Logs what one of them raises."""
 
     def __init__(self, observers: Iterable[Observer]) -> None:
         self._observers = tuple(observers)
@@ -67,5 +67,5 @@ class Observers(Observer):
         for observer in self._observers:
             try:
                 tell(observer)
-            except Exception:  # noqa: BLE001 - who looks on must not end what goes on
+            except Exception:  # noqa: BLE001 - an observer must not stop the engine
                 _log.exception("an observer failed")

@@ -1,4 +1,4 @@
-"""What the logits say about the next token, as values on the host."""
+"""Reads the next token off the logits, and brings it to the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from radixkv.scheduling.request import Request
 
 
 class Prediction(NamedTuple):
-    """The part of an answer that comes from the model; see `PrefillResult`."""
+    """The part of an answer that comes from the model.
+
+    Attributes:
+        next_token_id: the most likely token, or one that was drawn.
+        top_logprobs: `(token_id, logprob)`, most likely first.
+        logits: float32 `[vocab_size]`; None unless asked for.
+    """
 
     next_token_id: int
     top_logprobs: tuple[tuple[int, float], ...]
@@ -23,15 +29,18 @@ class Prediction(NamedTuple):
 
 
 def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence[Request]) -> list[Prediction]:
-    """Read what was asked for off the logits.
+    """Choose the next token of each request, and read what else it asks for.
 
-    Waits for the device once for all tokens that are drawn, and for each row of which more than a token is asked for.
+    Waits for the device once for all tokens that are drawn, and once for each row that is asked for more than a token.
 
     Args:
         logits: float32 `[len(requests), vocab_size]`.
-        most_likely: of each row, the token with the largest.
-        requests: say for each row whether to draw or to take the most likely token, how many log probabilities to
-            report, and whether the row itself.
+        most_likely: the token with the largest logit of each row.
+        requests: one for each row; says whether to draw a token or to take the most likely one, how many log
+            probabilities to report, and whether to report the row itself.
+
+    Returns:
+        One prediction for each request.
     """
     next_token_ids = list(most_likely)
     drawn = {
@@ -49,7 +58,7 @@ def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence
 
 
 def _prediction(logits: torch.Tensor, row: int, next_token_id: int, request: Request) -> Prediction:
-    """What one row says. A tensor of the row is made for those only who ask for more than a token."""
+    """Make the prediction of one row. A view of the row is made only if more than a token is asked for."""
     params = request.params
     return Prediction(
         next_token_id,
@@ -61,14 +70,14 @@ def _prediction(logits: torch.Tensor, row: int, next_token_id: int, request: Req
 def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tensor:
     """Draw a token, without waiting for the device.
 
-    The noise is that of the exponential race: the least of `exponential / probability` is each token as often as its
-    probability says. It comes from the seed and the position alone, and one row is drawn at a time, so that the batch
-    changes nothing.
+    Uses the exponential race: each token is the one with the least `exponential / probability` with its own
+    probability. The noise depends on the seed and the position alone, and each row is drawn by itself, so that the
+    batch changes nothing.
 
     Args:
         logits: float32 `[vocab_size]`, all finite.
         sampling: temperature above 0, top_p and seed.
-        position: of the token that is drawn.
+        position: index of the drawn token in its sequence.
 
     Returns:
         Its id, int64 `[]`, where the logits are.

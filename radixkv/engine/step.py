@@ -1,4 +1,4 @@
-"""Steps that were started, or prepared: slices of several requests, and what each of them says when it is computed."""
+"""A step: one forward pass over slices of several requests, started or prepared, and its outcome."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner, Wait
 from radixkv.engine.sampler import Prediction, predict
-from radixkv.scheduling.scheduler import Slice
+from radixkv.scheduling.step_plan import Slice
 
 
 class Computed(NamedTuple):
-    """What became of a slice.
+    """The outcome of one slice.
 
     Attributes:
         part: the slice.
         is_finite: whether K, V and the last hidden states of all its tokens are finite.
-        prediction: of the token after it; None if the request has more to compute first.
+        prediction: the next token; None if the request has more tokens to compute before it.
     """
 
     part: Slice
@@ -31,12 +31,15 @@ class Computed(NamedTuple):
 
 
 class Step:
-    """One forward pass, started.
+    """One forward pass that was started.
 
     Args:
-        slices: at least one, of requests that hold the blocks for them.
-        started_s: when.
-        start: starts it. What it raises is raised when the step is waited for, where everything else is dealt with.
+        slices: at least one; their requests hold the blocks for them.
+        started_s: time of the start.
+        start: starts the pass. What it raises is raised by `wait`, where all errors are handled.
+
+    Attributes:
+        slices, started_s: as in the arguments.
     """
 
     def __init__(self, slices: Sequence[Slice], started_s: float, start: Callable[[], Wait]) -> None:
@@ -46,22 +49,20 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it computes."""
+        """Tokens that the step computes."""
         return sum(part.end - part.start for part in self.slices)
 
     def wait(self) -> list[Computed]:
-        """Wait for the device.
+        """Wait for the device. To be called once.
 
         Returns:
-            What became of each slice, in order.
+            The outcome of each slice, in order.
 
         Raises:
-            Exception: whatever the forward pass raised, also when it was started.
-
-        To be called once.
+            Exception: whatever the forward pass raised, at its start or later.
         """
         step = self._wait()
-        del self._wait  # and with it what is on the device, before the next step is started
+        del self._wait  # frees memory of the device before the next step is started
         last = [part.request for part in self.slices if part.is_last]
         predictions = iter(predict(step.logits, step.most_likely, last))
         return [
@@ -71,38 +72,41 @@ class Step:
 
 
 def start_step(runner: Runner, slices: Sequence[Slice], now_s: float) -> Step:
-    """Start a forward pass over these slices; there is at least one."""
+    """Start a forward pass over at least one slice."""
     return Step(slices, now_s, lambda: runner.start([_chunk(part) for part in slices]))
 
 
 class NextStep:
-    """The next token of each request of a step, prepared while that step is computed and its tokens are not known.
+    """One more token for each request of a step, prepared while that step is computed and its tokens are not known.
 
     Args:
-        runner: computes both.
-        step: one in which all requests decode, and hold the blocks for a token more.
+        runner: computes both steps.
+        step: the step before; all its requests decode, and hold the blocks for one more token.
+
+    Attributes:
+        slices: one token for each request.
     """
 
     def __init__(self, runner: Runner, step: Step) -> None:
         self.slices = [Slice(part.request, part.end, part.end + 1) for part in step.slices]
-        # If a block is to be copied, the step before does it.
+        # The step before makes the copy of a block that is needed.
         self._launch = runner.prepare(
             [dataclasses.replace(_chunk(part), copy=None, wants_logits=True) for part in self.slices]
         )
 
     def start(self, computed: Sequence[Computed], now_s: float) -> Step:
-        """Start it, once it is known what became of the step before; no request of that ended."""
+        """Start the prepared step after the step before was computed. All its requests go on."""
         predictions = [each.prediction for each in computed]
         token_ids = torch.tensor([prediction.next_token_id for prediction in predictions if prediction is not None])
-        assert len(token_ids) == len(self.slices), "all requests of the step before decode"
+        assert len(token_ids) == len(self.slices), "every request of the step before decodes"
         return Step(self.slices, now_s, lambda: self._launch(token_ids))
 
 
 def _started(start: Callable[[], Wait]) -> Wait:
     try:
         return start()
-    except Exception as error:  # noqa: BLE001 - not lost
-        traceback.clear_frames(error.__traceback__)  # they hold the memory that there may have been too little of
+    except Exception as error:  # noqa: BLE001 - raised again by `wait`
+        traceback.clear_frames(error.__traceback__)  # frees the device memory that the pass had allocated
         return functools.partial(_raise, error)
 
 
@@ -123,4 +127,4 @@ def _raise(error: Exception) -> NoReturn:
     try:
         raise error
     finally:
-        del error  # else it would hold itself, through its traceback
+        del error  # breaks the reference cycle through its own traceback

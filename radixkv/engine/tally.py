@@ -11,14 +11,15 @@ from radixkv.cache.tenants import TenantUsage
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Outcome
 from radixkv.scheduling.scheduler import Scheduler
-from radixkv.storage.device_pool import KVStorage
 
 
-class Census:
-    """Is told of what ends, and looks at the rest when it is asked.
+class Tally:
+    """Counts requests as they end, and reads everything else when it is asked.
 
     Args:
-        cache, scheduler, held_leases, storage: whose state it is.
+        cache, scheduler, held_leases: what the counts of now are read from.
+        block_bytes: device bytes of one block, scales included.
+        kv_dtype: how K and V are stored.
         clock: seconds, never going back.
     """
 
@@ -27,13 +28,15 @@ class Census:
         cache: PrefixCache,
         scheduler: Scheduler,
         held_leases: HeldLeases,
-        storage: KVStorage,
+        block_bytes: int,
+        kv_dtype: str,
         clock: Callable[[], float],
     ) -> None:
         self._cache = cache
         self._scheduler = scheduler
         self._held_leases = held_leases
-        self._storage = storage
+        self._block_bytes = block_bytes
+        self._kv_dtype = kv_dtype
         self._clock = clock
         self._started_s = clock()
         self._num_ended = dict.fromkeys((Outcome.FINISHED, Outcome.FAILED, Outcome.CANCELLED), 0)
@@ -41,15 +44,15 @@ class Census:
         self._tokens = TokenStats()
 
     def answered(self, usage: Usage) -> None:
-        """A request got its answer."""
+        """Count the tokens of a request that got its answer."""
         self._tokens = self._tokens.plus(usage)
 
     def ended(self, outcome: Outcome) -> None:
-        """A request is over."""
+        """Count a request that is over."""
         self._num_ended[outcome] += 1
 
     def paused(self) -> None:
-        """A request gave its blocks back for others."""
+        """Count a request that gave its blocks back for others."""
         self._num_pauses += 1
 
     def load(self) -> EngineLoad:
@@ -82,18 +85,13 @@ class Census:
 
     def stats(self) -> EngineStats:
         """Count everything. Complexity: O(segments)."""
-        load = self.load()
         return EngineStats(
+            load=self.load(),
             uptime_s=self._clock() - self._started_s,
-            blocks=load.blocks,
-            requests=load.requests,
             tokens=self._tokens,
-            namespaces=load.namespaces,
             segments=self._cache.num_segments,
-            held_leases=load.held_leases,
-            evicted_blocks=load.evicted_blocks,
-            block_bytes=self._storage.block_bytes,
-            kv_dtype=self._storage.kv_dtype,
+            block_bytes=self._block_bytes,
+            kv_dtype=self._kv_dtype,
             tenants=tuple(_tenant_stats(tenant, usage) for tenant, usage in self._cache.tenants.items()),
         )
 

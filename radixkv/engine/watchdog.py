@@ -1,4 +1,4 @@
-"""Notices a step that takes far too long, from a thread of its own."""
+"""Notices from a thread of its own that a step takes too long."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _MAX_PERIOD_S = 1.0
 
 
 class Watchdog:
-    """Tells when a step hangs.
+    """Calls a function when a step hangs.
 
         running  [ step ][ step ][ step ...............................
         told                            └ timeout_s ┘ on_hang, once     └ is_hanging ends with the step
 
     Args:
-        timeout_s: how long a step may take.
+        timeout_s: seconds that a step may take.
         on_hang: called on the watchdog's thread, once for each step that takes longer.
 
     Attributes:
-        timeout_s: as above.
+        timeout_s: as in the arguments.
     """
 
     def __init__(self, timeout_s: float, on_hang: Callable[[], None]) -> None:
         self.timeout_s = timeout_s
         self._on_hang = on_hang
         self._started_s: float | None = None
-        self._told_start_s: float | None = None  # of the step that was told of
+        self._told_start_s: float | None = None  # start of the last step that hung
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="radixkv-watchdog", daemon=True)
 
@@ -46,11 +46,11 @@ class Watchdog:
         self._stopped.set()
 
     def step_begins(self) -> None:
-        """To be called on the thread that runs steps."""
+        """Note that a step begins. To be called on the thread that runs steps."""
         self._started_s = time.monotonic()
 
     def step_ends(self) -> None:
-        """To be called on the same thread."""
+        """Note that the step ended. To be called on the same thread."""
         self._started_s = None
 
     def _watch(self) -> None:

@@ -1,4 +1,4 @@
-"""Who gets blocks: looks at waiting requests, and gives them a lease if nobody computes the same and there is room."""
+"""Admits waiting requests: gives them a lease if no other request computes the same tokens and there is room."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radixkv.scheduling.single_flight import SingleFlight
 
 
 class Admission(enum.Enum):
-    """What became of one try."""
+    """The outcome of one try to admit a request."""
 
     ADMITTED = "it has its blocks and runs"
     FOLLOWS = "it waits for what a running request computes; those behind it may go ahead"
@@ -28,11 +28,11 @@ class Admitter:
     """Gives waiting requests their blocks.
 
     Args:
-        cache: whose blocks.
-        flights: who computes what.
-        held_leases: what may stand in the way when nobody runs.
+        cache: gives leases.
+        flights: knows which running request computes which tokens.
+        held_leases: may be in the way when no request runs.
         clock: seconds, never going back.
-        refuse: ends a request that can't be served.
+        refuse: ends a request for which there is no room.
     """
 
     def __init__(
@@ -50,28 +50,28 @@ class Admitter:
         self._refuse = refuse
 
     def look(self, request: Request) -> int:
-        """How many tokens a request could reuse now. Complexity: one match."""
+        """Count the tokens that a request could reuse now. Complexity: one match."""
         if not request.params.read_cache:
             return 0
         return self._cache.match(request.namespace, request.tokens).cached_tokens
 
     def urgent_tokens(self, request: Request) -> int:
-        """How many tokens a running request computes until somebody gets on: itself, or one who follows it."""
+        """Count the tokens that a running request has to compute until it is done, or one of its followers resumes."""
         release = self._flights.next_release(request)
         return request.num_left if release is None else min(request.num_left, release - request.computed_upto)
 
     def admit(
         self, request: Request, cached_tokens: int | None, running: Collection[Request], *, is_passing: bool
     ) -> Admission:
-        """Give a request its blocks, if there are enough and nobody computes the same.
+        """Give a waiting request its blocks, if there are enough and no other request computes the same tokens.
 
-        A block for each running generation is left, so that what is admitted does not have to be paused at once.
+        Leaves one block for each running generation, so that the request need not be paused in the next step.
 
         Args:
-            request: it waits.
-            cached_tokens: what `look` said in this step; None if nobody has looked.
+            request: the waiting request.
+            cached_tokens: the result of `look` in this step; None if it was not called.
             running: requests that have blocks.
-            is_passing: whether it gives its blocks back with the step, so that none need to be left.
+            is_passing: whether the request gives its blocks back with the step, so that no blocks need to be left.
         """
         params = request.params
         if cached_tokens is None:
@@ -84,19 +84,19 @@ class Admitter:
                 request.namespace, request.tokens, read=params.read_cache, num_spared_blocks=num_growing
             )
         except QuotaExceeded as error:
-            if any(other.params.tenant == params.tenant for other in running):
+            if any(other.tenant == request.tenant for other in running):
                 return Admission.OVER_QUOTA
             return self._end(request, error)
         except OutOfBlocks as error:
             return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
         self._start(request, lease)
-        # Nobody waits for a last token alone: it is the answer, and everybody's own to compute.
+        # A last token alone is not worth waiting for: each request computes its own, which is its answer.
         if params.read_cache and params.write_cache and not request.is_revoked and request.num_left > 1:
             self._flights.lead(request)
         return Admission.ADMITTED
 
     def _start(self, request: Request, lease: Lease) -> None:
-        """Let a request go on from what its lease found."""
+        """Let a request continue after the cached tokens of its lease."""
         request.lease = lease
         if request.scheduled_s is None:
             request.scheduled_s = self._clock()
@@ -112,7 +112,7 @@ class Admitter:
         request.computed_upto = lease.cached_tokens
 
     def _end(self, request: Request, error: CapacityError) -> Admission:
-        """Refuse a request that no running one can make room for: only held leases could, or others' floors."""
+        """Refuse a request that only held leases or other tenants' floors keep from its blocks."""
         expires_s = self._held_leases.next_expiry_s()
         if expires_s is not None:
             error.retry_after_s = max(0.0, expires_s - self._clock())
@@ -120,6 +120,6 @@ class Admitter:
         return Admission.ENDED
 
     def _can_fit(self, request: Request) -> bool:
-        """Whether waiting for running requests helps: it does not for blocks that other tenants' floors keep."""
-        num_kept_blocks = self._cache.tenants.num_blocks_kept_from(request.params.tenant)
+        """Whether there will be room when the running requests end. Other tenants' floors may keep too many blocks."""
+        num_kept_blocks = self._cache.tenants.num_blocks_kept_from(request.tenant)
         return request.num_tokens <= (self._cache.pool.num_blocks - num_kept_blocks) * self._cache.block_size

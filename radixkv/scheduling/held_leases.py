@@ -1,4 +1,4 @@
-"""Leases that outlive their request, until somebody releases them or they expire."""
+"""Keeps leases that outlive their request, until they are released or expire."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class _Held(NamedTuple):
 
 
 class HeldLeases:
-    """Open leases by id. An id can't be guessed, and works only together with its tenant.
+    """Open leases by id. An id can't be guessed, and is valid only together with its tenant.
 
     Args:
-        ttl_s: seconds until a lease expires. All live equally long, so they expire in the order in which they came.
+        ttl_s: seconds until a lease expires. It is the same for all, so they expire in the order in which they came.
     """
 
     def __init__(self, ttl_s: float) -> None:
@@ -30,7 +30,7 @@ class HeldLeases:
         return len(self._held)
 
     def hold(self, lease: Lease, tenant: str, now_s: float) -> tuple[str, float]:
-        """Keep a lease open; return its id and when it expires."""
+        """Keep a lease open. Returns its id, and the time at which it expires by the clock of `now_s`."""
         lease_id = secrets.token_hex(16)
         self._held[lease_id] = _Held(lease, tenant, now_s + self._ttl_s)
         return lease_id, now_s + self._ttl_s
@@ -48,11 +48,11 @@ class HeldLeases:
         held.lease.close()
 
     def next_expiry_s(self) -> float | None:
-        """When the next lease expires, or None if none is held."""
+        """Return the time at which the next lease expires; None if none is held."""
         return next(iter(self._held.values())).expires_s if self._held else None
 
     def expire(self, now_s: float) -> None:
-        """Close the leases whose time has come."""
+        """Close the leases that have expired."""
         while (expires_s := self.next_expiry_s()) is not None and expires_s <= now_s:
             self._held.pop(next(iter(self._held))).lease.close()
 

@@ -1,4 +1,4 @@
-"""What a caller asks, and the life of a request until its answer."""
+"""A request inside the engine, from its arrival until its answer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class Outcome(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """What a request has that goes on after its prompt.
+    """The part of a request that goes on after its prompt.
 
     Attributes:
-        stop_token_ids: what ends it, the model's own end-of-sequence tokens included.
+        sampling: how tokens are chosen, and when to stop.
+        stop_token_ids: tokens that end it, the model's own end-of-sequence tokens included.
         on_tokens: called on the engine's thread with each new token but the last, which comes with the result.
-        token_ids: generated so far.
+        token_ids: tokens generated so far.
     """
 
     sampling: Sampling
@@ -42,7 +43,7 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ends here; None if it goes on."""
+        """The reason why it ends after its last token; None if it goes on."""
         if self.token_ids and self.token_ids[-1] in self.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.sampling.max_new_tokens else None
@@ -56,18 +57,23 @@ class Request:
                                  ^ computed_upto: K/V exist before it      ^ num_tokens: their logits are wanted next
 
     Attributes:
+        params: the prompt and its options.
+        namespace: who may share its cached tokens.
         future: the result of a prefill, or of a generation if there is one.
-        generation: None for a prefill.
-        arrival: how many requests came before it.
-        cached_tokens: prompt tokens that were reused when it was admitted, for the last time before it computed any.
-        has_computed: whether it has computed any tokens.
-        computed_upto: tokens whose K/V exist, reused ones included.
-        written_tokens: tokens that this request made matchable.
-        recomputed_tokens: tokens computed again after a pause.
-        is_revoked: its namespace was purged since it came: it publishes nothing, whatever leases it gets.
-        is_over: it was answered, or never will be.
-        received_s, scheduled_s, prefilled_s: `time.monotonic()` of arrival, of the first admission, and of the first
+        received_s, scheduled_s, prefilled_s: `time.monotonic()` of its arrival, its first admission and its first
             token; None for not yet.
+        generation: None for a prefill.
+        tenant: its caller's tenant.
+        arrival: number of requests that came before it.
+        lease: its blocks; None while it holds none.
+        miss_reason: why it did not reuse more.
+        cached_tokens: prompt tokens that it reused; set at each admission until it has computed a token.
+        has_computed: whether it has computed any token.
+        computed_upto: tokens whose K/V exist, reused ones included.
+        written_tokens: tokens that it made matchable for others.
+        recomputed_tokens: tokens computed again after a pause.
+        is_revoked: its namespace was purged after it came, so it publishes nothing.
+        is_over: it was answered, or never will be.
     """
 
     params: PrefillParams
@@ -75,6 +81,7 @@ class Request:
     future: Future[PrefillResult] | Future[GenerateResult]
     received_s: float
     generation: Generation | None = None
+    tenant: str = field(init=False)
     arrival: int = 0
     lease: Lease | None = None
     miss_reason: MissReason = MissReason.COLD
@@ -88,25 +95,28 @@ class Request:
     scheduled_s: float | None = None
     prefilled_s: float | None = None
 
+    def __post_init__(self) -> None:
+        self.tenant = self.params.tenant
+
     @property
     def open_lease(self) -> Lease:
-        """Its lease; for a running request, which holds one."""
+        """The lease of a running request."""
         assert self.lease is not None, "a running request holds a lease"
         return self.lease
 
     @property
     def num_tokens(self) -> int:
-        """Length of prompt and generated tokens together."""
+        """Length of the prompt and the generated tokens together."""
         num_prompt_tokens = self.params.num_tokens
         return num_prompt_tokens if self.generation is None else num_prompt_tokens + len(self.generation.token_ids)
 
     @property
     def tokens(self) -> bytes:
-        """The prompt and what was generated, little-endian uint32 bytes. Complexity: a copy if anything was."""
+        """The prompt and the generated tokens, little-endian uint32 bytes. Complexity: a copy if any was generated."""
         return self.params.tokens + self.tokens_from(self.params.num_tokens)
 
     def tokens_from(self, start: int) -> bytes:
-        """What was generated from a position on that is not before the end of the prompt; bytes as in `tokens`."""
+        """Return the generated tokens from position `start` on, as bytes; `start` is not inside the prompt."""
         token_ids = [] if self.generation is None else self.generation.token_ids[start - self.params.num_tokens :]
         return np.array(token_ids, dtype="<u4").tobytes() if token_ids else b""
 
@@ -122,16 +132,16 @@ class Request:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it had blocks and gave them back."""
+        """Whether it had blocks before and gave them back."""
         return self.scheduled_s is not None and self.lease is None
 
     def is_late(self, now_s: float) -> bool:
-        """Whether its deadline has passed; whoever cancels it then has only noticed that first."""
+        """Whether its deadline has passed. A request that is cancelled after its deadline counts as late."""
         return self.params.deadline_s is not None and self.params.deadline_s <= now_s
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Its place among its tenant's requests, the least first: a point of priority is worth a second of waiting."""
+        """Its place among its tenant's requests, the least first: a point of urgency is worth a second of waiting."""
         return self.received_s - self.params.priority, self.arrival
 
     @property

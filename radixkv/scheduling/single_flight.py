@@ -1,4 +1,4 @@
-"""Requests that wait for what a running request is computing, instead of computing it too."""
+"""Lets requests wait for tokens that a running request computes, instead of computing them too."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, shared_bytes
 
 
 class _Lead(NamedTuple):
-    """What a leader computes: its tokens, and the fingerprint of the prefix that ends with its next block."""
+    """The tokens of a leader, and the fingerprint of the prefix that ends with its next block."""
 
     tokens: bytes
     fingerprint: int
 
 
 class _Wait(NamedTuple):
-    """A follower resumes when its leader has published `upto_tokens`."""
+    """The wait of a follower: it resumes when `leader` has published `upto_tokens`."""
 
     leader: Request
     upto_tokens: int
 
 
 class SingleFlight:
-    """Who computes a prefix, and who follows.
+    """Knows which running request computes a prefix, and which waiting ones follow it.
 
         leader      [ published | being computed ............. | its own )
         follower    [ cached ...|... waits for this ...........| its own )
 
-    A leader is a running request that publishes chunk by chunk. It holds all its blocks, so it always gets on, and it
-    is never behind where a follower would be that computed the same tokens after it: to wait costs nothing.
+    A leader is a running request that publishes after each chunk. It holds all its blocks, so it always makes progress,
+    and a follower that computed the same tokens itself would not have them earlier. So waiting costs nothing.
 
     Args:
         block_size: tokens a block.
@@ -39,7 +39,7 @@ class SingleFlight:
 
     def __init__(self, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
-        # By the fingerprint of the prefix that a leader publishes next: it finds a candidate, tokens decide.
+        # By the fingerprint of the prefix that a leader publishes next. It finds a candidate; then tokens are compared.
         self._leaders: dict[int, Request] = {}
         self._first_blocks: Counter[tuple[Namespace, bytes]] = Counter()  # of leaders
         self._leads: dict[Request, _Lead] = {}
@@ -47,21 +47,24 @@ class SingleFlight:
         self._followers: dict[Request, list[Request]] = {}  # of each leader
 
     def has_leaders(self, request: Request) -> bool:
-        """Whether anybody computes tokens that begin with the same block. Complexity: O(1)."""
+        """Whether a running request computes tokens that begin with the same block. Complexity: O(1)."""
         return self._first_block(request.namespace, request.tokens) in self._first_blocks
 
     def lead(self, request: Request) -> None:
-        """Let others wait for what this request computes of its tokens now. Complexity: hashes its first tokens."""
+        """Let others wait for the tokens that this request computes. Complexity: hashes its next block."""
         self._first_blocks[self._first_block(request.namespace, request.tokens)] += 1
         self._followers[request] = []
         self._lead_on(request, request.tokens, request.computed_upto)
 
     def follow(self, request: Request, cached_tokens: int) -> bool:
-        """Let a request wait if somebody computes at least its next block, or all of what is left of it.
+        """Let a request wait if a leader computes at least its next block, or all tokens that it has left.
 
         Args:
-            request: neither running nor waiting for another.
-            cached_tokens: what it could reuse now.
+            request: neither running nor following.
+            cached_tokens: tokens that it could reuse now.
+
+        Returns:
+            Whether it waits now.
         """
         if not self.has_leaders(request):
             return False
@@ -74,16 +77,16 @@ class SingleFlight:
         shared = shared_bytes(tokens, led, 0)
         if shared < next_end:
             return False
-        # What is shared of a block is published with the block, or with the leader's end.
+        # A part of a block is published with the whole block, or when the leader ends.
         upto = min(-(-shared // self._block_bytes) * self._block_bytes, len(led))
         if min(shared, len(tokens) - TOKEN_BYTES) <= cached_tokens * TOKEN_BYTES:
-            return False  # its last token is its own to compute
+            return False  # each request computes its own last token
         self._waits[request] = _Wait(leader, upto // TOKEN_BYTES)
         self._followers[leader].append(request)
         return True
 
     def published(self, leader: Request, upto_tokens: int) -> list[Request]:
-        """The followers that have what they waited for, in the order in which they came. They follow no more."""
+        """Release the followers that have what they waited for. Returns them in the order in which they came."""
         lead = self._leads.get(leader)
         if lead is None:
             return []
@@ -93,14 +96,14 @@ class SingleFlight:
         return self._release(leader, upto_tokens)
 
     def next_release(self, leader: Request) -> int | None:
-        """How far a leader has to publish until the first of its followers resumes; None without followers."""
+        """Return the tokens that a leader has to publish until its first follower resumes; None without followers."""
         return min((self._waits[follower].upto_tokens for follower in self._followers.get(leader, ())), default=None)
 
     def leave(self, request: Request) -> list[Request]:
         """Forget a request that ended, or that publishes nothing more.
 
         Returns:
-            Its followers: they have to see for themselves.
+            Its followers. They follow no more.
         """
         wait = self._waits.pop(request, None)
         if wait is not None:
@@ -111,7 +114,7 @@ class SingleFlight:
         freed = self._release(request, len(lead.tokens) // TOKEN_BYTES)
         del self._followers[request]
         self._lead_no_more(request, lead)
-        first_block = self._first_block(request.namespace, lead.tokens)  # its own may have become longer
+        first_block = self._first_block(request.namespace, lead.tokens)  # its own tokens may have become more
         self._first_blocks[first_block] -= 1
         if not self._first_blocks[first_block]:
             del self._first_blocks[first_block]
@@ -123,7 +126,7 @@ class SingleFlight:
         self._leaders.setdefault(fingerprint, request)
 
     def _lead_no_more(self, request: Request, lead: _Lead) -> None:
-        if self._leaders.get(lead.fingerprint) is request:  # and not one who leads the same prefix
+        if self._leaders.get(lead.fingerprint) is request:  # not another one that leads the same prefix
             del self._leaders[lead.fingerprint]
 
     def _release(self, leader: Request, upto_tokens: int) -> list[Request]:
@@ -139,6 +142,6 @@ class SingleFlight:
         return namespace, tokens[: self._block_bytes]
 
     def _next_end(self, tokens: bytes, from_tokens: int) -> int:
-        """Bytes up to the end of the block that comes after so many tokens, the last one as full as it is."""
+        """Return the end in bytes of the block after `from_tokens`; the last block ends with the tokens."""
         next_end = (from_tokens * TOKEN_BYTES // self._block_bytes + 1) * self._block_bytes
         return min(next_end, len(tokens))

@@ -1,27 +1,26 @@
-"""The unfinished requests of each tenant, and how much it was served."""
+"""Keeps the unfinished requests of each tenant, and how much it was served."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from sortedcontainers import SortedKeyList
 
+from radixkv.cache.tenants import RecentTenants
 from radixkv.scheduling.request import Request
-
-_MAX_IDLE_TENANTS = 10_000
 
 
 class TenantQueue:
-    """One tenant's requests.
+    """The unfinished requests of one tenant.
 
     Attributes:
-        weight: its share beside the others'.
-        serial: the order in which queues were opened.
-        served: computed tokens by weight, on a scale that all tenants share.
-        waiting, running: by rank; requests without and with blocks.
-        following: those that wait for what a running one computes.
-        num_passed_over: how many were admitted since the first of the waiting ones could have been.
+        tenant: its name.
+        weight: its share in proportion to the other tenants' weights.
+        serial: number of queues that were opened before.
+        served: tokens computed for it, divided by its weight; on a scale that all tenants share.
+        waiting, running: requests without and with blocks, by rank.
+        following: requests that wait for what a running one computes.
+        num_passed_over: number of requests that were admitted before the first waiting one.
     """
 
     def __init__(self, tenant: str, weight: float, serial: int, served: float) -> None:
@@ -41,7 +40,7 @@ class TenantQueue:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether it waits and has nobody running."""
+        """Whether it has waiting requests and no running ones."""
         return bool(self.waiting) and not self.running
 
     @property
@@ -50,11 +49,11 @@ class TenantQueue:
         return not (self.waiting or self.running or self.following)
 
     def requests(self) -> list[Request]:
-        """All of them."""
+        """List all requests."""
         return [*self.running, *self.following, *self.waiting]
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is. Complexity: O(log requests)."""
+        """Forget a request in any state. Complexity: O(log requests)."""
         if request in self.following:
             self.following.remove(request)
         elif request in self.running:
@@ -65,25 +64,25 @@ class TenantQueue:
             self.waiting.remove(request)
 
     def charge(self, tokens: int) -> None:
-        """Count tokens that are computed for it."""
+        """Count `tokens` that a step computes for it."""
         self.served += tokens / self.weight
 
 
 class TenantQueues:
     """The queues of all tenants that have requests.
 
-    A tenant that comes, or comes back, is where its fair share would have taken it, or further if it was: a pause earns
-    nothing, and those that stay do not wait for ever behind those that come.
+    A tenant that comes or comes back starts with the fair share as served, or with what it was served before if that is
+    more. So a pause earns nothing, and tenants that stay do not wait for ever behind tenants that come.
 
     Args:
-        weights: by tenant; 1 for the others.
+        weights: shares by tenant; 1 for a tenant that is not there.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._open: dict[str, TenantQueue] = {}
-        self._served_before: OrderedDict[str, float] = OrderedDict()  # of tenants without requests
-        self._fair_share = 0.0  # what a tenant would have been served that always had requests
+        self._served_before: RecentTenants[float] = RecentTenants()  # tenants without requests
+        self._fair_share = 0.0  # `served` of a tenant that always had requests
         self._num_opened = 0
 
     def __iter__(self) -> Iterator[TenantQueue]:
@@ -93,7 +92,7 @@ class TenantQueues:
         return self._open[tenant]
 
     def open(self, tenant: str) -> TenantQueue:
-        """The queue of a tenant, made if there is none."""
+        """Return the queue of a tenant; make it if there is none."""
         queue = self._open.get(tenant)
         if queue is None:
             served = max(self._fair_share, self._served_before.pop(tenant, 0.0))
@@ -107,14 +106,12 @@ class TenantQueues:
             return
         del self._open[queue.tenant]
         if queue.served > self._fair_share:
-            self._served_before[queue.tenant] = queue.served
-            if len(self._served_before) > _MAX_IDLE_TENANTS:
-                self._served_before.popitem(last=False)
+            self._served_before.add(queue.tenant, queue.served)
 
     def advance(self, tokens: int) -> None:
-        """Note how far everybody would be if so many more tokens had been shared exactly.
+        """Raise the fair share by `tokens` that a step computes, shared exactly by weight.
 
-        Not only how far the least served is: that one may be new, and the next one that comes too, for ever.
+        The share of the least served tenant alone would not do: a new tenant has that, and so would each one after it.
         """
         weights = sum(queue.weight for queue in self)
         if weights:

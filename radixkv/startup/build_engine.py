@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from radixkv.api.limits import longest_sequence
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -27,7 +28,7 @@ from radixkv.startup.pool_size import choose_num_blocks
 from radixkv.storage.device_pool import KVShape, KVStorage
 
 
-def build_engine(config: Config, observer: Observer | None = None) -> Engine:
+def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
     """Load the model, check it, allocate the pool; the engine still has to be started.
 
     Raises:
@@ -56,7 +57,7 @@ def build_engine(config: Config, observer: Observer | None = None) -> Engine:
     )
     runner = make_runner(model, storage, kernels, recorder)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
-    return Engine(runner, cache, config.engine, weights=weights, observer=observer)
+    return Engine(runner, cache, config.engine, weights=weights, observers=observers)
 
 
 def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, recorder: GraphRecorder) -> Runner:
@@ -69,7 +70,7 @@ def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, rec
         recorder: of the same model and kernels.
     """
     pool_tokens = storage.num_blocks * storage.block_size
-    max_sequence_tokens = min(pool_tokens, model.max_tokens or pool_tokens)
+    max_sequence_tokens = longest_sequence(pool_tokens, model.max_tokens)
     graphs = recorder.record(storage, max_sequence_tokens)
     if graphs is not None:
         drop_wrong_graphs(graphs, model, storage, kernels, max_sequence_tokens)

@@ -86,7 +86,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     from radixkv.startup.build_engine import build_engine
 
     telemetry = Telemetry(config)
-    engine = build_engine(config, telemetry.observer)
+    engine = build_engine(config, telemetry.observers)
     limits = engine.limits
     _logger.info(
         "ready after %.1f s: model %s on %s, %d tokens of K/V in blocks of %d",

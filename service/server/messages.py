@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from radixkv.api.limits import Limits
 from radixkv.api.params import DEFAULT_REQUEST_PRIORITY, PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, Usage
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import DEFAULT_MAX_NEW_TOKENS, MAX_STOP_TOKEN_IDS, Sampling, random_seed
+from radixkv.api.stats import EngineStats
 from radixkv.errors import InvalidRequest
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, prefill_pb2
@@ -161,6 +164,19 @@ def grant_message(retained: Retained) -> prefill_pb2.Grant:
         refused_tokens=retained.grant.refused_tokens,
         uncached_tokens=retained.grant.uncached_tokens,
         expires_at=None if expires_at_s is None else _timestamp(expires_at_s),
+    )
+
+
+def stats_response(limits: Limits, stats: EngineStats) -> cache_pb2.StatsResponse:
+    """Write the counts of an engine. Fields have the same names on both sides."""
+    counts = dataclasses.asdict(stats)
+    return cache_pb2.StatsResponse(
+        model=limits.model,
+        device=limits.device,
+        epoch=limits.epoch,
+        block_size=limits.block_size,
+        **counts.pop("load"),
+        **counts,
     )
 
 

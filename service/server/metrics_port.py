@@ -11,7 +11,7 @@ from prometheus_client import start_http_server
 
 from radixkv import __version__
 from radixkv.config import Config
-from radixkv.engine.observer import Observer, Observers
+from radixkv.engine.observer import Observer
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.telemetry.gauges import EngineGauges
 from radixkv.telemetry.metrics import Metrics
@@ -26,14 +26,13 @@ class Telemetry:
     """Watches one engine: counts for Prometheus if there is a port for it, traces if the process is set up for it.
 
     Attributes:
-        observer: for the engine; None if nobody wants to know.
+        observers: for the engine; none if nothing is counted or traced.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config.server
         self._metrics = None if config.server.metrics_port is None else Metrics(config.tenants)
-        observers = [observer for observer in (self._metrics, _tracing()) if observer is not None]
-        self.observer = Observers(observers) if observers else None
+        self.observers = [observer for observer in (self._metrics, _tracing()) if observer is not None]
 
     @contextlib.contextmanager
     def serving(self, engine: Engine) -> Iterator[str | None]:

@@ -7,7 +7,6 @@ cancels its future, and with it the request. `radixkv.service.server.status` tur
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +22,7 @@ from radixkv.service.server.messages import (
     read_retention,
     read_sampling,
     require_names,
+    stats_response,
     usage_message,
 )
 from radixkv.service.server.unfinished_calls import Context
@@ -131,13 +131,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
         """Say what the cache holds and what it did."""
         limits, stats = self._engine.limits, await _answer_of(self._engine, self._mailbox, self._engine.stats())
-        return cache_pb2.StatsResponse(
-            model=limits.model,
-            device=limits.device,
-            epoch=limits.epoch,
-            block_size=limits.block_size,
-            **dataclasses.asdict(stats),  # the same names on both sides
-        )
+        return stats_response(limits, stats)
 
 
 class _TokenStream:

@@ -30,13 +30,13 @@ def test_what_is_told_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, n
     runner = IdleRunner(is_asynchronous=is_ahead)
     core = decoding_core(runner, num_requests=2, prompt_tokens=70, num_steps=5, num_waiting=num_waiting)
     assert core._scheduler.num_running == 2
-    tell = core._tell
+    tell = core._delivery._tell
 
     def slow_tell(*arguments):
         time.sleep(0.05)
         tell(*arguments)
 
-    monkeypatch.setattr(core, "_tell", slow_tell)
+    monkeypatch.setattr(core._delivery, "_tell", slow_tell)
     core.step()
     runner.gaps_s.clear()
     for _ in range(4):

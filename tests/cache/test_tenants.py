@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tenants import _MAX_IDLE_TENANTS, Quota, Tenants
+from radixkv.cache.tenants import MAX_IDLE_TENANTS, Quota, RecentTenants, Tenants
 from radixkv.errors import OutOfBlocks, QuotaExceeded
 from radixkv.namespace import Namespace
 from tests.fakes import FakeClock, cached, lease_text, publish
@@ -92,8 +92,19 @@ def test_a_crowd_of_tenants_is_forgotten_but_not_those_that_hold_something() -> 
     tenants = Tenants({"quota": Quota(floor_blocks=1)})
     holder = tenants["holder"]
     holder.num_cached_blocks = 1
-    for number in range(_MAX_IDLE_TENANTS + 100):
+    for number in range(MAX_IDLE_TENANTS + 100):
         tenants[f"passer-by {number}"]
-    assert len(tenants.items()) <= _MAX_IDLE_TENANTS + 2
+    assert len(tenants.items()) <= MAX_IDLE_TENANTS + 2
     assert tenants["holder"] is holder
     assert "quota" in dict(tenants.items())
+
+
+def test_the_oldest_idle_tenants_are_forgotten_first() -> None:
+    recent = RecentTenants[int](is_idle=lambda value: value == 0)
+    recent.add("busy", 1)
+    for number in range(MAX_IDLE_TENANTS + 10):
+        recent.add(str(number), 0)
+    assert len(recent) == MAX_IDLE_TENANTS + 1
+    assert recent.get("busy") == 1
+    assert recent.get("0") is None
+    assert recent.pop(str(MAX_IDLE_TENANTS + 9)) == 0

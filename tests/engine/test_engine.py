@@ -84,10 +84,10 @@ def test_it_answers(engine: Engine) -> None:
 
 
 def test_probe_changes_nothing(engine: Engine) -> None:
-    before = engine.stats().result(PATIENCE_S).blocks
+    before = engine.load().result(PATIENCE_S).blocks
     probed = engine.probe(tokens(range(20)), tenant="a").result(PATIENCE_S)
     assert (probed.cached_tokens, probed.prompt_tokens, probed.miss_reason) == (0, 20, MissReason.COLD)
-    assert engine.stats().result(PATIENCE_S).blocks == before
+    assert engine.load().result(PATIENCE_S).blocks == before
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_wrong_prompt_is_refused_at_once(engine: Engine, data: bytes, error: t
         engine.prefill(PrefillParams(data))
     with pytest.raises(error, match=message):
         engine.probe(data)
-    assert engine.stats().result(PATIENCE_S).requests.failed == 0
+    assert engine.load().result(PATIENCE_S).requests.failed == 0
 
 
 def test_a_prompt_that_fills_the_whole_pool_is_served_twice(engine: Engine) -> None:
@@ -152,7 +152,7 @@ def test_cancelled_requests_count_until_their_blocks_are_back(engine: Engine, ru
 def test_a_call_that_fails_in_the_engine_fails_its_caller_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._core, "stats", lambda: 1 / 0)
+    monkeypatch.setattr(engine._core.tally, "stats", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.stats().result(PATIENCE_S)
     assert engine.prefill(params(range(8))).result(PATIENCE_S).usage.prompt_tokens == 8
@@ -164,10 +164,10 @@ def test_cancelling_during_a_step_returns_the_blocks(engine: Engine, runner: Gat
     assert runner.entered.wait(PATIENCE_S)
     assert future.cancel()
     runner.gate.set()
-    stats = engine.stats().result(PATIENCE_S)
-    while stats.requests.cancelled == 0:
-        stats = engine.stats().result(PATIENCE_S)
-    assert stats.blocks.leased == 0
+    load = engine.load().result(PATIENCE_S)
+    while load.requests.cancelled == 0:
+        load = engine.load().result(PATIENCE_S)
+    assert load.blocks.leased == 0
     engine.check().result(PATIENCE_S)
 
 
@@ -264,8 +264,8 @@ def test_a_step_that_hangs_fails_everybody_until_it_ends(runner: GatedRunner, cl
     runner.gate.set()
     wait_until(lambda: engine.is_healthy)
     assert engine.prefill(params(range(4))).result(PATIENCE_S).next_token_id == next_token(tokens(range(4)))
-    assert engine.stats().result(PATIENCE_S).blocks.leased == 0
-    assert engine.stats().result(PATIENCE_S).requests.cancelled == 2
+    assert engine.load().result(PATIENCE_S).blocks.leased == 0
+    assert engine.load().result(PATIENCE_S).requests.cancelled == 2
     engine.check().result(PATIENCE_S)
     engine.stop()
 
@@ -437,6 +437,6 @@ def test_many_threads_get_their_own_answers(engine: Engine) -> None:
         thread.join()
     assert wrong == []
     engine.check().result(PATIENCE_S)
-    stats = engine.stats().result(PATIENCE_S)
-    assert stats.requests.finished == 100
-    assert stats.blocks.leased == 0
+    load = engine.load().result(PATIENCE_S)
+    assert load.requests.finished == 100
+    assert load.blocks.leased == 0

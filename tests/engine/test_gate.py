@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.api.params import PrefillParams
 from radixkv.config import EngineConfig
-from radixkv.engine.gate import Intake
+from radixkv.engine.gate import Gate
 from radixkv.errors import QueueFull
 from radixkv.scheduling.request import Request
 from tests.fake_runner import tokens
@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 def retry_after_s(clock: FakeClock, seconds_each: float, num_ended: int) -> float:
     """What a full gate says after some requests have ended, one in every `seconds_each`."""
-    gate = Intake(EngineConfig(max_running_requests=2, max_waiting_requests=6))
+    gate = Gate(EngineConfig(max_running_requests=2, max_waiting_requests=6))
     requests = [Request(PrefillParams(tokens([1])), MODEL, Future(), 0.0) for _ in range(num_ended + 9)]
     for request in requests[:num_ended]:
         gate.enter(request, lambda: None)

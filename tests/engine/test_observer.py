@@ -45,7 +45,7 @@ class Recorder(Observer):
 
 def test_steps_are_told_with_their_prefill_and_decode_tokens() -> None:
     recorder = Recorder()
-    bench = Bench(observer=recorder)
+    bench = Bench(observers=[recorder])
     bench.generate(range(8), 3)
     bench.core.step()
     bench.submit(range(100, 105))
@@ -55,7 +55,7 @@ def test_steps_are_told_with_their_prefill_and_decode_tokens() -> None:
 
 def test_every_end_is_told_with_its_reason() -> None:
     recorder = Recorder()
-    bench = Bench(num_blocks=4, observer=recorder)
+    bench = Bench(num_blocks=4, observers=[recorder])
     bench.prefill(range(4))
     bench.submit(range(4)).cancel()
     bench.submit(range(17))
@@ -74,19 +74,19 @@ def test_every_end_is_told_with_its_reason() -> None:
 
 def test_pauses_are_told() -> None:
     recorder = Recorder()
-    bench = Bench(num_blocks=9, observer=recorder)
+    bench = Bench(num_blocks=9, observers=[recorder])
     for start in (0, 50, 100):
         bench.generate(range(start, start + 8), 16)
     bench.run()
     pauses = recorder.of("request_paused")
-    assert len(pauses) == bench.core.stats().requests.pauses > 0
+    assert len(pauses) == bench.core.tally.load().requests.pauses > 0
     assert (0,) not in pauses, "the oldest is never paused"
 
 
 def test_what_is_refused_at_once_is_told_and_nothing_else_is() -> None:
     recorder = Recorder()
     config = EngineConfig(max_running_requests=1, max_waiting_requests=1)
-    engine = Engine(FakeRunner(8, 4), PrefixCache(8, 4), config, observer=recorder)  # its thread does not run
+    engine = Engine(FakeRunner(8, 4), PrefixCache(8, 4), config, observers=[recorder])  # its thread does not run
     engine.prefill(PrefillParams(tokens(range(4))))
     with pytest.raises(PromptTooLong):
         engine.prefill(PrefillParams(tokens(range(33))))
@@ -103,14 +103,14 @@ def test_an_observer_that_raises_does_not_change_why_a_request_is_refused() -> N
         def request_refused(self, error: RadixKVError) -> None:
             raise ZeroDivisionError
 
-    engine = Engine(FakeRunner(8, 4), PrefixCache(8, 4), EngineConfig(), observer=Broken())
+    engine = Engine(FakeRunner(8, 4), PrefixCache(8, 4), EngineConfig(), observers=[Broken()])
     with pytest.raises(PromptTooLong):
         engine.prefill(PrefillParams(tokens(range(33))))
 
 
 def test_several_observers_are_told_the_same_in_order() -> None:
     recorder = Recorder()
-    bench = Bench(num_blocks=9, observer=Observers([recorder, recorder]))
+    bench = Bench(num_blocks=9, observers=[recorder, recorder])
     for start in (0, 50, 100):
         bench.generate(range(start, start + 8), 16)
     bench.runner.fail_next = RuntimeError("broken")

@@ -120,7 +120,7 @@ def test_a_step_takes_from_its_start_until_it_was_waited_for() -> None:
         def step_done(self, took_s: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
             seconds.append(took_s)
 
-    bench = Bench(observer=Stopwatch())
+    bench = Bench(observers=[Stopwatch()])
     _, diary = decoding(bench)
     for number in range(1, 5):
         bench.clock.now += number
@@ -269,7 +269,7 @@ class TestNoStepIsStartedAhead:
         diary = Diary(bench)
         futures = [bench.generate(range(start, start + 10), 20) for start in (0, 50)]
         steps = []
-        while not bench.core.stats().requests.pauses:
+        while not bench.core.tally.load().requests.pauses:
             steps.append(diary.of_next_step())
         assert steps[-1] == ["start", "wait"], "the step in which somebody was paused"
         assert steps[-2] == ["wait"], "the step before, after which there was no block for both"
@@ -281,7 +281,7 @@ class TestNoStepIsStartedAhead:
         bench = Bench(num_blocks=12, max_step_tokens=8)
         diary = Diary(bench)
         futures = [bench.generate(range(start, start + 10), 24, read_cache=False) for start in (0, 50)]
-        while not bench.core.stats().requests.pauses:
+        while not bench.core.tally.load().requests.pauses:
             bench.core.step()
         while not futures[0].done():
             bench.core.step()
@@ -338,7 +338,7 @@ class TestAllPlacesAreTaken:
         assert diary.of_next_step() == ["wait"]
         assert diary.of_next_step() == ["start", "wait"]
         assert other.done()
-        assert bench.core.stats().requests.pauses == 1
+        assert bench.core.tally.load().requests.pauses == 1
 
 
 @pytest.mark.parametrize("fails_at", ["start", "wait"])
@@ -396,7 +396,7 @@ def test_a_caller_that_fails_beside_a_step_that_fails_is_forgotten() -> None:
     future = bench.generate(PROMPT, 9, on_tokens=fail)
     bench.run()
     assert isinstance(future.exception(0), StepFailed)
-    assert not bench.core._departures.is_any_due(bench.clock.now)
+    assert not bench.core._early_ends.is_any_due(bench.clock.now)
 
 
 def test_a_device_that_is_full_when_a_step_is_started_has_its_memory_back() -> None:

@@ -172,7 +172,7 @@ def test_who_leads_others_is_as_urgent_as_they_are() -> None:
     bench.core.step()
     shorter, follower = bench.submit([7000] * 300), bench.submit([*system, 1, 2])
     bench.core.step()
-    assert bench.core.stats().requests.following == 1
+    assert bench.core.tally.load().requests.following == 1
     bench.core.step()
     bench.core.step()
     assert follower.done()
@@ -226,7 +226,7 @@ def test_nobody_starves(seed: int) -> None:
         bench.core.step()
         num_steps += 1
         assert num_steps < 400
-    assert bench.core.stats().requests.waiting > 20, "there was more than could be served"
+    assert bench.core.tally.load().requests.waiting > 20, "there was more than could be served"
 
 
 @pytest.mark.parametrize("num_names", [100, 100_000], ids=["tenants come back", "tenants are always new"])
@@ -252,7 +252,7 @@ def test_a_tenant_with_all_slots_gives_one_to_a_tenant_with_none() -> None:
     bench.core.step()
     bench.core.step()
     assert other.done()
-    assert bench.core.stats().requests.pauses == 1
+    assert bench.core.tally.load().requests.pauses == 1
     bench.run()
     assert all(len(future.result(0).token_ids) == 100 for future in greedy)
 
@@ -268,7 +268,7 @@ def test_a_place_is_left_for_a_tenant_that_has_none() -> None:
     for _ in range(3):
         bench.core.step()
     assert {request.params.tenant for request in bench.core._scheduler.running} == {"greedy", "other"}
-    assert bench.core.stats().requests.pauses == 0
+    assert bench.core.tally.load().requests.pauses == 0
 
 
 def test_tenants_share_the_tokens_of_decoding_requests_too() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from concurrent.futures import Future
@@ -156,15 +155,28 @@ class FakeEngine:
     def load(self) -> Future:
         future = Future()
         if not self.is_hanging:
-            stats = self.stats().result()
-            names = [field.name for field in dataclasses.fields(EngineLoad)]
-            future.set_result(EngineLoad(**{name: getattr(stats, name) for name in names}))
+            future.set_result(self._load())
         return future
 
     def stats(self) -> Future:
         future = Future()
         stats = EngineStats(
+            load=self._load(),
             uptime_s=1.5,
+            tokens=TokenStats(prompt=100, cached=60, computed=40, written=30, generated=20, recomputed=10),
+            segments=11,
+            block_bytes=4096,
+            kv_dtype="int8",
+            tenants=(
+                TenantStats("a", 3, 2, 1, 4, 60, 40, 2, 0, None),
+                TenantStats("b", 0, 0, 0, 0, 0, 0, 0, 5, 9),
+            ),
+        )
+        future.set_result(stats)
+        return future
+
+    def _load(self) -> EngineLoad:
+        return EngineLoad(
             blocks=BlockStats(total=10, free=5, leased=2, published=3, pinned=1, retained=2, retainable=4),
             requests=RequestStats(
                 waiting=0,
@@ -176,20 +188,10 @@ class FakeEngine:
                 cancelled=9,
                 pauses=2,
             ),
-            tokens=TokenStats(prompt=100, cached=60, computed=40, written=30, generated=20, recomputed=10),
             namespaces=len(self._prompts),
-            segments=11,
             held_leases=len(self._leases),
             evicted_blocks=2**53 + 1,
-            block_bytes=4096,
-            kv_dtype="int8",
-            tenants=(
-                TenantStats("a", 3, 2, 1, 4, 60, 40, 2, 0, None),
-                TenantStats("b", 0, 0, 0, 0, 0, 0, 0, 5, 9),
-            ),
         )
-        future.set_result(stats)
-        return future
 
     def start(self) -> None:
         self.is_started = True

@@ -49,23 +49,23 @@ def test_every_gauge_has_the_value_of_stats(engine: Engine) -> None:
     for start in (0, 50, 100, 150):
         engine.prefill(PrefillParams(tokens(range(start, start + 40)), tenant=str(start))).result(PATIENCE_S)
     engine.prefill(PrefillParams(tokens(range(150, 180)), tenant="150", hold_lease=True)).result(PATIENCE_S)
-    stats = engine.stats().result(PATIENCE_S)
-    assert (stats.blocks.pinned, stats.held_leases, stats.evicted_blocks) == (10, 1, 9)
+    load = engine.load().result(PATIENCE_S)
+    assert (load.blocks.pinned, load.held_leases, load.evicted_blocks) == (10, 1, 9)
     assert scrape(engine) == {
         "radixkv_up": 1,
         "radixkv_healthy": 1,
-        "radixkv_blocks.free": stats.blocks.free,
-        "radixkv_blocks.leased": stats.blocks.leased,
-        "radixkv_blocks.published": stats.blocks.published,
-        "radixkv_pinned_blocks": stats.blocks.pinned,
-        "radixkv_retained_blocks": stats.blocks.retained,
-        "radixkv_evicted_blocks_total": stats.evicted_blocks,
+        "radixkv_blocks.free": load.blocks.free,
+        "radixkv_blocks.leased": load.blocks.leased,
+        "radixkv_blocks.published": load.blocks.published,
+        "radixkv_pinned_blocks": load.blocks.pinned,
+        "radixkv_retained_blocks": load.blocks.retained,
+        "radixkv_evicted_blocks_total": load.evicted_blocks,
         "radixkv_unfinished_requests.waiting": 0,
         "radixkv_unfinished_requests.running": 0,
         "radixkv_unfinished_requests.following": 0,
         "radixkv_paused_requests": 0,
         "radixkv_held_leases": 1,
-        "radixkv_namespaces": stats.namespaces,
+        "radixkv_namespaces": load.namespaces,
     }
 
 

@@ -44,7 +44,7 @@ def ended_request(num_generated: int = 0, **fields: object) -> Request:
 
 def test_requests_are_counted_by_kind_and_outcome() -> None:
     metrics = Metrics()
-    bench = Bench(observer=metrics)
+    bench = Bench(observers=[metrics])
     bench.prefill(range(8))
     bench.prefill(range(8))
     bench.generate(range(8), 3)
@@ -80,7 +80,7 @@ def test_refusals_are_counted_by_error() -> None:
 
 def test_miss_reasons_of_finished_requests_add_up() -> None:
     metrics = Metrics()
-    bench = Bench(observer=metrics)
+    bench = Bench(observers=[metrics])
     bench.prefill(range(8))
     bench.prefill(range(8))
     bench.prefill([0, 1, 98, 99])
@@ -100,15 +100,15 @@ def test_miss_reasons_of_finished_requests_add_up() -> None:
 
 def test_tokens_by_tenant_are_those_of_stats() -> None:
     metrics = Metrics()
-    bench = Bench(num_blocks=9, observer=metrics)
+    bench = Bench(num_blocks=9, observers=[metrics])
     for start in (0, 50, 100):
         bench.generate(range(start, start + 8), 16, tenant="acme")
     bench.run()
     bench.prefill(range(8), tenant="acme")
-    stats = bench.core.stats()
+    stats = bench.core.tally.stats()
     assert token_counts(metrics, "acme") == tuple(getattr(stats.tokens, kind) for kind in TOKEN_KINDS)
     assert stats.tokens.recomputed > 0
-    assert value(metrics, "request_pauses_total") == stats.requests.pauses > 0
+    assert value(metrics, "request_pauses_total") == stats.load.requests.pauses > 0
 
 
 def test_tokens_of_requests_that_did_not_finish_are_not_counted() -> None:
@@ -190,7 +190,7 @@ def test_steps_are_timed_and_sized_by_phase() -> None:
 
 def test_the_tokens_of_all_steps_are_those_that_were_computed() -> None:
     metrics = Metrics()
-    bench = Bench(num_blocks=9, observer=metrics)
+    bench = Bench(num_blocks=9, observers=[metrics])
     for start in (0, 50, 100):
         bench.generate(range(start, start + 8), 16)
     bench.run()

@@ -130,7 +130,7 @@ def test_what_was_never_looked_up_is_not_said(exported: Exported) -> None:
 
 
 def test_names_that_callers_choose_and_tokens_stay_out(exported: Exported) -> None:
-    bench = Bench(observer=exported.tracing)
+    bench = Bench(observers=[exported.tracing])
     bench.prefill([251, 252, 253], tenant="secret-tenant", adapter="secret-adapter", salt="secret-salt")
     said = " ".join(span.to_json() for span in exported.spans)
     assert "secret" not in said
@@ -138,7 +138,7 @@ def test_names_that_callers_choose_and_tokens_stay_out(exported: Exported) -> No
 
 
 def test_the_callers_span_is_the_parent(exported: Exported) -> None:
-    bench = Bench(observer=exported.tracing)
+    bench = Bench(observers=[exported.tracing])
     bench.prefill(range(8), traceparent=SAMPLED)
     for span in exported.spans:
         assert span.context is not None
@@ -149,14 +149,14 @@ def test_the_callers_span_is_the_parent(exported: Exported) -> None:
 
 
 def test_what_the_caller_does_not_sample_is_not_recorded(exported: Exported) -> None:
-    bench = Bench(observer=exported.tracing)
+    bench = Bench(observers=[exported.tracing])
     bench.prefill(range(8), traceparent=UNSAMPLED)
     assert exported.spans == ()
 
 
 @pytest.mark.parametrize("traceparent", ["", "nonsense", f"00-{'0' * 32}-{SPAN_ID}-01", "00-" + "x" * 10_000])
 def test_without_a_valid_parent_a_request_is_a_trace_of_its_own(exported: Exported, traceparent: str) -> None:
-    bench = Bench(observer=exported.tracing)
+    bench = Bench(observers=[exported.tracing])
     bench.prefill(range(8), traceparent=traceparent)
     assert [span.name for span in exported.spans] == ["queue", "prefill", "Prefill"]
     assert exported.spans[-1].parent is None
@@ -164,7 +164,7 @@ def test_without_a_valid_parent_a_request_is_a_trace_of_its_own(exported: Export
 
 def test_a_sampler_decides_for_requests_without_a_parent() -> None:
     exported = Exported(ParentBased(ALWAYS_OFF))
-    bench = Bench(observer=exported.tracing)
+    bench = Bench(observers=[exported.tracing])
     bench.prefill(range(8))
     bench.prefill(range(8), traceparent=SAMPLED)
     assert len(exported.spans) == 3
@@ -175,7 +175,7 @@ def test_a_tracer_that_raises_does_not_stop_the_engine(caplog: pytest.LogCapture
         def start_span(self, *arguments: object, **options: object) -> None:
             raise RuntimeError("broken sampler")
 
-    bench = Bench(observer=Tracing(Broken()))
+    bench = Bench(observers=[Tracing(Broken())])
     assert bench.prefill(range(8)).usage.computed_tokens == 8
     assert "a request could not be traced" in caplog.text
 

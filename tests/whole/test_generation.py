@@ -126,12 +126,13 @@ class TestPressure:
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         bench.run()
         assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
-        stats = bench.core.stats()
-        assert stats.requests.pauses > 0
-        assert stats.requests.paused == 0
+        requests = bench.core.tally.load().requests
+        assert requests.pauses > 0
+        assert requests.paused == 0
         assert futures[0].result(0).usage.recomputed_tokens == 0, "the oldest is never paused"
-        assert stats.tokens.recomputed == sum(f.result(0).usage.recomputed_tokens for f in futures)
-        assert stats.tokens.recomputed == bench.runner.computed_tokens - 3 * (8 + 15)
+        recomputed_tokens = bench.core.tally.stats().tokens.recomputed
+        assert recomputed_tokens == sum(f.result(0).usage.recomputed_tokens for f in futures)
+        assert recomputed_tokens == bench.runner.computed_tokens - 3 * (8 + 15)
 
     def test_what_a_paused_request_published_is_reused_when_it_resumes(self) -> None:
         bench = Bench(num_blocks=12)
@@ -166,7 +167,7 @@ class TestPressure:
         futures = [bench.generate(range(start, start + 8), 16, tenant="acme") for start in (0, 50)]
         bench.run()
         assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50)]
-        assert bench.core.stats().requests.pauses > 0
+        assert bench.core.tally.load().requests.pauses > 0
         assert other.result(0).usage.recomputed_tokens == 0
 
     def test_a_generation_at_its_ceiling_is_not_paused_for_every_token(self) -> None:
@@ -175,7 +176,7 @@ class TestPressure:
         bench.run()
         assert generated(future) == continuation(range(6), 11)
         usage = future.result(0).usage
-        assert bench.core.stats().requests.pauses <= 1
+        assert bench.core.tally.load().requests.pauses <= 1
         assert usage.recomputed_tokens <= BLOCK_SIZE
         assert usage.written_tokens <= 6 + 10 + BLOCK_SIZE
 
@@ -185,9 +186,9 @@ class TestPressure:
         bench.core.step()
         second = bench.generate(range(50, 62), 8)  # there are three blocks for it, and none would be left for the first
         bench.core.step()
-        assert bench.core.stats().requests.running == 1
+        assert bench.core.tally.load().requests.running == 1
         bench.run()
-        assert bench.core.stats().requests.pauses == 0
+        assert bench.core.tally.load().requests.pauses == 0
         assert generated(first) == continuation(range(12), 12)
         assert generated(second) == continuation(range(50, 62), 8)
 
@@ -219,7 +220,7 @@ class TestPressure:
         assert not held.done(), "it would keep its blocks"
         bench.run()
         assert [generated(f) for f in running] == [continuation(range(start, start + 5), 6) for start in (0, 50)]
-        assert bench.core.stats().requests.pauses == 0
+        assert bench.core.tally.load().requests.pauses == 0
 
     def test_a_resumed_request_leads_nobody_once_it_decodes(self) -> None:
         bench = Bench()
@@ -227,7 +228,7 @@ class TestPressure:
         future = bench.generate(range(8), 40)
         for _ in range(9):
             bench.core.step()
-        bench.core._pause(*bench.core._scheduler.running)  # all but its last token is published
+        bench.core._growth._pause(*bench.core._scheduler.running)  # all but its last token is published
         bench.core.step()
         assert not bench.core._flights._leads
         bench.run()
@@ -239,17 +240,17 @@ class TestPressure:
         futures = [bench.generate(range(start, start + 8), 16, **options) for start in (0, 50, 100)]
         bench.run()
         assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
-        assert bench.core.stats().tokens.recomputed > 0
+        assert bench.core.tally.stats().tokens.recomputed > 0
 
     def test_a_purge_while_it_waits_again_changes_nothing_but_what_it_publishes(self) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
-        while not bench.core.stats().requests.paused:
+        while not bench.core.tally.load().requests.paused:
             bench.core.step()
         bench.core.purge(tenant="", adapter=None, salt=None)
         bench.run()
         assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
-        assert bench.core.stats().blocks.published == 0
+        assert bench.core.tally.load().blocks.published == 0
 
     def test_who_would_be_paused_at_once_is_not_admitted(self) -> None:
         """There is room for what comes, but what it reuses is then no room for what runs."""
@@ -263,8 +264,8 @@ class TestPressure:
         bench.run()
         assert generated(running) == continuation(range(8), 8)
         assert generated(coming) == continuation(range(100, 120), 4)
-        assert bench.core.stats().requests.pauses == 0
-        (tenant,) = bench.core.stats().tenants
+        assert bench.core.tally.load().requests.pauses == 0
+        (tenant,) = bench.core.tally.stats().tenants
         assert (tenant.hit_tokens, tenant.miss_tokens) == (16, 16 + 8 + 4), "what waits has reused nothing yet"
 
     def test_a_long_path_does_not_keep_out_who_reuses_its_beginning(self) -> None:
@@ -289,18 +290,18 @@ class TestWaysOut:
         future.cancel()
         bench.run()
         assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
-        assert bench.core.stats().requests.cancelled == 1
+        assert bench.core.tally.load().requests.cancelled == 1
         assert bench.prefill([*range(10), *continuation(range(10), 7), 0]).usage.cached_tokens == 16
 
     def test_one_that_is_paused_can_be_cancelled(self) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
-        while not bench.core.stats().requests.paused:
+        while not bench.core.tally.load().requests.paused:
             bench.core.step()
         (paused,) = (request for request in bench.core._scheduler.idle_requests() if request.is_paused)
         paused.future.cancel()
         bench.run()
-        assert bench.core.stats().requests.cancelled == 1
+        assert bench.core.tally.load().requests.cancelled == 1
         assert sum(future.cancelled() for future in futures) == 1
         assert bench.cache.pool.num_leased == 0
 
@@ -312,10 +313,10 @@ class TestWaysOut:
         bench.core.step()
         follower = bench.generate([*range(100), 97], 4)
         bench.core.step()
-        assert bench.core.stats().requests.following == 1
+        assert bench.core.tally.load().requests.following == 1
         follower.cancel()
         bench.run()
-        assert bench.core.stats().requests.cancelled == 1
+        assert bench.core.tally.load().requests.cancelled == 1
         assert leader.done()
         assert not bench.core._flights._waits
         assert bench.cache.pool.num_leased == 0
@@ -385,9 +386,9 @@ def test_a_cached_prefix_that_would_be_pinned_is_not_counted_as_room() -> None:
     bench.core.step()
     big = bench.submit([*range(16), *range(100, 116)])  # four blocks are free and four cached: it would take all eight
     bench.core.step()
-    assert bench.core.stats().requests.running == 1
+    assert bench.core.tally.load().requests.running == 1
     bench.run()
-    assert bench.core.stats().requests.pauses == 0
+    assert bench.core.tally.load().requests.pauses == 0
     assert growing.done()
     assert big.done()
 

@@ -14,20 +14,22 @@ from radixkv.cache.ledger import Ledger
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Launch
-from radixkv.engine import sampler as prediction
-from radixkv.engine import step
-from radixkv.engine import steps_ahead as lookahead
+from radixkv.engine import sampler, step, steps_ahead
 from radixkv.engine.core import EngineCore
+from radixkv.engine.delivery import Delivery
+from radixkv.engine.endings import Endings
+from radixkv.engine.growth import Growth
 from radixkv.engine.sampler import Prediction
 from radixkv.engine.step import Computed, NextStep, Step
 from radixkv.engine.step_budget import StepBudget
-from radixkv.engine.steps_ahead import Lookahead
+from radixkv.engine.steps_ahead import StepsAhead
 from radixkv.errors import RadixKVError, StepFailed
 from radixkv.namespace import Namespace
 from radixkv.scheduling.admission import Admission, Admitter
 from radixkv.scheduling.request import Outcome, Request
-from radixkv.scheduling.scheduler import Scheduler, Slice
+from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.single_flight import SingleFlight
+from radixkv.scheduling.step_plan import Slice
 from tests.engine.simulation.simulated_model import SimulatedRunner
 
 Breaks = Callable[[pytest.MonkeyPatch], None]
@@ -38,7 +40,7 @@ def publishes_before_the_step(patch: pytest.MonkeyPatch) -> None:
 
     def publish_and_wait(core: EngineCore, under_way: Step) -> list[Computed]:
         for part in under_way.slices:
-            core._commit(part.request, part.end)
+            core._delivery._commit(part.request, part.end)
         return wait_for(core, under_way)
 
     patch.setattr(EngineCore, "_wait_for", publish_and_wait)
@@ -46,12 +48,12 @@ def publishes_before_the_step(patch: pytest.MonkeyPatch) -> None:
 
 def starts_ahead_what_has_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        lookahead, "_decodes_on", lambda request, num_coming=0: request.generation is not None and request.is_decoding
+        steps_ahead, "_decodes_on", lambda request, num_coming=0: request.generation is not None and request.is_decoding
     )
 
 
 def starts_ahead_whatever_has_come(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Lookahead, "may_start", lambda _, next_step, computed: bool(computed))
+    patch.setattr(StepsAhead, "may_start", lambda _, next_step, computed: bool(computed))
 
 
 def starts_two_steps_ahead(patch: pytest.MonkeyPatch) -> None:
@@ -106,14 +108,14 @@ def makes_copies_again_and_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def leads_while_it_is_paused(patch: pytest.MonkeyPatch) -> None:
-    pause, leave = EngineCore._pause, SingleFlight.leave
+    pause, leave = Growth._pause, SingleFlight.leave
 
-    def pause_and_lead(core: EngineCore, request: Request) -> None:
+    def pause_and_lead(growth: Growth, request: Request) -> None:
         patch.setattr(SingleFlight, "leave", lambda *_: [])
-        pause(core, request)
+        pause(growth, request)
         patch.setattr(SingleFlight, "leave", leave)
 
-    patch.setattr(EngineCore, "_pause", pause_and_lead)
+    patch.setattr(Growth, "_pause", pause_and_lead)
 
 
 def ends_who_is_cancelled_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
@@ -122,7 +124,9 @@ def ends_who_is_cancelled_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
     def submit_and_listen(core: EngineCore, request: Request) -> None:
         submit(core, request)
         request.future.add_done_callback(
-            lambda future: core._end(request, Outcome.CANCELLED) if future.cancelled() and not request.is_over else None
+            lambda future: (
+                core._endings.end(request, Outcome.CANCELLED) if future.cancelled() and not request.is_over else None
+            )
         )
 
     patch.setattr(EngineCore, "submit", submit_and_listen)
@@ -169,15 +173,15 @@ def believes_what_is_not_finite(patch: pytest.MonkeyPatch) -> None:
 
 
 def tells_nobody_that_a_step_failed(patch: pytest.MonkeyPatch) -> None:
-    fail = EngineCore._fail
+    fail = Endings.fail
 
-    def fail_silently(core: EngineCore, request: Request, error: RadixKVError) -> None:
+    def fail_silently(endings: Endings, request: Request, error: RadixKVError) -> None:
         if isinstance(error, StepFailed):
-            core._end(request, Outcome.FAILED, error)
+            endings.end(request, Outcome.FAILED, error)
         else:
-            fail(core, request, error)
+            fail(endings, request, error)
 
-    patch.setattr(EngineCore, "_fail", fail_silently)
+    patch.setattr(Endings, "fail", fail_silently)
 
 
 def shares_between_salts(patch: pytest.MonkeyPatch) -> None:
@@ -195,10 +199,10 @@ def draws_by_the_place_in_the_batch(patch: pytest.MonkeyPatch) -> None:
     predict = step.predict
 
     def predict_by_place(logits: Any, most_likely: list[int], requests: list[Request]) -> list[Prediction]:
-        draw = prediction.draw
-        patch.setattr(prediction, "draw", lambda row, sampling, position: draw(row, sampling, position + len(requests)))
+        draw = sampler.draw
+        patch.setattr(sampler, "draw", lambda row, sampling, position: draw(row, sampling, position + len(requests)))
         predictions = predict(logits, most_likely, requests)
-        patch.setattr(prediction, "draw", draw)
+        patch.setattr(sampler, "draw", draw)
         return predictions
 
     patch.setattr(step, "predict", predict_by_place)
@@ -233,14 +237,14 @@ def goes_on_in_a_published_block(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_the_blocks_of_who_failed(patch: pytest.MonkeyPatch) -> None:
-    end = EngineCore._end
+    end = Endings.end
 
-    def end_and_keep(core: EngineCore, request: Request, outcome: Outcome, error: RadixKVError | None = None) -> None:
+    def end_and_keep(endings: Endings, request: Request, outcome: Outcome, error: RadixKVError | None = None) -> None:
         if outcome is Outcome.FAILED:
             request.lease = None
-        end(core, request, outcome, error)
+        end(endings, request, outcome, error)
 
-    patch.setattr(EngineCore, "_end", end_and_keep)
+    patch.setattr(Endings, "end", end_and_keep)
 
 
 def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
@@ -256,26 +260,26 @@ def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
 
 
 def tells_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
-    advance = EngineCore._advance
+    advance = Delivery._advance
 
-    def advance_and_tell(core: EngineCore, computed: Computed) -> None:
-        advance(core, computed)
+    def advance_and_tell(delivery: Delivery, computed: Computed) -> None:
+        advance(delivery, computed)
         request = computed.part.request
         if request.generation is not None and request.generation.finish_reason is not None:
             request.generation.on_tokens(GeneratedTokens(tuple(request.generation.token_ids[-1:]), request.usage))
 
-    patch.setattr(EngineCore, "_advance", advance_and_tell)
+    patch.setattr(Delivery, "_advance", advance_and_tell)
 
 
 def knows_no_deadline(patch: pytest.MonkeyPatch) -> None:
-    answer = EngineCore._answer
+    answer = Delivery._answer
 
-    def answer_late(core: EngineCore, request: Request, make: Any) -> None:
-        clock, core._clock = core._clock, lambda: request.received_s
-        answer(core, request, make)
-        core._clock = clock
+    def answer_late(delivery: Delivery, request: Request, make: Any) -> None:
+        clock, delivery._clock = delivery._clock, lambda: request.received_s
+        answer(delivery, request, make)
+        delivery._clock = clock
 
-    patch.setattr(EngineCore, "_answer", answer_late)
+    patch.setattr(Delivery, "_answer", answer_late)
 
 
 def admits_nobody_after_a_refusal(patch: pytest.MonkeyPatch) -> None:

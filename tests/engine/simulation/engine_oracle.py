@@ -242,7 +242,7 @@ class EngineOracle(Observer):
             assert asked.num_ends == 1
         flights, queues = core._flights, core._scheduler._queues
         left = [flights._waits, flights._leads, flights._followers, flights._leaders, flights._first_blocks]
-        left += [queues._open, core._departures._deadlines, core._departures._failed]
+        left += [queues._open, core._early_ends._deadlines, core._early_ends._failed]
         assert [len(each) for each in left] == [0] * len(left)
         assert core._scheduler._blocked is None
         assert len(core.held_leases) == 0
@@ -256,13 +256,13 @@ class EngineOracle(Observer):
         assert self._cache.pool.num_free == world.num_blocks
 
     def _verify_stats(self) -> None:
-        stats = self.core.stats()
+        stats = self.core.tally.stats()
         self.events["steps"] = self._runner.num_steps
         self.events["copies"] = self._runner.num_copies
         self.events["steps ahead"] = self._runner.num_ahead
         self.events["steps prepared in vain"] = self._runner.num_prepared - self._runner.num_ahead
-        self.events["evicted blocks"] = stats.evicted_blocks
-        requests = stats.requests
+        self.events["evicted blocks"] = stats.load.evicted_blocks
+        requests = stats.load.requests
         assert (requests.waiting, requests.running, requests.following, requests.paused) == (0, 0, 0, 0)
         assert requests.finished + requests.failed + requests.cancelled == len(self._asked)
         assert requests.finished == self.events["answered"]

@@ -64,7 +64,7 @@ class SimulatedEngine:
             config,
             clock=self.clock,
             on_end=self.oracle.ended,
-            observer=self.oracle,
+            observers=[self.oracle],
             weights=dict(world.weights),
         )
         self._timed = sorted(

@@ -40,14 +40,14 @@ def test_without_a_port_nothing_is_served_and_nothing_observed():
     quiet = telemetry()
     threads = set(threading.enumerate())
     with quiet.serving(FakeEngine()) as address:
-        assert (quiet.observer, address) == (None, None)
+        assert (quiet.observers, address) == ([], None)
         assert set(threading.enumerate()) <= threads
 
 
 def test_a_scrape_finds_what_was_counted_and_what_the_engine_holds():
     watching = telemetry("server.metrics_port=0")
     with watching.serving(FakeEngine()) as address:
-        watching.observer.step_done(0.25, 3, 100, 2)
+        watching.observers[0].step_done(0.25, 3, 100, 2)
         samples = scrape(address)
     assert samples["radixkv_step_seconds_sum"] == 0.25
     assert samples["radixkv_evicted_blocks_total"] == 2**53
@@ -90,10 +90,11 @@ def test_requests_are_traced_where_opentelemetry_is_set_up(monkeypatch):
     provider = TracerProvider()
     exporter = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    assert telemetry().observer is None, "it is installed, and nobody set it up"
+    assert telemetry().observers == [], "it is installed, and nobody set it up"
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     for settings in ([], ["server.metrics_port=0"]):
-        telemetry(*settings).observer.request_ended(ended_request(), Outcome.CANCELLED, None, 101.0)
+        for observer in telemetry(*settings).observers:
+            observer.request_ended(ended_request(), Outcome.CANCELLED, None, 101.0)
     spans = exporter.get_finished_spans()
     assert [span.name for span in spans] == ["queue", "Prefill"] * 2
     assert spans[0].instrumentation_scope.name == "radixkv"
@@ -101,7 +102,7 @@ def test_requests_are_traced_where_opentelemetry_is_set_up(monkeypatch):
 
 def test_nothing_is_traced_where_opentelemetry_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    assert telemetry().observer is None
+    assert telemetry().observers == []
 
 
 def test_an_ipv6_address_is_bound():

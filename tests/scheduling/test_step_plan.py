@@ -1,0 +1,192 @@
+"""One step's plan, without a scheduler, a cache or an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import Future
+from typing import cast
+
+import pytest
+
+from radixkv.api.params import PrefillParams
+from radixkv.namespace import Namespace
+from radixkv.scheduling.admission import Admission, Admitter
+from radixkv.scheduling.request import Request
+from radixkv.scheduling.step_plan import Slice, StepPlan
+from radixkv.scheduling.tenant_queue import TenantQueues
+from tests.fake_runner import tokens
+
+
+class FakeAdmitter:
+    """Admits every request but those it was told to treat otherwise.
+
+    Attributes:
+        outcomes: what becomes of a request, if it is not admitted.
+        cached_tokens: what a look finds.
+        tried: the requests that asked for blocks, in order.
+    """
+
+    def __init__(self) -> None:
+        self.outcomes: dict[Request, Admission] = {}
+        self.cached_tokens: dict[Request, int] = {}
+        self.tried: list[Request] = []
+        self.num_looks = 0
+
+    def look(self, request: Request) -> int:
+        self.num_looks += 1
+        return self.cached_tokens.get(request, 0)
+
+    def urgent_tokens(self, request: Request) -> int:
+        return request.num_left
+
+    def admit(
+        self, request: Request, cached_tokens: int | None, running: Collection[Request], *, is_passing: bool
+    ) -> Admission:
+        self.tried.append(request)
+        request.computed_upto = cached_tokens or 0
+        return self.outcomes.get(request, Admission.ADMITTED)
+
+
+class Desk:
+    """The queues and the running requests between steps, and an admitter."""
+
+    def __init__(self, max_tokens: int = 16, max_running_requests: int = 8, **weights: float) -> None:
+        self.queues = TenantQueues(weights)
+        self.running: dict[Request, None] = {}
+        self.blocked: Request | None = None
+        self.admitter = FakeAdmitter()
+        self._max_tokens = max_tokens
+        self._max_running_requests = max_running_requests
+
+    def wait(self, num_tokens: int, tenant: str = "") -> Request:
+        """Add a waiting request."""
+        request = Request(PrefillParams(tokens([7] * num_tokens), tenant), Namespace("", tenant), Future(), 0.0)
+        request.arrival = sum(len(queue.requests()) for queue in self.queues)
+        self.queues.open(tenant).waiting.add(request)
+        return request
+
+    def run(self, num_tokens: int, computed_upto: int, tenant: str = "") -> Request:
+        """Add a running request; one that has one token left decodes."""
+        request = self.wait(num_tokens, tenant)
+        queue = self.queues[tenant]
+        queue.waiting.remove(request)
+        queue.running.add(request)
+        self.running[request] = None
+        request.computed_upto = computed_upto
+        request.prefilled_s = 0.0 if request.num_left == 1 else None
+        return request
+
+    def plan(self) -> list[Slice]:
+        """Plan a step."""
+        plan = StepPlan(
+            self.queues,
+            self.running,
+            self.blocked,
+            cast("Admitter", self.admitter),
+            self._max_tokens,
+            self._max_running_requests,
+        )
+        slices = plan.make_slices()
+        self.blocked = plan.blocked
+        return slices
+
+
+def test_decoding_requests_come_first_and_prompts_get_the_rest() -> None:
+    desk = Desk(max_tokens=16)
+    decoding, waiting = desk.run(9, 8), desk.wait(20)
+    assert desk.plan() == [Slice(decoding, 8, 9), Slice(waiting, 0, 15)]
+    assert list(desk.running) == [decoding, waiting]
+    assert desk.queues[""].served == 16
+
+
+def test_a_step_has_no_more_tokens_than_its_budget() -> None:
+    desk = Desk(max_tokens=3)
+    decoding = [desk.run(9, 8) for _ in range(5)]
+    assert [part.request for part in desk.plan()] == decoding[:3]
+    assert list(desk.running) == [*decoding[3:], *decoding[:3]], "the others are the next"
+
+
+def test_tokens_that_prompts_do_not_need_go_to_decoding_requests() -> None:
+    desk = Desk(max_tokens=8)
+    decoding, short = [desk.run(9, 8) for _ in range(6)], desk.wait(2)
+    assert {part.request for part in desk.plan()} == {*decoding, short}
+
+
+def test_tenants_are_charged_by_weight() -> None:
+    desk = Desk(max_tokens=256, a=3.0)
+    for tenant in "ab":
+        desk.wait(1000, tenant)
+    assert {part.request.tenant: part.end for part in desk.plan()} == {"a": 192, "b": 64}
+    assert desk.queues["a"].served == desk.queues["b"].served == 64
+
+
+def test_the_longest_cached_prefix_is_admitted_first() -> None:
+    desk = Desk(max_tokens=10)
+    first, hit = desk.wait(10), desk.wait(10)
+    desk.admitter.cached_tokens[hit] = 8
+    assert desk.plan() == [Slice(hit, 8, 10), Slice(first, 0, 8)]
+    assert desk.queues[""].num_passed_over == 0, "the first one came in as well"
+
+
+def test_nobody_is_looked_at_while_all_fit() -> None:
+    desk = Desk(max_tokens=100)
+    requests = [desk.wait(10) for _ in range(4)]
+    assert [part.request for part in desk.plan()] == requests
+    assert desk.admitter.num_looks == 0
+
+
+def test_a_request_without_blocks_keeps_others_from_being_admitted_in_later_steps_too() -> None:
+    desk = Desk(max_tokens=16)
+    blocked, other = desk.wait(20), desk.wait(20)
+    desk.admitter.outcomes[blocked] = Admission.NO_ROOM
+    for _ in range(2):
+        assert desk.plan() == []
+        assert desk.blocked is blocked
+    assert desk.admitter.tried == [blocked, blocked]
+    desk.admitter.outcomes.clear()
+    assert desk.plan() == [Slice(blocked, 0, 16)]
+    assert desk.blocked is None
+    assert other in desk.queues[""].waiting
+
+
+def test_a_short_prefill_passes_a_request_that_waits_for_blocks() -> None:
+    desk = Desk(max_tokens=16)
+    blocked, short = desk.wait(20), desk.wait(5)
+    desk.admitter.outcomes[blocked] = Admission.NO_ROOM
+    assert desk.plan() == [Slice(short, 0, 5)]
+    assert desk.blocked is blocked
+
+
+@pytest.mark.parametrize("outcome", [Admission.FOLLOWS, Admission.ENDED])
+def test_a_request_that_is_not_admitted_holds_up_nobody(outcome: Admission) -> None:
+    desk = Desk(max_tokens=100)
+    aside, other = desk.wait(10), desk.wait(10)
+    desk.admitter.outcomes[aside] = outcome
+    if outcome is Admission.ENDED:  # the admitter's `refuse` has removed it
+        admit = desk.admitter.admit
+
+        def admit_or_remove(request: Request, *args: object, **options: object) -> Admission:
+            if request is aside:
+                desk.queues[""].remove(aside)
+            return admit(request, *args, **options)  # type: ignore[arg-type]
+
+        desk.admitter.admit = admit_or_remove  # type: ignore[method-assign]
+    assert [part.request for part in desk.plan()] == [other]
+    assert (aside in desk.queues[""].following) == (outcome is Admission.FOLLOWS)
+
+
+def test_a_tenant_over_its_quota_holds_up_its_own_requests_alone() -> None:
+    desk = Desk(max_tokens=200)
+    over, own, other = desk.wait(150, "a"), desk.wait(150, "a"), desk.wait(10, "b")
+    desk.admitter.outcomes[over] = Admission.OVER_QUOTA
+    assert [part.request for part in desk.plan()] == [other]
+    assert desk.blocked is None
+    assert own in desk.queues["a"].waiting
+
+
+def test_a_place_is_left_for_a_tenant_that_has_none() -> None:
+    desk = Desk(max_tokens=100, max_running_requests=2)
+    desk.run(9, 8, "a")
+    mine, other = desk.wait(10, "a"), desk.wait(10, "b")
+    assert other in {part.request for part in desk.plan()}
+    assert mine in desk.queues["a"].waiting
