@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from radixkv.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig, TenantConfig
 
 from .house import ROOT
 
@@ -20,6 +24,15 @@ WITHOUT_PAGE = {Path("radixkv/v1")}  # generated
 SOURCE = re.compile(r"^(?:radixkv|kernels|service|bench|tests|docs|proto)/[\w./]+$")
 COMMAND = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]\w*)+)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+NAME = re.compile(r"^([A-Z][a-z]+\w*)(?:\.(\w+))?(?:\(\))?$")
+KEY = re.compile(r"^(model|cache|engine|server|tenants\.NAME)\.(\w+)(?: = .+)?$")
+SECTIONS = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "engine": EngineConfig,
+    "server": ServerConfig,
+    "tenants.NAME": TenantConfig,
+}
 OUTSIDE = ("http://", "https://")
 
 
@@ -32,9 +45,27 @@ def num_words(text: str) -> int:
     return sum(any(map(str.isalnum, word)) for word in text.split())
 
 
+@cache
+def sources() -> str:
+    """The text of all sources and of the .proto."""
+    folders = ("radixkv", "kernels", "service", "bench", "proto")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".proto")]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def is_known(quoted: str) -> bool:
+    """Whether the class, method, call or configuration key that this text names exists; true for other texts."""
+    if key := KEY.match(quoted):
+        return key[2] in {field.name for field in dataclasses.fields(SECTIONS[key[1]])}
+    if name := NAME.match(quoted):
+        is_defined = re.search(rf"^ *(?:class|message|rpc) {name[1]}\b", sources(), flags=re.MULTILINE)
+        return is_defined is not None and (name[2] is None or f"def {name[2]}(" in sources())
+    return True
+
+
 def missing(document: Path, text: str) -> list[str]:
-    """Paths, tests, commands and links in a document that lead nowhere."""
-    wrong = []
+    """Names, paths, tests, commands and links in a document that lead nowhere."""
+    wrong = [quoted for quoted in re.findall(r"`([^`\n]+)`", text) if not is_known(quoted)]
     for quoted in re.findall(r"`([^`\n]+)`", text):
         path, _, test = quoted.partition("::")
         file = ROOT / path
@@ -98,6 +129,8 @@ def test_the_index_of_the_log_is_complete() -> None:
         ("see `radixkv/no_such_file.py`", ["radixkv/no_such_file.py"]),
         ("`tests/rules/test_docs.py::test_the_readme_is_short`", []),
         ("`tests/rules/test_docs.py::test_of_nothing`", ["tests/rules/test_docs.py::test_of_nothing"]),
+        ("`PrefixCache`, `Runner.prepare`, `Retain`, `cache.kv_dtype = 4` and `tenants.NAME.weight`", []),
+        ("`PrefixCash`, `Runner.repair`, `cache.dtype`", ["PrefixCash", "Runner.repair", "cache.dtype"]),
         ("run `python -m bench.replay --help`", []),
         ("python -m bench.nothing --help", ["bench.nothing"]),
         ("[the log](docs/LOG.md), [a picture](docs/none.png)", ["docs/none.png"]),
