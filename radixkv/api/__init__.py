@@ -1,1 +1,5 @@
-"""."""
+"""Frozen values that callers send and receive: parameters, results, statistics, limits.
+
+Face: `PrefillParams`, `Sampling`, `Retention`, `Grant`, `PrefillResult`, `GenerateResult`, `Usage`,
+`EngineStats`, `Limits`, `MissReason`.
+"""

@@ -1,1 +1,4 @@
-"""."""
+"""One forward pass: chunks of requests in, logits out.
+
+Face: `Runner`, `Chunk`.
+"""

@@ -1,1 +1,4 @@
-"""."""
+"""The loop and its thread: admit, compute, publish, answer.
+
+Face: `Engine`, `Observer`.
+"""

@@ -1,1 +1,4 @@
-"""."""
+"""A transformers model over paged K/V, exact if wished.
+
+Face: `Model`, `load_model`.
+"""

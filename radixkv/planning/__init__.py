@@ -1,1 +1,4 @@
-"""Estimates made before a model is served: memory arithmetic, and traces replayed through the cache."""
+"""Estimates before a model is served: memory arithmetic, and traces replayed through the cache.
+
+Face: `simulate`, `load_trace`, `DeviceMemory`.
+"""

@@ -1,1 +1,4 @@
-"""."""
+"""Memory of the blocks: their layout, and the tensor that holds them.
+
+Face: `KVLayout`, `KVStorage`.
+"""

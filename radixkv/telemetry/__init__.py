@@ -1,1 +1,4 @@
-"""."""
+"""Metrics, gauges and spans for operators.
+
+Face: `Metrics`, `EngineGauges`, `Tracing`.
+"""

@@ -1,1 +1,4 @@
-"""."""
+"""Eviction policies: the order in which unused leaves are evicted.
+
+Face: `EvictionPolicy`, `make_policy`.
+"""

@@ -1,1 +1,4 @@
-"""."""
+"""Short steps recorded as CUDA graphs at load.
+
+Face: `GraphRecorder`.
+"""
