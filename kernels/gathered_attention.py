@@ -8,7 +8,8 @@ A row of the result depends on its token's prefix alone, bit for bit, however th
                                      zeros where nothing is written yet, and masked
 
 The fused attention computes each row by itself, in an order that its keys decide; but it goes through the rows 32 or
-more at a time, and one to three left over go another way. So rows come in multiples of 16.
+more at a time, and one to three left over go another way. So rows come in multiples of 16. Half precision takes
+different ways for few rows and for many, which agree on sums of a multiple of 32 numbers. So sums are filled up to it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
@@ -29,6 +30,10 @@ _TILE_TOKENS = 256
 
 # A matrix product of fewer rows than four takes another way through the library, and its sums another order.
 _ROWS_MULTIPLE = 16
+
+# From 64 rows on, processors with AMX take another way for half precision, which adds up numbers 32 at a time. Sums of
+# another length come out differently, so head dims and windows are filled up with zeros.
+_SUM_MULTIPLE = 32
 
 # Below this many query tokens the query heads of a KV head become rows of one matrix. At one token that is 2x faster
 # in float32 and 11x in bfloat16 (14 heads over 2, 2k prefix: 3.04 -> 0.29 ms); from 64 tokens on both forms are
@@ -68,15 +73,19 @@ def paged_attention(
         A new tensor shaped and typed like `query`.
     """
     output = torch.empty_like(query)
+    head_dim = query.shape[-1]
+    query = _fill_head_dim(query)
     for i, kv_len in enumerate(batch.kv_lens):
         first_row, end_row = batch.query_starts[i], batch.query_starts[i + 1]
         prefix_len = kv_len - (end_row - first_row)
         first_tile = prefix_len // _TILE_TOKENS * _TILE_TOKENS
-        first_block = _first_visible(first_tile, window) // batch.block_size
+        first_key = _first_visible(first_tile, window)
+        first_block = _sum_start(first_key) // batch.block_size
         kv_start = first_block * batch.block_size  # position of kv's first token
         kv = _gather(pool, layer, batch.block_tables[i], first_block, kv_len, query.dtype)
+        kv[:, :, : first_key - kv_start] = 0
         for tile in range(first_tile, kv_len, _TILE_TOKENS):
-            seen_from = _first_visible(tile, window)
+            seen_from = _sum_start(_first_visible(tile, window))
             key, value = kv[:, :, seen_from - kv_start : tile + _TILE_TOKENS - kv_start]  # [kv_heads, seen, head_dim]
             step = _TILE_TOKENS if softcap is None else _softcap_tokens(query.shape[1] * key.shape[1])
             for start in range(max(tile, prefix_len), min(tile + _TILE_TOKENS, kv_len), step):
@@ -84,10 +93,22 @@ def paged_attention(
                 rows = slice(first_row + start - prefix_len, first_row + end - prefix_len)
                 visible = _visible(start, end, seen_from, tile + _TILE_TOKENS, window, query.device)
                 if softcap is None:
-                    output[rows] = _attend(query[rows], key, value, visible, scale)
+                    attended = _attend(query[rows], key, value, visible, scale)
                 else:
-                    output[rows] = _attend_softcapped(query[rows], key, value, visible, scale, softcap)
+                    attended = _attend_softcapped(query[rows], key, value, visible, scale, softcap)
+                output[rows] = attended[..., :head_dim]
     return output
+
+
+def _fill_head_dim(tensor: torch.Tensor) -> torch.Tensor:
+    """Append zeros to the last dimension of half precision, up to a multiple of `_SUM_MULTIPLE`."""
+    missing = -tensor.shape[-1] % _SUM_MULTIPLE
+    return pad(tensor, (0, missing)) if missing and tensor.dtype != torch.float32 else tensor
+
+
+def _sum_start(position: int) -> int:
+    """Return where sums over keys begin that reach back to `position`."""
+    return position // _SUM_MULTIPLE * _SUM_MULTIPLE
 
 
 def _first_visible(position: int, window: int | None) -> int:
@@ -127,7 +148,7 @@ def _gather(
         scales = pool.scales[:, layer].permute(1, 2, 0, 3).index_select(2, block_ids).flatten(2, 3)
         gathered = dequantize(gathered, scales, pool.dtype, dtype)
     gathered[:, :, kv_len - first_block * pool.block_size :] = 0
-    return gathered
+    return _fill_head_dim(gathered)
 
 
 def _attend(
@@ -137,22 +158,22 @@ def _attend(
     tile_tokens, num_query_heads, _ = query.shape
     num_kv_heads = key.shape[0]
     if tile_tokens >= _FOLD_BELOW_TOKENS:
-        query, visible = _fill_rows(query, visible, rows_a_token=1)
+        query, visible = _fill_rows(query, visible, rows_a_token=1, multiple=_ROWS_MULTIPLE)
         by_head = query.transpose(0, 1)[None]
         attended = scaled_dot_product_attention(
             by_head, key[None], value[None], visible, scale=scale, enable_gqa=num_query_heads != num_kv_heads
         )
         return attended[0].transpose(0, 1)[:tile_tokens]
-    query, visible = _fill_rows(query, visible, rows_a_token=num_query_heads // num_kv_heads)
-    folded = _fold(query, num_kv_heads)
-    visible = visible.repeat(num_query_heads // num_kv_heads, 1)
-    attended = scaled_dot_product_attention(folded[None], key[None], value[None], visible, scale=scale)
-    return _unfold(attended[0], query.shape[0])[:tile_tokens]
+    folded, key, value, visible = _fold(query, key, value, visible)
+    attended = scaled_dot_product_attention(folded[None], key[None], value[None], visible[None], scale=scale)
+    return _unfold(attended[0], num_query_heads, num_kv_heads)[:tile_tokens]
 
 
-def _fill_rows(query: torch.Tensor, visible: torch.Tensor, rows_a_token: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat the last token until the rows are a multiple of `_ROWS_MULTIPLE`."""
-    missing = -query.shape[0] % (_ROWS_MULTIPLE // math.gcd(rows_a_token, _ROWS_MULTIPLE))
+def _fill_rows(
+    query: torch.Tensor, visible: torch.Tensor, *, rows_a_token: int, multiple: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Repeat the last token until the rows are a multiple of `multiple`."""
+    missing = -query.shape[0] % (multiple // math.gcd(rows_a_token, multiple))
     if missing == 0:
         return query, visible
     return (
@@ -161,17 +182,39 @@ def _fill_rows(query: torch.Tensor, visible: torch.Tensor, rows_a_token: int) ->
     )
 
 
-def _fold(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Turn `[tile, num_query_heads, head_dim]` into `[num_kv_heads, group_size * tile, head_dim]`."""
-    tile_tokens, num_query_heads, head_dim = query.shape
-    by_group = query.reshape(tile_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
-    return by_group.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+def _fold(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make the query heads of a KV head rows of one matrix.
+
+    With several threads a single KV head becomes two with half of the rows each: the library would compute a lone
+    product on all its threads, and its sums in parts.
+
+    Args:
+        query: `[tile, num_query_heads, head_dim]`.
+        key, value: `[num_kv_heads, num_seen, head_dim]`.
+        visible: `[tile, num_seen]`.
+
+    Returns:
+        Query `[num_matrices, num_rows, head_dim]`, key and value `[num_matrices, num_seen, head_dim]`, and visible
+        `[1 or num_matrices, num_rows, num_seen]`. `num_rows` is a multiple of `_ROWS_MULTIPLE`.
+    """
+    num_kv_heads, head_dim = key.shape[0], key.shape[2]
+    group_size = query.shape[1] // num_kv_heads
+    is_lone = num_kv_heads == 1 and torch.get_num_threads() > 1
+    query, visible = _fill_rows(query, visible, rows_a_token=group_size, multiple=(1 + is_lone) * _ROWS_MULTIPLE)
+    by_group = query.reshape(-1, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+    folded, visible = by_group.reshape(num_kv_heads, -1, head_dim), visible.repeat(group_size, 1)[None]
+    if is_lone:
+        folded, visible = folded.view(2, -1, head_dim), visible.view(2, -1, visible.shape[2])
+        key, value = key.expand(2, -1, -1), value.expand(2, -1, -1)
+    return folded, key, value, visible
 
 
-def _unfold(folded: torch.Tensor, tile_tokens: int) -> torch.Tensor:
-    """Undo `_fold`."""
-    num_kv_heads, _, head_dim = folded.shape
-    return folded.view(num_kv_heads, -1, tile_tokens, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+def _unfold(folded: torch.Tensor, num_query_heads: int, num_kv_heads: int) -> torch.Tensor:
+    """Turn what was computed of folded queries back into `[tile, num_query_heads, head_dim]`."""
+    group_size, head_dim = num_query_heads // num_kv_heads, folded.shape[2]
+    return folded.reshape(num_kv_heads, group_size, -1, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _softcap_tokens(scores_per_token: int) -> int:
@@ -190,9 +233,9 @@ def _attend_softcapped(
     """Attend from one tile with the scores spelled out: no fused kernel of torch takes a softcap."""
     tile_tokens, num_query_heads, _ = query.shape
     num_kv_heads = key.shape[0]
-    query, visible = _fill_rows(query, visible, rows_a_token=num_query_heads // num_kv_heads)
-    scores = _fold(query, num_kv_heads).float() @ key.float().mT  # [num_kv_heads, group_size * tile, num_seen]
+    folded, key, value, visible = _fold(query, key, value, visible)
+    scores = folded.float() @ key.float().mT  # [num_matrices, num_rows, num_seen]
     scores.mul_(scale / softcap).tanh_().mul_(softcap)
-    scores.masked_fill_(~visible.repeat(num_query_heads // num_kv_heads, 1), float("-inf"))
+    scores.masked_fill_(~visible, float("-inf"))
     attended = scores.softmax(dim=-1) @ value.float()
-    return _unfold(attended, query.shape[0])[:tile_tokens].to(query.dtype)
+    return _unfold(attended, num_query_heads, num_kv_heads)[:tile_tokens].to(query.dtype)

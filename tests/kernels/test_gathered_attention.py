@@ -1,14 +1,15 @@
 import itertools
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from radixkv.kernels import gathered_attention, reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
 
-from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, make_step
+from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, attention_by_num_rows, make_step
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -82,7 +83,7 @@ def test_window_gathers_only_the_blocks_in_reach_of_the_tile() -> None:
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 
-def in_parts(step: Step, cuts: list[int], **options: float) -> torch.Tensor:
+def in_parts(step: Step, cuts: list[int], **options: Any) -> torch.Tensor:
     """The rows of a batch's only request, some at a time."""
     (kv_len,), table = step.batch.kv_lens, step.batch.block_tables[0].numpy()
     parts = [
@@ -110,28 +111,57 @@ def test_a_row_has_the_same_bits_however_the_sequence_is_cut(
         assert torch.equal(in_parts(step, cuts, scale=0.2, **options), whole)
 
 
-def with_cancelling(what: Literal["values", "scores"], heads: Heads, dtype: torch.dtype) -> Step:
+def with_cancelling(what: Literal["values", "scores"], heads: Heads, dtype: torch.dtype, head_dim: int = 64) -> Step:
     """600 tokens whose sums cancel. Rounding to half precision hides the order of others but once in a million."""
-    step = make_step([0], [600], heads, head_dim=64, dtype=dtype)
-    query, key, value = cancelling_attention(what, 600, heads.num_query_heads, heads.num_kv_heads, 64)
+    step = make_step([0], [600], heads, head_dim=head_dim, dtype=dtype)
+    query, key, value = cancelling_attention(what, 600, heads.num_query_heads, heads.num_kv_heads, head_dim)
     reference.write_kv(key.to(dtype), value.to(dtype), step.batch.slots, step.pool, LAYER)
     return Step(query.to(dtype), step.pool, step.batch)
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [GQA, Heads(7, 1)], ids=["GQA", "group of 7"])
+@pytest.mark.parametrize("heads", [Heads(4, 4), GQA, Heads(7, 1)], ids=["MHA", "GQA", "group of 7"])
 @pytest.mark.parametrize("what", ["values", "scores"])
 def test_sums_are_added_up_in_the_same_order_however_the_sequence_is_cut(
-    what: Literal["values", "scores"], heads: Heads, dtype: torch.dtype
+    what: Literal["values", "scores"], heads: Heads, dtype: torch.dtype, head_dim: int, window: int | None
 ) -> None:
-    step = with_cancelling(what, heads, dtype)
-    whole = in_parts(step, [], scale=CANCELLING_SCALE)
+    step = with_cancelling(what, heads, dtype, head_dim)
+    whole = in_parts(step, [], scale=CANCELLING_SCALE, window=window)
     for cuts in ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590]):
-        assert torch.equal(in_parts(step, cuts, scale=CANCELLING_SCALE), whole)
+        assert torch.equal(in_parts(step, cuts, scale=CANCELLING_SCALE, window=window), whole)
 
 
-def test_the_order_of_sums_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered_attention, "_ROWS_MULTIPLE", 1)
-    for step in (with_cancelling("values", GQA, torch.float32), with_cancelling("scores", GQA, torch.float32)):
-        parts, whole = (in_parts(step, cuts, scale=CANCELLING_SCALE) for cuts in ([599], []))
-        assert not torch.equal(parts, whole)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("what", ["values", "scores"])
+def test_the_order_of_sums_is_seen(
+    what: Literal["values", "scores"], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums_over: Literal["keys", "head_dim"] = "keys" if what == "values" else "head_dim"
+    monkeypatch.setattr(gathered_attention, "scaled_dot_product_attention", attention_by_num_rows(sums_over))
+    step = with_cancelling(what, GQA, dtype)
+    parts, whole = (in_parts(step, cuts, scale=CANCELLING_SCALE) for cuts in ([599], []))
+    assert not torch.equal(parts, whole)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 90])
+@pytest.mark.parametrize("heads", [GQA, Heads(7, 1), Heads(1, 1)], ids=["GQA", "group of 7", "a single head"])
+def test_sums_have_lengths_that_processors_agree_on(
+    heads: Heads, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor that treats all lengths alike would not show it in its bits."""
+    calls = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, *inputs: Any, **options: Any) -> torch.Tensor:
+        calls.append((query.shape, key.shape))
+        return scaled_dot_product_attention(query, key, *inputs, **options)
+
+    monkeypatch.setattr(gathered_attention, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    step = make_step([500], [num_tokens], heads, head_dim=40, dtype=torch.bfloat16)
+    assert error_against_reference(step, window=300) < TOLERANCE[torch.bfloat16]
+    for (_, num_matrices, num_rows, head_dim), (_, _, num_keys, _) in calls:
+        assert (num_rows % 16, num_keys % 32, head_dim % 32) == (0, 0, 0)
+        assert num_matrices > 1 or num_rows >= 64  # a lone small product would be shared out among threads
+    assert calls

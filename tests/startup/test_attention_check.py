@@ -1,3 +1,5 @@
+from typing import Literal
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.startup import attention_check
 from radixkv.startup.attention_check import check_attention
 from radixkv.storage.device_pool import KVShape
+from tests.kernels.cases import attention_by_num_rows
 
 KIND = AttentionKind(4, window=None, softcap=None)
 CPU = torch.device("cpu")
@@ -58,11 +61,12 @@ def test_kernels_that_do_not_run_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         check_attention(TorchKernels(), use(torch.float32, "fp8"))
 
 
-def test_bits_that_depend_on_the_batch_are_found_in_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered_attention, "_ROWS_MULTIPLE", 1)
-    for dtype in (torch.float32, torch.bfloat16):
-        check_attention(TorchKernels(), use(dtype, is_exact=False))
-        with pytest.raises(
-            UnsupportedModel, match=r"^attention over .*: expected the same bits computed at once and in"
-        ):
-            check_attention(TorchKernels(), use(dtype))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sums_over", ["keys", "head_dim"])
+def test_bits_that_depend_on_the_batch_are_found_in_exact_mode(
+    sums_over: Literal["keys", "head_dim"], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathered_attention, "scaled_dot_product_attention", attention_by_num_rows(sums_over))
+    check_attention(TorchKernels(), use(dtype, is_exact=False))
+    with pytest.raises(UnsupportedModel, match=r"^attention over .*: expected the same bits computed at once and in"):
+        check_attention(TorchKernels(), use(dtype))
