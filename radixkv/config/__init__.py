@@ -1,0 +1,28 @@
+"""Configuration: frozen dataclasses, read from TOML and then from `section.key=value` settings.
+
+Face: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `TenantConfig`.
+"""
+
+from radixkv.config.sections import (
+    EVICTION_POLICIES,
+    KV_DTYPES,
+    MAX_BLOCKS,
+    CacheConfig,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    ServerConfig,
+    TenantConfig,
+)
+
+__all__ = [
+    "EVICTION_POLICIES",
+    "KV_DTYPES",
+    "MAX_BLOCKS",
+    "CacheConfig",
+    "Config",
+    "EngineConfig",
+    "ModelConfig",
+    "ServerConfig",
+    "TenantConfig",
+]

@@ -1,0 +1,65 @@
+"""Bounds of the keys of a configuration, written beside their types, and the check of a section against them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from radixkv.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `least` to `most`, both included; without an upper bound if `most` is None."""
+
+    least: float
+    most: float | None = None
+
+    def require(self, path: str, value: float) -> None:
+        """Refuse a number out of range.
+
+        >>> Range(0, 65535).require("server.port", 70000)
+        Traceback (most recent call last):
+            ...
+        radixkv.errors.ConfigError: server.port: expected 0 to 65535, got 70000
+        """
+        if not (self.least <= value and (self.most is None or value <= self.most)):
+            expected = f"at least {self.least}" if self.most is None else f"{self.least} to {self.most}"
+            raise ConfigError(f"{path}: expected {expected}, got {value}")
+
+
+class OneOf:
+    """A few values, one of which a key has."""
+
+    def __init__(self, *values: object) -> None:
+        self._values = values
+
+    def require(self, path: str, value: object) -> None:
+        """Refuse another value."""
+        if value not in self._values:
+            raise ConfigError(f"{path}: expected one of {', '.join(map(str, self._values))}, got {value}")
+
+
+def require_fields(path: str, section: Any) -> None:
+    """Check the type and the bounds of every field of a dataclass.
+
+    Args:
+        path: name of the section.
+        section: fields are str, int, float or bool, `Annotated` with bounds, and optional with `| None`.
+
+    Raises:
+        ConfigError: the message names the key, what was expected and what came.
+    """
+    for name, hint in get_type_hints(type(section), include_extras=True).items():
+        value = getattr(section, name)
+        choices = get_args(hint) if get_origin(hint) is not Annotated else ()
+        if value is None and NoneType in choices:
+            continue
+        hint = next((each for each in choices if each is not NoneType), hint)
+        kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        kinds = (int, float) if kind is float else (kind,)
+        if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kinds):
+            raise ConfigError(f"{path}.{name}: expected {kind.__name__}, got {value!r}")
+        for bound in bounds:
+            bound.require(f"{path}.{name}", value)

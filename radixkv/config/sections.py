@@ -1,0 +1,211 @@
+"""The sections of a configuration: their keys, defaults and bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from radixkv.config.bounds import OneOf, Range, require_fields
+from radixkv.config.reading import read_file, read_setting, require_known, section_with, table
+from radixkv.errors import ConfigError
+
+KV_DTYPES = ("auto", "bf16", "fp8", "int8", "int4")
+EVICTION_POLICIES = ("adaptive", "lru", "slru", "lfu", "priority")
+
+_MAX_INT32 = 2**31 - 1
+MAX_BLOCKS = _MAX_INT32  # block ids are int32
+_DEFAULT_CAPACITY_TOKENS = 131_072
+_YEAR_S = 366 * 24 * 3600  # clocks and time stamps overflow far beyond it
+
+_Share = Annotated[float, Range(0, 1)]
+_Count = Annotated[int, Range(0)]
+_PositiveCount = Annotated[int, Range(1)]
+_Port = Annotated[int, Range(0, 65535)]
+_Seconds = Annotated[float, Range(0, _YEAR_S)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model that is served, and its device.
+
+    Attributes:
+        path: `tiny` for the embedded model, or a directory with config.json and safetensors.
+        device: `auto`, `cpu` or `cuda`. `auto` takes a CUDA device if there is one.
+        dtype: `auto` (what the checkpoint says), `float32`, `bfloat16` or `float16`.
+        exactness: `exact`, where a hit never changes a bit of an answer, or `fast`.
+    """
+
+    path: str = "tiny"
+    device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
+    exactness: Annotated[str, OneOf("exact", "fast")] = "exact"
+
+    def __post_init__(self) -> None:
+        require_fields("model", self)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The block pool, and the rules for what stays in it.
+
+    Attributes:
+        block_size: tokens of a block; 16, 32 or 64.
+        capacity_tokens: tokens that the pool holds; rounded down to whole blocks. Without it, a GPU's pool is as large
+            as `memory_share` allows, and on a CPU it holds 131,072.
+        memory_share: part of a GPU's memory that weights, steps, pool and other programs may use together, 0 to 1.
+        kv_dtype: format of stored K and V; one of `KV_DTYPES`. `auto` is the model's own dtype; fp8, int8 and int4 have
+            a scale for each token and head.
+        evicted_prefixes: number of evicted prefixes that are remembered to explain later misses.
+        policy: order in which unused blocks are evicted; one of `EVICTION_POLICIES`.
+        max_retained_share: part of the pool that may have a priority above the default, 0 to 1.
+    """
+
+    block_size: Annotated[int, OneOf(16, 32, 64)] = 64
+    capacity_tokens: int | None = None
+    memory_share: _Share = 0.9
+    kv_dtype: Annotated[str, OneOf(*KV_DTYPES)] = "auto"
+    evicted_prefixes: _Count = 65_536
+    policy: Annotated[str, OneOf(*EVICTION_POLICIES)] = "adaptive"
+    max_retained_share: _Share = 0.2
+
+    def __post_init__(self) -> None:
+        require_fields("cache", self)
+        if self.capacity_tokens is not None:
+            Range(self.block_size, MAX_BLOCKS * self.block_size).require("cache.capacity_tokens", self.capacity_tokens)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, where its size does not depend on a GPU's memory."""
+        capacity_tokens = _DEFAULT_CAPACITY_TOKENS if self.capacity_tokens is None else self.capacity_tokens
+        return capacity_tokens // self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of requests and of the steps that compute them.
+
+    Attributes:
+        max_step_tokens: tokens that one forward pass computes at most; longer suffixes are split into chunks.
+        max_running_requests: requests that may hold blocks at the same time.
+        max_waiting_requests: unfinished requests beyond the running ones; more are refused with RESOURCE_EXHAUSTED.
+        max_tenant_requests: unfinished requests of a single tenant.
+        held_lease_ttl_s: seconds after which a held lease is released by itself.
+        step_timeout_s: seconds after which a step hangs: all requests are cancelled, new ones refused until it ends.
+        cuda_graphs: whether short steps are recorded at load, on a GPU, so that each is a single launch.
+    """
+
+    max_step_tokens: _PositiveCount = 512
+    max_running_requests: _PositiveCount = 64
+    max_waiting_requests: _PositiveCount = 4096
+    max_tenant_requests: _PositiveCount = 2048
+    held_lease_ttl_s: _Seconds = 60.0
+    step_timeout_s: Annotated[float, Range(1e-3, _YEAR_S)] = 300.0
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        require_fields("engine", self)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The gRPC server.
+
+    Attributes:
+        host: address to listen on.
+        port: 0 picks a free one.
+        metrics_port: port of Prometheus metrics over HTTP, on the same host; 0 picks a free one. Without it there are
+            none.
+        drain_timeout_s: seconds that running requests may still take after SIGTERM.
+        max_message_bytes: largest message accepted; a prompt has 4 bytes a token.
+    """
+
+    host: str = "127.0.0.1"
+    port: _Port = 50051
+    metrics_port: _Port | None = None
+    drain_timeout_s: _Seconds = 30.0
+    max_message_bytes: Annotated[int, Range(1024, _MAX_INT32)] = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        require_fields("server", self)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantConfig:
+    """Bounds of one tenant, and its share of the steps; a section `tenants.NAME`.
+
+    Attributes:
+        floor_tokens: cached tokens that no other tenant can evict; rounded up to whole blocks.
+        ceiling_tokens: cached and leased tokens at most; rounded down to whole blocks. Without it, the whole pool.
+        max_retained_tokens: tokens with a priority above the default at most; rounded down to whole blocks. Without it,
+            what `cache.max_retained_share` leaves.
+        weight: its share of the computed tokens while tenants compete, beside the others' weights of 1.
+    """
+
+    floor_tokens: _Count = 0
+    ceiling_tokens: _PositiveCount | None = None
+    max_retained_tokens: _Count | None = None
+    weight: Annotated[float, Range(1e-3, 1e3)] = 1.0
+
+    def require(self, path: str) -> None:
+        """Refuse values out of range; `Config` calls this, since only it knows the tenant's name.
+
+        Args:
+            path: `tenants.NAME`.
+
+        Raises:
+            ConfigError: the message names the key.
+        """
+        require_fields(path, self)
+        if self.ceiling_tokens is not None:
+            Range(self.floor_tokens).require(f"{path}.ceiling_tokens", self.ceiling_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole configuration, a section for each owner."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, tenant in self.tenants.items():
+            tenant.require(f"tenants.{name}")
+        floors = sum(tenant.floor_tokens for tenant in self.tenants.values())
+        if self.cache.capacity_tokens is not None and floors > self.cache.capacity_tokens:
+            raise ConfigError(
+                f"tenants.*.floor_tokens: expected at most cache.capacity_tokens {self.cache.capacity_tokens} in all, "
+                f"got {floors}"
+            )
+
+    @classmethod
+    def load(cls, file: str | Path | None = None, settings: Iterable[str] = ()) -> Config:
+        """Read a TOML file, then apply `section.key=value` settings in order.
+
+        Raises:
+            ConfigError: the file can't be read, a key is unknown (the message names the nearest one), or a value has
+                the wrong type or range.
+        """
+        config = cls() if file is None else cls()._with(read_file(file))
+        for setting in settings:
+            config = config._with(read_setting(setting))
+        return config
+
+    def _with(self, tree: Mapping[str, Any]) -> Config:
+        sections: dict[str, Any] = {}
+        for name, values in tree.items():
+            require_known(name, [each.name for each in dataclasses.fields(self)])
+            if name == "tenants":
+                changed = {
+                    tenant: section_with(f"{name}.{tenant}", self.tenants.get(tenant, TenantConfig()), bounds)
+                    for tenant, bounds in table(name, values).items()
+                }
+                sections[name] = {**self.tenants, **changed}
+            else:
+                sections[name] = section_with(name, getattr(self, name), values)
+        return dataclasses.replace(self, **sections)
