@@ -32,17 +32,19 @@ class FakeService(prefill_pb2_grpc.PrefillServiceServicer, cache_pb2_grpc.CacheS
     Attributes:
         trouble: may spoil the answer to a request, or name the status that it fails with.
         delay_s: how long each request takes.
+        num_together: requests wait until that many have been under way at once.
         calls: requests seen, by tenant and whether the cache was used.
         most_at_once: requests that were ever under way together.
     """
 
     trouble: Trouble = lambda request, response: None
     delay_s: float = 0.0
+    num_together: int = 0
     calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
     most_at_once: int = 0
     _under_way: int = 0
     _prefixes: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Condition = field(default_factory=threading.Condition)
 
     def Prefill(  # noqa: N802 - the name on the wire
         self, request: prefill_pb2.PrefillRequest, context: grpc.ServicerContext
@@ -53,12 +55,14 @@ class FakeService(prefill_pb2_grpc.PrefillServiceServicer, cache_pb2_grpc.CacheS
             self.calls[request.tenant, request.read_cache] += 1
             self._under_way += 1
             self.most_at_once = max(self.most_at_once, self._under_way)
+            self._lock.notify_all()
             cached_tokens = 0
             if request.read_cache:
                 while cached_tokens < len(tokens) - 1 and prefixes[cached_tokens] in self._prefixes:
                     cached_tokens += 1
             if request.write_cache:
                 self._prefixes.update(prefixes)
+            self._lock.wait_for(lambda: self.most_at_once >= self.num_together)
         time.sleep(self.delay_s)
         with self._lock:
             self._under_way -= 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from bench.parts.copy_inputs import TokenWrites
 from bench.parts.device_time import measure
 from bench.parts.peers.sglang_attention import load_extend_attention
 from radixkv.kernels import reference
+from tests.fakes import FakeClock
 
 CPU = torch.device("cpu")
 HEADS = Heads(4, 2, 32, 16)
@@ -134,11 +135,12 @@ def test_input_sets_are_larger_than_the_cache_and_all_take_their_turn() -> None:
 class FakeEvent:
     """An event of a device that finishes everything at once."""
 
-    def __init__(self, enable_timing: bool) -> None:
+    def __init__(self, clock: FakeClock, enable_timing: bool) -> None:
         assert enable_timing
+        self._clock = clock
 
     def record(self) -> None:
-        self.time_s = time.perf_counter()
+        self.time_s = self._clock.now_s
 
     def elapsed_time(self, end: FakeEvent) -> float:
         return (end.time_s - self.time_s) * 1e3
@@ -146,22 +148,23 @@ class FakeEvent:
 
 def test_samples_on_a_gpu_take_inputs_that_were_not_used_just_before(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    clock = FakeClock()
+    monkeypatch.setattr("bench.parts.device_time.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(torch.cuda, "Event", partial(FakeEvent, clock))
     monkeypatch.setattr(torch.cuda, "_sleep", waits.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     turns: list[int] = []
 
     def call(number: int) -> None:
         turns.append(number)
-        time.sleep(2e-3)
+        clock.now_s += 2**-9
 
     timing = measure([partial(call, number) for number in range(70)], torch.device("cuda"))
-    assert turns == [number % 70 for number in range(70 + 70 + 2 * 50)][: len(turns)]
-    assert len(turns) >= 70 + 70 + 2 * 10
+    assert turns == [number % 70 for number in range(70 + 70 + 2 * 50)]
     assert waits[:2] == [0, 0]
     assert waits[2] > 0
-    assert 2 <= timing.device_ms < 20
-    assert 2 <= timing.host_ms < 20
+    assert timing.device_ms == 1000 / 2**9
+    assert timing.host_ms == 1000 / 2**9
 
 
 def test_the_expected_answer_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
+from types import SimpleNamespace
 
 import pytest
 
 from bench import step_gap
 from bench.step_gap import IdleRunner, decoding_core
+from tests.fakes import FakeClock
 
 
 def test_it_measures_both_ways_in_one_run(tmp_path, capsys):
@@ -30,10 +31,11 @@ def test_what_is_told_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, n
     runner = IdleRunner(is_asynchronous=is_ahead)
     core = decoding_core(runner, num_requests=2, prompt_tokens=70, num_steps=5, num_waiting=num_waiting)
     assert core._scheduler.num_running == 2
-    tell = core._delivery._tell
+    tell, clock = core._delivery._tell, FakeClock()
+    monkeypatch.setattr(step_gap, "time", SimpleNamespace(perf_counter=clock))
 
     def slow_tell(*arguments):
-        time.sleep(0.05)
+        clock.now_s += 1
         tell(*arguments)
 
     monkeypatch.setattr(core._delivery, "_tell", slow_tell)
@@ -43,6 +45,6 @@ def test_what_is_told_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, n
         core.step()
     assert len(runner.gaps_s) == 4
     if is_ahead:
-        assert max(runner.gaps_s) < 0.05
+        assert runner.gaps_s == [0, 0, 0, 0]
     else:
-        assert min(runner.gaps_s) > 0.1, "two requests are told their token"
+        assert runner.gaps_s == [2, 2, 2, 2], "two requests are told their token"

@@ -43,15 +43,15 @@ def usage_error(capsys, *arguments) -> str:
 
 
 @contextlib.contextmanager
-def fake_service(*arguments, delay_s: float = 0.0) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A service in a process of its own; yields the process and its address."""
-    command = [sys.executable, LAUNCHER, str(delay_s), "serve", "--port", "0", *arguments]
+def fake_service(*arguments, gate: str = "open") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A service in a process of its own, see serve_fake.py; yields the process and its address."""
+    command = [sys.executable, LAUNCHER, gate, "serve", "--port", "0", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, stdin=subprocess.DEVNULL
     )
     try:
-        assert select.select([process.stdout], [], [], 20)[0]
+        assert select.select([process.stdout], [], [], PATIENCE_S)[0]
         line = process.stdout.readline()
         match = re.fullmatch(r"listening on (127\.0\.0\.1:[1-9]\d*)\n", line)
         assert match, (line, process.stderr.read() if not line else "")

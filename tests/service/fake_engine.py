@@ -218,7 +218,7 @@ class FakeEngine:
 
     def wait_until_running(self, count: int) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: len(self._running) == count, 5)
+            return self._changed.wait_for(lambda: len(self._running) == count, 120)
 
     def _forget(self, done: Future) -> None:
         with self._changed:

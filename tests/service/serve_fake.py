@@ -1,8 +1,9 @@
-"""`radixkv` with a fake engine in the real one's place: `python serve_fake.py DELAY_S serve --port 0`.
+"""`radixkv` with a fake engine in the real one's place: `python serve_fake.py GATE serve --port 0`.
 
-Requests take DELAY_S seconds.
+GATE is `open`, or `shut`: then requests run until SIGUSR1 comes or until they are cancelled.
 """
 
+import signal
 import sys
 import types
 
@@ -11,8 +12,9 @@ from fake_engine import FakeEngine
 
 def build_engine(config, observer):
     """Stand in for `radixkv.startup.build_engine.build_engine`."""
-    delay_s = float(sys.argv[1])
-    return FakeEngine(is_gated=delay_s > 0, delay_s=delay_s)
+    engine = FakeEngine(is_gated=sys.argv[1] == "shut")
+    signal.signal(signal.SIGUSR1, lambda *_: engine.open_gate())
+    return engine
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ import pytest
 
 from radixkv.config import ServerConfig
 from radixkv.service.server.server import Server
+from tests.patience import PATIENCE_S
 
 # The start of a program that runs as on the base install: what only the extra `engine` brings can't be imported.
 WITHOUT_ENGINE = """
@@ -54,9 +55,24 @@ async def refusal_of(call) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def becomes_true(condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
+async def refused_late(engine, call: Callable[[float], Awaitable[Any]]) -> grpc.aio.AioRpcError:
+    """Make a call whose deadline passes while the engine has it; the deadline grows until the call gets there in time.
+
+    Args:
+        engine: gated, and has had no call.
+        call: makes it, with this deadline.
+    """
+    timeout_s = 0.1
+    while True:
+        refusal = await refusal_of(call(timeout_s))
+        if engine.futures:
+            return refusal
+        timeout_s *= 3
+
+
+async def becomes_true(condition: Callable[[], bool]) -> bool:
     """Whether `condition()` holds soon."""
-    end = asyncio.get_running_loop().time() + within_s
+    end = asyncio.get_running_loop().time() + PATIENCE_S
     while not condition():
         if asyncio.get_running_loop().time() > end:
             return False

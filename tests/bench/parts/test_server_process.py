@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
+from tests.patience import wait_until
 
-SERVE = "print('listening on 127.0.0.1:4321', flush=True); time.sleep(60)"
+SERVE = "print('listening on 127.0.0.1:4321', flush=True); time.sleep(3600)"
 
 
 def python(code: str) -> list[str]:
@@ -61,19 +62,18 @@ def test_only_the_end_of_a_long_stderr_is_shown() -> None:
 
 
 def test_a_server_that_never_listens_is_stopped_and_told() -> None:
-    server = ServerProcess(python("time.sleep(60)"), start_timeout_s=0.3)
+    server = ServerProcess(python("time.sleep(3600)"), start_timeout_s=0.3)
     with pytest.raises(ConfigError, match=r"(?s)got nothing within 0.3 s; its stderr:\n\(nothing\)"), server:
         pass
-    assert server.stop() == 0
+    assert server.stop() in (0, -signal.SIGTERM), "it may not have set its handler yet"
 
 
 def test_a_server_that_ignores_sigterm_is_killed() -> None:
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     server = ServerProcess(python(ignore + SERVE), stop_timeout_s=0.2)
     with server:
-        start_s = time.monotonic()
-    assert time.monotonic() - start_s < 5
-    assert server.stop() == -9
+        pass
+    assert server.stop() == -signal.SIGKILL
 
 
 def test_a_talkative_server_is_never_blocked() -> None:
@@ -86,9 +86,7 @@ def test_a_talkative_server_is_never_blocked() -> None:
     """
     server = ServerProcess(python(code))
     with server:
-        deadline_s = time.monotonic() + 10
-        while server.is_running and time.monotonic() < deadline_s:
-            time.sleep(0.01)
+        wait_until(lambda: not server.is_running)
     assert server.stop() == 7
 
 

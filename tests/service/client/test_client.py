@@ -151,18 +151,16 @@ def test_grpc_errors_pass_through():
 
 def test_the_default_timeout_holds_for_every_call_and_a_call_may_have_its_own():
     def talk(address):
-        with Client(address, timeout_s=0.05) as client:
-            with pytest.raises(grpc.RpcError) as caught:
-                client.prefill([1])
-            client.stats()
-            with pytest.raises(grpc.RpcError):
-                client.prefill([1], timeout_s=0.3)
-        return caught.value.code()
+        with Client(address, timeout_s=1000) as client:
+            client.prefill([1])
+            client.prefill([1], timeout_s=3000)
+            client.prefill([1])
 
-    engine = FakeEngine(is_gated=True)
-    assert serve_and_call(engine, talk) is grpc.StatusCode.DEADLINE_EXCEEDED
-    short, long = (params.deadline_s for params in engine.params)
-    assert long - short > 0.2
+    engine = FakeEngine()
+    serve_and_call(engine, talk)
+    first, long, last = (params.deadline_s for params in engine.params)
+    assert long - first == pytest.approx(2000, abs=100)
+    assert last >= first
 
 
 def test_nobody_listening_is_unavailable():

@@ -13,7 +13,7 @@ from radixkv.service.client import Client
 from radixkv.service.commands.cli import main
 from radixkv.service.commands.missing_package import missing_package
 from radixkv.service.commands.serve_command import JsonLines
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 
 
@@ -151,7 +151,7 @@ def test_serving_where_a_package_of_the_server_is_missing_names_the_extra(packag
 def test_a_port_in_use_is_a_config_error():
     with fake_service() as (_, address):
         port = address.rpartition(":")[2]
-        code, out, err = launch(LAUNCHER, "0", "serve", "--port", port)
+        code, out, err = launch(LAUNCHER, "open", "serve", "--port", port)
     assert (code, out) == (2, "")
     assert err.splitlines()[-1] == (
         f"radixkv: server.host, server.port: expected a free address of this machine, got 127.0.0.1:{port}"
@@ -161,15 +161,15 @@ def test_a_port_in_use_is_a_config_error():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_exits_0(number):
-    with fake_service(delay_s=0.5) as (process, address), Client(address, timeout_s=PATIENCE_S) as client:
+    with fake_service(gate="shut") as (process, address), Client(address, timeout_s=PATIENCE_S) as client:
         answers = []
         caller = threading.Thread(target=lambda: answers.append(client.prefill([4]).next_token_id))
         caller.start()
-        while client.stats().requests.running == 0:
-            pass
+        wait_until(lambda: client.stats().requests.running == 1)
         process.send_signal(number)
         code = refusal_code(client)
         process.send_signal(number)  # a second one changes nothing
+        process.send_signal(signal.SIGUSR1)
         caller.join(PATIENCE_S)
         out, err = process.communicate(timeout=PATIENCE_S)
     assert answers == [4]
@@ -182,9 +182,9 @@ def test_a_signal_drains_and_exits_0(number):
 
 def refusal_code(client):
     """The status of the first prefill that is refused."""
-    for _ in range(200):
+    for tries in range(20):
         try:
-            client.prefill([5], timeout_s=0.02)
+            client.prefill([5], timeout_s=0.02 * 1.5**tries)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 return error.code()
@@ -192,7 +192,7 @@ def refusal_code(client):
 
 
 def test_a_drain_that_takes_too_long_cancels_and_exits_0():
-    with fake_service("--set", "server.drain_timeout_s=0.1", delay_s=5) as (process, address):
+    with fake_service("--set", "server.drain_timeout_s=0.1", gate="shut") as (process, address):
         with Client(address, timeout_s=PATIENCE_S) as client:
             failures = []
 
@@ -203,8 +203,7 @@ def test_a_drain_that_takes_too_long_cancels_and_exits_0():
 
             caller = threading.Thread(target=call)
             caller.start()
-            while client.stats().requests.running == 0:
-                pass
+            wait_until(lambda: client.stats().requests.running == 1)
             process.send_signal(signal.SIGTERM)
             caller.join(PATIENCE_S)
         assert process.wait(PATIENCE_S) == 0

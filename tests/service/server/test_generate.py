@@ -15,7 +15,7 @@ from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP
 from tests.patience import PATIENCE_S
 from tests.service.command_line import run_cli
 from tests.service.fake_engine import FakeEngine, next_token_of
-from tests.service.serving import becomes_true, serve_and_call, serving
+from tests.service.serving import becomes_true, refused_late, serve_and_call, serving
 
 
 def continuation(ids, count):
@@ -188,7 +188,9 @@ def test_a_caller_that_goes_away_cancels_its_generation():
 
 def test_a_deadline_ends_a_generation():
     async def talk(client, engine):
-        refused = await refusal_of(client.generate([1], max_new_tokens=3, timeout_s=0.2))
+        refused = await refused_late(
+            engine, lambda timeout_s: read(client.generate([1], max_new_tokens=3, timeout_s=timeout_s))
+        )
         return refused.code(), await becomes_true(engine.futures[0].cancelled)
 
     assert calling(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
@@ -212,7 +214,7 @@ def test_a_caller_that_reads_slowly_gets_all_tokens_in_fewer_answers():
     async def talk(client, engine):
         stream = client.generate([1], max_new_tokens=2000)
         first = await anext(stream)
-        await becomes_true(engine.futures[0].done)
+        assert await becomes_true(engine.futures[0].done)
         return [first, *await read(stream)]
 
     answers = calling(talk)
@@ -230,7 +232,7 @@ def test_the_blocking_client_generates_and_closing_it_cancels():
             stream = client.generate([3], max_new_tokens=2)
             next(stream)
             stream.close()
-            concurrent.futures.wait(engine.futures, 5)
+            concurrent.futures.wait(engine.futures, PATIENCE_S)
             return answers, engine.futures[1].cancelled()
 
     answers, was_cancelled = serve_and_call(engine, talk)

@@ -157,5 +157,5 @@ def test_the_command_serves_metrics_and_names_the_port_on_stderr_only():
 
 
 def test_a_wrong_metrics_port_is_named():
-    code, out, err = launch(LAUNCHER, "0", "serve", "--port", "0", "--metrics-port", "70000")
+    code, out, err = launch(LAUNCHER, "open", "serve", "--port", "0", "--metrics-port", "70000")
     assert (code, out, err) == (2, "", "radixkv: server.metrics_port: expected 0 to 65535, got 70000\n")

@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import socket
+import threading
 
 import grpc
 import grpc.aio
@@ -71,11 +72,12 @@ def test_health_follows_the_engine(monkeypatch):
             seen = []
             for is_healthy in (False, True):
                 engine.is_healthy = is_healthy
-                await asyncio.sleep(0.1)
-                seen.append(await health_of(address))
+                seen.append({SERVING} if is_healthy else {NOT_SERVING})
+                while await health_of(address) != seen[-1]:
+                    await asyncio.sleep(0.01)
             return seen
 
-    assert asyncio.run(run()) == [{NOT_SERVING}, {SERVING}]
+    assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == [{NOT_SERVING}, {SERVING}]
 
 
 def test_reflection_lists_and_describes_the_services():
@@ -181,6 +183,8 @@ def test_requests_that_outlast_the_drain_are_cancelled_and_told_so():
 
 
 def test_answers_known_as_the_drain_ends_still_leave(monkeypatch):
+    monkeypatch.setattr(server_module, "_FLUSH_S", PATIENCE_S)
+
     async def run():
         engine = FakeEngine(is_gated=True, num_logits=1_000_000)  # more than a socket takes at once
 
@@ -220,13 +224,16 @@ def test_a_drain_says_if_an_answer_did_not_leave(monkeypatch):
 
 def test_a_drain_is_not_held_up_by_health_watchers(monkeypatch):
     monkeypatch.setattr(server_module, "_FLUSH_S", 0.05)
+    engine, has_seen = FakeEngine(), threading.Event()
+    monkeypatch.setattr(engine, "drain", lambda timeout_s: has_seen.wait(PATIENCE_S))
 
     async def run():
-        async with serving(FakeEngine()) as (server, address), grpc.aio.insecure_channel(address) as channel:
+        async with serving(engine) as (server, address), grpc.aio.insecure_channel(address) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             seen = [(await watch.read()).status]
             draining = asyncio.create_task(server.drain())
             seen.append((await watch.read()).status)
+            has_seen.set()
             await asyncio.wait_for(draining, PATIENCE_S)
             return seen
 

@@ -29,7 +29,8 @@ def test_those_that_are_there_are_waited_for(calls):
         first, second = begun(calls), begun(calls)
         finish = asyncio.create_task(calls.finish(60))
         first.end()
-        await asyncio.sleep(0.05)
+        for _ in range(5):
+            await asyncio.sleep(0)
         was_waiting = not finish.done()
         second.end()
         return was_waiting, await asyncio.wait_for(finish, PATIENCE_S)
