@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
+from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerateResult, PrefillResult
 from radixkv.api.sampling import Sampling
@@ -54,11 +55,12 @@ class Bench:
             has_news=lambda: self.has_news,
         )
 
-    def submit(self, ids: range | list[int], **params: object) -> Future[PrefillResult]:
+    def submit(
+        self, ids: range | list[int], tenant: str = "", adapter: str = "", salt: str = "", **params: object
+    ) -> Future[PrefillResult]:
         future: Future[PrefillResult] = Future()
-        data = tokens(ids)
-        namespace = Namespace("fake", str(params.get("tenant", "")))
-        self.core.submit(Request(PrefillParams(data, **params), namespace, future, self.clock()))
+        request_params = PrefillParams(tokens(ids), Caller(tenant, adapter, salt), **params)
+        self.core.submit(Request(request_params, Namespace("fake", tenant), future, self.clock()))
         return future
 
     def generate(
@@ -66,6 +68,7 @@ class Bench:
         ids: range | list[int],
         max_new_tokens: int,
         on_tokens: Callable[[GeneratedTokens], None] = lambda _: None,
+        tenant: str = "",
         **params: object,
     ) -> Future[GenerateResult]:
         """Submit a generation; what it tells is added to `told` of its future, and then given to `on_tokens`."""
@@ -78,9 +81,8 @@ class Bench:
             on_tokens(news)
 
         generation = Generation(sampling, sampling.stop_token_ids, tell)
-        namespace = Namespace("fake", str(params.get("tenant", "")))
-        request = Request(PrefillParams(tokens(ids), **params), namespace, future, self.clock(), generation)
-        self.core.submit(request)
+        request_params = PrefillParams(tokens(ids), Caller(tenant), **params)
+        self.core.submit(Request(request_params, Namespace("fake", tenant), future, self.clock(), generation))
         return future
 
     def run(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixkv.api.params import MAX_REQUEST_PRIORITY, PrefillParams
+from radixkv.api.params import MAX_URGENCY, PrefillParams
 from radixkv.api.sampling import Sampling
 from radixkv.errors import InvalidRequest, PromptTooLong, QuotaExceeded
 from radixkv.tokens import TOKEN_BYTES
@@ -131,11 +131,11 @@ class Limits:
             params.retention.range_in(params.num_tokens)
         if not 0 <= params.top_logprobs <= self.vocab_size:
             raise InvalidRequest(f"top_logprobs: expected 0 to {self.vocab_size}, got {params.top_logprobs}")
-        if not 0 <= params.priority <= MAX_REQUEST_PRIORITY:
-            raise InvalidRequest(f"priority: expected 0 to {MAX_REQUEST_PRIORITY}, got {params.priority}")
+        if not 0 <= params.urgency <= MAX_URGENCY:
+            raise InvalidRequest(f"priority: expected an urgency of 0 to {MAX_URGENCY}, got {params.urgency}")
         if params.deadline_s is not None and not math.isfinite(params.deadline_s):
             raise InvalidRequest(f"deadline_s: expected a finite time, got {params.deadline_s}")
-        ceiling_tokens = self.ceiling_tokens.get(params.tenant)
+        ceiling_tokens = self.ceiling_tokens.get(params.caller.tenant)
         if ceiling_tokens is not None and num_tokens > ceiling_tokens:
             raise QuotaExceeded(
                 f"token_ids: expected at most this tenant's ceiling of {ceiling_tokens} tokens, got {num_tokens}"

@@ -4,45 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixkv.api.caller import ANONYMOUS, Caller
 from radixkv.api.retention import Retention
 from radixkv.errors import InvalidRequest
 from radixkv.tokens import TOKEN_BYTES
 
-DEFAULT_REQUEST_PRIORITY = 50
-
-
-MAX_REQUEST_PRIORITY = 100
+DEFAULT_URGENCY = 50
+MAX_URGENCY = 100
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillParams:
-    """One prompt as the caller asked for it to be computed.
+    """A prompt and its options.
 
     Attributes:
         tokens: the prompt, token ids as little-endian uint32 bytes.
-        tenant, adapter, salt: identity; see `Namespace`.
-        request_id: echoed in the answer.
-        read_cache: reuse cached tokens.
-        write_cache: publish computed tokens.
-        retention: keep the prompt longer than others, or less long; None for neither.
-        priority: 0 to 100; goes before its tenant's other requests that came up to so many seconds earlier, counted
-            from theirs.
-        top_logprobs: how many most likely next tokens to report.
-        return_logits: return the whole logits row.
-        hold_lease: keep the prompt's blocks alive after the answer.
+        caller: whose data it is.
+        request_id: repeated in the answer.
+        read_cache: whether to reuse cached tokens.
+        write_cache: whether to publish computed tokens.
+        retention: keeps the prompt for a longer or shorter time than others; None for neither.
+        urgency: 0 to 100. A point of urgency is worth a second of waiting: a request of 60 goes before those of 50 of
+            the same tenant that arrived up to 10 s earlier. The wire calls it `priority`.
+        top_logprobs: number of most likely next tokens to report.
+        return_logits: whether to return the whole row of logits.
+        hold_lease: whether to keep the prompt's blocks after the answer.
         traceparent: the caller's span as W3C Trace Context writes it; empty for none.
         deadline_s: `time.monotonic()` after which nobody waits for the answer; None for no deadline.
     """
 
     tokens: bytes
-    tenant: str = ""
-    adapter: str = ""
-    salt: str = ""
+    caller: Caller = ANONYMOUS
     request_id: str = ""
     read_cache: bool = True
     write_cache: bool = True
     retention: Retention | None = None
-    priority: int = DEFAULT_REQUEST_PRIORITY
+    urgency: int = DEFAULT_URGENCY
     top_logprobs: int = 0
     return_logits: bool = False
     hold_lease: bool = False
@@ -51,11 +48,11 @@ class PrefillParams:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt length in tokens."""
+        """Length of the prompt in tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     def require_generable(self) -> None:
-        """Refuse what only the answer to a prefill has.
+        """Refuse options that only a prefill may have.
 
         Raises:
             InvalidRequest: the message names the field.

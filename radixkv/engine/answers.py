@@ -85,7 +85,7 @@ class Answers:
         return self.retained(grant, now_s)
 
     def _hold(self, request: Request, lease: Lease, now_s: float) -> HeldLease:
-        lease_id, expires_s = self._held_leases.hold(lease, request.params.tenant, now_s)
+        lease_id, expires_s = self._held_leases.hold(lease, request.tenant, now_s)
         request.lease = None  # `held_leases` owns it
         return HeldLease(lease_id, time.time() + expires_s - now_s, lease.block_ids.copy())
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
+from radixkv.api.caller import ANONYMOUS, Caller
 from radixkv.api.limits import Limits
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerateResult, PrefillResult, ProbeResult, Retained
@@ -130,7 +131,7 @@ class Engine:
         """
         future: Future[PrefillResult] = Future()
         with self._reporting_refusal():
-            namespace = self._namespace(params.tenant, params.adapter, params.salt)
+            namespace = self._namespace(params.caller)
             self.limits.require_prefill(params)
             self._submit(Request(params, namespace, future, received_s=time.monotonic()))
         return future
@@ -151,36 +152,34 @@ class Engine:
         """
         future: Future[GenerateResult] = Future()
         with self._reporting_refusal():
-            namespace = self._namespace(params.tenant, params.adapter, params.salt)
+            namespace = self._namespace(params.caller)
             self.limits.require_generation(params, sampling)
             stop_token_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
             generation = Generation(sampling, stop_token_ids, on_tokens)
             self._submit(Request(params, namespace, future, time.monotonic(), generation))
         return future
 
-    def probe(self, tokens: bytes, *, tenant: str = "", adapter: str = "", salt: str = "") -> Future[ProbeResult]:
+    def probe(self, tokens: bytes, caller: Caller = ANONYMOUS) -> Future[ProbeResult]:
         """Ask what a prefill would reuse now. Computes and changes nothing.
 
         Raises:
             InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
         """
-        namespace = self._namespace(tenant, adapter, salt)
+        namespace = self._namespace(caller)
         self.limits.require_tokens(tokens)
         return self._call(lambda: self._core.probe(namespace, tokens))
 
-    def release(self, lease_id: str, *, tenant: str = "") -> Future[None]:
-        """Give a held lease back. The future raises UnknownLease if this tenant holds no such lease."""
-        return self._call(lambda: self._core.held_leases.release(lease_id, tenant))
+    def release(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[None]:
+        """Give a held lease back. The future raises UnknownLease if the caller's tenant holds no such lease."""
+        return self._call(lambda: self._core.held_leases.release(lease_id, caller.tenant))
 
-    def retain(
-        self, tokens: bytes, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
-    ) -> Future[Retained]:
+    def retain(self, tokens: bytes, retention: Retention, caller: Caller = ANONYMOUS) -> Future[Retained]:
         """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`.
 
         Raises:
             InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
         """
-        namespace = self._namespace(tenant, adapter, salt)
+        namespace = self._namespace(caller)
         self.limits.require_tokens(tokens)
         retention.range_in(len(tokens) // TOKEN_BYTES)
         return self._call(lambda: self._core.retain(namespace, tokens, retention))
@@ -194,7 +193,7 @@ class Engine:
             UnknownAdapter: there is no adapter of this name.
         """
         if adapter is not None:
-            self._namespace("", adapter, "")
+            self._namespace(Caller(adapter=adapter))
         return self._call(lambda: self._core.purge(tenant=tenant, adapter=adapter, salt=salt))
 
     def stats(self) -> Future[EngineStats]:
@@ -244,10 +243,10 @@ class Engine:
     def _hanging(self) -> StepHangs:
         return StepHangs(f"engine: a step takes more than {self._watchdog.timeout_s} s")
 
-    def _namespace(self, tenant: str, adapter: str, salt: str) -> Namespace:
-        if adapter:
+    def _namespace(self, caller: Caller) -> Namespace:
+        if caller.adapter:
             raise UnknownAdapter("adapter: expected the name of a loaded adapter, got an unknown one")
-        return Namespace(self._model_fingerprint, tenant, adapter, salt)
+        return Namespace(self._model_fingerprint, caller.tenant, "", caller.salt)
 
     @contextlib.contextmanager
     def _reporting_refusal(self) -> Iterator[None]:

@@ -48,7 +48,7 @@ class Gate:
             Draining: the gate is closed.
             QueueFull: too many requests are unfinished, or too many of this tenant.
         """
-        tenant = request.params.tenant
+        tenant = request.tenant
         with self._changed:
             if self._is_closed:
                 raise Draining("engine: shutting down, no new requests")
@@ -60,7 +60,7 @@ class Gate:
 
     def leave(self, request: Request) -> None:
         """Forget a request that is over."""
-        tenant = request.params.tenant
+        tenant = request.tenant
         with self._changed:
             self._unfinished.discard(request.future)
             self._num_by_tenant[tenant] -= 1

@@ -96,7 +96,7 @@ class Request:
     prefilled_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.tenant = self.params.tenant
+        self.tenant = self.params.caller.tenant
 
     @property
     def open_lease(self) -> Lease:
@@ -142,7 +142,7 @@ class Request:
     @property
     def rank(self) -> tuple[float, int]:
         """Its place among its tenant's requests, the least first: a point of urgency is worth a second of waiting."""
-        return self.received_s - self.params.priority, self.arrival
+        return self.received_s - self.params.urgency, self.arrival
 
     @property
     def usage(self) -> Usage:

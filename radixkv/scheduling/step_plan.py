@@ -182,7 +182,7 @@ class StepPlan:
         first: Request = queue.waiting[0]
         if len(queue.waiting) == 1 or queue.num_passed_over >= _MAX_PASSED_OVER or self._takes_all(queue, left):
             return first
-        equals = [look for look in self._window(queue) if look[0].params.priority == first.params.priority]
+        equals = [look for look in self._window(queue) if look[0].params.urgency == first.params.urgency]
         return max(equals, key=lambda look: look[1])[0]  # of equally long prefixes the first
 
     def _takes_all(self, queue: TenantQueue, left: int) -> bool:

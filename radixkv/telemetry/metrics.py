@@ -72,7 +72,7 @@ class Metrics(Observer):
         self._requests.count(request, outcome, error)
         self._times.observe(request, outcome, now_s)
         if outcome is Outcome.FINISHED:
-            self._tokens.count(request.params.tenant, request.usage)
+            self._tokens.count(request.tenant, request.usage)
 
 
 class _RequestCounters:

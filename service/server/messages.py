@@ -8,8 +8,9 @@ import time
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from radixkv.api.caller import Caller
 from radixkv.api.limits import Limits
-from radixkv.api.params import DEFAULT_REQUEST_PRIORITY, PrefillParams
+from radixkv.api.params import DEFAULT_URGENCY, PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, Usage
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import DEFAULT_MAX_NEW_TOKENS, MAX_STOP_TOKEN_IDS, Sampling, random_seed
@@ -33,6 +34,16 @@ def require_names(**names: str) -> None:
             raise InvalidRequest(f"{field}: expected at most {MAX_NAME_CHARS} characters, got {len(name)}")
 
 
+def read_caller(request: prefill_pb2.PrefillRequest | prefill_pb2.ProbeRequest | cache_pb2.RetainRequest) -> Caller:
+    """Read the names of the caller.
+
+    Raises:
+        InvalidRequest: a name is too long.
+    """
+    require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
+    return Caller(request.tenant, request.adapter, request.salt)
+
+
 def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, traceparent: str = "") -> PrefillParams:
     """A prompt as it was asked for.
 
@@ -44,19 +55,17 @@ def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, 
     Raises:
         InvalidRequest: a field can't be read.
     """
-    require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt, request_id=request.request_id)
+    require_names(request_id=request.request_id)
     if request.top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"top_logprobs: expected at most {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
     return PrefillParams(
         tokens=read_token_ids(request),
-        tenant=request.tenant,
-        adapter=request.adapter,
-        salt=request.salt,
+        caller=read_caller(request),
         request_id=request.request_id or secrets.token_hex(16),
         read_cache=request.read_cache if request.HasField("read_cache") else True,
         write_cache=request.write_cache if request.HasField("write_cache") else True,
         retention=read_retention(request),
-        priority=request.priority if request.HasField("priority") else DEFAULT_REQUEST_PRIORITY,
+        urgency=request.priority if request.HasField("priority") else DEFAULT_URGENCY,
         top_logprobs=request.top_logprobs,
         return_logits=request.return_logits,
         hold_lease=request.hold_lease,

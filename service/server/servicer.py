@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from radixkv.api.caller import Caller
 from radixkv.api.result import GeneratedTokens
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.mailbox import Mailbox
@@ -18,6 +19,7 @@ from radixkv.service.server.messages import (
     grant_message,
     last_response,
     prefill_response,
+    read_caller,
     read_params,
     read_retention,
     read_sampling,
@@ -71,14 +73,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
         """Say what a prefill would reuse."""
-        require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
-        result = await _answer_of(
-            self._engine,
-            self._mailbox,
-            self._engine.probe(
-                read_token_ids(request), tenant=request.tenant, adapter=request.adapter, salt=request.salt
-            ),
-        )
+        future = self._engine.probe(read_token_ids(request), read_caller(request))
+        result = await _answer_of(self._engine, self._mailbox, future)
         return prefill_pb2.ProbeResponse(
             cached_tokens=result.cached_tokens,
             prompt_tokens=result.prompt_tokens,
@@ -88,7 +84,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802
         """Give back a held lease."""
         require_names(tenant=request.tenant, lease_id=request.lease_id)
-        await _answer_of(self._engine, self._mailbox, self._engine.release(request.lease_id, tenant=request.tenant))
+        future = self._engine.release(request.lease_id, Caller(request.tenant))
+        await _answer_of(self._engine, self._mailbox, future)
         return prefill_pb2.ReleaseResponse()
 
 
@@ -101,31 +98,22 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
         """Give a cached range a priority."""
-        require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
-        retention = read_retention(request)
+        caller, retention = read_caller(request), read_retention(request)
         if retention is None:
             raise InvalidRequest("retention: expected one, got none")
-        retained = await _answer_of(
-            self._engine,
-            self._mailbox,
-            self._engine.retain(
-                read_token_ids(request), retention, tenant=request.tenant, adapter=request.adapter, salt=request.salt
-            ),
-        )
+        future = self._engine.retain(read_token_ids(request), retention, caller)
+        retained = await _answer_of(self._engine, self._mailbox, future)
         return cache_pb2.RetainResponse(retained=grant_message(retained))
 
     async def Purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:  # noqa: N802
         """Forget namespaces."""
         require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
-        purged = await _answer_of(
-            self._engine,
-            self._mailbox,
-            self._engine.purge(
-                tenant=request.tenant if request.HasField("tenant") else None,
-                adapter=request.adapter if request.HasField("adapter") else None,
-                salt=request.salt if request.HasField("salt") else None,
-            ),
+        future = self._engine.purge(
+            tenant=request.tenant if request.HasField("tenant") else None,
+            adapter=request.adapter if request.HasField("adapter") else None,
+            salt=request.salt if request.HasField("salt") else None,
         )
+        purged = await _answer_of(self._engine, self._mailbox, future)
         return cache_pb2.PurgeResponse(freed_blocks=purged.freed_blocks, pinned_blocks=purged.pinned_blocks)
 
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from radixkv.api.caller import Caller
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens
@@ -72,8 +73,8 @@ def engine(runner: GatedRunner):  # type: ignore[no-untyped-def]
     engine.stop()
 
 
-def params(ids: range | list[int], **fields: object) -> PrefillParams:
-    return PrefillParams(tokens(ids), **fields)
+def params(ids: range | list[int], tenant: str = "", adapter: str = "", **fields: object) -> PrefillParams:
+    return PrefillParams(tokens(ids), Caller(tenant, adapter), **fields)
 
 
 def test_it_answers(engine: Engine) -> None:
@@ -85,7 +86,7 @@ def test_it_answers(engine: Engine) -> None:
 
 def test_probe_changes_nothing(engine: Engine) -> None:
     before = engine.load().result(PATIENCE_S).blocks
-    probed = engine.probe(tokens(range(20)), tenant="a").result(PATIENCE_S)
+    probed = engine.probe(tokens(range(20)), Caller("a")).result(PATIENCE_S)
     assert (probed.cached_tokens, probed.prompt_tokens, probed.miss_reason) == (0, 20, MissReason.COLD)
     assert engine.load().result(PATIENCE_S).blocks == before
 
@@ -233,7 +234,7 @@ def test_a_request_beyond_its_tenant_s_ceiling_is_refused_at_once(runner: GatedR
         ({"top_logprobs": 3}, "prefill.top_logprobs: expected none in a generation, got 3"),
         ({"return_logits": True}, "prefill.return_logits: expected none in a generation, got True"),
         ({"hold_lease": True}, "prefill.hold_lease: expected none in a generation, got True"),
-        ({"priority": 101}, "priority: expected 0 to 100, got 101"),
+        ({"urgency": 101}, "priority: expected an urgency of 0 to 100, got 101"),
     ],
 )
 def test_what_a_generation_does_not_have_is_refused(engine: Engine, fields: dict[str, object], message: str) -> None:

@@ -18,7 +18,7 @@ def computed_by_tenant(bench: Bench) -> Counter[str]:
     """Tokens of unfinished requests that were computed so far."""
     counts: Counter[str] = Counter()
     for request in bench.core._scheduler.running:
-        counts[request.params.tenant] += request.computed_upto - request.cached_tokens
+        counts[request.tenant] += request.computed_upto - request.cached_tokens
     return counts
 
 
@@ -105,7 +105,7 @@ def test_hits_of_others_change_nothing_between_tenants() -> None:
         second = bench.submit(range(600, 700), tenant="b")
         bench.core.step()
         running = bench.core._scheduler.running
-        orders.append([request.params.tenant for request in running])
+        orders.append([request.tenant for request in running])
         bench.run()
         assert first.done()
         assert second.done()
@@ -145,17 +145,17 @@ def test_a_point_of_priority_is_a_second_of_waiting() -> None:
     bench = Bench(num_blocks=1024, max_step_tokens=64, max_running_requests=1)
     bench.submit(range(900, 964))
     bench.core.step()
-    futures = [bench.submit([i] * 64, priority=50) for i in range(2)]
+    futures = [bench.submit([i] * 64, urgency=50) for i in range(2)]
     bench.clock.now = 10.0
-    futures += [bench.submit([9] * 64, priority=59), bench.submit([10] * 64, priority=61), bench.submit([11] * 64)]
-    futures += [bench.submit([12] * 64, priority=0)]
+    futures += [bench.submit([9] * 64, urgency=59), bench.submit([10] * 64, urgency=61), bench.submit([11] * 64)]
+    futures += [bench.submit([12] * 64, urgency=0)]
     assert order_of_admission(bench, futures) == [3, 0, 1, 2, 4, 5]
 
 
 def test_priorities_count_for_nothing_between_tenants() -> None:
     bench = Bench(num_blocks=4096, max_step_tokens=256)
-    bench.submit([1] * 5000, tenant="loud", priority=100)
-    bench.submit([2] * 5000, tenant="quiet", priority=0)
+    bench.submit([1] * 5000, tenant="loud", urgency=100)
+    bench.submit([2] * 5000, tenant="quiet", urgency=0)
     for _ in range(10):
         bench.core.step()
     computed = computed_by_tenant(bench)
@@ -212,16 +212,16 @@ def test_nobody_starves(seed: int) -> None:
     """More comes than can be served, for ever; a request that is worth less than all others is answered."""
     rng = random.Random(seed)
     bench = Bench(num_blocks=64, max_step_tokens=16, max_running_requests=6)
-    waits = bench.submit(range(1000, 1100), tenant="a", priority=20)
+    waits = bench.submit(range(1000, 1100), tenant="a", urgency=20)
     num_steps = 0
     while not waits.done():
         for _ in range(3):
             ids = [rng.randrange(4), *[rng.randrange(4)] * rng.randrange(1, 30)]
-            tenant, priority = rng.choice("abc"), rng.choice((20, 50, 80))
+            tenant, urgency = rng.choice("abc"), rng.choice((20, 50, 80))
             if rng.random() < 0.5:
-                bench.generate(ids, rng.randrange(1, 12), tenant=tenant, priority=priority)
+                bench.generate(ids, rng.randrange(1, 12), tenant=tenant, urgency=urgency)
             else:
-                bench.submit(ids, tenant=tenant, priority=priority)
+                bench.submit(ids, tenant=tenant, urgency=urgency)
         bench.clock.now += 1.0
         bench.core.step()
         num_steps += 1
@@ -267,7 +267,7 @@ def test_a_place_is_left_for_a_tenant_that_has_none() -> None:
     bench.generate([3] * 4, 100, tenant="other")
     for _ in range(3):
         bench.core.step()
-    assert {request.params.tenant for request in bench.core._scheduler.running} == {"greedy", "other"}
+    assert {request.tenant for request in bench.core._scheduler.running} == {"greedy", "other"}
     assert bench.core.tally.load().requests.pauses == 0
 
 
@@ -302,11 +302,11 @@ def test_more_decoding_requests_than_tokens_take_turns_and_leave_some_for_prompt
 
 def test_priorities_do_not_decide_between_tenants_who_is_paused() -> None:
     ended = []
-    for priority in (50, 100):
+    for urgency in (50, 100):
         bench = Bench(num_blocks=10)
         quiet = bench.generate(range(8), 24, tenant="quiet")
         bench.clock.now = 1.0
-        loud = bench.generate(range(50, 58), 24, tenant="loud", priority=priority)
+        loud = bench.generate(range(50, 58), 24, tenant="loud", urgency=urgency)
         bench.run()
         ended.append((quiet.result(0).usage.recomputed_tokens, loud.result(0).usage.recomputed_tokens > 0))
     assert ended == [(0, True)] * 2

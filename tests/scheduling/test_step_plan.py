@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.namespace import Namespace
 from radixkv.scheduling.admission import Admission, Admitter
@@ -60,7 +61,7 @@ class Desk:
 
     def wait(self, num_tokens: int, tenant: str = "") -> Request:
         """Add a waiting request."""
-        request = Request(PrefillParams(tokens([7] * num_tokens), tenant), Namespace("", tenant), Future(), 0.0)
+        request = Request(PrefillParams(tokens([7] * num_tokens), Caller(tenant)), Namespace("", tenant), Future(), 0.0)
         request.arrival = sum(len(queue.requests()) for queue in self.queues)
         self.queues.open(tenant).waiting.add(request)
         return request

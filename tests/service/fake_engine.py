@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from radixkv.api.caller import Caller
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import (
     FinishReason,
@@ -61,7 +62,7 @@ class FakeEngine:
         self.refusal: Exception | None = None
         self.failure: BaseException | None = None
         self._running: list[tuple[Future, object]] = []
-        self._prompts: dict[tuple[str, str, str], list[bytes]] = {}
+        self._prompts: dict[Caller, list[bytes]] = {}
         self._leases: dict[str, str] = {}
         self._changed = threading.Condition()
 
@@ -124,25 +125,25 @@ class FakeEngine:
             )
         )
 
-    def probe(self, tokens, *, tenant, adapter, salt) -> Future:
+    def probe(self, tokens, caller) -> Future:
         future = Future()
         num_tokens = len(tokens) // 4
-        cached = self._cached_tokens(tokens, (tenant, adapter, salt))
+        cached = self._cached_tokens(tokens, caller)
         future.set_result(ProbeResult(cached, num_tokens, _miss_reason(cached, num_tokens)))
         return future
 
-    def release(self, lease_id, *, tenant) -> Future:
+    def release(self, lease_id, caller) -> Future:
         future = Future()
-        if self._leases.get(lease_id) == tenant:
+        if self._leases.get(lease_id) == caller.tenant:
             del self._leases[lease_id]
             future.set_result(None)
         else:
             future.set_exception(UnknownLease(f"lease_id: expected a held lease of this tenant, got {lease_id!r}"))
         return future
 
-    def retain(self, tokens, retention, *, tenant, adapter, salt) -> Future:
+    def retain(self, tokens, retention, caller) -> Future:
         future = Future()
-        self.retentions.append((tokens, retention, tenant, adapter, salt))
+        self.retentions.append((tokens, retention, caller))
         future.set_result(_retained(retention))
         return future
 
@@ -235,17 +236,17 @@ class FakeEngine:
         if not ids.size or ids.max() >= VOCAB_SIZE:
             future.set_exception(InvalidRequest(f"token_ids: expected 1 or more ids below {VOCAB_SIZE}"))
             return
-        identity = (params.tenant, params.adapter, params.salt)
-        cached = self._cached_tokens(params.tokens, identity) if params.read_cache else 0
+        caller = params.caller
+        cached = self._cached_tokens(params.tokens, caller) if params.read_cache else 0
         logits = np.arange(self.num_logits, dtype=np.float32) / self.num_logits
         logits[next_token_of(ids)] = 1000.0
         held = None
         if params.hold_lease:
             block_table = np.arange(-(-ids.size // LIMITS.block_size), dtype=np.int32)
             held = HeldLease(f"lease-{len(self._leases)}", time.time() + 60, block_table)
-            self._leases[held.lease_id] = params.tenant
+            self._leases[held.lease_id] = caller.tenant
         if params.write_cache:
-            self._prompts.setdefault(identity, []).append(params.tokens)
+            self._prompts.setdefault(caller, []).append(params.tokens)
         future.set_result(
             PrefillResult(
                 request_id=params.request_id,
@@ -260,10 +261,10 @@ class FakeEngine:
             )
         )
 
-    def _cached_tokens(self, tokens: bytes, identity: tuple[str, str, str]) -> int:
+    def _cached_tokens(self, tokens: bytes, caller: Caller) -> int:
         ids = np.frombuffer(tokens, dtype="<u4")
         longest = 0
-        for prompt in self._prompts.get(identity, ()):
+        for prompt in self._prompts.get(caller, ()):
             other = np.frombuffer(prompt, dtype="<u4")
             size = min(ids.size, other.size)
             same = ids[:size] == other[:size]

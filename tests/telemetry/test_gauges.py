@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from radixkv import __version__
+from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
@@ -57,8 +58,8 @@ def engine(runner: GatedRunner, clock: FakeClock) -> Iterator[Engine]:
 
 def test_every_gauge_has_the_value_of_stats(engine: Engine) -> None:
     for start in (0, 50, 100, 150):
-        engine.prefill(PrefillParams(tokens(range(start, start + 40)), tenant=str(start))).result(PATIENCE_S)
-    engine.prefill(PrefillParams(tokens(range(150, 180)), tenant="150", hold_lease=True)).result(PATIENCE_S)
+        engine.prefill(PrefillParams(tokens(range(start, start + 40)), Caller(str(start)))).result(PATIENCE_S)
+    engine.prefill(PrefillParams(tokens(range(150, 180)), Caller("150"), hold_lease=True)).result(PATIENCE_S)
     load = engine.load().result(PATIENCE_S)
     assert (load.blocks.pinned, load.held_leases, load.evicted_blocks) == (10, 1, 9)
     assert scrape(engine) == {

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from radixkv.api.caller import Caller
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
 from radixkv.api.sampling import Sampling
@@ -31,7 +32,7 @@ def token_counts(metrics: Metrics, tenant: str) -> tuple[float | None, ...]:
 
 def ended_request(num_generated: int = 0, **fields: object) -> Request:
     """A request of 10 tokens that came at 100 s."""
-    params = PrefillParams(tokens(range(10)), tenant=str(fields.pop("tenant", "")))
+    params = PrefillParams(tokens(range(10)), Caller(str(fields.pop("tenant", ""))))
     generation = None
     if num_generated:
         sampling = Sampling(num_generated)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixkv.api.params import DEFAULT_REQUEST_PRIORITY
+from radixkv.api.params import DEFAULT_URGENCY
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.cache.tenants import Quota
@@ -71,7 +71,7 @@ class Ask(_Value):
     prompt: Prompt
     tenant: str = "a"
     salt: str = ""
-    priority: int = DEFAULT_REQUEST_PRIORITY
+    urgency: int = DEFAULT_URGENCY
     reads: bool = True
     writes: bool = True
     retention: Retention | None = None

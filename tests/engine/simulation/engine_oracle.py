@@ -212,11 +212,11 @@ class EngineOracle(Observer):
         """Only held leases and others' floors are in the way, and there are not enough blocks beside them."""
         if isinstance(error, OutOfMemory):
             return "" if self._asked[request].must_fail else "a request was refused although a smaller step may fit"
-        tenant, block_size = request.params.tenant, self._world.block_size
+        tenant, block_size = request.tenant, self._world.block_size
         num_blocks = -(-request.num_tokens // block_size)
         running = [other for other in self.core._scheduler.running if not other.is_over]
         if isinstance(error, QuotaExceeded):
-            running = [other for other in running if other.params.tenant == tenant]
+            running = [other for other in running if other.tenant == tenant]
         is_kept_by_floors = num_blocks > self._world.num_blocks - self._cache.tenants.num_blocks_kept_from(tenant)
         if running and (isinstance(error, QuotaExceeded) or not is_kept_by_floors):
             return "a request was refused although others would have given blocks back"

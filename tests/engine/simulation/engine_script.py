@@ -125,7 +125,7 @@ class _Author:
             prompt,
             tenant,
             salt,
-            priority=rng.choice((50, 50, 50, 55, 100, 0)),
+            urgency=rng.choice((50, 50, 50, 55, 100, 0)),
             reads=world.computes_once or self._chance(0.9),
             writes=world.computes_once or self._chance(0.9),
             retention=self._retention(length_of(prompt)) if self._chance(0.2) else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens
 from radixkv.cache.policies.by_name import make_policy
@@ -143,13 +144,12 @@ class SimulatedEngine:
         self._asked[ask.key] = asked
         params = PrefillParams(
             tokens=ask.tokens,
-            tenant=ask.tenant,
-            salt=ask.salt,
+            caller=Caller(ask.tenant, salt=ask.salt),
             request_id=str(ask.key),
             read_cache=ask.reads,
             write_cache=ask.writes,
             retention=ask.retention,
-            priority=ask.priority,
+            urgency=ask.urgency,
             top_logprobs=0 if ask.max_new_tokens else 2,
             return_logits=not ask.max_new_tokens,
             hold_lease=ask.holds,

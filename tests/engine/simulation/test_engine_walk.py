@@ -42,7 +42,7 @@ FOUND: dict[str, tuple[World, list[Event]]] = {
         [
             Ask(at_s=3.66, key=0, prompt=((1, 5),), max_new_tokens=5),
             Ask(at_s=3.66, key=1, prompt=((2, 2),), salt="s"),
-            Ask(at_s=7.1, key=4, prompt=((2, 2), (0, 1)), salt="s", priority=100),
+            Ask(at_s=7.1, key=4, prompt=((2, 2), (0, 1)), salt="s", urgency=100),
             Fail(step=1, how="no memory"),
         ],
     ),
@@ -121,7 +121,7 @@ def test_an_engine_is_seen_to_be_broken_that(breaks: Breaks, monkeypatch: pytest
 
 def test_a_failing_walk_is_made_short_and_can_be_pasted() -> None:
     world = World(computes_once=True)
-    asks = [Ask(float(key), key, ((key, 9),), priority=60) for key in range(1, 8)]
+    asks = [Ask(float(key), key, ((key, 9),), urgency=60) for key in range(1, 8)]
     twice = Ask(9.0, 8, ((3, 9),), top_p=0.5)
     assert fails(world, [*asks]) == ""
     failure = fails(world, [*asks, twice])

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from transformers import GPT2Config, MixtralConfig, PretrainedConfig
 
+from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult
 from radixkv.api.sampling import Sampling
@@ -137,7 +138,7 @@ class Cases:
 
     def _generate(self, core: EngineCore, ids: list[int], count: int, tenant: str) -> Future[GenerateResult]:
         future: Future[GenerateResult] = Future()
-        params = PrefillParams(np.array(ids, dtype="<u4").tobytes(), tenant)
+        params = PrefillParams(np.array(ids, dtype="<u4").tobytes(), Caller(tenant))
         generation = Generation(Sampling(count, temperature=1.0, seed=1), frozenset(), lambda _: None)
         core.submit(Request(params, Namespace("model", tenant), future, time.monotonic(), generation))
         return future
@@ -173,7 +174,7 @@ class Cases:
         future: Future[PrefillResult] = Future()
         tokens = np.array(ids, dtype="<u4").tobytes()
         params = PrefillParams(
-            tokens, tenant, return_logits=True, hold_lease=holds, read_cache=reads, write_cache=reads
+            tokens, Caller(tenant), return_logits=True, hold_lease=holds, read_cache=reads, write_cache=reads
         )
         core.submit(Request(params, Namespace("model", tenant), future, time.monotonic()))
         return future

@@ -1,6 +1,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import inspect
 import json
 import re
@@ -12,6 +13,8 @@ import grpc
 import numpy as np
 import pytest
 
+from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
 from radixkv.service.client import AsyncClient, Client, logits_of
 from radixkv.service.client.channel import channel_options
 from radixkv.service.client.requests import WIRE_NAMES, GenerateOptions, PrefillOptions, PromptOptions
@@ -74,9 +77,10 @@ def test_both_clients_send_the_same_bytes():
         return engine.params
 
     first, second = asyncio.run(run())
-    for name in ("tokens", *fields):
-        assert getattr(first, name) == getattr(second, name), name
-        assert getattr(first, name) == fields.get(name, struct.pack("<2I", 1, 2)), name
+    caller = Caller(fields.pop("tenant"), fields.pop("adapter"), fields.pop("salt"))
+    expected = PrefillParams(struct.pack("<2I", 1, 2), caller, **fields)
+    for params in (first, second):
+        assert dataclasses.replace(params, deadline_s=None) == expected
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from radixkv.api.caller import Caller
 from radixkv.service.commands.cli import main
 from tests.service.command_line import launch, run_cli
 from tests.service.fake_engine import FakeEngine
@@ -32,7 +33,7 @@ def test_prefill_passes_every_option(capsys):
     arguments = [*names, "--no-read-cache", "--no-write-cache", "--top-logprobs", "3", "--timeout-s", "30"]
     assert run_cli(capsys, engine, "prefill", "--tokens", "1", *arguments)[0] == 0
     params = engine.params[0]
-    assert (params.tenant, params.adapter, params.salt, params.top_logprobs) == ("t", "a", "s", 3)
+    assert (params.caller, params.top_logprobs) == (Caller("t", "a", "s"), 3)
     assert (params.read_cache, params.write_cache) == (False, False)
     assert params.deadline_s is not None
 

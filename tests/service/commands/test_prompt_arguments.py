@@ -100,11 +100,11 @@ def test_a_file_that_is_not_there_is_one_line(capsys, option):
 
 
 @pytest.mark.parametrize("command", ["prefill", "generate"])
-@pytest.mark.parametrize(("option", "priority"), [([], 50), (["--urgency", "90"], 90)])
-def test_urgency_is_the_priority_in_the_queue(capsys, command, option, priority):
+@pytest.mark.parametrize(("option", "urgency"), [([], 50), (["--urgency", "90"], 90)])
+def test_urgency_is_the_place_in_the_queue(capsys, command, option, urgency):
     engine = FakeEngine()
     assert run_cli(capsys, engine, command, "--tokens", "1", *option)[0] == 0
-    assert (engine.params[0].priority, engine.params[0].retention) == (priority, None)
+    assert (engine.params[0].urgency, engine.params[0].retention) == (urgency, None)
 
 
 def test_a_generation_asks_for_a_retention_too(capsys):

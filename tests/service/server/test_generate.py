@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from radixkv.api.caller import Caller
 from radixkv.api.retention import Retention
 from radixkv.errors import OutOfBlocks, StepFailed
 from radixkv.service.client import AsyncClient, Client
@@ -72,8 +73,8 @@ def test_every_field_of_a_generation_reaches_the_engine():
     params, sampling = calling(talk)
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p) == (5, 0.5, 0.25)
     assert (sampling.seed, sampling.stop_token_ids, sampling.ignore_eos) == (2**64 - 1, {7, 8}, True)
-    assert (params.tenant, params.adapter, params.salt, params.request_id) == ("ten", "ada", "sal", "req")
-    assert (params.read_cache, params.write_cache, params.priority) == (False, False, 0)
+    assert (params.caller, params.request_id) == (Caller("ten", "ada", "sal"), "req")
+    assert (params.read_cache, params.write_cache, params.urgency) == (False, False, 0)
     assert params.retention == Retention(80)
 
 
@@ -87,7 +88,7 @@ def test_what_is_not_said_is_greedy_and_sixteen_tokens():
     assert (first.max_new_tokens, first.temperature, first.top_p, first.ignore_eos) == (16, 0.0, 1.0, False)
     assert first.stop_token_ids == frozenset()
     assert first.seed != second.seed
-    assert params.priority == 50
+    assert params.urgency == 50
 
 
 def test_tokens_come_in_order_and_once_and_the_last_answer_says_why():
@@ -292,7 +293,7 @@ def test_the_command_passes_every_option(capsys):
     assert (sampling.max_new_tokens, sampling.temperature, sampling.seed) == (3, 0.5, 2**64 - 1)
     assert sampling.top_p == pytest.approx(0.9)
     assert (sampling.stop_token_ids, sampling.ignore_eos) == ({9, 8}, True)
-    assert (params.tenant, params.read_cache, params.write_cache) == ("t", False, True)
+    assert (params.caller.tenant, params.read_cache, params.write_cache) == ("t", False, True)
 
 
 def test_the_command_refuses_in_one_line(capsys):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from radixkv.api.caller import Caller
 from radixkv.api.retention import Retention
 from radixkv.service.client import AsyncClient, logits_of
 from radixkv.service.server.servicer import PrefillServicer
@@ -51,7 +52,7 @@ def test_every_field_of_a_request_reaches_the_engine():
 
     params = calling(talk)
     assert params.tokens == struct.pack("<3I", 1, 2, 3)
-    assert (params.tenant, params.adapter, params.salt, params.request_id) == ("ten", "ada", "sal", "req")
+    assert (params.caller, params.request_id) == (Caller("ten", "ada", "sal"), "req")
     assert (params.read_cache, params.write_cache) == (False, False)
     assert (params.top_logprobs, params.return_logits, params.hold_lease) == (4, True, True)
     assert params.retention == Retention(80, 1.5, 1, 2)
@@ -69,7 +70,7 @@ def test_the_cache_is_read_and_written_unless_the_request_says_no():
 
     params = calling(talk)
     assert (params.read_cache, params.write_cache) == (True, True)
-    assert (params.tenant, params.adapter, params.salt) == ("", "", "")
+    assert params.caller == Caller()
     assert (params.top_logprobs, params.return_logits, params.hold_lease) == (0, False, False)
     assert params.retention is None
 
@@ -187,7 +188,7 @@ def test_retain_reaches_the_engine():
 
     retained, calls = calling(talk)
     assert (retained.granted_tokens, retained.refused_tokens, retained.uncached_tokens) == (3, 2, 1)
-    assert calls == [(struct.pack("<3I", 1, 2, 3), Retention(0, 0.25, 1), "t", "", "s")]
+    assert calls == [(struct.pack("<3I", 1, 2, 3), Retention(0, 0.25, 1), Caller("t", salt="s"))]
 
 
 def test_a_retention_without_a_priority_is_refused():

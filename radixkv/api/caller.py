@@ -1,0 +1,25 @@
+"""The names under which a request is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Names the owner of a request's data. Requests share cached tokens only if all three names are equal.
+
+    The service takes the names from the request; proving who asks will be the part of authentication.
+
+    Attributes:
+        tenant: the customer or team whose data it is; quotas and shares are kept by tenant.
+        adapter: name of a loaded adapter; empty for the base model.
+        salt: chosen by the caller to keep data apart within a tenant.
+    """
+
+    tenant: str = ""
+    adapter: str = ""
+    salt: str = ""
+
+
+ANONYMOUS = Caller()
