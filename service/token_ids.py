@@ -1,7 +1,7 @@
-"""Token ids at the edge: any integer sequence in, little-endian uint32 bytes inside, packed fixed32 on the wire.
+"""Token ids at the edge: integers for callers, little-endian uint32 bytes inside, packed fixed32 on the wire.
 
-Read or written one by one through the protobuf container, 8,192 ids cost 150 to 400 us. On the wire they already are
-the bytes that the cache compares, so both directions here move them as one run of bytes, in 3 to 8 us.
+Reading or writing 8,192 ids one by one through the protobuf container takes 150 to 400 us. On the wire they already are
+the bytes that the cache compares, so the functions here move them as one run of bytes, in 3 to 8 us.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ Prompt = TypeVar("Prompt", PrefillRequest, ProbeRequest, RetainRequest)
 
 
 def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
-    """Turn any one-dimensional run of integers into little-endian uint32 bytes.
+    """Turn a one-dimensional sequence of integers into little-endian uint32 bytes.
 
     Args:
         token_ids: a sequence of ints, a numpy array of any integer dtype, an `array.array` or a torch tensor.
 
     Returns:
-        Four bytes an id; empty for no ids.
+        Four bytes for each id; empty for no ids.
+
+    >>> pack_token_ids([1, 258]).hex()
+    '0100000002010000'
 
     Raises:
-        TypeError: `token_ids` holds something else than integers.
-        ValueError: `token_ids` has other than one dimension, or an id is outside `[0, 2**32)`.
+        TypeError: `token_ids` holds anything but integers.
+        ValueError: `token_ids` has not one dimension, or an id is outside `[0, 2**32)`.
     """
     if isinstance(token_ids, str | bytes | bytearray | memoryview):
         raise TypeError(f"token_ids: expected integers, got {type(token_ids).__name__}")
@@ -62,15 +65,15 @@ def write_token_ids(message: Prompt, packed: bytes) -> None:
 
 
 def read_token_ids(message: Prompt) -> bytes:
-    """Return `message.token_ids` as little-endian uint32 bytes. Complexity: a few copies, nothing a token."""
+    """Return `message.token_ids` as little-endian uint32 bytes. Complexity: a few copies, no work for each token."""
     num_bytes = 4 * len(message.token_ids)
     if num_bytes == 0:
         return b""
-    # Fields are written in the order of their numbers, so that ours is first: a key, a length, the bytes we want.
+    # Writers put fields in the order of their numbers, so token_ids is first: a key, a length, then the bytes.
     serialized, head = message.SerializeToString(), _packed_head(num_bytes)
     if serialized.startswith(head):
         return serialized[len(head) : len(head) + num_bytes]
-    # No writer has to keep that order. Alone in its message, the field ends with it.
+    # They need not. Without the other fields, the message ends with the bytes.
     alone = type(message).FromString(serialized)  # 40 times faster than CopyFrom
     for field in alone.DESCRIPTOR.fields:
         if field.number != _FIELD_NUMBER:
@@ -86,7 +89,7 @@ def _raise_for_elements(ids: npt.NDArray[np.generic]) -> None:
 
 
 def _packed_head(num_bytes: int) -> bytes:
-    """What comes on the wire before so many bytes of token ids."""
+    """Return the key and the length that stand on the wire before `num_bytes` of token ids."""
     return bytes([_FIELD_NUMBER << 3 | _LENGTH_DELIMITED]) + _varint(num_bytes)
 
 

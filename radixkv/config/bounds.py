@@ -1,4 +1,4 @@
-"""Bounds of the keys of a configuration, written beside their types, and the check of a section against them."""
+"""Bounds of the keys of a configuration, written beside their types; checks a section against them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Range:
 
 
 class OneOf:
-    """A few values, one of which a key has."""
+    """A set of values that a key may have."""
 
     def __init__(self, *values: object) -> None:
         self._values = values
 
     def require(self, path: str, value: object) -> None:
-        """Refuse another value."""
+        """Refuse a value that is not in the set."""
         if value not in self._values:
             raise ConfigError(f"{path}: expected one of {', '.join(map(str, self._values))}, got {value}")
 

@@ -48,6 +48,13 @@ def count(text: str) -> int:
     return _whole(text, 0, 2**32 - 1)
 
 
+def points(text: str) -> int:
+    """Read a priority or an urgency, 0 to 100."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= 100):
+        raise argparse.ArgumentTypeError(f"expected 0 to 100, got {text}")
+    return int(text)
+
+
 def seed(text: str) -> int:
     """Read a whole number of at most 64 bits, without a unit."""
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 2**64):

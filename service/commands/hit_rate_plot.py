@@ -1,4 +1,4 @@
-"""One picture of simulations: hit rate against capacity, a line for each policy, the optimum above them."""
+"""A picture of simulations: hit rate against capacity, a line for each policy, the optimum above them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _LABEL_GAP = 0.042  # of the axes' height, between the names at the right
 
 
 def draw_hit_rates(path: Path, simulations: Sequence[Simulation], trace: str) -> None:
-    """Draw token hit rate against capacity and write it as PNG; a file that is there is replaced.
+    """Draw token hit rate against capacity and write it as PNG; replaces an existing file.
 
     Args:
-        path: where to.
-        simulations: of one trace and one block size, at least one.
-        trace: its name, for the heading.
+        path: file to write.
+        simulations: at least one, of one trace and one block size.
+        trace: name of the trace, for the heading.
     """
     curves: dict[str, list[Simulation]] = {}
     for simulation in sorted(simulations, key=lambda each: each.capacity_tokens):
@@ -109,7 +109,7 @@ def _name_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
 
 
 def _spread(capacities: Sequence[int]) -> list[int]:
-    """The capacities that have room for a label: each at least a fifth above the one before."""
+    """Return the capacities that have room for a label: each at least a fifth above the one before."""
     kept: list[int] = []
     for capacity in capacities:
         if not kept or capacity >= 1.2 * kept[-1]:

@@ -1,4 +1,4 @@
-"""One message for a package that is not installed."""
+"""The message for a package that is not installed."""
 
 from __future__ import annotations
 

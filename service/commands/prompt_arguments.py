@@ -37,7 +37,7 @@ def add_prompt(command: argparse.ArgumentParser) -> None:
     use.add_argument(
         "--retention-priority",
         metavar="0..100",
-        type=argument_types.count,
+        type=argument_types.points,
         help="unused blocks of lower priority are evicted first (default: 50)",
     )
     use.add_argument(
@@ -49,7 +49,7 @@ def add_prompt(command: argparse.ArgumentParser) -> None:
     use.add_argument(
         "--urgency",
         metavar="0..100",
-        type=argument_types.count,
+        type=argument_types.points,
         help="order of the tenant's own requests; a point is worth a second of waiting (default: 50)",
     )
 

@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from radixkv.service.commands.argument_types import capacities, count, positive, seed, token_ids, whole
+from radixkv.service.commands.argument_types import capacities, count, points, positive, seed, token_ids, whole
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,13 @@ def test_only_some_counts_may_be_zero():
     for kind in (positive, whole):
         with pytest.raises(argparse.ArgumentTypeError, match=r"from 1, such as .*, got 0$"):
             kind("0")
+
+
+def test_points_are_0_to_100():
+    assert [points(text) for text in ("0", "50", "100")] == [0, 50, 100]
+    for text in ("101", "-1", "1k", "", "5.0", "²"):
+        with pytest.raises(argparse.ArgumentTypeError, match=rf"^expected 0 to 100, got {text}$"):
+            points(text)
 
 
 def test_a_seed_has_no_unit():

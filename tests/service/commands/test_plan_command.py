@@ -7,6 +7,7 @@ import pytest
 
 from radixkv.service.commands.cli import main
 from tests.patience import PATIENCE_S
+from tests.service.command_line import usage_error
 from tests.service.serving import WITHOUT_ENGINE
 
 LLAMA_8B = ("--layers", "32", "--query-heads", "32", "--kv-heads", "8", "--head-dim", "128")
@@ -30,14 +31,6 @@ def refusal(capsys, *arguments):
     assert out == ""
     assert err.count("\n") == 1
     return err.removeprefix("radixkv: ").rstrip("\n")
-
-
-def usage_error(capsys, *arguments):
-    with pytest.raises(SystemExit) as caught:
-        main(["plan", *arguments])
-    out, err = capsys.readouterr()
-    assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
-    return err
 
 
 @pytest.fixture
@@ -348,7 +341,7 @@ def test_a_model_that_names_no_dtype_needs_one(capsys, tmp_path):
     ],
 )
 def test_a_wrong_number_is_one_line_and_exit_code_2(capsys, arguments, words):
-    assert words in usage_error(capsys, *arguments)
+    assert words in usage_error(capsys, "plan", *arguments)
 
 
 def test_planning_works_where_the_engine_is_not_installed(model):
