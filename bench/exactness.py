@@ -27,8 +27,9 @@ from radixkv.config import EngineConfig
 from radixkv.model.attention.paged_step import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.tiny_model import build_tiny_model
+from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.attention_trial import try_attention_here
-from radixkv.startup.build_engine import attention_kernels, make_runner
+from radixkv.startup.build_engine import make_runner
 from radixkv.storage.device_pool import KVStorage
 
 BLOCK_SIZE = 64

@@ -34,6 +34,7 @@ from radixkv.kernels import reference
 from radixkv.kernels.copy_blocks import copy_blocks
 from radixkv.kernels.norm import add_rms_norm
 from radixkv.kernels.quantization import INT4
+from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.swiglu import swiglu
 from radixkv.kernels.write_kv import write_kv
 from radixkv.model.attention.triton_kernels import TritonKernels
@@ -193,7 +194,7 @@ class Bench:
 
         def own(layer: int) -> torch.Tensor:
             return kernels.paged_attention(
-                inputs.queries[layer], inputs.pool, layer, inputs.batch, scale=inputs.scale, window=None, softcap=None
+                inputs.queries[layer], inputs.pool, layer, inputs.batch, Scoring(inputs.scale)
             )
 
         def our_contestant() -> Contestant:

@@ -22,6 +22,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize
+from radixkv.kernels.scoring import Scoring
 
 # Query tokens per call of the fused attention. A tile sees keys up to its own end only, so smaller tiles skip more of
 # the causal triangle: 2048 tokens over 14 heads of 64 took 120 ms in tiles of 128 or 256, 142 in 512, 223 untiled
@@ -49,10 +50,7 @@ def paged_attention(
     pool: KVPool,
     layer: int,
     batch: PagedBatch,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attend as `reference.paged_attention` does, at the speed of torch's fused attention.
 
@@ -65,13 +63,12 @@ def paged_attention(
         pool: the K/V; the suffix is already written.
         layer: index into the pool's layers.
         batch: which rows belong to which request and where its K/V live.
-        scale: what the dot products are multiplied with.
-        window: visible tokens, the query token included; None for all.
-        softcap: bends each scaled score `s` into `softcap * tanh(s / softcap)`; None for none.
+        scoring: how scores are made, and which keys a query sees.
 
     Returns:
         A new tensor shaped and typed like `query`.
     """
+    scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
     output = torch.empty_like(query)
     head_dim = query.shape[-1]
     query = _fill_head_dim(query)

@@ -14,6 +14,7 @@ from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.attention_softmax import base_2, softmax_step
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.scoring import Scoring
 
 
 def paged_attention(
@@ -22,10 +23,8 @@ def paged_attention(
     layer: int,
     batch: PagedBatch,
     plan: AttentionPlan,
+    scoring: Scoring,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     is_specialized: bool = False,
 ) -> torch.Tensor:
     """Attend as `reference.paged_attention` does, with one launch, or two where the plan splits.
@@ -41,9 +40,7 @@ def paged_attention(
         layer: index into the pool's layers.
         batch: the step that `plan` was made for.
         plan: `plan_attention` of `batch` for this window.
-        scale: what the dot products are multiplied with, above 0.
-        window: visible tokens, the query token included; None for all.
-        softcap: bends each scaled score `s` into `softcap * tanh(s / softcap)`; None for none.
+        scoring: how scores are made, and which keys a query sees.
         is_specialized: whether warps specialize, see `specialized_attention`, which must support these tensors.
 
     Returns:
@@ -55,8 +52,8 @@ def paged_attention(
     """
     if query.stride(-1) != 1:
         raise ValueError("query: expected a contiguous last dimension, got a strided one")
-    if window != plan.window:
-        raise ValueError(f"plan: expected one for window {window}, got one for window {plan.window}")
+    if scoring.window != plan.window:
+        raise ValueError(f"plan: expected one for window {scoring.window}, got one for window {plan.window}")
     num_query_heads, head_dim = query.shape[1:]
     num_kv_heads = pool.num_kv_heads
     if num_query_heads != plan.group_size * num_kv_heads:
@@ -71,7 +68,7 @@ def paged_attention(
     output = query.new_empty(query.shape)
     partials = Partials.allocate(plan, num_kv_heads, head_dim, query.device)
     attend = specialized_attention.launch if is_specialized else _launch
-    base_2_scale, base_2_softcap = base_2(scale, softcap)
+    base_2_scale, base_2_softcap = base_2(scoring.scale, scoring.softcap)
     attend(query, pool, layer, batch, plan, output, partials, scale=base_2_scale, softcap=base_2_softcap)
     partials.merge_into(output, plan)
     return output

@@ -9,6 +9,7 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.norm_style import TORCH, NormStyle
 from radixkv.kernels.quantization import dequantize, quantize
+from radixkv.kernels.scoring import Scoring
 
 
 def write_kv(
@@ -50,10 +51,7 @@ def paged_attention(
     pool: KVPool,
     layer: int,
     batch: PagedBatch,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attend causally from each request's suffix over its cached prefix and the suffix itself.
 
@@ -66,9 +64,7 @@ def paged_attention(
         pool: the K/V; the suffix is already written.
         layer: index into the pool's layers.
         batch: which rows belong to which request and where its K/V live.
-        scale: what the dot products are multiplied with.
-        window: visible tokens, the query token included; None for all.
-        softcap: bends each scaled score `s` into `softcap * tanh(s / softcap)`; None for none.
+        scoring: how scores are made, and which keys a query sees.
 
     Returns:
         A new tensor shaped and typed like `query`.
@@ -85,13 +81,13 @@ def paged_attention(
         key = kv[:, 0].repeat_interleave(group_size, dim=1)  # [kv_len, num_query_heads, head_dim]
         value = kv[:, 1].repeat_interleave(group_size, dim=1)
 
-        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key) * scoring.scale
+        if scoring.softcap is not None:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
         query_positions = positions[kv_len - (rows.stop - rows.start) :, None]
         visible = positions <= query_positions
-        if window is not None:
-            visible &= positions > query_positions - window
+        if scoring.window is not None:
+            visible &= positions > query_positions - scoring.window
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
         output[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
     return output

@@ -11,6 +11,7 @@ from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import is_quantized
+from radixkv.kernels.scoring import Scoring
 
 # Rows whose scores the reference holds at once: 1 GiB of float32 for 32 heads and 32,768 keys.
 _REFERENCE_ROWS = 256
@@ -137,7 +138,7 @@ def expected_answer(inputs: AttentionInputs) -> torch.Tensor:
             [end - start], [case.prefix_tokens + end], [table], inputs.heads.block_size, inputs.batch.slots.device
         )
         query = inputs.queries[0][start:end]
-        parts.append(reference.paged_attention(query, inputs.pool, 0, batch, scale=inputs.scale))
+        parts.append(reference.paged_attention(query, inputs.pool, 0, batch, Scoring(inputs.scale)))
     return torch.cat(parts)
 
 

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.row_pieces import in_row_pieces
 from radixkv.kernels.row_tiles import SIZES, agreeing_sizes, tiled_linear
+from radixkv.model.on_gpu import exact_kernels
+from radixkv.model.refusals import SERVE_FAST
 
 T = TypeVar("T")
 
@@ -58,13 +60,11 @@ def make_exact(module: PreTrainedModel) -> ExactFunctions:
     if module._can_set_experts_implementation():
         module.set_experts_implementation("eager")
     if module.device.type == "cuda":
-        # Triton is not there on every platform.
-        from radixkv.kernels.linear import linear, rows_agree
-        from radixkv.model.exactness_on_gpu import require_exact_gpu, row_functions
-
-        require_exact_gpu(module.device)
-        on_gpu = _Products(module, rows_agree, lambda rows, weight, bias, _: linear(rows, weight, bias))
-        return ExactFunctions(on_gpu.functions | row_functions())
+        kernels = exact_kernels(module.device)
+        products = _Products(
+            module, kernels.rows_agree, lambda rows, weight, bias, _: kernels.linear(rows, weight, bias)
+        )
+        return ExactFunctions({**products.functions, **kernels.row_functions})
     return ExactFunctions(_Products(module, _agreeing_sizes, tiled_linear).functions | pointwise_functions())
 
 
@@ -105,8 +105,7 @@ class _Products(Generic[T]):
         if not self._attempts[key]:
             raise UnsupportedModel(
                 f"{self._name_of(weight)}: expected the rows of a product to be computed alike, got others for "
-                f'{tuple(weight.shape)} in {weight.dtype} on this machine; model.exactness = "fast" serves the model '
-                "with answers that depend on what is cached"
+                f"{tuple(weight.shape)} in {weight.dtype} on this machine; {SERVE_FAST}"
             )
         return self._attempts[key]
 

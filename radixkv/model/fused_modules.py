@@ -25,6 +25,7 @@ from radixkv.kernels.flat_rows import DTYPES
 from radixkv.kernels.norm import add_rms_norm, rms_norm
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH, NormStyle
 from radixkv.kernels.swiglu import swiglu
+from radixkv.model.refusals import reason_of
 
 _log = logging.getLogger(__name__)
 
@@ -130,8 +131,7 @@ def _known_forward(part: Any, dtype: torch.dtype, styles: dict[nn.Module, NormSt
     except _Refused:
         raise
     except Exception as error:  # what a compiler raises, or a module that wants to be called otherwise
-        reason = str(error).strip().partition("\n")[0]
-        raise _Refused(f"{type(error).__name__}: {reason}") from error
+        raise _Refused(reason_of(error)) from error
     return None
 
 

@@ -1,9 +1,10 @@
-"""Loads a model directory, or makes the embedded model."""
+"""Loads a model directory, or makes the embedded model. Refuses what can't be served."""
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -13,40 +14,59 @@ from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
 from radixkv.model.attention.paged_step import ATTENTION_NAME
 from radixkv.model.model import Model
+from radixkv.model.on_gpu import require_triton
+from radixkv.model.refusals import reason_of
 from radixkv.model.tiny_model import build_tiny_model
 
-if TYPE_CHECKING:
-    pass
+_log = logging.getLogger(__name__)
 
 
 def load_model(config: ModelConfig) -> Model:
-    """Load a model directory (config.json and safetensors), or make the embedded one.
+    """Load a model directory (config.json and safetensors), or make the embedded model. Logs what it does.
 
     Raises:
-        ConfigError: the directory or a file in it can't be used.
+        ConfigError: the directory or a file in it can't be used, or the device is not there.
         UnsupportedModel: the model would ignore the cache, or needs something that the kernels do not do.
     """
+    start_s = time.perf_counter()
     device = _resolve_device(config.device)
-    is_exact = config.exactness == "exact"
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    if config.path == "tiny":
-        tiny = build_tiny_model(ATTENTION_NAME).to(dtype or torch.float32)
-        return Model("tiny", tiny, device, is_exact=is_exact)
+    model = _make_tiny(config, device) if config.path == "tiny" else _load(config, device)
+    num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    _log.info(
+        "loaded %s in %.1f s: %s with %.1f million parameters in %s on %s",
+        model.name,
+        time.perf_counter() - start_s,
+        type(model.module).__name__,
+        num_parameters / 1e6,
+        str(model.module.dtype).removeprefix("torch."),
+        device,
+    )
+    return model
+
+
+def _make_tiny(config: ModelConfig, device: torch.device) -> Model:
+    _log.info("making the embedded model")
+    module = build_tiny_model(ATTENTION_NAME).to(_dtype(config) or torch.float32)
+    return Model("tiny", module, device, is_exact=config.exactness == "exact")
+
+
+def _load(config: ModelConfig, device: torch.device) -> Model:
     directory = Path(config.path)
     if not (directory / "config.json").is_file():
         raise ConfigError(f"model.path: expected `tiny` or a directory with a config.json, got {config.path}")
+    weights_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    _log.info("loading %s: %.1f MB of weights", directory, weights_bytes / 1e6)
     try:
-        module = _load_directory(directory, dtype)
+        module = _load_module(directory, _dtype(config))
         _refuse_masks_we_do_not_make(module)
-        return Model(directory.resolve().name, module, device, is_exact=is_exact)
+        return Model(directory.resolve().name, module, device, is_exact=config.exactness == "exact")
     except RadixKVError:
         raise
     except Exception as error:  # whatever transformers raises over a bad directory
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"model.path: {directory} can't be loaded: {type(error).__name__}: {reason}") from error
+        raise ConfigError(f"model.path: {directory} can't be loaded: {reason_of(error)}") from error
 
 
-def _load_directory(directory: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def _load_module(directory: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     disable_progress_bar()  # a service's log is no terminal
     hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
     model_class = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
@@ -74,7 +94,7 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> PreTrainedMod
 
 
 def _refuse_masks_we_do_not_make(module: PreTrainedModel) -> None:
-    """Our attention is causal, with or without a sliding window; other masks would get lost without a word."""
+    """Refuse masks other than causal ones with or without a sliding window: they would get lost without an error."""
     config = module.config.get_text_config()
     name = type(module).__name__
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -86,9 +106,16 @@ def _refuse_masks_we_do_not_make(module: PreTrainedModel) -> None:
             raise UnsupportedModel(f"{name}: its config.json sets {key}, which our attention does not do")
 
 
+def _dtype(config: ModelConfig) -> torch.dtype | None:
+    """The dtype that is asked for; None for the checkpoint's own."""
+    return None if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
 def _resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device: expected a CUDA device for `cuda`, got none")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        require_triton()
     return torch.device(name)

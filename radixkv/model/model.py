@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -12,13 +13,12 @@ from transformers import PreTrainedModel
 from xxhash import xxh3_128
 
 from radixkv.errors import UnsupportedModel
+from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionKind, AttentionStep, AttentionUse
 from radixkv.model.attention.paged_step import PaddedStep
 from radixkv.model.exactness import TOKENS_MULTIPLE, make_exact
+from radixkv.model.on_gpu import fuse_modules
 from radixkv.storage.device_pool import KVShape
-
-if TYPE_CHECKING:
-    from radixkv.model.fused_modules import FusedModules
 
 # RoPE variants whose rotation of every token depends on the longest position in the batch, once one passes this key.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
@@ -60,11 +60,9 @@ class Model:
         self.device = device
         self.is_exact = is_exact
         self.module = module.to(device).eval().requires_grad_(False)
-        self._fused: FusedModules | None = None
+        self._unfused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
-            from radixkv.model.fused_modules import FusedModules  # Triton is not there on every platform
-
-            self._fused = FusedModules(module)
+            self._unfused = fuse_modules(module)
         self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
         self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
         for part in module.modules():  # heads call `base_model`, or a decoder in it
@@ -127,7 +125,7 @@ class Model:
 
     def unfused(self) -> AbstractContextManager[object]:
         """Inside, `module` runs as transformers wrote it."""
-        return contextlib.nullcontext() if self._fused is None else self._fused.undone()
+        return self._unfused()
 
     def _keep_hidden_states(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
         """Keep the last hidden states of the outermost part that has some: it ends last."""
@@ -169,13 +167,10 @@ class _ShapeProbe:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2], key.dtype)
-        self.kinds[AttentionKind(query.shape[1], window, softcap)] = None
+        self.kinds[AttentionKind(query.shape[1], scoring.window, scoring.softcap)] = None
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 

@@ -11,8 +11,10 @@ from radixkv.errors import UnsupportedModel
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
 from radixkv.model.attention.interface import AttentionKernels, AttentionKind, AttentionUse
+from radixkv.model.refusals import SERVE_FAST, reason_of
 from radixkv.storage.device_pool import KVShape
 
 # More keys than a split has on a GPU, and a tile of queries on a CPU.
@@ -53,8 +55,7 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
     try:
         results = [trial.attend(query, key, value, scale=scale, cuts=cuts) for cuts in ((), _CUTS)]
     except Exception as error:  # whatever a compiler or a driver raises over a dtype that it does not know
-        reason = str(error).strip().partition("\n")[0]
-        raise UnsupportedModel(f"{name}: does not run there: {type(error).__name__}: {reason}") from error
+        raise UnsupportedModel(f"{name}: does not run there: {reason_of(error)}") from error
     expected = trial.attend_reference(query, key, value, scale=scale)
     for got in results:
         apart = float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
@@ -65,8 +66,7 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
             )
     if use.is_exact and not all(_parts_agree(trial, kind, shape, what) for what in ("values", "scores")):
         raise UnsupportedModel(
-            f"{name}: expected the same bits computed at once and in parts, got others; "
-            'model.exactness = "fast" serves the model with answers that depend on what is cached'
+            f"{name}: expected the same bits computed at once and in parts, got others; {SERVE_FAST}"
         )
 
 
@@ -123,8 +123,8 @@ class _Trial:
         ).float()
 
     def _run(self, kernels: AttentionKernels, query: torch.Tensor, batch: PagedBatch, scale: float) -> torch.Tensor:
-        window, softcap = self._kind.window, self._kind.softcap
-        return kernels.paged_attention(query, self._pool, 0, batch, scale=scale, window=window, softcap=softcap)
+        scoring = Scoring(scale, self._kind.window, self._kind.softcap)
+        return kernels.paged_attention(query, self._pool, 0, batch, scoring)
 
     def _batch(self, query_lens: list[int], kv_lens: list[int]) -> PagedBatch:
         tables = [self._table] * len(kv_lens)

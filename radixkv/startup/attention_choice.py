@@ -1,4 +1,4 @@
-"""Which attention kernels serve a model: the first that are right on this machine."""
+"""Chooses the attention kernels that serve a model: the first that are right on this machine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,36 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from radixkv.errors import UnsupportedModel
-from radixkv.model.attention.interface import AttentionKernels
+from radixkv.model.attention.interface import AttentionKernels, AttentionUse
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.model import Model
+from radixkv.model.on_gpu import attention_candidates
+from radixkv.startup.attention_trial import try_attention
+from radixkv.storage.device_pool import KVShape
 
 _Kernels = TypeVar("_Kernels", bound=AttentionKernels)
 
 _log = logging.getLogger(__name__)
+
+
+def attention_kernels(
+    model: Model,
+    kv_shape: KVShape,
+    block_size: int,
+    attempt: Callable[[str, AttentionUse], None] = try_attention,
+) -> AttentionKernels:
+    """Choose the kernels for the device of a model. On a GPU short trials decide; see `choose_attention`.
+
+    Args:
+        model: the model that will be served.
+        kv_shape: its K and V as the pool stores them.
+        block_size: tokens a block.
+        attempt: tries kernels by name; see `try_attention`.
+    """
+    if model.device.type != "cuda":
+        return TorchKernels()
+    use = model.attention_use(kv_shape, block_size)
+    return choose_attention(attention_candidates(use), lambda name: attempt(name, use)).for_service()
 
 
 def choose_attention(candidates: Mapping[str, _Kernels], attempt: Callable[[str], None]) -> _Kernels:
@@ -22,7 +47,7 @@ def choose_attention(candidates: Mapping[str, _Kernels], attempt: Callable[[str]
         attempt: given a name, raises UnsupportedModel if these kernels can't serve.
 
     Returns:
-        The first that can, or else the last, which are not tried: nothing is left to take in their place, and
+        The first kernels that can serve, or else the last, which are not tried: nothing could take their place, and
         `check_model` refuses the model with the reason.
     """
     *preferred, last = candidates

@@ -16,6 +16,7 @@ import torch
 
 from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
+from radixkv.model.on_gpu import attention_candidates
 from radixkv.startup.attention_check import check_attention
 from radixkv.storage.device_pool import KVShape
 
@@ -71,10 +72,7 @@ def try_attention(
 
 def try_attention_here(name: str, use: AttentionUse) -> None:
     """The same in this process, for those that are tried with it: see `try_attention`."""
-    from radixkv.model.attention.triton_kernels import candidates  # Triton is not there on every platform
-
-    capability = torch.cuda.get_device_capability(use.device) if use.device.type == "cuda" else (0, 0)
-    check_attention(candidates(use, capability)[name], use)
+    check_attention(attention_candidates(use)[name], use)
 
 
 def _written(name: str, use: AttentionUse) -> str:

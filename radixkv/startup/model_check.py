@@ -14,6 +14,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.interface import AttentionKernels
 from radixkv.model.attention.paged_step import ATTENTION_NAME
 from radixkv.model.model import Model
+from radixkv.model.refusals import SERVE_FAST, reason_of
 from radixkv.startup.attention_check import check_attention
 from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.tokens import TOKEN_BYTES
@@ -57,7 +58,7 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
         if model.is_exact and not (torch.equal(*answers) and torch.equal(*storage.pool.blocks.chunk(2))):
             raise UnsupportedModel(
                 f"{_first_inexact_module(runner, tokens)}: expected the same bits computed at once and in parts, got "
-                'others; model.exactness = "fast" serves the model with answers that depend on what is cached'
+                f"others; {SERVE_FAST}"
             )
 
 
@@ -107,10 +108,8 @@ def _eager_logits(model: Model, tokens: bytes) -> torch.Tensor:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the model's code raises
-        reason = str(error).strip().partition("\n")[0]
-        raise UnsupportedModel(
-            f"{type(model.module).__name__}: transformers' eager attention fails: {type(error).__name__}: {reason}"
-        ) from error
+        name = type(model.module).__name__
+        raise UnsupportedModel(f"{name}: transformers' eager attention fails: {reason_of(error)}") from error
     finally:
         model.module.set_attn_implementation(ATTENTION_NAME)
     return logits

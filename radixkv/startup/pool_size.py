@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from radixkv.api.limits import longest_sequence
 from radixkv.compute.forward import Chunk
 from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.compute.runner import Runner
@@ -59,7 +60,8 @@ def choose_num_blocks(
         return cache.num_blocks
     torch.cuda.empty_cache()  # of what loading needed; does nothing without a GPU
     storage = KVStorage(1, cache.block_size, kv_shape, model.device)
-    graphs = recorder.record(storage, _longest(model))  # first, since it empties torch's cache, too
+    # First, since it empties torch's cache, too.
+    graphs = recorder.record(storage, longest_sequence(_DRY_RUN_TOKENS, model.max_tokens))
     try:
         run_largest_step(model, kernels, storage, engine)
     except torch.OutOfMemoryError as error:
@@ -90,7 +92,7 @@ def run_largest_step(model: Model, kernels: AttentionKernels, storage: KVStorage
     what is computed means nothing. Many long sequences in one step may need more; such a step is tried smaller.
     """
     num_requests = min(engine.max_running_requests, engine.max_step_tokens)
-    longest = _longest(model)
+    longest = longest_sequence(_DRY_RUN_TOKENS, model.max_tokens)
     chunks: list[Chunk] = []
     num_left = engine.max_step_tokens
     for num_others in reversed(range(num_requests)):
@@ -99,11 +101,6 @@ def run_largest_step(model: Model, kernels: AttentionKernels, storage: KVStorage
         chunks.append(_chunk(end - num_tokens, end, storage.block_size))
         num_left -= num_tokens
     Runner(model, storage, kernels).run(chunks)
-
-
-def _longest(model: Model) -> int:
-    """Tokens of the longest sequence."""
-    return min(model.max_tokens or _DRY_RUN_TOKENS, _DRY_RUN_TOKENS)
 
 
 def _chunk(start: int, end: int, block_size: int) -> Chunk:

@@ -26,6 +26,7 @@ from bench.parts.copy_inputs import TokenWrites
 from bench.parts.device_time import measure
 from bench.parts.peers.sglang_attention import load_extend_attention
 from radixkv.kernels import reference
+from radixkv.kernels.scoring import Scoring
 from tests.fakes import FakeClock
 
 CPU = torch.device("cpu")
@@ -169,7 +170,7 @@ def test_samples_on_a_gpu_take_inputs_that_were_not_used_just_before(monkeypatch
 
 def test_the_expected_answer_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(AttentionCase(20, 40), HEADS, cache_bytes=1, device=CPU)
-    whole = reference.paged_attention(inputs.queries[0], inputs.pool, 0, inputs.batch, scale=inputs.scale)
+    whole = reference.paged_attention(inputs.queries[0], inputs.pool, 0, inputs.batch, Scoring(inputs.scale))
     monkeypatch.setattr("bench.parts.attention_inputs._REFERENCE_ROWS", 7)
     assert worst_error(expected_answer(inputs), whole) < 0.01
 

@@ -37,6 +37,7 @@ from radixkv.kernels.linear import linear
 from radixkv.kernels.norm import add_rms_norm, rms_norm, row_mean
 from radixkv.kernels.norm_style import NormStyle
 from radixkv.kernels.paged_attention import paged_attention
+from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.swiglu import swiglu
 from radixkv.kernels.write_kv import write_kv
 
@@ -101,8 +102,8 @@ class AttentionCase:
             tile_rows=self.tile_rows,
             split_tokens=256 if self.split else 4096,
         )
-        options = {"window": self.window, "softcap": self.softcap, "is_specialized": self.is_specialized}
-        paged_attention(query, pool, 0, batch, plan, scale=0.1, **options)
+        scoring = Scoring(0.1, self.window, self.softcap)
+        paged_attention(query, pool, 0, batch, plan, scoring, is_specialized=self.is_specialized)
 
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -15,6 +15,7 @@ from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.dequantize_plan import DequantizePlan, plan_dequantize
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.paged_attention import paged_attention
+from radixkv.kernels.scoring import Scoring
 
 from .cases import GQA, LAYER, MHA, Heads, Step, make_step
 
@@ -41,13 +42,13 @@ def attend(
     plain = dequantize_blocks(step.pool, LAYER, plan.block_ids, step.query.dtype)
     heads = {"num_query_heads": step.query.shape[1], "num_kv_heads": plain.num_kv_heads, "dtype": step.query.dtype}
     tiles = plan_attention(plan.batch, **heads, window=window, tile_rows=128, split_tokens=64)
-    options = {"window": window, "softcap": softcap, "is_specialized": is_specialized}
-    return paged_attention(step.query, plain, 0, plan.batch, tiles, scale=step.pool.head_dim**-0.5, **options)
+    scoring = Scoring(step.pool.head_dim**-0.5, window, softcap)
+    return paged_attention(step.query, plain, 0, plan.batch, tiles, scoring, is_specialized=is_specialized)
 
 
 def attend_reference(step: Step, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
     inputs = (step.query, step.pool, LAYER, step.batch)
-    return reference.paged_attention(*inputs, scale=step.pool.head_dim**-0.5, window=window, softcap=softcap)
+    return reference.paged_attention(*inputs, Scoring(step.pool.head_dim**-0.5, window, softcap))
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -115,7 +116,7 @@ def test_a_key_or_value_that_is_not_finite_spoils_what_it_spoils_in_the_pool(ker
     step.pool.scales[key_block, LAYER, 0, 0, 3] = float("nan")
     step.pool.scales[value_block, LAYER, 1, 1, 3] = float("nan")
     tiles = plan_attention(step.batch, num_query_heads=2, num_kv_heads=2, dtype=BF16, tile_rows=128, split_tokens=64)
-    in_the_loop = paged_attention(step.query, step.pool, LAYER, step.batch, tiles, scale=32**-0.5)
+    in_the_loop = paged_attention(step.query, step.pool, LAYER, step.batch, tiles, Scoring(32**-0.5))
     assert torch.equal(attend(step).isnan(), in_the_loop.isnan())
     assert in_the_loop[:17].isnan().all()
     assert not in_the_loop[17:].isnan().any()

@@ -7,6 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from radixkv.kernels import gathered_attention, reference
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
 
 from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, attention_by_num_rows, make_step
@@ -17,8 +18,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 def error_against_reference(step: Step, *, window: int | None = None, softcap: float | None = None) -> float:
     scale = 0.9 * step.query.shape[-1] ** -0.5  # not what torch would take by itself
     inputs = (step.query, step.pool, LAYER, step.batch)
-    expected = reference.paged_attention(*inputs, scale=scale, window=window, softcap=softcap)
-    got = gathered_attention.paged_attention(*inputs, scale=scale, window=window, softcap=softcap)
+    expected = reference.paged_attention(*inputs, Scoring(scale, window, softcap))
+    got = gathered_attention.paged_attention(*inputs, Scoring(scale, window, softcap))
     assert got.dtype == step.query.dtype
     assert got.shape == step.query.shape
     assert torch.isfinite(expected).all()
@@ -76,14 +77,14 @@ def test_window_gathers_only_the_blocks_in_reach_of_the_tile() -> None:
     step = make_step([400], [4], MHA)
     out_of_reach = step.batch.block_tables[0, :15].long()  # 0..239; the tile at 256 sees from 248 on
     step.pool.blocks[out_of_reach] = 0xFF
-    got = gathered_attention.paged_attention(step.query, step.pool, LAYER, step.batch, scale=1.0, window=9)
+    got = gathered_attention.paged_attention(step.query, step.pool, LAYER, step.batch, Scoring(1.0, window=9))
     assert torch.isfinite(got).all()
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 
-def in_parts(step: Step, cuts: list[int], **options: Any) -> torch.Tensor:
+def in_parts(step: Step, cuts: list[int], scoring: Scoring) -> torch.Tensor:
     """The rows of a batch's only request, some at a time."""
     (kv_len,), table = step.batch.kv_lens, step.batch.block_tables[0].numpy()
     parts = [
@@ -92,7 +93,7 @@ def in_parts(step: Step, cuts: list[int], **options: Any) -> torch.Tensor:
             step.pool,
             LAYER,
             PagedBatch.build([end - start], [end], [table], step.batch.block_size),
-            **options,
+            scoring,
         )
         for start, end in itertools.pairwise([0, *cuts, kv_len])
     ]
@@ -106,9 +107,9 @@ def test_a_row_has_the_same_bits_however_the_sequence_is_cut(
     options: dict[str, float], heads: Heads, dtype: torch.dtype
 ) -> None:
     step = make_step([0], [600], heads, dtype=dtype)
-    whole = in_parts(step, [], scale=0.2, **options)
+    whole = in_parts(step, [], Scoring(0.2, **options))
     for cuts in ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513]):
-        assert torch.equal(in_parts(step, cuts, scale=0.2, **options), whole)
+        assert torch.equal(in_parts(step, cuts, Scoring(0.2, **options)), whole)
 
 
 def with_cancelling(what: Literal["values", "scores"], heads: Heads, dtype: torch.dtype, head_dim: int = 64) -> Step:
@@ -128,9 +129,9 @@ def test_sums_are_added_up_in_the_same_order_however_the_sequence_is_cut(
     what: Literal["values", "scores"], heads: Heads, dtype: torch.dtype, head_dim: int, window: int | None
 ) -> None:
     step = with_cancelling(what, heads, dtype, head_dim)
-    whole = in_parts(step, [], scale=CANCELLING_SCALE, window=window)
+    whole = in_parts(step, [], Scoring(CANCELLING_SCALE, window))
     for cuts in ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590]):
-        assert torch.equal(in_parts(step, cuts, scale=CANCELLING_SCALE, window=window), whole)
+        assert torch.equal(in_parts(step, cuts, Scoring(CANCELLING_SCALE, window)), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -141,7 +142,7 @@ def test_the_order_of_sums_is_seen(
     sums_over: Literal["keys", "head_dim"] = "keys" if what == "values" else "head_dim"
     monkeypatch.setattr(gathered_attention, "scaled_dot_product_attention", attention_by_num_rows(sums_over))
     step = with_cancelling(what, GQA, dtype)
-    parts, whole = (in_parts(step, cuts, scale=CANCELLING_SCALE) for cuts in ([599], []))
+    parts, whole = (in_parts(step, cuts, Scoring(CANCELLING_SCALE)) for cuts in ([599], []))
     assert not torch.equal(parts, whole)
 
 

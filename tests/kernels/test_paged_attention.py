@@ -7,6 +7,7 @@ from radixkv.kernels import reference
 from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.paged_attention import paged_attention
+from radixkv.kernels.scoring import Scoring
 
 from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, make_step
 
@@ -28,8 +29,8 @@ def error_against_reference(
 ) -> float:
     plan = plan_of(step, window=window, tile_rows=tile_rows, split_tokens=split_tokens)
     inputs, scale = (step.query, step.pool, LAYER, step.batch), step.query.shape[-1] ** -0.5
-    got = paged_attention(*inputs, plan, scale=scale, window=window, softcap=softcap)
-    expected = reference.paged_attention(*inputs, scale=scale, window=window, softcap=softcap)
+    got = paged_attention(*inputs, plan, Scoring(scale, window, softcap))
+    expected = reference.paged_attention(*inputs, Scoring(scale, window, softcap))
     assert got.dtype == step.query.dtype
     assert got.shape == step.query.shape
     assert got.is_contiguous()
@@ -83,8 +84,8 @@ def test_many_small_weights_times_small_scales_are_not_lost(
     step.query.fill_(1.9)  # a weight of exp(-10.7) for each of the many
     scale = 32**-0.5
     plan = plan_of(step, tile_rows=16)
-    got = paged_attention(step.query, step.pool, LAYER, step.batch, plan, scale=scale).float()
-    expected = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scale=scale).float()
+    got = paged_attention(step.query, step.pool, LAYER, step.batch, plan, Scoring(scale)).float()
+    expected = reference.paged_attention(step.query, step.pool, LAYER, step.batch, Scoring(scale)).float()
     assert 0 < expected.max() < 0.01
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0)
 
@@ -149,8 +150,8 @@ def test_one_plan_serves_every_layer(kernel_device: str) -> None:
     step.pool.values[:, 0] = step.pool.values[:, LAYER].flip(-1)
     plan = plan_of(step, tile_rows=64)
     for layer in range(2):
-        got = paged_attention(step.query, step.pool, layer, step.batch, plan, scale=0.2)
-        expected = reference.paged_attention(step.query, step.pool, layer, step.batch, scale=0.2)
+        got = paged_attention(step.query, step.pool, layer, step.batch, plan, Scoring(0.2))
+        expected = reference.paged_attention(step.query, step.pool, layer, step.batch, Scoring(0.2))
         torch.testing.assert_close(got, expected)
 
 
@@ -166,7 +167,7 @@ def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
 
     def attend(query: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         plan = plan_of(Step(query, cold.pool, batch), window=window, tile_rows=16, split_tokens=128)
-        return paged_attention(query, cold.pool, LAYER, batch, plan, scale=0.2, window=window)
+        return paged_attention(query, cold.pool, LAYER, batch, plan, Scoring(0.2, window))
 
     warm_rows = cold.query[20 + prefix_len :]
     assert torch.equal(attend(warm_rows, warm_batch), attend(cold.query, cold.batch)[20 + prefix_len :])
@@ -176,14 +177,14 @@ def test_plan_for_another_window_is_refused() -> None:
     step = make_step([0], [5], GQA)
     plan = plan_of(step, window=8)
     with pytest.raises(ValueError, match="expected one for window None, got one for window 8"):
-        paged_attention(step.query, step.pool, LAYER, step.batch, plan, scale=1.0)
+        paged_attention(step.query, step.pool, LAYER, step.batch, plan, Scoring(1.0))
 
 
 def test_plan_for_another_head_count_is_refused() -> None:
     step = make_step([0], [5], GQA)
     plan = plan_of(step, num_query_heads=4)
     with pytest.raises(ValueError, match="expected one for 6 query heads, got 4"):
-        paged_attention(step.query, step.pool, LAYER, step.batch, plan, scale=1.0)
+        paged_attention(step.query, step.pool, LAYER, step.batch, plan, Scoring(1.0))
 
 
 @pytest.mark.parametrize("is_specialized", [False, True])
@@ -197,7 +198,7 @@ def test_what_fills_up_a_recorded_step_changes_no_bit(is_specialized: bool, kern
     assert len(filled.merges) > len(plan.merges)
     padding = step.query.new_full((7, *step.query.shape[1:]), 100.0)
     whole, padded = (
-        paged_attention(query, step.pool, LAYER, step.batch, each, scale=0.1, is_specialized=is_specialized)
+        paged_attention(query, step.pool, LAYER, step.batch, each, Scoring(0.1), is_specialized=is_specialized)
         for query, each in ((step.query, plan), (torch.cat((step.query, padding)), filled))
     )
     assert torch.equal(padded[: len(whole)], whole)

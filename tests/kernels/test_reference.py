@@ -9,6 +9,7 @@ from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize
+from radixkv.kernels.scoring import Scoring
 
 from .cases import GQA, LAYER, MHA, make_step, poisoned_pool
 
@@ -28,7 +29,7 @@ def test_cold_attention_is_torch_causal_attention() -> None:
     expected = scaled_dot_product_attention(
         step.query.transpose(0, 1)[None], key[None], value[None], is_causal=True, scale=0.3, enable_gqa=True
     )
-    got = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scale=0.3)
+    got = reference.paged_attention(step.query, step.pool, LAYER, step.batch, Scoring(0.3))
     torch.testing.assert_close(got, expected[0].transpose(0, 1))
 
 
@@ -36,7 +37,7 @@ def test_warm_attention_is_the_tail_of_cold_attention() -> None:
     cold = make_step([0, 0], [37, 20], GQA)
     warm_batch = PagedBatch.build([16, 1], [37, 20], list(cold.batch.block_tables.numpy()), 16)
     warm_query = torch.cat([cold.query[21:37], cold.query[56:57]])
-    attend = partial(reference.paged_attention, scale=0.2, window=11, softcap=3.0)
+    attend = partial(reference.paged_attention, scoring=Scoring(0.2, 11, 3.0))
     expected = attend(cold.query, cold.pool, LAYER, cold.batch)
     got = attend(warm_query, cold.pool, LAYER, warm_batch)
     torch.testing.assert_close(got, torch.cat([expected[21:37], expected[56:57]]))
@@ -45,14 +46,14 @@ def test_warm_attention_is_the_tail_of_cold_attention() -> None:
 def test_window_of_one_returns_the_tokens_own_value() -> None:
     step = make_step([5], [12], MHA)
     value = contiguous_kv(step.pool, step.batch, 0)[5:, 1]
-    got = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scale=1.0, window=1)
+    got = reference.paged_attention(step.query, step.pool, LAYER, step.batch, Scoring(1.0, window=1))
     torch.testing.assert_close(got, value)
 
 
 def test_tiny_softcap_averages_all_visible_values() -> None:
     step = make_step([0], [9], MHA)
     value = contiguous_kv(step.pool, step.batch, 0)[:, 1]
-    got = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scale=1.0, softcap=1e-6)
+    got = reference.paged_attention(step.query, step.pool, LAYER, step.batch, Scoring(1.0, softcap=1e-6))
     torch.testing.assert_close(got[8], value.mean(dim=0))
 
 

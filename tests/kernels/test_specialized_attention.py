@@ -5,6 +5,7 @@ from radixkv.kernels import reference
 from radixkv.kernels.attention_plan import plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.paged_attention import paged_attention
+from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.specialized_attention import supports
 
 from .cases import GQA, LAYER, MHA, Heads, Step, make_step
@@ -53,7 +54,7 @@ def attend(
         split_tokens=split_tokens,
     )
     inputs = (step.query, step.pool, LAYER, step.batch, plan)
-    return paged_attention(*inputs, scale=0.1, window=window, softcap=softcap, is_specialized=True)
+    return paged_attention(*inputs, Scoring(0.1, window, softcap), is_specialized=True)
 
 
 def assert_is_reference(
@@ -61,7 +62,7 @@ def assert_is_reference(
 ) -> None:
     got = attend(step, window, softcap, split_tokens)
     inputs = (step.query, step.pool, LAYER, step.batch)
-    expected = reference.paged_attention(*inputs, scale=0.1, window=window, softcap=softcap)
+    expected = reference.paged_attention(*inputs, Scoring(0.1, window, softcap))
     assert (got.dtype, got.shape) == (step.query.dtype, step.query.shape)
     assert got.is_contiguous()
     assert (got.float() - expected.float()).abs().max() < TOLERANCE[step.query.dtype]

@@ -12,14 +12,14 @@ from radixkv.kernels import specialized_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.attention.triton_kernels import TritonKernels, candidates
 from radixkv.startup import attention_check
 from radixkv.startup.attention_check import check_attention
-from radixkv.startup.attention_choice import choose_attention
+from radixkv.startup.attention_choice import attention_kernels, choose_attention
 from radixkv.startup.attention_trial import try_attention_here
-from radixkv.startup.build_engine import attention_kernels
 from radixkv.storage.device_pool import KVShape
 from tests.kernels.interpreter import interpret_kernels
 
@@ -36,11 +36,11 @@ class Broken(TorchKernels):
         self.num_calls = 0
 
     def paged_attention(  # type: ignore[override]
-        self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, *, window: int | None, **options: object
+        self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
     ) -> torch.Tensor:
         self.num_calls += 1
-        rows = TorchKernels.paged_attention(query, pool, layer, batch, window=window, **options)
-        return self.spoil(rows, pool, batch, window)
+        rows = TorchKernels.paged_attention(query, pool, layer, batch, scoring)
+        return self.spoil(rows, pool, batch, scoring.window)
 
     def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
         return rows

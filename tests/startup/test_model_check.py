@@ -1,5 +1,7 @@
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +34,9 @@ def test_state_outside_the_cache_is_found(gemma2: Model) -> None:
 def test_a_lost_attention_feature_is_found(gemma2: Model, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attend: Callable[..., torch.Tensor] = PagedStep.attend
 
-    def attend_without(self: PagedStep, *args: object, **features: object) -> torch.Tensor:
-        return attend(self, *args, **{**features, lost: None})
+    def attend_without(self: PagedStep, *args: Any) -> torch.Tensor:
+        *tensors, scoring = args
+        return attend(self, *tensors, dataclasses.replace(scoring, **{lost: None}))
 
     if lost == "softcap":
         for layer in gemma2.module.model.layers:

@@ -34,10 +34,10 @@ class Watched(TorchKernels):
     def __init__(self) -> None:
         self.lens: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
 
-    def paged_attention(self, query: torch.Tensor, pool: Any, layer: int, batch: Any, **how: Any) -> torch.Tensor:
+    def paged_attention(self, query: torch.Tensor, pool: Any, layer: int, batch: Any, scoring: Any) -> torch.Tensor:
         query_lens = tuple(b - a for a, b in zip(batch.query_starts, batch.query_starts[1:], strict=False))
         self.lens.add((query_lens, tuple(batch.kv_lens)))
-        return super().paged_attention(query, pool, layer, batch, **how)
+        return super().paged_attention(query, pool, layer, batch, scoring)
 
 
 def one_block(model: Model) -> KVStorage:

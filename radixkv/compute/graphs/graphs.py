@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,11 +11,9 @@ from radixkv.compute.graphs.buffers import StepBuffers
 from radixkv.compute.graphs.shapes import StepShape, step_shapes
 from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
+from radixkv.model.attention.interface import PlanningKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
-
-if TYPE_CHECKING:  # Triton is not there on every platform
-    from radixkv.model.attention.triton_kernels import TritonKernels
 
 # Does something on the device and records it; what is returned does it again, and returns the same tensors filled anew.
 Recorder = Callable[[Callable[[], StepOutputs]], Callable[[], StepOutputs]]
@@ -44,7 +41,7 @@ class StepGraphs:
         self,
         model: Model,
         storage: KVStorage,
-        kernels: TritonKernels,
+        kernels: PlanningKernels,
         *,
         max_sequence_tokens: int,
         max_step_tokens: int,

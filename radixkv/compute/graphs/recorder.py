@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from radixkv.compute.forward import StepOutputs
 from radixkv.compute.graphs.graphs import StepGraphs
 from radixkv.config import EngineConfig
-from radixkv.model.attention.interface import AttentionKernels
+from radixkv.model.attention.interface import AttentionKernels, PlanningKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
-
-if TYPE_CHECKING:  # Triton is not there on every platform
-    from radixkv.model.attention.triton_kernels import TritonKernels
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ class GraphRecorder:
             return StepGraphs(
                 self._model,
                 storage,
-                cast("TritonKernels", self._kernels),
+                cast("PlanningKernels", self._kernels),
                 max_sequence_tokens=max_sequence_tokens,
                 max_step_tokens=self._engine.max_step_tokens,
                 max_requests=self._engine.max_running_requests,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from radixkv.kernels.attention_plan import AttentionPlan, balanced_partials
 from radixkv.kernels.batch import PagedBatch
-
-if TYPE_CHECKING:  # Triton is not there on every platform
-    from radixkv.model.attention.triton_kernels import TritonKernels
+from radixkv.model.attention.interface import PlanningKernels
 
 # An estimate: a step of more tokens takes the device longer than its launches take the host, at least in large models.
 _MOST_TOKENS = 128
@@ -63,7 +60,7 @@ class StepShape:
 
 
 def step_shapes(
-    kernels: TritonKernels,
+    kernels: PlanningKernels,
     dtype: torch.dtype,
     num_query_heads: int,
     num_kv_heads: int,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
+from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.scoring import Scoring
 from radixkv.storage.device_pool import KVShape
 
 
@@ -21,10 +24,7 @@ class AttentionStep(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """Attention of one layer.
 
@@ -32,9 +32,7 @@ class AttentionStep(Protocol):
             layer: index of the layer.
             query: `[num_tokens, num_query_heads, head_dim]`, after positional rotation.
             key, value: `[num_tokens, num_kv_heads, head_dim]` of the same tokens.
-            scale: factor on the scores.
-            window: a token sees itself and the `window - 1` tokens before it; None for all.
-            softcap: scores become `softcap * tanh(score / softcap)`; None for no cap.
+            scoring: how scores are made, and which keys a query sees.
 
         Returns:
             `[num_tokens, num_query_heads, head_dim]`.
@@ -63,16 +61,48 @@ class AttentionKernels(Protocol):
         pool: KVPool,
         layer: int,
         batch: PagedBatch,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """Attend over prefix and suffix."""
         ...
 
     def copy_blocks(self, pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole blocks."""
+        ...
+
+
+class PlanningKernels(AttentionKernels, Protocol):
+    """Kernels whose attention is planned on the host, so that a step can be recorded and replayed with another plan."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tiles and splits are the same for every batch."""
+        ...
+
+    def tile_rows(self, most_rows: int, dtype: torch.dtype) -> int:
+        """Rows of the tiles for a batch.
+
+        Args:
+            most_rows: packed rows of its longest request.
+            dtype: of the queries.
+        """
+        ...
+
+    def plan(
+        self,
+        batch: PagedBatch,
+        num_query_heads: int,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        *,
+        window: int | None,
+        tile_rows: int,
+    ) -> AttentionPlan:
+        """Lay out the attention of all layers with one window; see `plan_attention`."""
+        ...
+
+    def use_plans(self, batch: PagedBatch, plans: Mapping[int | None, AttentionPlan]) -> None:
+        """Attend for `batch` by these plans, by window; a missing one is made when it is needed."""
         ...
 
 

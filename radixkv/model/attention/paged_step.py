@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 from radixkv.errors import InvariantViolation, UnsupportedModel
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionKernels, AttentionStep
 
 ATTENTION_NAME = "radixkv_paged"
@@ -41,18 +42,13 @@ class PagedStep:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """See `AttentionStep.attend`. K and V are read back from the pool, also those just written."""
         if self._largest is None:
             self._largest = key.new_zeros(key.shape[:2], dtype=torch.float32)
         self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, self._largest)
-        return self._kernels.paged_attention(
-            query, self._pool, layer, self._batch, scale=scale, window=window, softcap=softcap
-        )
+        return self._kernels.paged_attention(query, self._pool, layer, self._batch, scoring)
 
     @property
     def is_finite(self) -> torch.Tensor:
@@ -81,17 +77,12 @@ class PaddedStep:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """See `AttentionStep.attend`."""
         real = slice(self._num_tokens)
         with torch._C.DisableTorchFunction():  # the kernels are exact by themselves
-            attended = self._step.attend(
-                layer, query[real], key[real], value[real], scale=scale, window=window, softcap=softcap
-            )
+            attended = self._step.attend(layer, query[real], key[real], value[real], scoring)
         padding = attended.new_zeros(query.shape[0] - self._num_tokens, *attended.shape[1:])
         return torch.cat((attended, padding))
 
@@ -135,9 +126,7 @@ def _attention_forward(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=scale,
-        window=sliding_window,
-        softcap=softcap,
+        Scoring(scale, sliding_window, softcap),
     )
     return out[None], None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.dequantize_plan import DequantizePlan, plan_dequantize
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import is_quantized
+from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.specialized_attention import supports
 from radixkv.model.attention.interface import AttentionUse
 
@@ -71,14 +73,12 @@ class TritonKernels:
         pool: KVPool,
         layer: int,
         batch: PagedBatch,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """Attend over prefix and suffix; see `kernels/reference.py`."""
         if batch is not self._batch:
             self.use_plans(batch, {})
+        window = scoring.window
         if window not in self._plans:
             tile_rows = self.tile_rows(query.shape[1] // pool.num_kv_heads * batch.most_query_tokens, query.dtype)
             self._plans[window] = self.plan(
@@ -96,9 +96,7 @@ class TritonKernels:
             layer,
             batch,
             plan,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            scoring,
             is_specialized=self._is_specialized and supports(*shape),
         )
 
@@ -131,9 +129,9 @@ class TritonKernels:
         )
         return plan.with_idle_work() if self._has_idle_work else plan
 
-    def use_plans(self, batch: PagedBatch, plans: dict[int | None, AttentionPlan]) -> None:
-        """Attend for a batch by these plans, by window; what is missing is planned."""
-        self._batch, self._plans, self._dequantize_plans = batch, plans, {}
+    def use_plans(self, batch: PagedBatch, plans: Mapping[int | None, AttentionPlan]) -> None:
+        """Attend for `batch` by these plans, by window; a missing one is made when it is needed."""
+        self._batch, self._plans, self._dequantize_plans = batch, dict(plans), {}
 
     def _plan_dequantize(
         self, query: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None

@@ -15,8 +15,8 @@ from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig, ModelConfig
 from radixkv.model.loading import load_model
+from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.attention_trial import try_attention_here
-from radixkv.startup.build_engine import attention_kernels
 from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.storage.device_pool import KVStorage
 from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE, write_checkpoint

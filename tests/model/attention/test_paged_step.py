@@ -8,6 +8,7 @@ from radixkv.config import ModelConfig
 from radixkv.errors import InvariantViolation, UnsupportedModel
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep, _attention_forward
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.loading import load_model
@@ -17,8 +18,8 @@ QUERY, KEY = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
 
 
 class Recorder:
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **features: object):
-        self.layer, self.features, self.query = layer, features, query
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring):
+        self.layer, self.scoring, self.query = layer, scoring, query
         return query + 1
 
 
@@ -30,7 +31,7 @@ def test_it_hands_rows_of_tokens_to_the_step_and_back() -> None:
     recorder = Recorder()
     out, weights = call(radix_step=recorder, scaling=0.5, sliding_window=7, softcap=30.0)
     assert recorder.layer == 1
-    assert recorder.features == {"scale": 0.5, "window": 7, "softcap": 30.0}
+    assert recorder.scoring == Scoring(0.5, window=7, softcap=30.0)
     assert recorder.query.shape == (3, 4, 8)
     assert torch.equal(out, QUERY.transpose(1, 2) + 1)
     assert weights is None
@@ -39,7 +40,7 @@ def test_it_hands_rows_of_tokens_to_the_step_and_back() -> None:
 def test_the_scale_defaults_to_one_over_the_root_of_the_head_dimension() -> None:
     recorder = Recorder()
     call(radix_step=recorder)
-    assert recorder.features["scale"] == 8**-0.5
+    assert recorder.scoring == Scoring(8**-0.5)
 
 
 def test_a_forward_without_its_step_raises() -> None:
@@ -80,10 +81,10 @@ def test_a_key_that_no_query_notices_is_still_not_finite(bad: float, dtype: torc
     batch = PagedBatch.build([3], [3], [np.zeros(1, dtype=np.int32)], 16)
     step = PagedStep(KVPool.allocate(1, 2, 1, 16, 8, dtype=dtype), batch, TorchKernels())
     query, key, value = torch.full((3, 1, 8), -1.0), torch.randn(3, 1, 8), torch.randn(3, 1, 8)
-    step.attend(0, query, key, value, scale=1.0, window=None, softcap=None)
+    step.attend(0, query, key, value, Scoring(1.0))
     assert step.is_finite.tolist() == [True, True, True]
     key[1, 0, 4] = bad
-    step.attend(1, query, key, value, scale=1.0, window=None, softcap=None)
+    step.attend(1, query, key, value, Scoring(1.0))
     assert step.is_finite.tolist() == [True, False, True]
 
 
@@ -93,7 +94,7 @@ def test_what_is_beyond_the_pools_dtype_is_not_finite_there() -> None:
     key[1] = 3.4e38  # float32 has room for it
     for dtype, expected in ((torch.float32, True), (torch.int8, True), (torch.bfloat16, False)):
         step = PagedStep(KVPool.allocate(1, 1, 1, 16, 8, dtype=dtype), batch, TorchKernels())
-        step.attend(0, 0 * key, key, key, scale=1.0, window=None, softcap=None)
+        step.attend(0, 0 * key, key, key, Scoring(1.0))
         assert step.is_finite.tolist() == [True, expected]
 
 

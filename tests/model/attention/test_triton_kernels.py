@@ -15,6 +15,7 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.dequantize_plan import plan_dequantize
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.linear import linear
+from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionUse
 from radixkv.model.attention.triton_kernels import TritonKernels, candidates
 from radixkv.model.exactness import ExactFunctions, pointwise_functions
@@ -102,7 +103,7 @@ def test_in_exact_mode_tiles_and_splits_do_not_fit_themselves_to_the_batch(monke
     for query_len, kv_len in ((1, 5000), (700, 5000), (5000, 5000)):
         batch = PagedBatch.build([query_len], [kv_len], [np.arange(80, dtype=np.int32)], 64)
         query = torch.zeros(query_len, 4, 16, dtype=torch.bfloat16)
-        kernels.paged_attention(query, pool, 0, batch, scale=1.0, window=None, softcap=None)
+        kernels.paged_attention(query, pool, 0, batch, Scoring(1.0))
     assert {plan.tile_rows for plan in plans} == {128}
     last_tiles = [plan.work[plan.work[:, 4] == plan.work[:, 4].max()].sort(dim=0).values for plan in plans]
     assert [tile[:, 5:7].tolist() for tile in last_tiles] == 3 * [[[0, 2048], [2048, 4096], [4096, 5000]]]
@@ -125,7 +126,7 @@ def test_warps_specialize_where_tiles_have_the_rows_for_it(
         for query_len in (1, 100):
             batch = PagedBatch.build([query_len], [100], [np.arange(2, dtype=np.int32)], 64)
             query = torch.zeros(query_len, 4, 64, dtype=torch.bfloat16)
-            kernels.paged_attention(query, pool, 0, batch, scale=1.0, window=None, softcap=None)
+            kernels.paged_attention(query, pool, 0, batch, Scoring(1.0))
     assert chosen == [False, False, *expected]
 
 
@@ -174,7 +175,7 @@ def pools_attended(
     query = torch.zeros(batch.num_tokens, 8, 16, dtype=torch.bfloat16)
     for window in windows:
         for layer in range(2):
-            kernels.paged_attention(query, pool, layer, batch, scale=1.0, window=window, softcap=None)
+            kernels.paged_attention(query, pool, layer, batch, Scoring(1.0, window, None))
     return [pool.dtype for pool in pools]
 
 

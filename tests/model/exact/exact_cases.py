@@ -34,8 +34,9 @@ from radixkv.errors import OutOfBlocks
 from radixkv.model.loading import load_model
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Generation, Request
+from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.attention_trial import try_attention_here
-from radixkv.startup.build_engine import attention_kernels, make_runner
+from radixkv.startup.build_engine import make_runner
 from radixkv.storage.device_pool import KVStorage
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
 

@@ -1,0 +1,80 @@
+"""What a model needs on a GPU. Only this module imports what imports Triton, and only when it is called.
+
+Triton takes a gigabyte and is not there on every platform. A model on a CPU is served without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from radixkv.errors import ConfigError
+from radixkv.model.attention.interface import AttentionUse
+
+if TYPE_CHECKING:
+    from radixkv.model.attention.triton_kernels import TritonKernels
+
+
+def require_triton() -> None:
+    """Refuse to serve on a GPU without Triton.
+
+    Raises:
+        ConfigError: Triton is not installed.
+    """
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "model.device: expected Triton for a model on cuda, which `pip install 'radixkv[cuda]'` brings, got none; "
+            'model.device = "cpu" serves without it'
+        ) from error
+
+
+def attention_candidates(use: AttentionUse) -> dict[str, TritonKernels]:
+    """Attention kernels that are worth a trial on the device of `use`; see `triton_kernels.candidates`."""
+    from radixkv.model.attention.triton_kernels import candidates
+
+    capability = torch.cuda.get_device_capability(use.device) if use.device.type == "cuda" else (0, 0)
+    return candidates(use, capability)
+
+
+def fuse_modules(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Let known parts of a model run as one kernel each; see `FusedModules`.
+
+    Returns:
+        Makes a context manager, inside which all parts run as transformers wrote them.
+    """
+    from radixkv.model.fused_modules import FusedModules
+
+    return FusedModules(module).undone
+
+
+class ExactKernels(NamedTuple):
+    """What computes rows one by one on a GPU.
+
+    Attributes:
+        linear: the product of rows and a weight, in place of torch's; see `kernels/linear.py`.
+        rows_agree: whether the rows of a product with a weight are computed alike on this GPU.
+        row_functions: what to call in place of torch's other functions of rows.
+    """
+
+    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    rows_agree: Callable[[torch.Tensor, torch.Tensor | None], bool]
+    row_functions: Mapping[Callable[..., Any], Callable[..., Any]]
+
+
+def exact_kernels(device: torch.device) -> ExactKernels:
+    """The kernels of exact mode.
+
+    Raises:
+        ConfigError: they were not made for this GPU.
+    """
+    from radixkv.kernels.linear import linear, rows_agree
+    from radixkv.model.exactness_on_gpu import require_exact_gpu, row_functions
+
+    require_exact_gpu(device)
+    return ExactKernels(linear, rows_agree, row_functions())
