@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 HARNESS = Path(__file__).with_name("compile_sm90.py")
 SHARED_BYTES_LIMIT = 232448  # of one program on an H100 or H200
 
@@ -29,7 +31,7 @@ def compiled() -> list[dict[str, Any]]:
     ]
     rows = []
     for process in shares:
-        printed, errors = process.communicate(timeout=300)
+        printed, errors = process.communicate(timeout=4 * PATIENCE_S)
         assert process.returncode == 0, errors[-2000:]
         rows += [json.loads(line) for line in printed.splitlines()]
     return rows

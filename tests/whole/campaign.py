@@ -29,6 +29,7 @@ import xxhash
 
 from radixkv.api.retention import Retention
 from radixkv.service.client import AsyncClient, Client
+from tests.patience import PATIENCE_S
 
 SETTINGS = (
     "cache.capacity_tokens=4096",  # less than the prompts together, so that blocks run out
@@ -76,7 +77,7 @@ def ask_without_cache(address: str, prompts: list[list[int]]) -> list[Known]:
         tokens = [t for a in client.generate(ids, max_new_tokens=MAX_NEW_TOKENS, **off) for t in a.token_ids]
         return Known(ids, answer.next_token_id, xxhash.xxh3_128_hexdigest(answer.logits), tokens)
 
-    with Client(address, timeout_s=120) as client, ThreadPoolExecutor(8) as threads:
+    with Client(address, timeout_s=PATIENCE_S) as client, ThreadPoolExecutor(8) as threads:
         return list(threads.map(ask, prompts))
 
 
@@ -123,7 +124,7 @@ class Caller:
             return EXPECTED_STATUSES.get(error.code(), f"UNEXPECTED {error.code().name} {error.details()}")
 
     def _timeout_s(self) -> float:
-        return self._random.uniform(0.002, 0.1) if self._random.random() < 0.1 else 60.0
+        return self._random.uniform(0.002, 0.1) if self._random.random() < 0.1 else PATIENCE_S
 
     async def _prefill(self) -> str:
         known = self._random.choice(self._known)
@@ -284,22 +285,21 @@ class Workers:
                     self.outcomes.update(json.loads(line))
 
 
-def run_campaign(num_calls: int, seed: int = 0, kill_period_s: float = 20.0) -> Report:
-    """Make so many calls."""
+def run_campaign(num_calls: int, seed: int = 0, calls_per_kill: int = 2500) -> Report:
+    """Make at least `num_calls` calls, and kill a process of callers after every `calls_per_kill`."""
     start_s = time.monotonic()
     with checked_server() as (server, address):
         workers = Workers(address, ask_without_cache(address, make_prompts(seed)), seed)
-        resident_mib, next_kill_s = [], time.monotonic() + kill_period_s
+        resident_mib: list[float] = []
         while workers.outcomes.total() < num_calls and server.poll() is None:
             time.sleep(0.05)
             if workers.outcomes.total() >= num_calls * (len(resident_mib) + 1) / 10:
                 resident_mib.append(resident_mib_of(server.pid))
-            if time.monotonic() >= next_kill_s:
+            if workers.outcomes.total() >= calls_per_kill * (workers.num_killed + 1):
                 workers.kill_one()
-                next_kill_s = time.monotonic() + kill_period_s
         workers.stop()
         left_behind = wait_until_idle(address)
-        with Client(address, timeout_s=20) as client:
+        with Client(address, timeout_s=PATIENCE_S) as client:
             stats = client.stats()
         pressure = {
             "pauses": stats.requests.pauses,
@@ -309,7 +309,7 @@ def run_campaign(num_calls: int, seed: int = 0, kill_period_s: float = 20.0) -> 
         server.terminate()
         assert server.stdout is not None
         last_words = server.stdout.read().strip()
-        server.wait(30)
+        server.wait(PATIENCE_S)
     return Report(
         workers.outcomes,
         workers.num_killed,
@@ -323,8 +323,8 @@ def run_campaign(num_calls: int, seed: int = 0, kill_period_s: float = 20.0) -> 
 
 def wait_until_idle(address: str) -> dict[str, int]:
     """What is not given back although nobody asks for anything any more."""
-    end_s = time.monotonic() + 20
-    with Client(address, timeout_s=20) as client:
+    end_s = time.monotonic() + PATIENCE_S
+    with Client(address, timeout_s=PATIENCE_S) as client:
         while True:
             stats = client.stats()
             requests, blocks = stats.requests, stats.blocks
