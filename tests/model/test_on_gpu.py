@@ -1,0 +1,64 @@
+"""Triton is needed on a GPU only."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from radixkv.config import ModelConfig
+from radixkv.errors import ConfigError
+from radixkv.model.loading import load_model
+from tests.rules.house import ROOT, imported_modules, imported_names, modules
+
+DOOR = "radixkv.model.on_gpu"
+NEED_TRITON = ("attention.triton_kernels", "exactness_on_gpu", "fused_modules")
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from radixkv.api.params import PrefillParams
+from radixkv.api.sampling import Sampling
+from radixkv.config import Config
+from radixkv.startup.build_engine import build_engine
+prompt = PrefillParams(bytes(4 * 40))
+for exactness in ("exact", "fast"):
+    settings = [f"model.exactness={exactness}", "model.device=cpu", "cache.capacity_tokens=1024"]
+    engine = build_engine(Config.load(None, settings))
+    engine.start()
+    cold, warm = (engine.prefill(prompt).result(60) for _ in range(2))
+    assert (cold.usage.computed_tokens, warm.usage.cached_tokens) == (40, 39)
+    assert cold.next_token_id == warm.next_token_id
+    answer = engine.generate(prompt, Sampling(max_new_tokens=5), lambda news: None).result(60)
+    assert answer.token_ids[0] == cold.next_token_id and len(answer.token_ids) == 5
+    engine.stop()
+assert not [name for name in sys.modules if name.startswith("triton.")]
+"""
+
+
+def test_a_model_is_served_on_a_cpu_without_triton() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], cwd=ROOT, check=True, timeout=300)
+
+
+def test_one_module_imports_what_needs_triton() -> None:
+    def needs_triton(name: str) -> bool:
+        return any(each.partition(".")[0] == "triton" for each in imported_names(name))
+
+    ours = {name for name in modules() if not name.startswith("bench")}
+    needing = {name for name in ours if needs_triton(name)}
+    while more := {name for name in ours - needing if name != DOOR and imported_modules(name) & (needing - {DOOR})}:
+        needing |= more
+    assert DOOR in needing
+    assert "radixkv.model.attention.triton_kernels" in needing
+    outside = {name for name in needing if not name.startswith("radixkv.kernels")}
+    assert outside == {DOOR, *(f"radixkv.model.{name}" for name in NEED_TRITON)}
+
+
+def test_a_gpu_without_triton_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for device in ("cuda", "auto"):
+        with pytest.raises(
+            ConfigError, match=r"^model\.device: expected Triton .*radixkv\[cuda\].*got none"
+        ) as refused:
+            load_model(ModelConfig(device=device))
+        assert "\n" not in str(refused.value)

@@ -1,0 +1,46 @@
+"""What happens before an engine is there: refusals in time, and a log of the stages."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from radixkv.config import Config
+from radixkv.errors import ConfigError
+from radixkv.startup import build_engine as module
+from radixkv.startup.build_engine import build_engine
+from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
+
+
+def config(*settings: str) -> Config:
+    return Config.load(None, ["model.device=cpu", "cache.capacity_tokens=1024", "cache.block_size=16", *settings])
+
+
+def test_the_log_tells_each_stage_with_its_duration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = write_checkpoint(CONFIGS["llama"], tmp_path / "llama")
+    weights_mb = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 1e6
+    with caplog.at_level(logging.INFO, logger="radixkv"):
+        build_engine(config(f"model.path={directory}"))
+    stages = [record.getMessage() for record in caplog.records]
+    expected = [
+        re.escape(f"loading {directory}: {weights_mb:.1f} MB of weights"),
+        r"loaded llama in \d+\.\d s: LlamaForCausalLM with 0\.1 million parameters in float32 on cpu",
+        r"checked attention and model in exact mode in \d+\.\d s",
+        r"allocated a pool of 64 blocks of 16 tokens: 0\.8 MB in fp32 on cpu",
+    ]
+    assert len(stages) == len(expected)
+    for stage, pattern in zip(stages, expected, strict=True):
+        assert re.fullmatch(pattern, stage)
+
+
+def test_a_ceiling_below_its_floor_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "load_model", lambda _: pytest.fail("a model was loaded"))
+    wrong = config("tenants.acme.floor_tokens=33", "tenants.acme.ceiling_tokens=47")
+    with pytest.raises(ConfigError, match=r"tenants\.acme\.ceiling_tokens: expected room for at least 3 whole blocks"):
+        build_engine(wrong)
+
+
+def test_floors_beyond_the_pool_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"floor_tokens: expected at most the pool's 64 blocks in all, got 65"):
+        build_engine(config("tenants.a.floor_tokens=1001", "tenants.b.floor_tokens=17"))
