@@ -15,6 +15,6 @@ def test_it_measures_both_modes_in_turn(tmp_path, monkeypatch, capsys):
     assert [(row["computed_tokens"], row["cached_tokens"]) for row in result["rows"]] == [(70, 0), (3, 2048)]
     for row in result["rows"]:
         assert row["ratio"] == pytest.approx(row["exact_s"] / row["fast_s"])
-        assert row["ratio"] < 20
+        assert row["exact_s"] > 0 < row["fast_s"]
     assert "70 tokens after    0 cached" in capsys.readouterr().out
     assert result["command"].startswith("python -m bench.exactness --shape tiny")

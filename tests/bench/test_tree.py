@@ -1,3 +1,4 @@
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,10 @@ import torch
 import bench.tree
 from bench.parts.peers.sglang_tree import SglangPythonTree, SglangRustTree
 from bench.tree import main
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.namespace import Namespace
+
+NAMESPACE = Namespace("test")
 
 REQUESTS: list[dict[str, Any]] = [
     {"timestamp": n, "input_length": 512 * 3 - n, "output_length": 1, "hash_ids": [0, n % 4, 100 + n]}
@@ -18,8 +23,8 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 def measure(tmp_path: Path, *options: str) -> dict[str, Any]:
-    trace, report_file = tmp_path / "trace.jsonl", tmp_path / "tree.json"
-    trace.write_text("".join(json.dumps(request) + "\n" for request in REQUESTS))
+    trace, report_file = tmp_path / "trace.jsonl.gz", tmp_path / "tree.json"
+    trace.write_bytes(gzip.compress("".join(json.dumps(request) + "\n" for request in REQUESTS).encode()))
     assert main(["--trace", str(trace), "--json", str(report_file), *options]) == 0
     report: dict[str, Any] = json.loads(report_file.read_text())
     return report
@@ -36,11 +41,37 @@ def test_it_measures_every_operation_and_states_the_ratios(tmp_path: Path) -> No
     assert "evict at 2,000 / 1,000 leaves" in report["ratios"]
 
 
-def test_a_request_over_8k_cached_tokens_costs_less_than_200_us() -> None:
-    from bench.tree import measure_hit
+def num_calls_of_a_hit(prefix_tokens: int) -> int:
+    """Count the calls that match, lease, commit and release take: 64 new tokens after a cached prefix."""
+    prefix = np.arange(prefix_tokens, dtype="<u4").tobytes()
+    cache = PrefixCache(prefix_tokens // 64 + 8, 64)
+    with cache.lease(NAMESPACE, prefix) as lease:
+        lease.commit(prefix_tokens)
+    prompts = [prefix + np.full(64, first, dtype="<u4").tobytes() for first in range(3)]
+    for prompt in prompts[:2]:  # the first one splits what the others find
+        request_over(cache, prompt)
+    num_calls = 0
 
-    best = min(measure_hit(block_size=64)["match_lease_commit_release"] for _ in range(3))
-    assert best < 200
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        request_over(cache, prompts[2])
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def request_over(cache: PrefixCache, prompt: bytes) -> None:
+    cache.match(NAMESPACE, prompt)
+    with cache.lease(NAMESPACE, prompt) as lease:
+        lease.commit(lease.num_tokens)
+
+
+def test_a_request_over_cached_tokens_does_no_work_for_each_of_them() -> None:
+    assert num_calls_of_a_hit(8_192) == num_calls_of_a_hit(131_072) < 300
 
 
 # -- SGLang's trees, which are not here --------------------------------------------------------------------------------
