@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -112,6 +113,12 @@ def test_every_package_has_a_page_that_the_design_links_to() -> None:
     design = text_of(Path("docs/DESIGN.md"))
     assert {page.parent for page in PAGES} >= set(PACKAGES) - WITHOUT_PAGE
     assert [page for page in PAGES if f"(../{page.as_posix()})" not in design] == []
+
+
+def test_the_readme_names_the_extras_that_there_are() -> None:
+    extras = tomllib.loads(text_of(Path("pyproject.toml")))["project"]["optional-dependencies"]
+    named = {name for names in re.findall(r"'\.\[([\w,]+)\]'", text_of(Path("README.md"))) for name in names.split(",")}
+    assert named == set(extras) - {"dev"}  # a part of `all`
 
 
 def test_the_index_of_the_log_is_complete() -> None:
