@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
 from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.directory import check_servable
 from radixkv.model.model import Model
 from radixkv.model.on_gpu import require_triton
 from radixkv.model.refusals import reason_of
@@ -45,17 +46,13 @@ def load_model(config: ModelConfig) -> Model:
 
 
 def _make_tiny(config: ModelConfig, device: torch.device) -> Model:
-    _log.info("making the embedded model")
     module = build_tiny_model(ATTENTION_NAME).to(_dtype(config) or torch.float32)
     return Model("tiny", module, device, is_exact=config.exactness == "exact")
 
 
 def _load(config: ModelConfig, device: torch.device) -> Model:
+    check_servable(config.path)
     directory = Path(config.path)
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"model.path: expected `tiny` or a directory with a config.json, got {config.path}")
-    weights_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    _log.info("loading %s: %.1f MB of weights", directory, weights_bytes / 1e6)
     try:
         module = _load_module(directory, _dtype(config))
         _refuse_masks_we_do_not_make(module)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from radixkv.errors import ConfigError
+from radixkv.model.directory import INDEX, read_object, shown
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE
 
-_INDEX = "model.safetensors.index.json"
 _SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}
 # Keys of models whose layers store different K/V. A guess there would give numbers that look right.
 _UNEQUAL_LAYERS = (
@@ -66,10 +65,10 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             message names the file and the field.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    top = _read_object(file)
+    top = read_object(file)
     text = top if top.get("text_config") is None else top["text_config"]
     if not isinstance(text, dict):
-        raise ConfigError(f"{file}: text_config: expected an object, got {_shown(text)}")
+        raise ConfigError(f"{file}: text_config: expected an object, got {shown(text)}")
     fields = _Fields(file, text)
     fields.require_equal_layers()
     num_query_heads = fields.size("num_attention_heads", "n_head")
@@ -86,32 +85,6 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
-def check_servable(path: str | Path) -> int:
-    """Check, without torch, that a directory has a config.json and the safetensors of a model.
-
-    Returns:
-        Bytes of the weights.
-
-    Raises:
-        ConfigError: a file is missing or can't be read. The message names it.
-    """
-    directory = Path(path)
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"model.path: expected `tiny` or a directory with a config.json, got {path}")
-    _read_object(directory / "config.json")
-    index = directory / _INDEX
-    names = {"model.safetensors"}
-    if index.is_file() and not (directory / "model.safetensors").is_file():
-        weight_map = _read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{index}: weight_map: expected a file for each weight, got {_shown(weight_map)}")
-        names = {str(name) for name in weight_map.values()}
-    for name in sorted(names):
-        if not (directory / name).is_file():
-            raise ConfigError(f"model.path: expected a directory with {name}, got {path} without it")
-    return sum((directory / name).stat().st_size for name in names)
-
-
 @dataclass(frozen=True, slots=True)
 class _Fields:
     file: Path
@@ -124,7 +97,7 @@ class _Fields:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{self.file}: {name}: expected an integer of at least 1, got {_shown(value)}")
+                raise ConfigError(f"{self.file}: {name}: expected an integer of at least 1, got {shown(value)}")
             return value
         return None
 
@@ -136,7 +109,7 @@ class _Fields:
         if unequal:
             name = unequal[0]
             raise ConfigError(
-                f"{self.file}: {name}: expected layers that all store the same K/V, got {_shown(self.values[name])}"
+                f"{self.file}: {name}: expected layers that all store the same K/V, got {shown(self.values[name])}"
             )
 
 
@@ -165,31 +138,12 @@ def _head_dim(fields: _Fields, num_query_heads: int | None) -> int | None:
 
 
 def _weights_bytes(directory: Path) -> int | None:
-    index = directory / _INDEX
+    index = directory / INDEX
     if index.is_file():
-        metadata = _read_object(index).get("metadata")
+        metadata = read_object(index).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if isinstance(total, int | float) and not isinstance(total, bool) and 1 <= total < 2**63:
             return int(total)
     # A directory may hold the same weights a second time, in the shards of another format.
     files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
     return sum(file.stat().st_size for file in files) or None
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"model: expected a directory with a config.json, or such a file, got {file}: {error.strerror}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: expected a JSON object, got text that is not JSON ({error})") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: expected a JSON object, got {_shown(tree)}")
-    return tree
-
-
-def _shown(value: object) -> str:
-    text = f"{type(value).__name__} {value!r}"
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -26,7 +26,6 @@ from radixkv.service.commands.simulate_command import add_simulate_command
 _ENGINE_MODULES = frozenset(
     {
         "torch",
-        "triton",
         "transformers",
         "safetensors",
         "grpc_health",

@@ -115,10 +115,11 @@ class TestBadDirectories:
     def test_a_config_that_is_not_json(self, tmp_path: Path) -> None:
         write_checkpoint(CONFIGS["llama"], tmp_path)
         (tmp_path / "config.json").write_text("{")
-        with pytest.raises(ConfigError, match="can't be loaded"):
+        with pytest.raises(ConfigError, match=r"config\.json: expected a JSON object"):
             load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
     def test_an_unknown_model_type(self, tmp_path: Path) -> None:
+        write_checkpoint(CONFIGS["llama"], tmp_path, max_shard_size="10MB")
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
         with pytest.raises(ConfigError, match="no_such_model"):
             load_model(ModelConfig(path=str(tmp_path), device="cpu"))
@@ -132,8 +133,9 @@ class TestBadDirectories:
 
     def test_a_missing_shard(self, tmp_path: Path) -> None:
         write_checkpoint(CONFIGS["llama"], tmp_path)
-        sorted(tmp_path.glob("*.safetensors"))[0].unlink()
-        with pytest.raises(ConfigError, match="can't be loaded"):
+        shard = sorted(tmp_path.glob("*.safetensors"))[0]
+        shard.unlink()
+        with pytest.raises(ConfigError, match=f"expected a directory with {shard.name}, got"):
             load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
     def test_weights_of_another_shape(self, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from radixkv.errors import ConfigError
-from radixkv.planning.checkpoint import Checkpoint, check_servable, read_checkpoint
+from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -208,38 +208,3 @@ def test_checkpoints_that_transformers_writes_are_read_as_they_are_loaded(tmp_pa
         assert layout.token_bytes(KVFormat(known.dtype)) == model.kv_shape.token_bytes, name
         parameter_bytes = sum(parameter.nbytes for parameter in model.module.parameters())
         assert known.weights_bytes == parameter_bytes, name
-
-
-SHARDS = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}}
-
-
-def test_a_directory_with_a_config_and_safetensors_is_servable(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(bytes(10))
-    assert check_servable(tmp_path) == 10
-
-
-def test_the_bytes_of_shards_add_up(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(SHARDS))
-    (tmp_path / "model-1.safetensors").write_bytes(bytes(10))
-    with pytest.raises(ConfigError, match=r"^model\.path: expected a directory with model-2\.safetensors, got "):
-        check_servable(tmp_path)
-    (tmp_path / "model-2.safetensors").write_bytes(bytes(5))
-    assert check_servable(tmp_path) == 15
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({}, r"^model\.path: expected `tiny` or a directory with a config\.json, got "),
-        ({"config.json": "{"}, r"config\.json: expected a JSON object, got text that is not JSON"),
-        ({"config.json": "{}"}, r"^model\.path: expected a directory with model\.safetensors, got .* without it$"),
-        ({"config.json": "{}", "model.safetensors.index.json": "{}"}, r"weight_map: expected a file for each weight"),
-    ],
-)
-def test_what_can_not_be_served_is_refused_by_name(tmp_path, files, message):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        check_servable(tmp_path)
