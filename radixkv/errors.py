@@ -4,6 +4,7 @@
     ├── RequestError                 the request is wrong and would be wrong again
     │   ├── InvalidRequest
     │   ├── PromptTooLong
+    │   ├── BeyondCeiling
     │   ├── UnknownAdapter
     │   └── UnknownLease
     ├── CapacityError                the service is full now; `retry_after_s` says when to come back
@@ -43,6 +44,10 @@ class InvalidRequest(RequestError):
 
 class PromptTooLong(RequestError):
     """The prompt exceeds what the model or the whole block pool can hold."""
+
+
+class BeyondCeiling(RequestError):
+    """The request needs more than its tenant's ceiling. Only another configuration can let it pass."""
 
 
 class UnknownAdapter(RequestError):

@@ -11,7 +11,7 @@ import numpy as np
 
 from radixkv.api.params import MAX_URGENCY, PrefillParams
 from radixkv.api.sampling import Sampling
-from radixkv.errors import InvalidRequest, PromptTooLong, QuotaExceeded
+from radixkv.errors import BeyondCeiling, InvalidRequest, PromptTooLong
 from radixkv.tokens import TOKEN_BYTES
 
 
@@ -105,27 +105,39 @@ class Limits:
         """Refuse a prefill that is wrong, or could never be served.
 
         Raises:
-            InvalidRequest, PromptTooLong, QuotaExceeded: the message names the field.
+            InvalidRequest, PromptTooLong, BeyondCeiling: the message names the field.
         """
-        self._require_params(params, params.num_tokens)
+        self._require_params(params)
+        most = self.ceiling_tokens.get(params.caller.tenant)
+        if most is not None and params.num_tokens > most:
+            raise BeyondCeiling(
+                f"token_ids: expected at most {most} tokens, this tenant's ceiling, got {params.num_tokens}"
+            )
 
     def require_generation(self, params: PrefillParams, sampling: Sampling) -> None:
         """Refuse a generation that is wrong, or could never be served.
 
         Raises:
-            InvalidRequest, PromptTooLong, QuotaExceeded: the message names the field.
+            InvalidRequest, PromptTooLong, BeyondCeiling: the message names the field.
         """
         sampling.validate(self.vocab_size)
         params.require_generable()
-        self._require_params(params, params.num_tokens + sampling.max_new_tokens - 1)
-        if params.num_tokens + sampling.max_new_tokens > self.max_sequence_tokens:
+        self._require_params(params)
+        num_tokens, max_new_tokens = params.num_tokens, sampling.max_new_tokens
+        if num_tokens + max_new_tokens > self.max_sequence_tokens:
             raise PromptTooLong(
                 f"token_ids, max_new_tokens: expected at most {self.max_sequence_tokens} tokens together, got "
-                f"{params.num_tokens} and {sampling.max_new_tokens}"
+                f"{num_tokens} and {max_new_tokens}"
+            )
+        most = self.ceiling_tokens.get(params.caller.tenant)
+        if most is not None and num_tokens + max_new_tokens - 1 > most:  # the last token needs no block
+            raise BeyondCeiling(
+                f"token_ids, max_new_tokens: expected at most {most + 1} tokens together, by this tenant's ceiling, "
+                f"got {num_tokens} and {max_new_tokens}"
             )
 
-    def _require_params(self, params: PrefillParams, num_tokens: int) -> None:
-        """Refuse wrong options, and a request whose `num_tokens`, generated ones included, could never be held."""
+    def _require_params(self, params: PrefillParams) -> None:
+        """Refuse a wrong prompt or wrong options."""
         self.require_tokens(params.tokens)
         if params.retention is not None:
             params.retention.range_in(params.num_tokens)
@@ -135,8 +147,3 @@ class Limits:
             raise InvalidRequest(f"priority: expected an urgency of 0 to {MAX_URGENCY}, got {params.urgency}")
         if params.deadline_s is not None and not math.isfinite(params.deadline_s):
             raise InvalidRequest(f"deadline_s: expected a finite time, got {params.deadline_s}")
-        ceiling_tokens = self.ceiling_tokens.get(params.caller.tenant)
-        if ceiling_tokens is not None and num_tokens > ceiling_tokens:
-            raise QuotaExceeded(
-                f"token_ids: expected at most this tenant's ceiling of {ceiling_tokens} tokens, got {num_tokens}"
-            )

@@ -125,9 +125,9 @@ class Engine:
         Raises:
             InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
             QueueFull: too many requests are unfinished, or too many of this tenant.
-            QuotaExceeded: the request needs more than its tenant may hold.
+            BeyondCeiling: the request needs more than its tenant may ever hold.
             Draining, StepHangs: the engine takes no requests.
-            Later, through the future: OutOfBlocks, DeadlineExceeded, StepFailed.
+            Later, through the future: OutOfBlocks, QuotaExceeded, DeadlineExceeded, StepFailed.
         """
         future: Future[PrefillResult] = Future()
         with self._reporting_refusal():

@@ -14,6 +14,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from radixkv.errors import (
+    BeyondCeiling,
     CapacityError,
     ConfigError,
     DeadlineExceeded,
@@ -33,6 +34,7 @@ from radixkv.service.server.unfinished_calls import Context, UnfinishedCalls
 # A class that is not here has the status of its nearest ancestor.
 STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     RequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    BeyondCeiling: grpc.StatusCode.FAILED_PRECONDITION,  # the request is valid, and trying again does not help
     UnknownAdapter: grpc.StatusCode.NOT_FOUND,
     UnknownLease: grpc.StatusCode.NOT_FOUND,
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,

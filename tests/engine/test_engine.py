@@ -16,11 +16,11 @@ from radixkv.cache.tenants import Quota
 from radixkv.config import EngineConfig
 from radixkv.engine.engine import Engine
 from radixkv.errors import (
+    BeyondCeiling,
     Draining,
     InvalidRequest,
     PromptTooLong,
     QueueFull,
-    QuotaExceeded,
     StepFailed,
     StepHangs,
     UnknownAdapter,
@@ -222,9 +222,9 @@ def test_a_tenant_fills_its_own_queue_and_nobody_else_s(runner: GatedRunner) -> 
 def test_a_request_beyond_its_tenant_s_ceiling_is_refused_at_once(runner: GatedRunner) -> None:
     cache = PrefixCache(NUM_BLOCKS, BLOCK_SIZE, quotas={"acme": Quota(ceiling_blocks=3)})
     engine = Engine(runner, cache, EngineConfig())
-    with pytest.raises(QuotaExceeded, match="expected at most this tenant's ceiling of 12 tokens, got 13"):
+    with pytest.raises(BeyondCeiling, match="token_ids: expected at most 12 tokens, this tenant's ceiling, got 13"):
         engine.prefill(params(range(13), tenant="acme"))
-    with pytest.raises(QuotaExceeded, match="got 13"):
+    with pytest.raises(BeyondCeiling, match="at most 13 tokens together, by this tenant's ceiling, got 4 and 10"):
         engine.generate(params(range(4), tenant="acme"), Sampling(10), lambda _: None)
 
 

@@ -19,6 +19,7 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
 EXPECTED = {
     "InvalidRequest": "INVALID_ARGUMENT",
     "PromptTooLong": "INVALID_ARGUMENT",
+    "BeyondCeiling": "FAILED_PRECONDITION",
     "UnknownAdapter": "NOT_FOUND",
     "UnknownLease": "NOT_FOUND",
     "OutOfBlocks": "RESOURCE_EXHAUSTED",
