@@ -1,4 +1,4 @@
-"""Prometheus metrics of the moment: asks the engine when somebody scrapes."""
+"""Prometheus metrics of the moment, read from the engine at each scrape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from radixkv import __version__
-from radixkv.api.stats import EngineLoad
+from radixkv.api.stats import BlockStats, EngineLoad, RequestStats
 from radixkv.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -18,29 +18,38 @@ if TYPE_CHECKING:
 
 # Half of the 10 s that Prometheus waits by default. The engine answers between two steps.
 _TIMEOUT_S = 5.0
+_EMPTY = EngineLoad(BlockStats(0, 0, 0, 0, 0, 0, 0), RequestStats(0, 0, 0, 0, 0, 0, 0, 0), 0, 0, 0)
 
 
 class EngineGauges(Collector):
-    """Says how full the engine is, when it is asked. While a step hangs, it says only that.
+    """Reports how full the engine is, at each scrape. While a step hangs, it reports only that.
 
     Args:
-        engine: asked on its own thread, between two steps; see `Engine.load`.
-        timeout_s: how long to wait for it.
+        engine: asked for its load; it answers between two steps.
+        timeout_s: seconds to wait for the answer.
     """
 
     def __init__(self, engine: Engine, timeout_s: float = _TIMEOUT_S) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
 
+    def describe(self) -> Iterable[Metric]:
+        """List all metrics without asking the engine, so that a scrape can ask for some of them by name."""
+        return [*self._states(is_up=False), *_families(_EMPTY)]
+
     def collect(self) -> Iterable[Metric]:
-        """Ask the engine; `radixkv_up` alone says whether it answered. Never raises because of it."""
-        limits, load = self._engine.limits, self._load()
-        labels = {"version": __version__, "model": limits.model, "device": limits.device}
-        yield InfoMetricFamily("radixkv", "What is served.", labels)
-        yield GaugeMetricFamily("radixkv_up", "1 if the engine answered this scrape.", load is not None)
-        yield GaugeMetricFamily("radixkv_healthy", "1 if requests are taken and steps work.", self._engine.is_healthy)
+        """Ask the engine. If it does not answer, `radixkv_up` is 0 and its load is left out. Raises nothing."""
+        load = self._load()
+        yield from self._states(is_up=load is not None)
         if load is not None:
             yield from _families(load)
+
+    def _states(self, *, is_up: bool) -> Iterable[Metric]:
+        limits = self._engine.limits
+        labels = {"version": __version__, "model": limits.model, "device": limits.device}
+        yield InfoMetricFamily("radixkv", "What is served.", labels)
+        yield GaugeMetricFamily("radixkv_up", "1 if the engine answered this scrape.", is_up)
+        yield GaugeMetricFamily("radixkv_healthy", "1 if requests are taken and steps work.", self._engine.is_healthy)
 
     def _load(self) -> EngineLoad | None:
         if not self._engine.is_alive:
@@ -64,7 +73,7 @@ def _families(load: EngineLoad) -> Iterable[Metric]:
         {"free": blocks.free, "leased": blocks.leased, "published": blocks.published},
     )
     yield GaugeMetricFamily("radixkv_pinned_blocks", "Published blocks that leases use.", blocks.pinned)
-    yield GaugeMetricFamily("radixkv_retained_blocks", "Published blocks with a priority.", blocks.retained)
+    yield GaugeMetricFamily("radixkv_retained_blocks", "Published blocks with a raised priority.", blocks.retained)
     yield CounterMetricFamily("radixkv_evicted_blocks", "Blocks that were evicted.", load.evicted_blocks)
     yield _by_state(
         "radixkv_unfinished_requests",

@@ -1,4 +1,4 @@
-"""Prometheus metrics: what is counted and timed while requests and steps go by. docs/METRICS.md lists them."""
+"""Prometheus metrics of requests and steps, counted as they end. docs/METRICS.md lists them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixkv.engine.observer import Observer
 from radixkv.errors import RadixKVError
 from radixkv.scheduling.request import Outcome, Request
 
-# Callers choose the names of tenants, and each is a series of its own: so many get one, all later ones share another.
+# Callers choose the names of tenants, and each name is a series. Later tenants share one series.
 MAX_UNKNOWN_TENANTS = 64
 OTHER_TENANTS = "other"
 
@@ -22,53 +22,53 @@ PHASES = ("prefill", "decode")
 
 # From a hit on a small model to a long prompt behind a long queue.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
-# Of a single token; finer where people notice.
+# Seconds a token; finer where people notice.
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
 _STEP_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _STEP_TOKENS = (0, 1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Metrics(Observer):
-    """Counts what the engine does, in a registry of its own.
+    """Counts requests, tokens and steps, in a registry of its own.
 
-    Series are made beforehand, so that counting a request or a step looks nothing up but its tenant.
+    Series are made in advance, so that counting a request looks up its tenant and counting a step nothing.
 
     Args:
-        tenants: always have token counters of their own, beside the first `MAX_UNKNOWN_TENANTS` others.
+        tenants: have token counters of their own, like the first `MAX_UNKNOWN_TENANTS` other tenants.
 
     Attributes:
-        registry: what a scrape collects; others may register there what they know.
+        registry: collected by a scrape; other collectors may be registered.
     """
 
     def __init__(self, tenants: Iterable[str] = ()) -> None:
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)  # its memory, its CPU time and its open files
+        ProcessCollector(registry=self.registry)  # memory, CPU time and open files of the process
         self._requests = _RequestCounters(self.registry)
         self._times = _RequestTimes(self.registry)
         self._tokens = _TenantTokens(tenants, self.registry)
         self._steps = _StepMetrics(self.registry)
 
     def request_refused(self, error: RadixKVError) -> None:
-        """Count by class of error."""
+        """Count a refusal by its class of error."""
         self._requests.refusals.labels(type(error).__name__).inc()
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
-        """Note its time and its sizes."""
+        """Observe the time and the size of a step."""
         self._steps.seconds.observe(seconds)
         self._steps.requests.observe(num_requests)
         self._steps.prefill_tokens.observe(num_prefill_tokens)
         self._steps.decode_tokens.observe(num_decode_tokens)
 
     def step_failed(self, seconds: float, num_requests: int) -> None:
-        """Count it."""
+        """Count a failed step."""
         self._steps.failures.inc()
 
     def request_paused(self, request: Request) -> None:
-        """Count it."""
+        """Count a pause."""
         self._requests.pauses.inc()
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
-        """Count it, note its times, and its tokens if it finished."""
+        """Count a request, observe its times, and count its tokens if it finished."""
         self._requests.count(request, outcome, error)
         self._times.observe(request, outcome, now_s)
         if outcome is Outcome.FINISHED:
@@ -76,7 +76,7 @@ class Metrics(Observer):
 
 
 class _RequestCounters:
-    """Requests by what became of them."""
+    """Counters of requests by kind and outcome."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         ended = Counter("radixkv_requests_total", "Requests that are over.", ["kind", "outcome"], registry=registry)
@@ -114,10 +114,9 @@ class _RequestCounters:
 
 
 class _RequestTimes:
-    """Where the time of requests goes.
+    """Histograms of the time that requests take.
 
-    A phase is noted when it was completed, whatever became of the request; what spans a whole request, when that
-    finished.
+    A completed phase is observed whatever the outcome of its request; times of a whole request only if it finished.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -155,7 +154,7 @@ class _RequestTimes:
         self._durations = {kind: durations.labels(kind) for kind in KINDS}
 
     def observe(self, request: Request, outcome: Outcome, now_s: float) -> None:
-        """Note the times of a request that is over."""
+        """Observe the times of a request that is over."""
         received_s, scheduled_s, prefilled_s = request.received_s, request.scheduled_s, request.prefilled_s
         if scheduled_s is not None:
             self._queue.observe(scheduled_s - received_s)
@@ -170,7 +169,7 @@ class _RequestTimes:
 
 
 class _TokenCounters(NamedTuple):
-    """Of one label value."""
+    """The counters of one tenant."""
 
     prompt: Counter
     cached: Counter
@@ -180,7 +179,7 @@ class _TokenCounters(NamedTuple):
 
 
 class _TenantTokens:
-    """Tokens of finished requests by tenant; see `Usage`."""
+    """Counters of `Usage` by tenant, over finished requests."""
 
     def __init__(self, tenants: Iterable[str], registry: CollectorRegistry) -> None:
         self._metrics = _TokenCounters(
@@ -195,7 +194,7 @@ class _TenantTokens:
         self._most_tenants = len(self._by_tenant) + MAX_UNKNOWN_TENANTS
 
     def count(self, tenant: str, usage: Usage) -> None:
-        """Add a request's tokens."""
+        """Add the tokens of a request."""
         counters = self._by_tenant.get(tenant)
         if counters is None:
             counters = self._others
@@ -208,12 +207,12 @@ class _TenantTokens:
         counters.recomputed.inc(usage.recomputed_tokens)
 
     def _of(self, tenant: str) -> _TokenCounters:
-        label = tenant.encode("utf-8", "replace").decode()  # lone surrogates would fail every scrape
+        label = tenant.encode("utf-8", "replace").decode()  # a lone surrogate would make every scrape fail
         return _TokenCounters(*(metric.labels(label) for metric in self._metrics))
 
 
 class _StepMetrics:
-    """Forward passes, one line each."""
+    """Histograms of forward passes."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.seconds = Histogram("radixkv_step_seconds", "Time of a step.", registry=registry, buckets=_SECONDS)

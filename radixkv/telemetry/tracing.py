@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests. Needs opentelemetry-api, the extra `tracing`; nothing else here does."""
+"""OpenTelemetry spans of requests. The only module that needs opentelemetry-api, the extra `tracing`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Tracing(Observer):
-    """Makes the spans of a request when it is over, from the times it noted.
+    """Makes the spans of a request when it is over, from the times that the request keeps.
 
         caller's span
         └─ Prefill | Generate    received ................................. over
@@ -27,16 +27,16 @@ class Tracing(Observer):
            ├─ prefill                       blocks ─ first token
            └─ decode                                 first token ────────── over    (a generation's only)
 
-    The caller's span is the one that `PrefillParams.traceparent` names; its sampling decision is taken over by the
-    usual samplers. A request that is over early has the spans that it began.
+    `PrefillParams.traceparent` names the caller's span; usual samplers adopt its sampling decision. A request that ends
+    early has the spans of the phases that it began.
 
-    Attributes follow OpenTelemetry's conventions for generative AI where there are some. Names that callers choose for
-    tenants, adapters and salts are not among them, and neither are tokens: traces are read by more people than logs,
-    and the caller's span can say who it is.
+    Attributes follow OpenTelemetry's conventions for generative AI where they exist. They never contain tokens or the
+    names of tenants, adapters and salts, because traces are read by more people than logs. The caller's span can carry
+    its name.
 
     Args:
-        tracer: makes the spans; whatever it raises is logged.
-        unix_ns: nanoseconds since 1970.
+        tracer: makes the spans. What it raises is logged.
+        unix_ns: returns nanoseconds since 1970.
     """
 
     def __init__(self, tracer: trace.Tracer, unix_ns: Callable[[], int] = time.time_ns) -> None:
@@ -45,10 +45,10 @@ class Tracing(Observer):
         self._propagator = TraceContextTextMapPropagator()
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
-        """Make its spans, if they are recorded."""
+        """Make the spans of a request, if they are recorded."""
         try:
             self._trace(request, outcome, error, _UnixTimes(self._unix_ns(), now_s))
-        except Exception:  # noqa: BLE001 - samplers and processors are other people's, and the engine goes on
+        except Exception:  # noqa: BLE001 - foreign samplers and processors must not stop the engine
             _log.exception("a request could not be traced")
 
     def _trace(self, request: Request, outcome: Outcome, error: Exception | None, times: _UnixTimes) -> None:
@@ -68,7 +68,7 @@ class Tracing(Observer):
         span.end(times.now_ns)
 
     def _trace_phases(self, request: Request, span: Span, times: _UnixTimes) -> None:
-        """A phase begins where the one before it ends; the last one ends with the request."""
+        """Make a span for each phase. A phase ends where the next one begins, and the last one with the request."""
         begins = [("queue", request.received_s), ("prefill", request.scheduled_s)]
         if request.generation is not None:
             begins.append(("decode", request.prefilled_s))
@@ -80,14 +80,14 @@ class Tracing(Observer):
 
 
 class _UnixTimes:
-    """Times of the engine's clock as nanoseconds since 1970, which OpenTelemetry takes."""
+    """Converts times of the engine's clock to nanoseconds since 1970, as OpenTelemetry wants them."""
 
     def __init__(self, now_ns: int, now_s: float) -> None:
         self.now_ns = now_ns
         self._now_s = now_s
 
     def of(self, time_s: float) -> int:
-        """When it was `time_s`."""
+        """Convert a time of the engine's clock."""
         return self.now_ns - round((self._now_s - time_s) * 1e9)
 
 
@@ -98,7 +98,7 @@ def _attributes(request: Request, outcome: Outcome) -> dict[str, AttributeValue]
         "radixkv.request_id": request.params.request_id,
         "radixkv.outcome": outcome.value,
     }
-    if request.scheduled_s is not None:  # before, nobody looked what is cached
+    if request.scheduled_s is not None:  # before its admission, it is not known what is cached
         attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
         attributes["radixkv.computed_tokens"] = usage.computed_tokens
         attributes["radixkv.miss_reason"] = request.miss_reason.value

@@ -1,13 +1,19 @@
-"""What an operator watches a service by: Prometheus metrics over HTTP, and spans."""
+"""What an operator watches a service by: an HTTP port with Prometheus metrics and health checks, and spans."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from http import HTTPStatus
+from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from radixkv import __version__
 from radixkv.config import Config
@@ -23,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Watches one engine: counts for Prometheus if there is a port for it, traces if the process is set up for it.
+    """Watches one engine: with metrics if the configuration has a port for them, with spans if OpenTelemetry is set up.
 
     Attributes:
         observers: for the engine; none if nothing is counted or traced.
@@ -36,7 +42,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def serving(self, engine: Engine) -> Iterator[str | None]:
-        """Serve the metrics while the context lasts, also while the service drains.
+        """Serve the metrics port while the context lasts, also while the service drains.
 
         Yields:
             `HOST:PORT` with the port that was taken, which is logged too; None without a port in the configuration.
@@ -50,9 +56,11 @@ class Telemetry:
             return
         self._metrics.registry.register(EngineGauges(engine))
         try:
-            server, thread = start_http_server(port, host, self._metrics.registry)
+            server = _Server(host, port, make_app(engine, self._metrics.registry))
         except (OSError, UnicodeError) as error:
             raise not_free("server.metrics_port", host, port) from error
+        thread = threading.Thread(target=server.serve_forever, name="radixkv-metrics", daemon=True)
+        thread.start()
         address = host_port(host, server.server_port)
         _logger.info("metrics on http://%s/metrics", address)
         try:
@@ -63,8 +71,64 @@ class Telemetry:
             server.server_close()
 
 
+def make_app(engine: Engine, registry: CollectorRegistry) -> WSGIApplication:
+    """Make the application behind the port.
+
+    | path | answer |
+    |---|---|
+    | /metrics | all metrics, or those that `?name[]=NAME` names |
+    | /healthz | 200 while the engine's thread runs, else 503: restart the process |
+    | /readyz | 200 while requests are taken, else 503: send them elsewhere |
+
+    Any other path is 404.
+    """
+    checks: dict[str, Callable[[], bool]] = {
+        "/healthz": lambda: engine.is_alive,
+        "/readyz": lambda: engine.is_healthy,
+    }
+    metrics = make_wsgi_app(registry)
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            pages: Iterable[bytes] = metrics(environ, start_response)
+            return pages
+        if path not in checks:
+            status = HTTPStatus.NOT_FOUND
+        elif environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            status = HTTPStatus.METHOD_NOT_ALLOWED
+        else:
+            status = HTTPStatus.OK if checks[path]() else HTTPStatus.SERVICE_UNAVAILABLE
+        text = f"{status.phrase}\n".encode()
+        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))]
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            headers.append(("Allow", "GET, HEAD"))
+        start_response(f"{status.value} {status.phrase}", headers)
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]
+
+    return answer
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers each connection on a thread of its own, which does not keep the process alive."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, app: WSGIApplication) -> None:
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        super().__init__((host, port), _QuietHandler)
+        self.set_app(app)
+
+
+class _QuietHandler(WSGIRequestHandler):
+    """Writes no line for each request."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Write nothing."""
+
+
 def _tracing() -> Observer | None:
-    """Spans, if OpenTelemetry is installed and set up in this process, as `opentelemetry-instrument` does."""
+    """Make an observer for spans, if OpenTelemetry is installed and set up, as `opentelemetry-instrument` does."""
     try:
         from opentelemetry import trace
     except ModuleNotFoundError:

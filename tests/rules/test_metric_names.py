@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from radixkv.errors import QueueFull, StepFailed
 from radixkv.scheduling.request import Outcome
@@ -47,33 +51,60 @@ NAMES = {
     "radixkv_held_leases": ("gauge", ()),
     "radixkv_namespaces": ("gauge", ()),
 }
+PROCESS_NAMES = {
+    "process_resident_memory_bytes": ("gauge", ()),
+    "process_virtual_memory_bytes": ("gauge", ()),
+    "process_cpu_seconds_total": ("counter", ()),
+    "process_open_fds": ("gauge", ()),
+    "process_max_fds": ("gauge", ()),
+    "process_start_time_seconds": ("gauge", ()),
+}
+ALL_NAMES = NAMES | PROCESS_NAMES
 
 # What a sample's name has behind that of its metric.
 _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": "", "histogram": "_count"}
 
 
-def served_names() -> dict[str, tuple[str, tuple[str, ...]]]:
+def served() -> CollectorRegistry:
     metrics = Metrics()
     metrics.registry.register(EngineGauges(FakeEngine()))
     metrics.request_refused(QueueFull("full"))
     metrics.request_ended(ended_request(), Outcome.FAILED, StepFailed("broken"), 101.0)
-    return {
-        sample.name.removesuffix("_count"): (family.type, tuple(sorted(sample.labels)))
-        for family in metrics.registry.collect()
-        for sample in family.samples
-        if sample.name == family.name + _SUFFIXES[family.type] and sample.name.startswith("radixkv_")
-    }
+    return metrics.registry
 
 
 def test_no_name_changed() -> None:
-    assert served_names() == NAMES
+    names = {
+        sample.name.removesuffix("_count"): (family.type, tuple(sorted(sample.labels)))
+        for family in served().collect()
+        for sample in family.samples
+        if sample.name == family.name + _SUFFIXES[family.type]
+    }
+    assert names == (ALL_NAMES if sys.platform == "linux" else NAMES)
+
+
+def test_a_scrape_has_no_other_families_but_when_each_series_began() -> None:
+    families = set(re.findall(r"^# TYPE (\w+)", generate_latest(served()).decode(), re.MULTILINE))
+    created = {f"{name.removesuffix('_total')}_created" for name, (kind, _) in NAMES.items() if kind != "gauge"}
+    assert families - created <= set(ALL_NAMES)
+    assert families & created, "the document tells of them"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scrape_can_ask_for_a_metric_by_its_name(name: str) -> None:
+    series = [name, f"{name}_count"]
+    asked = served().restricted_registry(series)
+    assert {sample.name for family in asked.collect() for sample in family.samples} <= set(series)
+    assert any(family.samples for family in asked.collect())
 
 
 def test_the_document_lists_exactly_these() -> None:
-    rows = re.findall(r"^\| `(radixkv_\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", DOCUMENT.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `((?:radixkv|process)_\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", DOCUMENT.read_text(), re.MULTILINE
+    )
     documented = {name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
-    assert documented == NAMES
-    assert len(rows) == len(NAMES)
+    assert documented == ALL_NAMES
+    assert len(rows) == len(ALL_NAMES)
 
 
 def test_the_document_says_how_many_tenants_are_told_apart() -> None:

@@ -55,6 +55,46 @@ def test_a_scrape_finds_what_was_counted_and_what_the_engine_holds():
     assert samples["process_resident_memory_bytes"] > 0
 
 
+def get(address, path, method="GET"):
+    """Status, body and headers of an answer."""
+    request = urllib.request.Request(f"http://{address}{path}", method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read().decode(), response.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics/", "/metric", "/favicon.ico", "/healthz/x", "/%2e%2e/etc/passwd"])
+def test_where_nothing_is_the_port_says_so(path):
+    with telemetry("server.metrics_port=0").serving(FakeEngine()) as address:
+        assert get(address, path)[:2] == (404, "Not Found\n")
+
+
+@pytest.mark.parametrize(
+    ("is_alive", "is_healthy", "healthz", "readyz"),
+    [(True, True, 200, 200), (True, False, 200, 503), (False, False, 503, 503)],
+    ids=["serving", "draining or failing", "dead"],
+)
+def test_health_checks_say_whether_the_engine_lives_and_whether_it_takes_requests(
+    is_alive, is_healthy, healthz, readyz
+):
+    engine = FakeEngine()
+    with telemetry("server.metrics_port=0").serving(engine) as address:
+        engine.is_alive, engine.is_healthy = is_alive, is_healthy
+        assert [get(address, path)[0] for path in ("/healthz", "/readyz")] == [healthz, readyz]
+        assert get(address, "/healthz", method="HEAD")[:2] == (healthz, "")
+        status, _, headers = get(address, "/readyz", method="POST")
+        assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+def test_a_scrape_can_ask_for_some_metrics_by_name():
+    with telemetry("server.metrics_port=0").serving(FakeEngine()) as address:
+        _, text, _ = get(address, "/metrics?name[]=radixkv_blocks&name[]=radixkv_evicted_blocks_total")
+    names = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert names == {"radixkv_blocks", "radixkv_evicted_blocks_total"}
+
+
 def test_tenants_of_the_configuration_are_known_before_their_first_request():
     watching = telemetry("server.metrics_port=0", "tenants.acme.floor_tokens=64")
     with (
