@@ -1,5 +1,5 @@
 """Frozen values that callers send and receive: parameters, results, statistics, limits.
 
-Face: `PrefillParams`, `Sampling`, `Retention`, `Grant`, `PrefillResult`, `GenerateResult`, `Usage`,
+Face: `Caller`, `PrefillParams`, `Sampling`, `Retention`, `Grant`, `PrefillResult`, `GenerateResult`, `Usage`,
 `EngineStats`, `Limits`, `MissReason`.
 """
