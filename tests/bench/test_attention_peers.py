@@ -81,7 +81,7 @@ def test_cudnn_has_nothing_to_join_without_a_prefix(monkeypatch: pytest.MonkeyPa
 
 
 class PagedWrapper:
-    """What FlashInfer's documentation says of `BatchPrefillWithPagedKVCacheWrapper` with one request."""
+    """Does with one request what FlashInfer documents of `BatchPrefillWithPagedKVCacheWrapper`."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         assert (workspace.dtype, layout, backend) == (torch.uint8, "HND", "fa2")

@@ -86,7 +86,7 @@ def test_transformers_may_fail_and_says_why(bench: Bench, monkeypatch: pytest.Mo
 
 
 def test_transformers_runs_without_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing interprets them they would raise."""
+    """Our kernels would raise here, because nothing interprets them."""
     with monkeypatch.context() as patch:
         interpret_kernels(patch)
         model = Model("tiny", build_tiny_model(ATTENTION_NAME), torch.device("cpu"), is_exact=False, is_fused=True)

@@ -149,7 +149,7 @@ def change_of_phase(dice: random.Random) -> list[tuple[int, ...]]:
 
 
 def scans_over_a_hot_set(dice: random.Random) -> list[tuple[int, ...]]:
-    """Twelve prompts that are asked again and again, and every so often a hundred that are asked once."""
+    """Twelve prompts that are asked again and again, and now and then a hundred that are asked once."""
     paths: list[tuple[int, ...]] = []
     for scan in range(12):
         paths += [(10 * hot, 10 * hot + 1, 10 * hot + 2) for hot in dice.choices(range(12), k=100)]

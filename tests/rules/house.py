@@ -49,7 +49,7 @@ def imported_names(name: str) -> frozenset[str]:
 
 
 def imported_modules(name: str) -> set[str]:
-    """Those of our own modules that a module imports, each by its full name."""
+    """Return our own modules that a module imports, by their full names."""
     return {each for each in imported_names(name) if each in modules() and each != name}
 
 

@@ -34,7 +34,7 @@ ROOMS = sorted({name.split(".")[1] for name in modules() if name.count(".") and 
 
 
 def violations(name: str, imported: set[str]) -> list[str]:
-    """What a module, named as it is imported, must not have imported."""
+    """Return the imports that a module, named as it is imported, must not have."""
     tops = {each.partition(".")[0] for each in imported}
     rooms = {each.split(".")[1] for each in imported if each.startswith("radixkv.")}
     if name.partition(".")[0] == "bench":

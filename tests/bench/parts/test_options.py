@@ -1,4 +1,4 @@
-"""What can't be done is refused before anything starts, and defaults are what the help says."""
+"""Options that can't work are refused before anything starts, and defaults are those of the help."""
 
 from __future__ import annotations
 

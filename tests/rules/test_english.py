@@ -1,0 +1,43 @@
+"""English that is read once: numbers have names, and docstrings begin with a noun or a verb."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from .house import ROOT
+
+FOLDERS = ("bench", "radixkv/planning", "tests/bench", "tests/planning", "tests/rules")
+RIDDLES = re.compile(r"\bso (?:many|much|often)\b", re.IGNORECASE)
+NO_SUBJECT = re.compile(r"(?:Who|Whom|Whose|What|Which|Those|That|How|When|Where)\b")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "build"} & set(path.relative_to(ROOT).parts))
+
+
+def riddles(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if RIDDLES.search(line)]
+
+
+def docstrings_without_subject(source: str) -> list[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [text.partition("\n")[0] for text in found if NO_SUBJECT.match(text)]
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *DOCUMENTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_number_is_named(path) -> None:
+    assert riddles(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_docstring_begins_with_a_noun_or_a_verb(path) -> None:
+    assert docstrings_without_subject(path.read_text(encoding="utf-8")) == []
+
+
+def test_the_rule_sees_what_it_forbids() -> None:
+    riddle = "Give at most so" + " many tokens."
+    assert riddles(f"{riddle}\nGive at most `turn` tokens.") == [riddle]
+    assert docstrings_without_subject('"""What is lost."""') == ["What is lost."]
+    assert docstrings_without_subject('def f():\n    """Whatever is lost, return it."""') == []
