@@ -1,0 +1,71 @@
+"""A prompt is held against the two steps that it may wait for, as probes saw them end."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from bench.short_behind_long import Sample, StepWatch, ask
+from tests.fakes import FakeClock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr("bench.short_behind_long.time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+class Client:
+    """Answers probes at the ends of steps of these lengths, and prefills after a second."""
+
+    def __init__(self, clock: FakeClock, steps_s: list[float]) -> None:
+        self.clock = clock
+        self.steps_s = steps_s
+        self.has_ended = asyncio.Event()
+
+    async def probe(self, ids: list[int]) -> None:
+        if not self.steps_s:
+            self.has_ended.set()
+            await asyncio.Event().wait()
+        self.clock.now_s += self.steps_s.pop(0)
+
+    async def prefill(self, ids: list[int]) -> SimpleNamespace:
+        self.clock.now_s += 1
+        return SimpleNamespace(usage=SimpleNamespace(computed_tokens=len(ids)))
+
+
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "two_steps_s"),
+    [(0.5, 0.9, 3), (1.5, 2.5, 6), (3.5, 4, 5), (7.2, 7.5, 1), (0.5, 7.5, 6)],
+    ids=["first", "second", "third", "last has none after it", "all"],
+)
+def test_the_longest_two_successive_steps_count(
+    clock: FakeClock, start_s: float, end_s: float, two_steps_s: float
+) -> None:
+    """Steps end at 1, 3, 7 and 8 seconds."""
+
+    async def watch() -> float:
+        client = Client(clock, [1, 2, 4, 1])
+        steps = StepWatch(client)
+        await client.has_ended.wait()
+        steps.stop()
+        return steps.two_steps_s(start_s, end_s)
+
+    assert asyncio.run(watch()) == two_steps_s
+
+
+def test_a_prompt_may_take_two_steps_and_its_own_time() -> None:
+    assert Sample(seconds=3, alone_s=1, two_steps_s=2).ratio == 1
+    assert Sample(seconds=6, alone_s=1, two_steps_s=2).ratio == 2
+
+
+def test_a_prompt_is_timed_from_call_to_answer(clock: FakeClock) -> None:
+    clock.now_s = 5
+
+    async def call() -> tuple[float, float]:
+        return await ask(Client(clock, []), [1, 2, 3])
+
+    assert asyncio.run(call()) == (5, 1)

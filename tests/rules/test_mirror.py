@@ -1,0 +1,120 @@
+"""Where a module is tested: in `test_<module>.py` in the folder of the same name, or in the file that is named here."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from .house import ROOT, imports, modules, reachable
+
+# Modules that are tested through another one: through a face, or together with their neighbors.
+TESTED_IN = {
+    "bench.parts.attention_inputs": "bench/test_kernels.py",
+    "bench.parts.copy_inputs": "bench/test_kernels.py",
+    "bench.parts.device_time": "bench/test_kernels.py",
+    "bench.parts.kernel_row": "bench/test_kernels.py",
+    "bench.parts.null_service": "bench/test_rpc.py",
+    "bench.parts.peers.sglang_attention": "bench/test_kernels.py",
+    "bench.parts.peers.sglang_tree": "bench/test_tree.py",
+    "bench.parts.peers.sglang_wheel": "bench/test_kernels.py",
+    "bench.parts.peers.transformers_prefix": "bench/test_gpu_prefill.py",
+    "bench.parts.row_inputs": "bench/test_kernels.py",
+    "radixkv.api.caller": "service/server/test_servicer.py",
+    "radixkv.api.miss_reason": "cache/test_miss_reason.py",
+    "radixkv.api.params": "engine/test_engine.py",
+    "radixkv.api.result": "engine/test_core.py",
+    "radixkv.api.retention": "cache/test_retained_nodes.py",
+    "radixkv.api.stats": "telemetry/test_gauges.py",
+    "radixkv.blocks": "cache/test_block_pool.py",
+    "radixkv.cache.audit": "cache/test_prefix_cache.py",
+    "radixkv.cache.holdings": "cache/test_prefix_cache.py",
+    "radixkv.cache.ledger": "cache/test_lease.py",
+    "radixkv.cache.node": "cache/test_radix_tree.py",
+    "radixkv.cache.pins": "cache/test_evictor.py",
+    "radixkv.cache.policies.by_name": "cache/policies/test_classic.py",
+    "radixkv.cache.policies.lifetimes": "cache/policies/test_adaptive.py",
+    "radixkv.cache.policies.policy": "cache/policies/test_classic.py",
+    "radixkv.compute.forward": "model/test_model.py",
+    "radixkv.compute.graphs.buffers": "compute/graphs/test_graphs.py",
+    "radixkv.compute.graphs.shapes": "compute/graphs/test_graphs.py",
+    "radixkv.compute.runner": "model/test_model.py",
+    "radixkv.config.bounds": "config/test_reading.py",
+    "radixkv.config.sections": "config/test_reading.py",
+    "radixkv.engine.answers": "engine/test_core.py",
+    "radixkv.engine.delivery": "engine/test_core.py",
+    "radixkv.engine.early_ends": "engine/test_core.py",
+    "radixkv.engine.endings": "engine/test_core.py",
+    "radixkv.engine.growth": "whole/test_generation.py",
+    "radixkv.engine.step": "engine/test_steps_ahead.py",
+    "radixkv.engine.tally": "telemetry/test_gauges.py",
+    "radixkv.errors": "rules/test_errors.py",
+    "radixkv.kernels.attention_merge": "kernels/test_paged_attention.py",
+    "radixkv.kernels.attention_softmax": "kernels/test_paged_attention.py",
+    "radixkv.kernels.batch": "kernels/test_reference.py",
+    "radixkv.kernels.norm_style": "kernels/test_norm.py",
+    "radixkv.kernels.scoring": "kernels/test_reference.py",
+    "radixkv.model.attention.interface": "startup/test_attention_choice.py",
+    "radixkv.model.attention.torch_kernels": "model/test_model.py",
+    "radixkv.model.refusals": "model/test_loading.py",
+    "radixkv.model.tiny_model": "model/test_model.py",
+    "radixkv.scheduling.admission": "scheduling/test_step_plan.py",
+    "radixkv.scheduling.held_leases": "engine/test_core.py",
+    "radixkv.scheduling.request": "scheduling/test_scheduler.py",
+    "radixkv.scheduling.tenant_queue": "scheduling/test_shares.py",
+    "radixkv.service.client.async_client": "service/client/test_client.py",
+    "radixkv.service.client.channel": "service/client/test_client.py",
+    "radixkv.service.client.requests": "service/client/test_client.py",
+    "radixkv.service.commands.hit_rate_plot": "service/commands/test_simulate_command.py",
+    "radixkv.service.commands.missing_package": "service/commands/test_serve_command.py",
+    "radixkv.service.commands.plan_report": "service/commands/test_plan_command.py",
+    "radixkv.service.server.listen_address": "service/server/test_server.py",
+    "radixkv.service.server.messages": "service/server/test_servicer.py",
+    "radixkv.startup.graph_check": "compute/graphs/test_graphs.py",
+    "radixkv.storage.kv_layout": "planning/test_plan.py",
+}
+
+
+def own_test(name: str) -> Path:
+    """The path of the test file that is named like a module."""
+    parts = name.removeprefix("radixkv.").split(".")
+    return ROOT.joinpath("tests", *parts[:-1], f"test_{parts[-1]}.py")
+
+
+SOURCES = sorted(
+    name for name, path in modules().items() if path.name not in ("__init__.py", "__main__.py") and ".v1." not in name
+)
+
+
+@cache
+def loaded_by(file: Path) -> frozenset[str]:
+    """Modules of ours that are loaded by what a test file and the helpers that it imports import."""
+    names: set[str] = set()
+    left, seen = [file], set()
+    while left:
+        path = left.pop()
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        package = ".".join(path.relative_to(ROOT).parent.parts)
+        for name in imports(path.read_text(encoding="utf-8"), package):
+            names.add(name)
+            left.append(ROOT.joinpath(*name.split(".")).with_suffix(".py"))
+    return frozenset(reachable(names))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_module_is_tested_where_it_is_looked_for(name: str) -> None:
+    if name in TESTED_IN:
+        file = ROOT / "tests" / TESTED_IN[name]
+        assert not own_test(name).exists(), "its test is where it is looked for: it needs no line in the table"
+    else:
+        file = own_test(name)
+    assert file.exists(), f"expected {file.relative_to(ROOT)}, or a line in the table"
+    assert name in loaded_by(file)
+
+
+def test_the_table_names_modules() -> None:
+    assert sorted(TESTED_IN) == list(TESTED_IN)
+    assert [name for name in TESTED_IN if name not in SOURCES] == []
