@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import doctest
 import importlib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-MODULES = [
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in sorted((ROOT / "radixkv").rglob("*.py"))
-    if ">>>" in path.read_text(encoding="utf-8")
-]
+from .house import modules
+
+MODULES = [name for name, path in modules().items() if ">>>" in path.read_text(encoding="utf-8")]
 
 
-def test_there_are_examples() -> None:
-    assert "radixkv.cache.prefix_cache" in MODULES
+def test_examples_are_looked_for_everywhere() -> None:
+    assert {"radixkv.cache.prefix_cache", "radixkv.service.token_ids"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)

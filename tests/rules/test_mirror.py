@@ -1,4 +1,4 @@
-"""Where a module is tested: in `test_<module>.py` in the folder of the same name, or in the file that is named here."""
+"""A module is tested in `test_<module>.py` in the folder of the same name, or in the file that is named here."""
 
 from __future__ import annotations
 
