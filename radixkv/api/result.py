@@ -1,4 +1,4 @@
-"""What a caller gets back."""
+"""Answers of the engine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ class Usage:
     """Tokens of one request. `prompt_tokens == cached_tokens + computed_tokens`; `computed_tokens >= 1`.
 
     Attributes:
-        written_tokens: made matchable for others.
-        generated_tokens: sampled so far; none of them is part of the prompt.
-        recomputed_tokens: computed a second time after a pause: what a block that was not full held, or was evicted.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: prompt tokens that were reused.
+        computed_tokens: prompt tokens that were computed.
+        written_tokens: tokens made matchable for others.
+        generated_tokens: tokens sampled so far; none of them is part of the prompt.
+        recomputed_tokens: tokens computed again after a pause, because their block was not full or was evicted.
     """
 
     prompt_tokens: int
@@ -32,13 +35,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time of one request went, in microseconds.
+    """The time that the phases of one request took, in microseconds.
 
     Attributes:
-        queue_us: received until it had its blocks.
-        prefill_us: from then until the next token was known.
-        decode_us: from then until the last token was known; 0 for a prefill.
-        total_us: received until answered.
+        queue_us: from its arrival until it had its blocks.
+        prefill_us: from then until its first token.
+        decode_us: from its first token until its last one; 0 for a prefill.
+        total_us: from its arrival until its answer.
     """
 
     queue_us: int
@@ -49,12 +52,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """The receipt for blocks that stay alive after the answer.
+    """The receipt for blocks that are kept after the answer.
 
     Attributes:
-        lease_id: what to pass to `Engine.release`.
-        expires_at_s: Unix time at which the engine releases it by itself.
-        block_table: int32 physical block ids of the prompt.
+        lease_id: names the lease in `Engine.release`.
+        expires_at_s: Unix time at which the engine releases the lease.
+        block_table: physical block ids of the prompt, int32 `[num_blocks]`.
     """
 
     lease_id: str
@@ -67,7 +70,8 @@ class Retained:
     """The answer to a retention.
 
     Attributes:
-        expires_at_s: Unix time at which the first of it ends; None if none does.
+        grant: tokens that were granted, refused and not cached.
+        expires_at_s: Unix time at which the first part of it ends; None if no part does.
     """
 
     grant: Grant
@@ -79,9 +83,13 @@ class PrefillResult:
     """The answer to one prefill.
 
     Attributes:
+        request_id: the caller's, or a random one.
+        usage: its tokens.
         next_token_id: the most likely next token.
         top_logprobs: `(token_id, logprob)`, most likely first.
-        logits: float32 `[vocab_size]`, or None unless asked for.
+        logits: float32 `[vocab_size]`; None unless asked for.
+        miss_reason: why it did not reuse more.
+        timing: its phases.
         held_lease: None unless asked for.
         retained: None unless asked for.
     """
@@ -98,10 +106,10 @@ class PrefillResult:
 
 
 class FinishReason(enum.Enum):
-    """Why a generation ended; values are those of the wire."""
+    """Why a generation ended. Values are those of the wire."""
 
-    STOP = 1  # a stop token, which is the last one generated
-    LENGTH = 2  # as many tokens as were asked for
+    STOP = 1  # at a stop token, which is the last token
+    LENGTH = 2  # after `max_new_tokens`
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,12 @@ class GenerateResult:
     """The answer to one generation, after all its tokens.
 
     Attributes:
-        token_ids: everything that was generated, in order; a stop token is the last of them.
+        request_id: the caller's, or a random one.
+        usage: its tokens.
+        token_ids: all generated tokens, in order; a stop token is the last of them.
+        finish_reason: why it ended.
+        miss_reason: why its prompt did not reuse more.
+        timing: its phases.
         retained: None unless asked for.
     """
 
@@ -124,10 +137,11 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTokens:
-    """News of a generation that goes on.
+    """New tokens of a generation that goes on.
 
     Attributes:
-        usage: so far.
+        token_ids: the new tokens, in order.
+        usage: all its tokens so far.
     """
 
     token_ids: tuple[int, ...]
@@ -136,7 +150,7 @@ class GeneratedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a prefill of the same prompt would reuse now."""
+    """Says what a prefill of the same prompt would reuse now, and why not more."""
 
     cached_tokens: int
     prompt_tokens: int

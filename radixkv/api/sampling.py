@@ -1,4 +1,4 @@
-"""How the next token is chosen, and when to stop."""
+"""The choice of next tokens, and the end of a generation."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ MAX_STOP_TOKEN_IDS = 1024
 
 
 def random_seed() -> int:
-    """For a caller who gives none: 0 to 2**64 - 1."""
+    """Draw a seed for a caller who gives none: 0 to 2**64 - 1."""
     return secrets.randbits(64)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What a caller asks of a generation.
+    """Options of a generation.
 
-    The draw for a token depends on the seed, the token's position and its logits, and on nothing else: the same seed
-    gives the same tokens whoever shares the batch, and however often the request was paused.
+    The draw of a token depends on the seed, the token's position and its logits alone. So the same seed gives the same
+    tokens in every batch, and after every pause.
 
     Attributes:
-        max_new_tokens: at least 1.
-        temperature: what logits are divided by; 0 takes the most likely token.
-        top_p: tokens are drawn from the fewest that have so much probability together; more than 0, at most 1.
-        seed: 0 to 2**64 - 1; without one, a random one.
-        stop_token_ids: each ends the generation, as its last token.
-        ignore_eos: the model's own end-of-sequence tokens do not.
+        max_new_tokens: most tokens to generate, at least 1.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p: tokens are drawn from the smallest set whose probabilities add up to at least this; more than 0, at most
+            1.
+        seed: 0 to 2**64 - 1; a random one by default.
+        stop_token_ids: each of them ends the generation, and is its last token.
+        ignore_eos: whether to go on after the model's own end-of-sequence tokens.
     """
 
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
@@ -41,7 +42,7 @@ class Sampling:
     ignore_eos: bool = False
 
     def validate(self, vocab_size: int) -> None:
-        """Refuse what no generation can have.
+        """Refuse options out of their range.
 
         Raises:
             InvalidRequest: the message names the field, what was expected and what came.

@@ -1,4 +1,4 @@
-"""The addresses that a service listens on, and what is said if they are taken."""
+"""Checks the addresses that a service listens on, and names those that are taken."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from radixkv.errors import ConfigError
 
 
 def host_port(host: str, port: int) -> str:
-    """`HOST:PORT`, with an IPv6 address in brackets."""
+    """Return `HOST:PORT`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def not_free(key: str, host: str, port: int) -> ConfigError:
-    """What is raised over an address that can't be bound; `key` is the port's in the configuration."""
+    """Return the error of an address that can't be bound; `key` is the port's name in the configuration."""
     return ConfigError(f"server.host, {key}: expected a free address of this machine, got {host_port(host, port)}")
 
 
 def require_free(config: ServerConfig) -> None:
-    """Refuse addresses that can't be bound now, before a model is loaded in vain.
+    """Refuse addresses that can't be bound now. Called before a model is loaded.
 
     Raises:
         ConfigError: the message names the port's key.
@@ -34,7 +34,7 @@ def require_free(config: ServerConfig) -> None:
 
 
 def _bind(host: str, port: int) -> None:
-    """Bind every address that a host name has, and let go of it again; raises if one is taken or none can be had."""
+    """Bind every address of a host name for a moment. Raises if one is taken, or if none can be bound."""
     errors = []
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, _, _, _, address in found:

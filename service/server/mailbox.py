@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Mailbox:
-    """Calls that are run by the event loop in which this is made, in the order in which they came.
+    """Calls that are run by the event loop in which the mailbox is made, in the order in which they came.
 
-    Waking the loop costs a system call and gives the interpreter away in the middle of a step, so all calls that come
-    before the loop is awake share one:
+    Waking the loop costs a system call, and releases the interpreter in the middle of a step. So all calls that come
+    before the loop runs share one wake-up:
 
         engine   post  post  post ......... post
                   └ wake                     └ wake
@@ -25,7 +25,7 @@ class Mailbox:
         self._is_waking = False
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Have the loop call `function(*arguments)` soon. From any thread; forgotten when the loop is closed."""
+        """Have the loop call `function(*arguments)` soon. From any thread. Does nothing once the loop is closed."""
         self._calls.append((function, arguments))
         if not self._is_waking and not self._loop.is_closed():
             self._wake()
@@ -35,11 +35,11 @@ class Mailbox:
         self._loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
-        self._is_waking = False  # before reading: who comes from now on wakes again
+        self._is_waking = False  # before reading, so that a call that comes from now on wakes the loop again
         try:
             while self._calls:
                 function, arguments = self._calls.popleft()
                 function(*arguments)
         finally:
-            if self._calls:  # a call raised, and the others still have to come
+            if self._calls:  # a call raised; the rest runs later
                 self._wake()

@@ -1,4 +1,4 @@
-"""Protobuf to domain values and back."""
+"""Translates protobuf messages to values of `radixkv.api`, and back."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def read_caller(request: prefill_pb2.PrefillRequest | prefill_pb2.ProbeRequest |
 
 
 def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, traceparent: str = "") -> PrefillParams:
-    """A prompt as it was asked for.
+    """Read a prompt and its options.
 
     Args:
         request: the message.
-        remaining_s: until the caller's deadline; None without one.
-        traceparent: of the call's metadata; empty without one.
+        remaining_s: seconds until the caller's deadline; None without one.
+        traceparent: the caller's span; empty without one.
 
     Raises:
         InvalidRequest: a field can't be read.
@@ -75,10 +75,10 @@ def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, 
 
 
 def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
-    """How a generation was asked for.
+    """Read the options of a generation.
 
     Raises:
-        InvalidRequest: there are too many stop tokens to look at each.
+        InvalidRequest: there are too many stop tokens.
     """
     if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
@@ -95,7 +95,7 @@ def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
 
 
 def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest) -> Retention | None:
-    """A retention as it was asked for; None without one.
+    """Read a retention; None without one.
 
     Raises:
         InvalidRequest: a field is missing or out of range.
@@ -116,7 +116,7 @@ def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest
 
 
 def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> prefill_pb2.PrefillResponse:
-    """The answer to a prefill; block size and epoch belong to the block table of a held lease."""
+    """Write the answer to a prefill. Block size and epoch belong to the block table of a held lease."""
     response = prefill_pb2.PrefillResponse(
         request_id=result.request_id,
         usage=usage_message(result.usage),
@@ -140,7 +140,7 @@ def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> pref
 
 
 def last_response(result: GenerateResult, num_told: int) -> prefill_pb2.GenerateResponse:
-    """The end of a generation, of which so many tokens were told before."""
+    """Write the last answer to a generation, of which `num_told` tokens were sent before."""
     return prefill_pb2.GenerateResponse(
         token_ids=result.token_ids[num_told:],
         finished=True,
@@ -154,7 +154,7 @@ def last_response(result: GenerateResult, num_told: int) -> prefill_pb2.Generate
 
 
 def usage_message(usage: Usage) -> prefill_pb2.Usage:
-    """Tokens of one request."""
+    """Write the tokens of one request."""
     return prefill_pb2.Usage(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
@@ -166,7 +166,7 @@ def usage_message(usage: Usage) -> prefill_pb2.Usage:
 
 
 def grant_message(retained: Retained) -> prefill_pb2.Grant:
-    """What became of a retention."""
+    """Write the answer to a retention."""
     expires_at_s = retained.expires_at_s
     return prefill_pb2.Grant(
         granted_tokens=retained.grant.granted_tokens,

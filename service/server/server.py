@@ -1,4 +1,4 @@
-"""The gRPC server: the services, health, reflection, and an orderly end.
+"""The gRPC server: services, health, reflection and drain.
 
 bind -> serving -> draining (health NOT_SERVING, new requests UNAVAILABLE, running ones finish) -> stopped
 """
@@ -35,14 +35,14 @@ SERVICES = (
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _HEALTH_PERIOD_S = 1.0
-# What is written has this long to reach the callers; health watchers would stay for ever.
+# Written answers have this long to reach their callers. Calls that watch the health never end by themselves.
 _FLUSH_S = 1.0
 
 _logger = logging.getLogger(__name__)
 
 
 class Server:
-    """One gRPC server over one engine. Make it inside the event loop that runs it; it does not own the engine."""
+    """A gRPC server over one engine, which it does not own. To be made inside the event loop that runs it."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self._engine = engine
@@ -53,10 +53,10 @@ class Server:
         self._grpc = grpc.aio.server(
             interceptors=[StatusInterceptor(self._unfinished)],
             options=[
-                ("grpc.so_reuseport", 0),  # else a second server on the port would silently take half the requests
+                ("grpc.so_reuseport", 0),  # otherwise a second server on the port would take half the requests
                 ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", -1),  # whoever asks for much gets it
-                # A caller that vanished without closing its connection is noticed within 40 s, not 2 hours.
+                ("grpc.max_send_message_length", -1),  # answers with logits may be large
+                # Callers that vanish without closing their connection are noticed within 40 s, not 2 hours.
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
             ],
@@ -91,13 +91,13 @@ class Server:
 
         Health turns NOT_SERVING before the first refusal. Requests still running after `drain_timeout_s` are cancelled.
 
-        Answers leave before connections end: a socket that is closed while the caller still sends (what it says of its
-        window is enough) is reset, and what it holds is lost. gRPC closes a connection once it said goodbye and no call
-        is left, so it says so only after the last answer; the caller's word that it heard then says that it has read
-        all before.
+        Answers leave before connections end: a socket that is closed while the caller still sends, if only a window
+        update, is reset and loses the bytes that it holds. gRPC closes a connection after it sent GOAWAY and the last
+        call is over. So GOAWAY is sent after the last answer, and its acknowledgement says that the caller has read
+        everything before it.
 
         Returns:
-            Whether every request finished by itself, and every answer left.
+            Whether every request finished in time, and every answer left.
         """
         if self._health_watch is not None:
             self._health_watch.cancel()
@@ -124,28 +124,28 @@ class Server:
 def run(engine: Engine, config: ServerConfig) -> None:
     """Serve until SIGTERM or SIGINT, drain, and return.
 
-    Starts the engine and stops it on every way out. Prints one line, `listening on HOST:PORT`, on stdout when ready.
-    Garbage collection leaves alone what is in memory now.
+    Starts the engine, and stops it at every exit. Prints one line, `listening on HOST:PORT`, on stdout when ready.
+    Objects that exist at the start are exempt from garbage collection until the end.
 
     Raises:
         ConfigError: the address can't be bound.
-        InvariantViolation: the engine's thread ended by itself; a supervisor should start the server again.
+        InvariantViolation: the engine's thread ended by itself. A supervisor should restart the process.
     """
     gc.collect()
-    gc.freeze()  # modules and model stay: a collection that goes through them stops every request for 0.2 s
+    gc.freeze()  # a collection that walks modules and model stops every request for 0.2 s
     engine.start()
     try:
         asyncio.run(_serve_until_signal(engine, config))
     finally:
         engine.stop()
-        gc.unfreeze()  # nanobind, which Triton uses, reports on stderr what is not collected by the end
+        gc.unfreeze()  # otherwise nanobind, which Triton uses, reports leaks on stderr at exit
 
 
 async def _serve_until_signal(engine: Engine, config: ServerConfig) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)  # further signals change nothing: the drain has an end
+        loop.add_signal_handler(number, stop.set)  # further signals change nothing: the drain ends by itself
     server = Server(engine, config)
     address = await server.start()
     print(f"listening on {address}", flush=True)

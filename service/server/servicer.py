@@ -1,7 +1,7 @@
-"""The gRPC services: protobuf to domain values, the engine's answer to protobuf.
+"""The gRPC services: each method reads a message, asks the engine and writes its answer.
 
-The event loop never touches the cache. It hands a request to the engine and awaits a future; a caller that goes away
-cancels its future, and with it the request. `radixkv.service.server.status` turns what is raised here into statuses.
+The event loop never touches the cache. It hands a request to the engine and awaits a future. A caller that goes away
+cancels its future, and with it the request. `radixkv.service.server.status` turns exceptions into statuses.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Answer = TypeVar("Answer")
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """The data path."""
+    """Answers prompts, generations and probes, and takes leases back."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._mailbox = Mailbox()
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
-        """Compute the suffix of one prompt."""
+        """Compute the part of a prompt that is not cached, and answer with the next token."""
         params = read_params(request, context.time_remaining(), _traceparent(context))
         result = await _answer_of(self._engine, self._mailbox, self._engine.prefill(params))
         return prefill_response(result, self._engine.limits.block_size, self._engine.limits.epoch)
@@ -53,7 +53,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Generate(  # noqa: N802
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
-        """Go on with a prompt. Tokens that come while the caller reads slowly wait, and go out together."""
+        """Generate tokens after a prompt. If the caller reads slowly, tokens wait and are sent together."""
         params = read_params(request.prefill, context.time_remaining(), _traceparent(context))
         stream = _TokenStream(self._mailbox)
         future = self._engine.generate(params, read_sampling(request), stream.put)
@@ -72,7 +72,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             future.cancel()
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
-        """Say what a prefill would reuse."""
+        """Say what a prefill of this prompt would reuse."""
         future = self._engine.probe(read_token_ids(request), read_caller(request))
         result = await _answer_of(self._engine, self._mailbox, future)
         return prefill_pb2.ProbeResponse(
@@ -90,14 +90,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
-    """The operator's path."""
+    """Answers operators: statistics, retention and purges."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._mailbox = Mailbox()
 
     async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
-        """Give a cached range a priority."""
+        """Set the retention priority of a cached range."""
         caller, retention = read_caller(request), read_retention(request)
         if retention is None:
             raise InvalidRequest("retention: expected one, got none")
@@ -117,7 +117,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         return cache_pb2.PurgeResponse(freed_blocks=purged.freed_blocks, pinned_blocks=purged.pinned_blocks)
 
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
-        """Say what the cache holds and what it did."""
+        """Count what the engine holds and has done."""
         limits, stats = self._engine.limits, await _answer_of(self._engine, self._mailbox, self._engine.stats())
         return stats_response(limits, stats)
 
@@ -132,15 +132,15 @@ class _TokenStream:
         self._is_over = False
 
     def put(self, tokens: GeneratedTokens) -> None:
-        """Called by the engine."""
+        """Add tokens. Called on the engine's thread."""
         self._mailbox.post(self._add, tokens)
 
     def end(self, _: Future[Any]) -> None:
-        """Called when the answer is known; what was not read yet is part of it."""
+        """End the stream when the answer is known, which has all tokens that were not read. Called on any thread."""
         self._mailbox.post(self._end)
 
     async def get(self) -> list[GeneratedTokens]:
-        """What came since the last time, at least one; nothing when it is over."""
+        """Wait for tokens and return all that came since the last call; an empty list at the end."""
         await self._has_come.wait()
         self._has_come.clear()
         news, self._news = self._news, []
@@ -156,7 +156,7 @@ class _TokenStream:
 
 
 def _traceparent(context: Context) -> str:
-    """The caller's span, which tracing libraries put into the metadata of a call; empty without one."""
+    """Return the caller's span, which tracing libraries put into the metadata of a call; empty without one."""
     for name, value in context.invocation_metadata() or ():
         if name == "traceparent":
             return str(value)
@@ -164,13 +164,13 @@ def _traceparent(context: Context) -> str:
 
 
 async def _answer_of(engine: Engine, mailbox: Mailbox, future: Future[Answer]) -> Answer:
-    """Await the engine. Cancelling the awaiting task cancels `future`."""
+    """Await the engine's answer. If the awaiting task is cancelled, `future` is too."""
     is_known = asyncio.Event()
     future.add_done_callback(lambda _: mailbox.post(is_known.set))
     try:
         await is_known.wait()
     except asyncio.CancelledError:
-        future.cancel()  # the caller went away; nobody is there to be answered
+        future.cancel()  # the caller went away
         raise
     if future.cancelled():
         raise engine.cancellation

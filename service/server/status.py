@@ -1,4 +1,4 @@
-"""What a caller sees of an exception: one table from exception classes to gRPC statuses."""
+"""Answers exceptions with gRPC statuses, by one table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     UnknownAdapter: grpc.StatusCode.NOT_FOUND,
     UnknownLease: grpc.StatusCode.NOT_FOUND,
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    LifecycleError: grpc.StatusCode.INTERNAL,  # the service itself used something outside its life
+    LifecycleError: grpc.StatusCode.INTERNAL,  # the service itself misused something
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Draining: grpc.StatusCode.UNAVAILABLE,
     StepHangs: grpc.StatusCode.UNAVAILABLE,
@@ -55,9 +55,9 @@ Handler = Callable[[Any, Context], Awaitable[Any]]
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
-    """The gRPC status of an exception: its own line of the table, or that of its nearest ancestor.
+    """Return the gRPC status of an exception: its own line of the table, or that of its nearest ancestor.
 
-    INTERNAL for an exception that radixkv does not raise on purpose.
+    An exception that radixkv does not raise on purpose is INTERNAL.
     """
     for kind in type(error).__mro__:
         if kind in STATUS:
@@ -66,19 +66,20 @@ def status_of(error: BaseException) -> grpc.StatusCode:
 
 
 def trailing_metadata_of(error: RadixKVError) -> tuple[tuple[str, str], ...]:
-    """`retry-after-ms` for a service that is full now, in whole milliseconds, rounded up; else nothing."""
+    """Return `retry-after-ms` in whole milliseconds, rounded up, if the service is full now; otherwise nothing."""
     if isinstance(error, CapacityError):
         return ((RETRY_AFTER, str(max(0, math.ceil(error.retry_after_s * 1000)))),)
     return ()
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
-    """Answers every exception of a handler that takes one request with the status of the table.
+    """Answers exceptions of handlers that take one request with the statuses of the table.
 
     A request that does not parse is INVALID_ARGUMENT. An exception that radixkv does not raise on purpose is INTERNAL
-    without its message, which may hold what other callers sent; the log has it. Other requests go on.
+    without its message, which may contain data of other callers; the log has it. Other requests go on.
 
-    Every such call is noted in `unfinished`.
+    Args:
+        unfinished: notes every such call.
     """
 
     def __init__(self, unfinished: UnfinishedCalls) -> None:
@@ -90,13 +91,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Wrap the handler of one call; gRPC calls this for each, so what was wrapped once is kept."""
+        """Wrap the handler of one call. gRPC calls this for each call, so wrapped handlers are kept."""
         method = handler_call_details.method
         if method in self._wrapped:
             return self._wrapped[method]
         handler = await continuation(handler_call_details)
         if handler is None:
-            return handler  # anybody can call names that are not there, so these are not kept
+            return handler  # unknown names are not kept, because callers may invent any number of them
         self._wrapped[method] = _wrapped(handler, method, self._unfinished)
         return self._wrapped[method]
 

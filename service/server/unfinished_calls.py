@@ -1,4 +1,4 @@
-"""The calls whose answers have not left yet, so that a server that stops can wait for them."""
+"""Knows the calls whose answers have not left yet, so that a server that stops can wait for them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _PERIOD_S = 0.005
 
 
 class UnfinishedCalls:
-    """Calls from the moment their handler starts until gRPC has handed the last byte of the answer to the socket.
+    """The calls between the start of their handler and the last byte of their answer, handed to the socket by gRPC.
 
-    Belongs to the event loop.
+    To be used on the event loop alone.
     """
 
     def __init__(self) -> None:
         self._contexts: set[Context] = set()
 
     def add(self, context: Context) -> None:
-        """Note a call that begins."""
+        """Add a call that begins. It is removed when it is finished."""
         self._contexts.add(context)
         context.add_done_callback(self._contexts.discard)  # type: ignore[arg-type]  # a class in its stubs
 
     async def finish(self, timeout_s: float) -> bool:
-        """Wait for the calls that are there now, however many come after them, for `timeout_s` seconds at most.
+        """Wait for the calls that are unfinished now, at most `timeout_s` seconds. Later calls are not waited for.
 
         Returns:
             Whether they are finished.

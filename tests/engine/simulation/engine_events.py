@@ -63,7 +63,7 @@ class Ask(_Value):
     Attributes:
         key: by which other events name it.
         max_new_tokens: of a generation; 0 for a prefill.
-        raises_at, cancels_at: the callback that takes its so many-th token raises, or cancels; 0 for never.
+        raises_at, cancels_at: the callback raises, or cancels, when it takes the token of this number; 0 for never.
     """
 
     at_s: float

@@ -18,7 +18,7 @@ from tests.engine.simulation.engine_events import HOW_STEPS_FAIL, Close, Event, 
 from tests.engine.simulation.engine_script import make_script, make_world
 from tests.engine.simulation.simulated_engine import SimulatedEngine
 
-# For one in so many seeds trouble is made at each of its steps, unless it has more than so many.
+# One seed of this many gets trouble at each of its steps, unless it has more steps than this.
 _TROUBLE_EACH_SEEDS = 50
 _TROUBLE_MOST_STEPS = 50
 
