@@ -1,5 +1,5 @@
-"""GPU kernels and their pure-torch twins. Needs torch (and triton on a GPU); knows nothing of caches or requests.
+"""Triton kernels for GPUs, and torch functions that compute the same. They know nothing of caches and requests.
 
-Every kernel works on one block-major pool (`kv_pool.py`), so that a block is one contiguous region. `reference.py`
-states what each kernel means; the others are fast.
+All of them work on one block-major pool (`kv_pool.py`), in which a block is one contiguous region. `reference.py`
+defines what each kernel computes. Modules that import Triton are needed on a GPU only.
 """

@@ -1,4 +1,4 @@
-"""The partial results of tiles whose keys are split, and their merge."""
+"""Partial attention results of tiles whose keys are split, and the kernel that merges them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MERGE_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """What the splits of one layer leave for the merge. Written by the attention kernel.
+    """Partial results of one layer. The attention kernel writes them, and the merge reads them.
 
     Attributes:
         rows: float32 `[num_partials, num_kv_heads, tile_rows, head_dim]`, attention over the keys of one split.
@@ -28,18 +28,18 @@ class Partials:
 
     @classmethod
     def allocate(cls, plan: AttentionPlan, num_kv_heads: int, head_dim: int, device: torch.device) -> Partials:
-        """Uninitialized memory for all partial results of a plan, which may be none."""
+        """Allocate uninitialized memory for all partial results of a plan, which may have none."""
         rows = torch.empty(
             plan.num_partials, num_kv_heads, plan.tile_rows, head_dim, dtype=torch.float32, device=device
         )
         return cls(rows, rows.new_empty(rows.shape[:-1]))
 
     def merge_into(self, output: torch.Tensor, plan: AttentionPlan) -> None:
-        """Write the split tiles into the output, with one launch; without split tiles nothing is done.
+        """Merge the split tiles into the output, in one launch. Does nothing if the plan splits no tile.
 
         Args:
             output: `[num_tokens, num_query_heads, head_dim]`, contiguous.
-            plan: that these partial results were allocated for.
+            plan: the plan that these partial results were allocated for.
         """
         if not plan.num_partials:
             return
@@ -73,7 +73,7 @@ def _merge_partials(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
 ):
-    """Weigh the partial results of some rows of a split tile by their share of the softmax sum, in split order."""
+    """Add up the partial results of some rows of a split tile, weighted by their share of the softmax sum, in order."""
     item = merges + tl.program_id(0) * 5
     kv_head = tl.program_id(1)
     first_token = tl.load(item)

@@ -1,4 +1,8 @@
-"""What each program of the paged attention kernel does: planned on the host once a step, reused by every layer."""
+"""Plans what each program of the paged attention kernel does. Made on the host once a step, read by every layer.
+
+tile 0     keys [ split 0 ......... )[ split 1 ..... )     two partial results, which the merge adds up
+tile 1     keys [ one item ..... )                         written to the output itself
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ KEY_ALIGNMENT_TOKENS = 64
 # Two programs for each of the 132 multiprocessors of an H100 or H200.
 _TARGET_PROGRAMS = 264
 
-# Work and a merge that read no key and write nothing: what fills up the lists of a recorded step.
+# An item of work and a merge that read no key and write nothing. They fill up the lists of a recorded step.
 NO_WORK = (0, 0, 0, 0, 0, 1, 1, -1)
 NO_MERGE = (0, 0, 0, 0, 0)
 
@@ -55,17 +59,17 @@ class AttentionPlan:
     num_partials: int
 
     def with_idle_work(self) -> AttentionPlan:
-        """The same, filled up like the plan of a recorded step that has more room than it needs."""
+        """Return a copy with items that do nothing, like the plan of a recorded step with room to spare."""
         idle, no_merge = self.work.new_tensor([NO_WORK] * 3), self.merges.new_tensor([NO_MERGE] * 3)
         work, merges = torch.cat((self.work, idle)), torch.cat((self.merges, no_merge))
         return replace(self, work=work, merges=merges, num_partials=self.num_partials + 3)
 
 
 class _Tiles(NamedTuple):
-    """Packed rows and the keys that any of them sees.
+    """Tiles of packed rows, and the keys that each of them sees.
 
     Attributes:
-        rows: int64 `[5, num_tiles]`, the first columns of their work.
+        rows: int64 `[5, num_tiles]`, the first five columns of `AttentionPlan.work`.
         kv_start, kv_end: int64 `[num_tiles]`, key positions, half open.
     """
 
@@ -75,9 +79,12 @@ class _Tiles(NamedTuple):
 
 
 def balanced_partials(num_requests: int, num_kv_heads: int) -> int:
-    """How many partial results of one KV head a batch has at most if it is spread over the whole device.
+    """Return the most partial results of one KV head in a batch that is spread over the whole device.
 
-    Two for each share of a program, and two more for each request whose window is cut.
+    There are two for each program's share, and two more for each request whose window is cut.
+
+    >>> balanced_partials(num_requests=4, num_kv_heads=8)
+    74
     """
     return 2 * (-(-_TARGET_PROGRAMS // num_kv_heads) + num_requests)
 
@@ -92,19 +99,19 @@ def plan_attention(
     tile_rows: int | None = None,
     split_tokens: int | None = None,
 ) -> AttentionPlan:
-    """Lay out the attention of one step.
+    """Lay out the attention of one step for the layers that share a window.
 
     Split boundaries are multiples of the split size from position 0. With `tile_rows` and `split_tokens` given, a row's
     result depends on its position alone, to the bit: not on the rest of the batch, nor on where its suffix began.
 
     Args:
-        batch: the step.
+        batch: the token rows of the step.
         num_query_heads: query heads of the model, a multiple of `num_kv_heads`.
         num_kv_heads: KV heads of the pool.
-        dtype: of the queries.
-        window: visible tokens, the query token included; None for all.
+        dtype: dtype of the queries.
+        window: tokens that a query sees, its own included; None for all.
         tile_rows: 16, 64 or 128; None fits the longest suffix of the batch.
-        split_tokens: keys a program reads at most, a multiple of 64; None spreads the batch over the whole device.
+        split_tokens: the most keys that a program reads, a multiple of 64; None spreads the batch over the device.
 
     Returns:
         A plan whose tensors live on the device of `batch.block_tables`.
@@ -135,17 +142,24 @@ def plan_attention(
 
 
 def first_key(position: Ints, window: int | None) -> Ints:
-    """Where tiles begin to read keys whose first queries stand at these positions."""
+    """Return the first key position that tiles read whose first queries stand at `position`, `[num_tiles]`.
+
+    >>> first_key(np.array([10, 500]), window=100)
+    array([  0, 384])
+    """
     first_seen = np.zeros_like(position) if window is None else np.maximum(0, position + 1 - window)
     return first_seen // KEY_ALIGNMENT_TOKENS * KEY_ALIGNMENT_TOKENS
 
 
 def fitting_tile_rows(most_rows: int, dtype: torch.dtype) -> int:
-    """Return the tile that the longest suffix fills; larger ones spill in float32, which has no tensor cores.
+    """Return the rows of a tile that the longest suffix fills. In float32, without tensor cores, larger tiles spill.
 
     Args:
         most_rows: packed rows of the longest suffix of a batch.
-        dtype: of the queries.
+        dtype: dtype of the queries.
+
+    >>> [fitting_tile_rows(most_rows, torch.bfloat16) for most_rows in (7, 40, 1000)]
+    [16, 64, 128]
     """
     if most_rows <= 16 or dtype == torch.float32:
         return 16
@@ -165,13 +179,13 @@ def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | Non
 
 
 def _cut(tiles: _Tiles, split_tokens: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
-    """Cut the keys of tiles into splits. Returns work, merges and the number of partial results, for a plan."""
+    """Cut the keys of tiles into splits. Returns a plan's work, its merges, and its number of partial results."""
     first_split = tiles.kv_start // split_tokens
     num_splits = -(-tiles.kv_end // split_tokens) - first_split
     num_partials = num_splits * (num_splits > 1)
     end_partial = np.cumsum(num_partials)
     first_partial = end_partial - num_partials
-    tile, nth = spread(num_splits)  # of each item, and which of the tile's splits it is
+    tile, nth = spread(num_splits)  # each item's tile, and its place among the splits of that tile
     split_start = (first_split[tile] + nth) * split_tokens
     kv_start = np.maximum(split_start, tiles.kv_start[tile])
     kv_end = np.minimum(split_start + split_tokens, tiles.kv_end[tile])

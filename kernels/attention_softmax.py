@@ -15,8 +15,10 @@ def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
     overflows or vanishes.
 
     Args:
-        scale: what the dot products are multiplied with, above 0.
-        softcap: bends each scaled score `s` into `softcap * tanh(s / softcap)`; None for none.
+        scale, softcap: see `Scoring`.
+
+    >>> base_2(0.125, None)
+    (0.18033688011112042, None)
     """
     if softcap is None:
         return scale * _LOG2_E, None
@@ -27,21 +29,21 @@ def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
 def softmax_step(  # type: ignore[no-untyped-def]
     scores, positions, query_positions, row_max, row_sum, window, scale, softcap
 ):
-    """Go on with the softmax of some rows over one more tile of keys.
+    """Take one more tile of keys into the softmax of some rows.
 
     Args:
         scores: float32 `[rows, keys]`, the dot products.
-        positions: int32 `[keys]`.
-        query_positions: int32 `[rows, 1]`.
+        positions: int32 `[keys]`, positions of the keys in their sequence.
+        query_positions: int32 `[rows, 1]`, positions of the queries.
         row_max: float32 `[rows]`, the largest base-2 score so far; -inf before the first tile.
-        row_sum: float32 `[rows]`, the sum of all weights so far, for `row_max`.
-        window: visible tokens, the query token included; None for all.
+        row_sum: float32 `[rows]`, the sum of all weights so far, relative to `row_max`.
+        window: tokens that a query sees, its own included; None for all.
         scale: see `base_2`.
         softcap: see `base_2`.
 
     Returns:
-        The weights `[rows, keys]`, 0 for keys that are not visible; the new `row_max` and `row_sum`; and what earlier
-        sums of weighted values have to be multiplied with.
+        The weights `[rows, keys]`, 0 for keys that are not visible; the new `row_max` and `row_sum`; and the factor
+        `[rows]` on earlier sums of weighted values.
     """
     if softcap is not None:
         scores = softcap - 2 * softcap / (1.0 + tl.exp2(scores * scale))

@@ -1,4 +1,4 @@
-"""The ragged batch that every attention kernel reads."""
+"""The ragged batch of one step: several requests, each with a suffix of queries over its own K/V."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """The token rows of one step and where their K/V live. Built once a step, read by all layers.
+    """Token rows of one step, and the places of their K/V in the pool. Built once a step, read by all layers.
 
     Request `i` owns the packed token rows `[query_starts[i], query_starts[i + 1])`. They are the last rows of a
     sequence of `kv_lens[i]` tokens; the tokens before them are its cached prefix. Position `p` of that sequence lives
     in block `block_tables[i, p // block_size]` at offset `p % block_size`.
+
+        sequence 0   [ prefix: cached ............ )[ suffix )           kv_lens[0] tokens
+        sequence 1   [ prefix )[ suffix )                                kv_lens[1] tokens
+        rows         [ suffix of 0 )[ suffix of 1 )                      num_tokens rows
 
     Attributes:
         query_starts: host ints, `num_requests + 1` of them, from 0 to `num_tokens`.
@@ -52,6 +56,13 @@ class PagedBatch:
     ) -> PagedBatch:
         """Lay out one step.
 
+        >>> tables = [np.array([7, 2], dtype=np.int32), np.array([5], dtype=np.int32)]
+        >>> batch = PagedBatch.build(query_lens=[3, 1], kv_lens=[20, 4], block_tables=tables, block_size=16)
+        >>> batch.query_starts, batch.positions.tolist()
+        ((0, 3, 4), [17, 18, 19, 3])
+        >>> batch.slots.tolist()
+        [33, 34, 35, 83]
+
         Args:
             query_lens: suffix tokens of each request in this step, each at least 1.
             kv_lens: prefix plus suffix tokens of each request; `kv_lens[i] >= query_lens[i]`.
@@ -76,7 +87,7 @@ class PagedBatch:
         )
 
     def to(self, device: torch.device) -> PagedBatch:
-        """The same on a device; see `to_device`."""
+        """Return the same batch with its tensors on a device; see `to_device`."""
         return dataclasses.replace(
             self, block_tables=to_device(self.block_tables, device), slots=to_device(self.slots, device)
         )
@@ -93,13 +104,13 @@ class PagedBatch:
 
     @property
     def query_lens(self) -> Ints:
-        """`[num_requests]`, on the host: suffix tokens of each request."""
+        """Suffix tokens of each request, `[num_requests]` on the host."""
         starts: Ints = np.array(self.query_starts)
         return starts[1:] - starts[:-1]
 
     @property
     def positions(self) -> Ints:
-        """`[num_tokens]`, on the host: where in its own sequence each packed token row stands."""
+        """Position of each packed token row in its own sequence, `[num_tokens]` on the host."""
         return _rows(self.query_lens, np.array(self.kv_lens))[1]
 
     @property
@@ -109,12 +120,17 @@ class PagedBatch:
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Repeat each index as often as its count says; returns the indices, and which repetition each one is."""
+    """Repeat each index `counts[index]` times. Returns the indices, and the number of each repetition.
+
+    >>> index, nth = spread(np.array([2, 0, 3]))
+    >>> index.tolist(), nth.tolist()
+    ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
+    """
     index = np.repeat(np.arange(counts.size), counts)
     return index, np.arange(index.size) - (np.cumsum(counts) - counts)[index]
 
 
 def _rows(query_lens: Ints, kv_lens: Ints) -> tuple[Ints, Ints]:
-    """Of each packed token row its request, and where in that request's sequence it stands."""
+    """Return the request of each packed token row, and its position in that request's sequence."""
     request, nth = spread(query_lens)
     return request, (kv_lens - query_lens)[request] + nth

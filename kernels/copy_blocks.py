@@ -1,4 +1,4 @@
-"""Whole blocks copied on a GPU, for copy-on-write."""
+"""Copies whole blocks on a GPU, for copy-on-write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPAN_WORDS = 4096
 
 
 def copy_blocks(pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy as `reference.copy_blocks` does, all blocks in one launch.
+    """Compute `reference.copy_blocks` in one launch.
 
     Args:
         pool: the K/V.

@@ -1,4 +1,4 @@
-"""Blocks of a quantized pool as plain numbers, on a GPU."""
+"""Dequantizes blocks of a pool on a GPU."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _TILE_VECTORS = 64
 
 
 def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
-    """Dequantize as `reference.dequantize_blocks` does, in one launch.
+    """Compute `reference.dequantize_blocks` in one launch.
 
     Args:
         pool: the K/V, quantized.
         layer: index into the pool's layers.
         block_ids: int32 `[num_blocks]`, contiguous.
-        dtype: what the numbers are rounded to: bfloat16, float16 or float32.
+        dtype: dtype of the new pool: bfloat16, float16 or float32.
 
     Returns:
-        A new pool of one layer, the caller's. Its block `i` is block `block_ids[i]` of `pool`.
+        A new pool of one layer, owned by the caller. Its block `i` is block `block_ids[i]` of `pool`.
 
     Raises:
         ValueError: the pool is not quantized, or `block_ids` is strided.
@@ -71,7 +71,7 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
     NUMBERS_PER_VALUE: tl.constexpr,
     TILE_VECTORS: tl.constexpr,
 ):
-    """Dequantize some vectors of one block: those of a layer lie side by side, K first, and so do their scales."""
+    """Dequantize some vectors of one block. Vectors of a layer are contiguous, K first, and so are their scales."""
     STORED_DIM: tl.constexpr = HEAD_DIM // NUMBERS_PER_VALUE
     index = tl.program_id(0) // TILES_PER_BLOCK
     block_id = tl.load(block_ids + index).to(tl.int64)

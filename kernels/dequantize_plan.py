@@ -1,12 +1,12 @@
-"""Which blocks of a quantized pool a step dequantizes before it attends, rather than while it does.
+"""Plans which blocks of a quantized pool a step dequantizes before attention rather than inside it.
 
-The attention kernel dequantizes each key again for each tile of queries. With many tiles it pays to do so once, into
-blocks of the queries' dtype, and to attend over these:
+The attention kernel dequantizes each key again for each tile of queries. With many tiles it is cheaper to dequantize
+once, into plain blocks of the queries' dtype, and to attend over these:
 
     request 0   [ 7 | 2 | 9 ]         plain blocks  0  1  2  3         request 0   [ 2 | 0 | 3 ]
     request 1   [ 7 | 2 | 4 ]   ──▶   of blocks     2  4  7  9   ──▶   request 1   [ 2 | 0 | 1 ]
 
-A block that several requests share is dequantized once, and one that no query of the step sees is not.
+A block that several requests share is dequantized once. A block that no query of the step sees is left out.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import INT4
 from radixkv.kernels.staging import to_device
 
-# How many rows of queries must see a key on average: a row for each token and query head of a group. Estimates, nothing
-# is measured. For 64 keys of 128 dimensions a tile of 128 rows saves 206 (8 bits) or 477 (int4) instructions a warp,
-# that is 412 or 954 cycles, while 64 KiB more are read and written, 4,900 cycles of a multiprocessor's share of 3 TB/s:
-# 1,500 or 660 rows, and launches come on top.
+# Rows of queries that must see a key on average; each token has a row for each query head of a group. Estimates,
+# nothing is measured. For 64 keys of 128 dimensions a tile of 128 rows saves 206 (8 bits) or 477 (int4) instructions a
+# warp, which take 412 or 954 cycles. It reads and writes 64 KiB more, which take 4,900 cycles of a multiprocessor's
+# share of 3 TB/s. So 1,500 or 660 rows would do, and launches come on top.
 _MIN_ROWS_8_BITS = 1600
 _MIN_ROWS_4_BITS = 800
 
-# Steps of so few tokens never do it, however many query heads share a KV head: their launches do not depend on which
-# blocks they read.
+# Steps of at most this many tokens never dequantize first, whatever the size of a group: then their launches do not
+# depend on the blocks that they read.
 _MAX_SHORT_TOKENS = 128
 
-# Of plain blocks, which live while a layer attends: 131,072 tokens of 8 heads of 128 dimensions.
+# Memory for plain blocks, which live while a layer attends: 131,072 tokens of 8 heads of 128 dimensions.
 _MAX_BYTES = 512 << 20
 
 _DTYPES = (torch.bfloat16, torch.float16)  # in float32 there are no tensor cores to keep busy
@@ -41,11 +41,11 @@ _DTYPES = (torch.bfloat16, torch.float16)  # in float32 there are no tensor core
 
 @dataclass(frozen=True, slots=True)
 class DequantizePlan:
-    """What to dequantize in each layer of one step, for all layers that share a window.
+    """Blocks to dequantize in each layer of one step, for all layers that share a window.
 
     Attributes:
-        block_ids: int32 `[num_blocks]` on the device, all different: plain block `i` is that of `block_ids[i]`.
-        batch: the step over plain blocks. Its slots are those of the quantized pool.
+        block_ids: int32 `[num_blocks]` on the device, all different. Plain block `i` holds block `block_ids[i]`.
+        batch: the step with block tables of plain blocks. Its slots still point into the quantized pool.
     """
 
     block_ids: torch.Tensor
@@ -61,17 +61,17 @@ def plan_dequantize(
     window: int | None = None,
     is_forced: bool = False,
 ) -> DequantizePlan | None:
-    """Lay out what is dequantized before a step attends, or say that nothing is.
+    """Choose the blocks that are dequantized before a step attends; None if it is cheaper inside attention.
 
-    One decision for the whole step: requests that decode in it have their keys dequantized, too, and that counts.
+    The decision is one for the whole step. Keys of requests that only decode are dequantized too, and are counted.
 
     Args:
-        batch: the step.
+        batch: the token rows of the step.
         pool: the K/V.
         num_query_heads: query heads of the model, a multiple of the pool's KV heads.
-        dtype: of the queries, and of plain blocks.
-        window: visible tokens, the query token included; None for all.
-        is_forced: whether to do it where it does not pay.
+        dtype: dtype of the queries, and of plain blocks.
+        window: tokens that a query sees, its own included; None for all.
+        is_forced: whether to dequantize first where it does not pay.
 
     Returns:
         A plan whose tensors live on the device of `batch.block_tables`. None if the pool is not quantized, the queries

@@ -1,4 +1,4 @@
-"""Rows as the matrix that a kernel reads, laid out alike whatever view they are given as.
+"""Lays rows out as a contiguous, aligned matrix, whatever view they come as.
 
 Triton compiles another kernel for a pointer that is not a multiple of 16 bytes, with other vectors of loads and so,
 perhaps, another order of sums. A view such as `rows[3:]` may start at one, and is copied:
@@ -16,14 +16,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def flat_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Put rows under each other, contiguous and starting at a multiple of 16 bytes.
+    """Reshape rows into a contiguous matrix that starts at a multiple of 16 bytes.
+
+    >>> flat_rows(torch.zeros(2, 3, 5)).shape
+    torch.Size([6, 5])
 
     Args:
         rows: `[..., num_columns]` in float32, bfloat16 or float16, with at least one column.
 
     Returns:
-        `[num_rows, num_columns]` contiguous: a view of `rows` where it is
-        laid out so, else a copy.
+        `[num_rows, num_columns]`, contiguous: a view of `rows` if that is laid out so, else a copy.
 
     Raises:
         ValueError: another dtype, no dimension, or no columns.

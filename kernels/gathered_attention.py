@@ -1,15 +1,15 @@
-"""Paged attention without a GPU: gather each request's blocks into one run, then torch's fused attention.
+"""Computes paged attention on a CPU: gathers each request's blocks, then calls torch's fused attention.
 
 A row of the result depends on its token's prefix alone, bit for bit, however the sequence is cut in two:
 
     position    0 ........ 256 ........ 512 ........ 768
     tiles       [---- 0 ----)[---- 1 ----)[---- 2 ----)        begin at multiples of 256, wherever the suffix begins
-    keys of 1   [------------------------)                     all of [0, 512), so as many whatever the rows are
+    keys of 1   [------------------------)                     all of [0, 512), the same number for all its rows
                                      zeros where nothing is written yet, and masked
 
-The fused attention computes each row by itself, in an order that its keys decide; but it goes through the rows 32 or
-more at a time, and one to three left over go another way. So rows come in multiples of 16. Half precision takes
-different ways for few rows and for many, which agree on sums of a multiple of 32 numbers. So sums are filled up to it.
+The fused attention computes each row by itself, in an order that depends on its keys. But it takes 32 rows or more at
+a time, and one to three rows left over in another order, so rows come in multiples of 16. Half precision has different
+orders for few rows and for many, which agree on sums of a multiple of 32 numbers, so sums are padded to that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from radixkv.kernels.scoring import Scoring
 # (one thread, float32; bfloat16 alike). Smaller tiles also bound the mask: 256 x kv_len bytes.
 _TILE_TOKENS = 256
 
-# A matrix product of fewer rows than four takes another way through the library, and its sums another order.
+# A matrix product of fewer than four rows takes another way through the library, with another order of sums.
 _ROWS_MULTIPLE = 16
 
 # From 64 rows on, processors with AMX take another way for half precision, which adds up numbers 32 at a time. Sums of
@@ -52,14 +52,14 @@ def paged_attention(
     batch: PagedBatch,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attend as `reference.paged_attention` does, at the speed of torch's fused attention.
+    """Compute `reference.paged_attention` with torch's fused attention.
 
-    Memory beyond the result is one request's K and V within reach, once more in float32 if the pool is quantized, plus
-    one tile of mask or scores. Slots that are not written yet may hold anything.
+    Besides the result, memory is needed for the K and V that one request sees, once more in float32 if the pool is
+    quantized, and for one tile of mask or scores. Slots that are not written yet may hold anything.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]`, packed as `batch.query_starts` says; float32, bfloat16 or
-            float16. What is read from the pool is rounded to it.
+            float16. K and V are rounded to this dtype.
         pool: the K/V; the suffix is already written.
         layer: index into the pool's layers.
         batch: which rows belong to which request and where its K/V live.
@@ -104,7 +104,7 @@ def _fill_head_dim(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_start(position: int) -> int:
-    """Return where sums over keys begin that reach back to `position`."""
+    """Return the first key of sums that reach back to `position`."""
     return position // _SUM_MULTIPLE * _SUM_MULTIPLE
 
 

@@ -1,9 +1,9 @@
-"""The memory that block ids point into.
+"""The pool: the memory that block ids point into.
 
     blocks   [ block 0 ............................ )[ block 1 ............................ )[ ...
                values of all layers )[ their scales      values of all layers )[ their scales
 
-A block is one contiguous region, whatever its numbers are stored as, so that copying one is copying bytes.
+A block is one contiguous region in every dtype, so that a copy of a block is a copy of its bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ _SCALE_BYTES = torch.float32.itemsize
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """K and V of `num_blocks` blocks. The three tensors share their memory.
+    """K and V of `num_blocks` blocks. `values` and `scales` are views of `blocks`.
+
+    >>> pool = KVPool.allocate(4, num_layers=2, num_kv_heads=8, block_size=16, head_dim=128, dtype=torch.int8)
+    >>> pool.values.shape, pool.scales.shape
+    (torch.Size([4, 2, 2, 8, 16, 128]), torch.Size([4, 2, 2, 8, 16]))
 
     Attributes:
         dtype: float32, bfloat16, float16, float8_e4m3fn, int8 or int4.
@@ -27,8 +31,8 @@ class KVPool:
         blocks: uint8 `[num_blocks, block_bytes]`, contiguous.
         values: `[num_blocks, num_layers, 2, num_kv_heads, block_size, stored_dim]`; dim 2: 0 is K, 1 is V. Two int4
             share a byte, so `stored_dim` is half of `head_dim` there.
-        scales: float32 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, one a token and head; None if the
-            numbers are stored as they are.
+        scales: float32 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, one for each stored vector; None if
+            the dtype is not quantized.
     """
 
     dtype: torch.dtype
@@ -50,10 +54,10 @@ class KVPool:
         device: torch.device | str = "cpu",
         is_zeroed: bool = True,
     ) -> KVPool:
-        """Blocks of zeros, or of anything if they need not be zeroed.
+        """Allocate blocks of zeros, or uninitialized blocks if `is_zeroed` is false.
 
         Raises:
-            ValueError: the dtype is none of those above, or int4 with an odd `head_dim`.
+            ValueError: the dtype is not one that a pool stores, or is int4 with an odd `head_dim`.
         """
         size = (num_layers, 2, num_kv_heads, block_size)
         num_vectors = num_layers * 2 * num_kv_heads * block_size

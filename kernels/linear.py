@@ -1,12 +1,12 @@
-"""Matrix products on a GPU whose rows have the same bits however many there are and wherever they stand.
+"""Computes matrix products on a GPU whose rows have the same bits, whatever their number and place.
 
-A library picks its tiles, and with them the order of the sums, by the number of rows. Here the weight alone picks
+A library chooses its tiles, and with them the order of the sums, by the number of rows. Here the weight alone chooses
 them. Every tile of the result walks the features from the first to the last, with one sum for each number:
 
                  features ->           columns ->
     rows         [ 0 | 1 | 2 | .. )    [ tile | tile | .. )     tile = 0 + rows[0] @ weight[0] + rows[1] @ weight[1] ...
 
-As many programs as the GPU has multiprocessors share out the tiles. That decides where a tile is computed, not how.
+One program a multiprocessor shares the tiles with the others. That decides where a tile is computed, not how.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _GROUP_TILES = 8
 
 _TMA_ALIGNMENT_BYTES = 16  # of addresses and strides
 
-_TRIED_ROWS = 300  # three tiles, one of them part empty
+_TRIED_ROWS = 300  # three tiles, the last one partly empty
 
 
 def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute what `torch.nn.functional.linear` computes, each row by itself, in one launch.
+    """Compute `torch.nn.functional.linear`, each row by itself, in one launch.
 
     Sums are float32, without TF32, and the bias is added before rounding. A row's bits depend on the row, the weight
     and the bias alone.
@@ -65,7 +65,9 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 
 def rows_agree(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether rows do have the same bits on this GPU; `linear` promises it of the order of sums, not of the hardware.
+    """Whether the rows of `linear` have the same bits on this GPU, whatever their number and place.
+
+    `linear` fixes the order of the sums. This tries whether the hardware keeps to it.
 
     Args:
         weight: `[out_features, in_features]` in the dtype, on the device and with the strides that are used later.
@@ -113,7 +115,7 @@ def layout_of(weight: torch.Tensor) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What a program computes at a time.
+    """The part of a product that a program computes at a time.
 
     Attributes:
         rows, columns: of the result.
@@ -160,7 +162,7 @@ def tile_shape(out_features: int, dtype: torch.dtype, layout: Layout) -> TileSha
 
 
 def _num_multiprocessors(device: torch.device) -> int:
-    """Return how many programs run at the same time; without a GPU they run one after another."""
+    """Return the number of multiprocessors; 1 without a GPU, where programs run one after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

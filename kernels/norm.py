@@ -1,7 +1,7 @@
-"""Means of rows and what norms make of them, on a GPU, each row by itself.
+"""Computes means and RMS norms of rows on a GPU, each row by itself.
 
-A library shares a row out to more threads when there are few rows, and to others when a view starts elsewhere. Here one
-program sums a row, in an order that the number of columns decides:
+A library gives a row to more threads when there are few rows, and to others when a view starts elsewhere. Here one
+program sums a row, in an order that depends on the number of columns alone:
 
     row          [ 0 .. 4095 | 4096 .. 8191 | .. )
     4096 sums    + column by column, then added up in a tree
@@ -61,7 +61,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float, style:
         rows: `[..., num_columns]` in float32, bfloat16 or float16, with at least one column; any strides.
         weight: `[num_columns]` in float32, bfloat16 or float16, or None for ones.
         eps: added to the mean of the squares.
-        style: what is done with the weight; torch's own if not said.
+        style: how the weight is applied.
 
     Returns:
         A new contiguous tensor like `rows`.
@@ -81,14 +81,14 @@ def add_rms_norm(
     """Compute `rows + residual`, rounded to their dtype, and its `rms_norm`.
 
     Args:
-        rows: see `rms_norm`, also for what follows.
+        rows, weight, eps, style: see `rms_norm`.
         residual: like `rows`.
 
     Returns:
         The sums and their norm, new contiguous tensors like `rows`.
 
     Raises:
-        ValueError: as `rms_norm`, or `residual` has another shape, dtype or device.
+        ValueError: see `rms_norm`; also if `residual` has another shape, dtype or device.
     """
     if (residual.shape, residual.dtype, residual.device) != (rows.shape, rows.dtype, rows.device):
         raise ValueError(

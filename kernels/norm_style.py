@@ -1,4 +1,4 @@
-"""How RMS norms differ in what they do with their weight."""
+"""Names the ways in which RMS norms apply their weight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class NormStyle(NamedTuple):
-    """From a normalized row in float32 to its values in the row's dtype.
+    """The way from a normalized row in float32 to its values in the row's dtype.
 
     Attributes:
         weight_offset: added to the weight, in float32, before it is applied.

@@ -1,4 +1,4 @@
-"""Prefill attention on a GPU: suffix queries over the paged prefix and suffix of a ragged batch."""
+"""Computes attention on a GPU: suffix queries over the paged prefix and suffix of a ragged batch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def paged_attention(
     *,
     is_specialized: bool = False,
 ) -> torch.Tensor:
-    """Attend as `reference.paged_attention` does, with one launch, or two where the plan splits.
+    """Compute `reference.paged_attention` in one launch, or in two if the plan splits.
 
     Scores, softmax and sums are float32; the weights are rounded to the query's dtype before they meet V. Scales of a
-    quantized pool multiply the scores and the weights: no K or V is dequantized by itself. A float16 query has bfloat16
-    weights then, since float16 has no room for a small weight times a small scale.
+    quantized pool multiply the scores and the weights; K and V themselves are not dequantized. With a float16 query
+    the weights are bfloat16 then, since a small weight times a small scale underflows in float16.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]` with a contiguous last dimension, packed as
@@ -41,7 +41,7 @@ def paged_attention(
         batch: the step that `plan` was made for.
         plan: `plan_attention` of `batch` for this window.
         scoring: how scores are made, and which keys a query sees.
-        is_specialized: whether warps specialize, see `specialized_attention`, which must support these tensors.
+        is_specialized: whether warps specialize. `specialized_attention.supports` must be true of these tensors.
 
     Returns:
         A new contiguous tensor shaped and typed like `query`.
@@ -76,7 +76,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _LaunchShape:
-    """How a tile of queries walks its keys."""
+    """Keys that a tile of queries reads at a time, and the warps and pipeline stages that do it."""
 
     tile_keys: int
     num_warps: int

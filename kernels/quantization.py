@@ -1,9 +1,9 @@
-"""Numbers of 8 and 4 bits with a float32 scale for each vector: what quantized K and V mean.
+"""Quantizes K and V to 8 or 4 bits, with a float32 scale for each vector.
 
     vector  [ 0.3, -1.27, 0.02, ... ]  ->  scale = largest magnitude / 127,  values = round(vector / scale)
 
-The scale is made from the vector alone (dynamic, symmetric, no calibration), so a token's K and V are stored alike
-whatever is stored with it.
+The scale depends on the vector alone (dynamic, symmetric, no calibration), so a token's K and V are stored with the
+same bits whatever is stored with it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's annotations lack it
 
-# The largest magnitude that a vector is scaled to.
+# The largest magnitude of a quantized number. A vector is scaled so that its own largest becomes this.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, INT4: 7.0}
 
-# A vector of zeros has this scale: the smallest that a division does not overflow with.
+# The scale of a vector of zeros: the smallest by which a division does not overflow.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ def is_quantized(dtype: torch.dtype) -> bool:
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the tensor that holds such numbers: two int4 share an int8.
+    """Return the dtype of the tensor that holds numbers of `dtype`. Two int4 share an int8.
 
     Raises:
         ValueError: numbers of this dtype are not stored.
@@ -39,7 +39,10 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def stored_dim(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements of the tensor that holds a vector of `head_dim` numbers.
+    """Return the elements of the tensor that holds a vector of `head_dim` numbers.
+
+    >>> stored_dim(128, torch.int8), stored_dim(128, INT4)
+    (128, 64)
 
     Raises:
         ValueError: int4 and an odd `head_dim`.
@@ -52,7 +55,10 @@ def stored_dim(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def quantize(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and round vectors, to nearest and to even between two.
+    """Scale and round vectors. Rounds to nearest, ties to even.
+
+    >>> quantize(torch.tensor([0.5, -1.27, 0.0]), torch.int8)
+    (tensor([  50, -127,    0], dtype=torch.int8), tensor(0.0100))
 
     Args:
         vectors: `[..., head_dim]`, floating point.
@@ -81,13 +87,13 @@ def quantize(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 def dequantize(
     values: torch.Tensor, scales: torch.Tensor, quantized: torch.dtype, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """What quantized vectors stand for.
+    """Multiply quantized vectors by their scales.
 
     Args:
         values: `[..., stored_dim]`.
         scales: float32 `[...]`.
-        quantized: what the values were quantized to.
-        dtype: what to round the products to.
+        quantized: dtype that `quantize` was given.
+        dtype: dtype of the result, to which the products are rounded.
 
     Returns:
         A new tensor `[..., head_dim]` of `dtype`.
@@ -98,10 +104,10 @@ def dequantize(
 
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
-    """Put pairs of int8 between -8 and 7 into one int8 each: the even one into the low four bits."""
+    """Pack int8 numbers from -8 to 7 in pairs, `[..., 2 n]` into int8 `[..., n]`. Even places get the low four bits."""
     return (values[..., 0::2] & 15) | (values[..., 1::2] << 4)
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """Undo `pack_int4`."""
+    """Undo `pack_int4`: int8 `[..., n]` into int8 `[..., 2 n]`."""
     return torch.stack(((packed << 4) >> 4, packed >> 4), dim=-1).flatten(-2)

@@ -1,4 +1,4 @@
-"""The pure-torch meaning of every kernel: slow, obvious, and what the fast ones are tested against."""
+"""Defines every kernel in plain torch: slow and obvious. The fast kernels are tested against these functions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def write_kv(
         slots: int64 `[num_tokens]`, `block_id * block_size + offset`, all different.
         pool: the K/V.
         layer: index into the pool's layers.
-        largest: float32 `[num_tokens, num_kv_heads]`, the largest magnitude of all layers so far, NaN if one was NaN;
-            those of this layer are taken in. None if nobody wants to know.
+        largest: float32 `[num_tokens, num_kv_heads]`, the largest magnitude in K and V of all layers so far, NaN if
+            one was NaN. Updated in place with the magnitudes of this layer. None to leave that out.
     """
     if largest is not None:
         magnitudes = torch.maximum(key.abs().amax(dim=-1), value.abs().amax(dim=-1))
@@ -105,16 +105,16 @@ def copy_blocks(pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> N
 
 
 def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
-    """What one layer of some blocks stands for, as a pool of its own.
+    """Dequantize one layer of some blocks into a pool of its own.
 
     Args:
         pool: the K/V, quantized.
         layer: index into the pool's layers.
         block_ids: int32 `[num_blocks]`.
-        dtype: what the numbers are rounded to.
+        dtype: dtype of the new pool, to which the products are rounded.
 
     Returns:
-        A new pool of one layer. Its block `i` is block `block_ids[i]` of `pool`.
+        A new pool of one layer, owned by the caller. Its block `i` is block `block_ids[i]` of `pool`.
     """
     assert pool.scales is not None
     size = (block_ids.shape[0], 1, pool.num_kv_heads, pool.block_size, pool.head_dim)
@@ -148,11 +148,19 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float, style:
 def add_rms_norm(
     rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, style: NormStyle = TORCH
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add a residual, both `[..., num_columns]` in one dtype; returns the sums and their `rms_norm`."""
+    """Add a residual, and normalize the sums.
+
+    Args:
+        rows, residual: `[..., num_columns]` in one dtype.
+        weight, eps, style: see `rms_norm`.
+
+    Returns:
+        The sums and their `rms_norm`, new tensors like `rows`.
+    """
     sums = rows + residual
     return sums, rms_norm(sums, weight, eps, style)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Multiply `silu(gate)`, rounded to the dtype, by `up`, number by number."""
+    """Multiply `silu(gate)`, rounded to its dtype, by `up`, element by element. Both are `[..., num_columns]`."""
     return functional.silu(gate) * up

@@ -1,7 +1,7 @@
-"""Functions of single numbers whose results have the same bits wherever in a tensor the number stands.
+"""Computes functions of single numbers so that a result's bits do not depend on its place in the tensor.
 
-Torch computes most of a tensor in vectors and what is left over one by one, with another exponential, and large tensors
-in one part a thread. Here a row is filled up to whole vectors, and a call takes as many rows as one thread does:
+Torch computes most of a tensor in vectors and the rest one by one, with another exponential, and splits large tensors
+among threads. Here each row is padded to whole vectors, and a call has no more rows than one thread computes:
 
     [num_rows, 100]      rows of 128, 256 of them a call
 """
@@ -19,10 +19,10 @@ _ELEMENTS_A_CALL = 32_768  # at::internal::GRAIN_SIZE: more are shared out to th
 
 
 def in_row_pieces(function: Callable[..., torch.Tensor], rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What `function(rows, *args, **kwargs)` computes for each number.
+    """Compute `function(rows, *args, **kwargs)`, element by element.
 
     Args:
-        function: of each number by itself.
+        function: a function of each number by itself.
         rows: `[..., num_columns]`, at least one dimension.
         args, kwargs: further arguments of `function`.
 

@@ -1,7 +1,7 @@
-"""Matrix products whose rows have the same bits however many there are.
+"""Computes matrix products whose rows have the same bits, whatever their number. For CPUs.
 
-A library computes each row of a product in an order that depends on how many rows there are: one row takes another way
-than sixteen. Here products are made of tiles of a few sizes only, and of sizes whose rows were seen to agree:
+A library adds up each row of a product in an order that depends on the number of rows. Here products are made of tiles
+of a few sizes only, all of sizes whose rows were seen to agree:
 
     37 rows      [-------- 32 --------)[-- 16: 5 and zeros --)
 """
@@ -18,13 +18,13 @@ SIZES = (512, 256, 128, 64, 32, 16)  # the last one pads; 16 rows cost two third
 def tiled_linear(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: tuple[int, ...]
 ) -> torch.Tensor:
-    """What `torch.nn.functional.linear` computes, in tiles.
+    """Compute `torch.nn.functional.linear` in tiles of rows.
 
     Args:
         rows: `[..., in_features]`.
         weight: `[out_features, in_features]`; any strides.
         bias: `[out_features]`, or None.
-        sizes: rows of a tile, falling, each a multiple of the last.
+        sizes: rows of a tile, in descending order, each a multiple of the last.
 
     Returns:
         A new tensor `[..., out_features]`.
@@ -50,17 +50,17 @@ def tiled_linear(
 def agreeing_sizes(
     weight: torch.Tensor, bias: torch.Tensor | None = None, sizes: tuple[int, ...] = SIZES
 ) -> tuple[int, ...]:
-    """The tile sizes whose rows have the same bits as those of the smallest one, wherever in the tile they stand.
+    """Return the tile sizes whose rows have the same bits as those of the smallest size, at any place in the tile.
 
-    The order of the sums does not depend on the numbers, so those of `cancelling_product` show it.
+    The order of the sums does not depend on the numbers, so the numbers of `cancelling_product` show it.
 
     Args:
         weight: `[out_features, in_features]` in the dtype, on the device and with the strides that are used later.
         bias: `[out_features]`, or None: a product with a bias is another function of the library.
-        sizes: candidates, falling.
+        sizes: candidates, in descending order.
 
     Returns:
-        Sizes for `tiled_linear`; empty if already the smallest tile treats its rows differently.
+        Sizes for `tiled_linear`; empty if even the smallest tile treats its rows differently.
     """
     rows, weight, bias = cancelling_product(weight, bias, sizes[0])
     order = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(0)).to(weight.device)

@@ -1,13 +1,13 @@
-"""Paged attention for Hopper, where warps specialize: some only load, the others only compute.
+"""Computes paged attention on Hopper GPUs with specialized warps: some only load, the others only compute.
 
     4 warps   load      q | k 0  v 0 | k 1  v 1 | k 2  v 2 | ...         tiles into a ring of shared memory
     4 warps   compute           rows  0 to  63 of tile 0 | tile 1 | ...
     4 warps   compute           rows 64 to 127 of tile 0 | tile 1 | ...
 
-Tiles come by the tensor memory accelerator (TMA): one instruction brings all of one. The compiler makes the roles. It
-does so only for 4 warps, one loop with everything in it, all its tensors loaded through two-dimensional descriptors
-that the kernel itself makes, and no branch around what uses the results; otherwise all warps do everything, without a
-word. `test_compile_sm90` looks at the number of warps.
+The tensor memory accelerator (TMA) loads a whole tile with one instruction. The compiler assigns the roles. It does so
+only for 4 warps, one loop with everything in it, all its tensors loaded through two-dimensional descriptors that the
+kernel itself makes, and no branch around the use of the results. Otherwise all warps do everything, and no warning
+says so: `test_compile_sm90` looks at the number of warps.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _TMA_ALIGNMENT_BYTES = 16  # of addresses and strides
 def supports(
     dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, tile_rows: int = TILE_ROWS
 ) -> bool:
-    """Whether `launch` computes this, on a GPU that has TMA.
+    """Whether `launch` can compute this on a GPU that has TMA.
 
-    Not 256 dimensions, which spill, nor quantized pools, whose blocks are no rows of one matrix because of their
-    scales, and whose products take other instructions than these.
+    It can't compute 256 dimensions, which spill, nor quantized pools: their scales lie between the values, so the
+    blocks are not rows of one matrix, and their products take other instructions.
 
     Args:
-        dtype: of the queries.
-        kv_dtype: of the pool.
+        dtype: dtype of the queries.
+        kv_dtype: dtype of the pool.
         head_dim: numbers in a vector of one head.
         block_size: tokens a block; a tile of keys must lie inside one block.
-        tile_rows: of the plan.
+        tile_rows: rows of the plan's tiles.
     """
     return (
         dtype in (torch.bfloat16, torch.float16)
@@ -71,22 +71,20 @@ def launch(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Write what each item of the plan computes into the output, or into the partial results.
+    """Compute each item of the plan, and write it into the output or into the partial results.
 
-    The queries are copied first, one KV head after the other: rows of a tile then follow each other in memory, as a
-    descriptor needs it. Reading and writing them takes as many bytes as the K and V of `group_size` tokens for each
-    new token.
+    The queries are copied first, one KV head after the other, so that rows of a tile are contiguous, as a descriptor
+    requires. For each new token the copy reads and writes as many bytes as K and V of `group_size` tokens have.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]`, bfloat16 or float16.
         pool: the K/V, in the same dtype.
         layer: index into the pool's layers.
-        batch: the step.
-        plan: of that step.
-        output: contiguous, like `query`.
-        partials: of that plan.
-        scale: for base 2, see `base_2`.
-        softcap: for base 2, see `base_2`.
+        batch: the token rows of the step.
+        plan: the plan of that step.
+        output: contiguous, like `query`; written.
+        partials: memory for the plan's partial results; written.
+        scale, softcap: from `base_2`.
     """
     num_tokens, _, head_dim = query.shape
     num_kv_heads, group_size = pool.num_kv_heads, plan.group_size
@@ -123,7 +121,7 @@ def launch(
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for the descriptors that the programs of a launch make. Torch aligns to 512 bytes."""
+    """Allocate memory for the descriptors that the programs of a launch make. Torch aligns to 512 bytes."""
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 

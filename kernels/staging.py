@@ -1,4 +1,4 @@
-"""What a step's host work makes, on its way to the device."""
+"""Brings what the host prepares for a step to the device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ALIGNMENT_BYTES = 16  # what kernels may assume of an address
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Bring a tensor from the host to a device.
 
-    A GPU gets it through pinned memory, so that the host goes on at once: from pageable memory a copy waits for all
-    that was launched before it. Torch does not use the pinned memory again before the copy is done.
+    A GPU gets it through pinned memory, so that the host does not wait: a copy from pageable memory waits for
+    everything that was launched before it. Torch does not reuse the pinned memory before the copy is done.
 
     Args:
-        tensor: any shape; not to be changed afterwards, since on a CPU it is what is returned.
-        device: where the tensor is to be.
+        tensor: any shape. Do not change it afterwards: on a CPU it is returned itself.
+        device: device of the result.
     """
     if torch.device(device).type != "cuda":
         return tensor.to(device)
@@ -27,14 +27,14 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 class StagedArrays:
-    """Arrays that the host fills again and again, in one region, so that one copy brings them all to the device.
+    """Arrays in one region that the host fills for every step, so that one copy brings all of them to the device.
 
         host      [ input_ids )[ slots )[ block_tables ............ )    pinned; two of them, in turn, so that
                      │ upload                                            one is filled while the other comes over
         device    [ input_ids )[ slots )[ block_tables ............ )    always at the same addresses
 
     Attributes:
-        device: by name, all zeros at first, then as they were when they were brought there.
+        device: the arrays on the device, by name. Zeros at first, then what the last upload brought.
     """
 
     def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
@@ -42,7 +42,7 @@ class StagedArrays:
 
         Args:
             arrays: shapes and dtypes by name.
-            device: where they are wanted.
+            device: device to which they are uploaded.
         """
         num_bytes = [_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in arrays.values()]
         *_, (last_shape, last_dtype) = arrays.values()
@@ -55,14 +55,14 @@ class StagedArrays:
 
     @property
     def host(self) -> dict[str, torch.Tensor]:
-        """By name, what the next upload brings over. The upload before the last one must be done."""
+        """The arrays that the next upload brings over, by name. The upload before the last one must be done."""
         return self._hosts[0][1]
 
     def upload(self, num_rows: int) -> None:
-        """Bring to the device what the host has written, and turn to what it wrote before that.
+        """Bring the host's arrays to the device. Then `host` is the other region, with what was written before.
 
         Args:
-            num_rows: of the last array; the others come whole.
+            num_rows: rows to bring of the last array; the other arrays come whole.
         """
         end = self._last_start + num_rows * self._last_row_bytes
         region, _ = self._hosts[0]

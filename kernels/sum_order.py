@@ -1,10 +1,10 @@
-"""Products that show the order of their sums, also where rounding to half precision would nearly always hide it.
+"""Makes inputs whose sums show the order of addition, even where half precision would nearly always hide it.
 
-Numbers come in pairs whose products cancel. What is left is the rounding of the partial sums, and that depends on their
-order in all its digits:
+Numbers come in pairs whose products cancel. The rounding of the partial sums is left, and all its digits depend on the
+order:
 
     row     [  3.1    0.7    3.1    0.7  ]
-    weight  [  2.5   -1.9   -2.5    1.9  ]      exactly 0; in float32 0 or 1e-7 or -2e-7, as the order has it
+    weight  [  2.5   -1.9   -2.5    1.9  ]      exactly 0; in float32 0, 1e-7 or -2e-7, depending on the order
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _BIAS = 1e-4  # about what is left
 def cancelling_product(
     weight: torch.Tensor, bias: torch.Tensor | None, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Make rows, a weight and a bias whose product is nearly the bias, and exactly that but for the order of its sums.
+    """Make rows, a weight and a bias whose product would be the bias, if its sums were not rounded.
 
     Args:
-        weight: `[out_features, in_features]`, for its shape, dtype, device and strides.
+        weight: `[out_features, in_features]`; its shape, dtype, device and strides are taken.
         bias: `[out_features]`, or None for none.
-        num_rows: how many rows.
+        num_rows: rows to make.
 
     Returns:
-        `[num_rows, in_features]`, the weight, as large and laid out as the one given, and the bias.
+        The rows `[num_rows, in_features]`, a new weight laid out like `weight`, and a new bias.
     """
     out_features, in_features = weight.shape
     generator = torch.Generator().manual_seed(0)
@@ -54,7 +54,7 @@ def cancelling_attention(
 
     Args:
         what: `values`: all keys are alike, and the values of all tokens add up to 0. `scores`: the terms of every score
-            do; times `CANCELLING_SCALE` what is left matters.
+            add up to 0; the scale `CANCELLING_SCALE` makes their rounding visible.
         num_tokens, num_query_heads, num_kv_heads, head_dim: shape, the last one at least 2.
 
     Returns:

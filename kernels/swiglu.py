@@ -1,4 +1,4 @@
-"""The gate of an MLP, on a GPU, as one kernel: each program computes a piece of a row."""
+"""Computes the gate of an MLP on a GPU in one kernel. Each program computes a piece of a row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLUMNS_A_WARP = 256
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute `silu(gate) * up`; see `kernels/reference.py`.
+    """Compute `reference.swiglu`, that is `silu(gate) * up`, in one launch.
 
     Args:
         gate: `[..., num_columns]` in float32, bfloat16 or float16, with at least one column; any strides.

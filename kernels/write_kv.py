@@ -1,4 +1,4 @@
-"""New K and V into their slots, on a GPU."""
+"""Writes new K and V into their slots on a GPU."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def write_kv(
     layer: int,
     largest: torch.Tensor | None = None,
 ) -> None:
-    """Write as `reference.write_kv` does, in one launch.
+    """Compute `reference.write_kv` in one launch.
 
     Args:
         key: `[num_tokens, num_kv_heads, head_dim]` with a contiguous last dimension, rounded or quantized to the
             pool's dtype on the way.
         value: like `key`.
-        slots: int64 `[num_tokens]`, contiguous, `block_id * block_size + offset`, all different; what has a negative
-            one is padding and not written.
+        slots: int64 `[num_tokens]`, contiguous, `block_id * block_size + offset`, all different. A token with a
+            negative slot is padding and is not written.
         pool: the K/V.
         layer: index into the pool's layers.
-        largest: float32 `[num_tokens, num_kv_heads]`, contiguous, or None; see the reference. Padding is left out.
+        largest: float32 `[num_tokens, num_kv_heads]`, contiguous, or None; see `reference.write_kv`. Padding adds
+            nothing to it.
 
     Raises:
         ValueError: the last dimension of `key` or `value` is strided.
@@ -92,7 +93,7 @@ def _write_tile(  # type: ignore[no-untyped-def]
     SMALLEST_SCALE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Write K and V of some tokens of one KV head: whole vectors, so that each can have its scale."""
+    """Write K and V of some tokens of one KV head. A program has whole vectors, since each has its own scale."""
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     kv_head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1)
@@ -128,14 +129,14 @@ def _write_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _larger(magnitudes, numbers):  # type: ignore[no-untyped-def]
-    """The largest of magnitudes and of the numbers in their rows; NaN if one is, which a maximum would pass over."""
+    """Return the larger of each magnitude and the numbers in its row; NaN if one is NaN, which a maximum would drop."""
     is_nan = (magnitudes != magnitudes) | (tl.max((numbers != numbers).to(tl.int32), 1) > 0)
     return tl.where(is_nan, float("nan"), tl.maximum(magnitudes, tl.max(tl.abs(numbers), 1)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scales(numbers, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scale of each row; NaN if it holds a NaN, which a maximum would pass over."""
+    """Return the scale of each row; NaN if the row holds a NaN, which a maximum would drop."""
     scales = tl.maximum(tl.div_rn(tl.max(tl.abs(numbers), 1), LARGEST), SMALLEST_SCALE)
     has_nan = tl.max((numbers != numbers).to(tl.int32), 1) > 0
     return tl.where(has_nan, float("nan"), scales)
@@ -143,6 +144,6 @@ def _scales(numbers, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr):  # ty
 
 @triton.jit
 def _round(numbers):  # type: ignore[no-untyped-def]
-    """Round to the nearest integer, to the even one between two, and to 0 what is no number."""
+    """Round to the nearest integer, ties to even. NaN becomes 0."""
     rounded = (numbers + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 has no digits after the point there
     return tl.where(rounded == rounded, rounded, 0.0).to(tl.int32)
