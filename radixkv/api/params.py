@@ -1,4 +1,4 @@
-"""What a caller asks to be computed."""
+"""Parameters of a request: the prompt, its caller, and the use of the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a caller wants a prompt to be kept, and what was granted."""
+"""Retention that a caller asks for, and the part of it that was granted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Retention:
 
 
 class Grant(NamedTuple):
-    """What was granted of a retention. The three numbers of tokens add up to its range.
+    """The granted part of a retention. The three numbers of tokens add up to its range.
 
     Attributes:
         granted_tokens: tokens that have the priority now, or a higher one that they had before.

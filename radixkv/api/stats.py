@@ -94,7 +94,7 @@ class TenantStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How full the engine is: the counts that need no walk through the trees.
+    """Load of the engine: the counts that need no walk through the trees.
 
     Attributes:
         blocks: blocks by state.

@@ -1,4 +1,4 @@
-"""What happens to the nodes of the trees, and the listeners that are told."""
+"""Changes of the trees, and the listeners that are told of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one cache consists of."""
+"""The parts of one cache."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from radixkv.namespace import Namespace
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What all nodes of one tree have in common.
+    """Values that all nodes of one tree share.
 
     Attributes:
         namespace: the namespace whose tokens these are.

@@ -1,4 +1,4 @@
-"""Which nodes leases use. A used node is not evicted."""
+"""Pins of the nodes that leases use. A pinned node is not evicted."""
 
 from __future__ import annotations
 

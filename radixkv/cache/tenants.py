@@ -1,4 +1,4 @@
-"""What each tenant may hold of the pool, and what it holds now."""
+"""Bounds of each tenant's share of the pool, and what it holds now."""
 
 from __future__ import annotations
 

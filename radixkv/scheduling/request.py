@@ -18,7 +18,7 @@ from radixkv.namespace import Namespace
 
 
 class Outcome(enum.Enum):
-    """How a request ended."""
+    """Ending of a request."""
 
     FINISHED = "finished"
     FAILED = "failed"

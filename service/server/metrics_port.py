@@ -1,4 +1,4 @@
-"""What an operator watches a service by: an HTTP port with Prometheus metrics and health checks, and spans."""
+"""Observability of a service: an HTTP port with Prometheus metrics and health checks, and spans."""
 
 from __future__ import annotations
 

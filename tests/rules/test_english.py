@@ -9,10 +9,25 @@ import pytest
 
 from .house import ROOT
 
-FOLDERS = ("bench", "radixkv/planning", "tests/bench", "tests/planning", "tests/rules")
+FOLDERS = (
+    "radixkv/api",
+    "radixkv/cache",
+    "radixkv/config",
+    "radixkv/engine",
+    "radixkv/planning",
+    "radixkv/scheduling",
+    "radixkv/telemetry",
+    "service",
+    "bench",
+    "tests/bench",
+    "tests/planning",
+    "tests/rules",
+)
 RIDDLES = re.compile(r"\bso (?:many|much|often)\b", re.IGNORECASE)
 NO_SUBJECT = re.compile(r"(?:Who|Whom|Whose|What|Which|Those|That|How|When|Where)\b")
-SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    [*(ROOT / "radixkv").glob("*.py"), *(path for each in FOLDERS for path in (ROOT / each).rglob("*.py"))]
+)
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "build"} & set(path.relative_to(ROOT).parts))
 
 

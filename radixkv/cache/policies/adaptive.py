@@ -51,7 +51,7 @@ class _Stay(NamedTuple):
 
 
 class _Ghost(NamedTuple):
-    """What is remembered of an evicted leaf."""
+    """Record of an evicted leaf."""
 
     last_used_s: float
     stay: _Stay

@@ -1,4 +1,4 @@
-"""What an eviction policy is asked, and what it is told."""
+"""Base class of eviction policies."""
 
 from __future__ import annotations
 
