@@ -130,6 +130,9 @@ def tokens_per_scaled_id(scale: float) -> int:
 
     Raises:
         ConfigError: the scale is not a positive finite number.
+
+    >>> tokens_per_scaled_id(0.25), tokens_per_scaled_id(0.0001)
+    (128, 1)
     """
     if not (math.isfinite(scale) and scale > 0):
         raise ConfigError(f"trace scale: expected a positive number, got {scale}")
