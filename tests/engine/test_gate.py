@@ -1,4 +1,4 @@
-"""How soon a full engine tells callers to come back."""
+"""The hint of a full engine after how many seconds to come back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 def retry_after_s(clock: FakeClock, seconds_each: float, num_ended: int) -> float:
-    """What a full gate says after some requests have ended, one in every `seconds_each`."""
+    """Return the hint of a full gate after some requests have ended, one in every `seconds_each`."""
     gate = Gate(EngineConfig(max_running_requests=2, max_waiting_requests=6))
     requests = [Request(PrefillParams(tokens([1])), MODEL, Future(), 0.0) for _ in range(num_ended + 9)]
     for request in requests[:num_ended]:

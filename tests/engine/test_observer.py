@@ -1,4 +1,4 @@
-"""What the engine tells of, and to whom."""
+"""The events that the engine reports to its observers."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class _Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 def test_a_draw_asks_the_device_for_nothing(top_p: float) -> None:
-    """What has a shape that depends on values has to wait for them, as reading one has."""
+    """A tensor whose shape depends on values has to wait for them, and so has reading a value."""
     with _Calls() as calls:
         draw(PROBABILITIES.log(), Sampling(temperature=1.0, top_p=top_p, seed=1), 0)
     assert len(calls.names) > 5

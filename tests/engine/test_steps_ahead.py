@@ -22,7 +22,7 @@ PROMPT = range(10)
 
 
 class Activations:
-    """What a forward pass allocates."""
+    """Memory that a forward pass allocates."""
 
 
 class Diary:
@@ -51,7 +51,7 @@ class Diary:
         return noted
 
     def of_next_step(self) -> list[str]:
-        """What happens in one step of the engine."""
+        """Compute one step of the engine. Returns its entries."""
         self.entries.clear()
         self._bench.core.step()
         return list(self.entries)

@@ -19,9 +19,14 @@ FOLDERS = (
     "radixkv/telemetry",
     "service",
     "bench",
+    "tests/api",
     "tests/bench",
+    "tests/engine",
     "tests/planning",
     "tests/rules",
+    "tests/scheduling",
+    "tests/service/server",
+    "tests/telemetry",
 )
 RIDDLES = re.compile(r"\bso (?:many|much|often)\b", re.IGNORECASE)
 NO_SUBJECT = re.compile(r"(?:Who|Whom|Whose|What|Which|Those|That|How|When|Where)\b")

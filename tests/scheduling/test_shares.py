@@ -57,7 +57,7 @@ def test_a_short_prompt_of_another_tenant_is_answered_in_the_step_after_it_came(
 
 
 def test_a_pause_earns_nothing() -> None:
-    """Who comes back again and again is not served before who stays."""
+    """A tenant that comes back again and again is not served before one that stays."""
     bench = Bench(num_blocks=8192, max_step_tokens=128)
     bench.submit([9] * 6000, tenant="stays")
     comes: list[Future[PrefillResult]] = []
@@ -95,7 +95,7 @@ def test_decoding_is_charged_too() -> None:
 
 
 def test_hits_of_others_change_nothing_between_tenants() -> None:
-    """Which tenant goes first must not tell what another has cached."""
+    """The order of tenants must not tell what another one has cached."""
     orders = []
     for is_cached in (False, True):
         bench = Bench(num_blocks=1024, max_step_tokens=64, max_running_requests=1)

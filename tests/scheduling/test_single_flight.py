@@ -23,7 +23,7 @@ def fresh(rng: random.Random, count: int) -> list[int]:
 
 
 def num_distinct_prefixes(prompts: list[list[int]]) -> int:
-    """What has to be computed, if nothing is twice: the nodes of the trie of all prompts."""
+    """Count the tokens to compute, if none is computed twice: the nodes of the trie of all prompts."""
     return len({tuple(prompt[: end + 1]) for prompt in prompts for end in range(len(prompt))})
 
 

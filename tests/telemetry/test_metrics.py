@@ -1,4 +1,4 @@
-"""What is counted, against what the engine itself counts."""
+"""Metrics, compared with the counts of the engine itself."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Exported:
         return self._exporter.get_finished_spans()
 
     def seconds(self) -> dict[str, tuple[float, float]]:
-        """When each span begins and ends, by the engine's clock."""
+        """Return the begin and end of each span, by the engine's clock."""
         return {span.name: (since(span.start_time), since(span.end_time)) for span in self.spans}
 
 

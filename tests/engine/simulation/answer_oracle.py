@@ -52,7 +52,7 @@ class Asked:
 
     @property
     def expected(self) -> tuple[int, ...]:
-        """What a generation must be in the end."""
+        """Work out the tokens of a whole generation."""
         return continuation(self.ask.namespace, self.ask.tokens, self.ask.sampling)
 
     def computed(self, chunk: Chunk) -> None:

@@ -1,4 +1,4 @@
-"""What happens to a simulated engine: a world, and events. They are values, and print as what they are made of."""
+"""The world of a simulated engine, and the events in it: values that print as the code that makes them."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def length_of(prompt: Prompt) -> int:
 
 
 def most_tokens_of(world: World, tenant: str, *, generates: bool) -> int:
-    """What `Engine` lets a prompt and what is generated be together."""
+    """Return the most tokens that `Engine` allows for a prompt and its generation together."""
     ceiling = dict(world.quotas).get(tenant, Quota()).ceiling_blocks
     in_pool = world.block_size * (world.num_blocks - generates)
     return in_pool if ceiling is None else min(in_pool, world.block_size * ceiling + generates)

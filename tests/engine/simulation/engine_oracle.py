@@ -1,4 +1,4 @@
-"""Knows what a simulated engine must do: judges every step, and what is left at the end."""
+"""Judges every step of a simulated engine, and what is left at the end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.engine.simulation.engine_events import World
 from tests.engine.simulation.simulated_model import Part, SimulatedRunner, content_of
 from tests.fakes import FakeClock
 
-# So many steps may pass in which nobody comes or ends, for each token that may still be computed. Each step computes
+# Steps without an arrival or an end that may pass for each token that is still to be computed. Each step computes
 # at least one, but what is computed may be lost to a pause: 0.64 is the most that was seen in 7,000 worlds.
 _STEPS_A_TOKEN = 2
 
 
 class EngineOracle(Observer):
-    """Told of everything that happens to an engine, asserts that it is right.
+    """Hears of everything that happens to an engine, and asserts that it is right.
 
     Attributes:
         events: what happened, and how often.
@@ -104,7 +104,7 @@ class EngineOracle(Observer):
         return num_tokens
 
     def _computing(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Asked]]:
-        """Whose parts those are, but for the engine's own try."""
+        """Find the requests of these parts. The engine's own try is left out."""
         by_lease = {request.lease: request for request in self.core._scheduler.running}
         for part in parts:
             if part.lease in by_lease:
@@ -172,7 +172,7 @@ class EngineOracle(Observer):
         assert self._steps_without_news <= 4 + _STEPS_A_TOKEN * num_left, "nobody gets on"
 
     def _verify_contents(self) -> None:
-        """What the tree says is cached is there, and so is what holders were promised."""
+        """Check that the blocks of the trees and of held leases have the right contents."""
         for tree in self._cache._trees.values():
             for node in tree.nodes():
                 tokens = tree.path_tokens(node)
@@ -188,7 +188,7 @@ class EngineOracle(Observer):
                 assert np.array_equal(held, expected), "a held block was written"
 
     def _verify_requests(self) -> None:
-        """Who runs has a lease, who does not has none, and who follows waits for what is being computed."""
+        """Check that exactly the running requests have leases, and that followers wait for tokens being computed."""
         scheduler, flights = self.core._scheduler, self.core._flights
         running = scheduler.running
         assert len(running) <= self._world.max_running_requests

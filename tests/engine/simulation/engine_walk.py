@@ -48,7 +48,7 @@ def troubled_scripts(seed: int) -> tuple[World, list[list[Event]]]:
 
 
 def fails(world: World, events: Iterable[Event]) -> str:
-    """How a walk fails; empty if it does not."""
+    """Run a walk. Returns its failure; empty if there is none."""
     try:
         walk(world, events)
     except Exception as error:  # noqa: BLE001 - whatever the engine raises is what is looked for

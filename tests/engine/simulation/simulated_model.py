@@ -52,7 +52,7 @@ def content_of(namespace: Namespace, tokens: bytes) -> Content:
 
 
 def first_digest(namespace: Namespace) -> int:
-    """What comes before a namespace's first token. Not the cache's word for which namespaces are equal."""
+    """Return the digest before a namespace's first token, without the cache's own comparison of namespaces."""
     return xxh3_64_intdigest(repr(tuple(namespace)).encode())
 
 
@@ -65,7 +65,7 @@ def logits_of(content: Content) -> npt.NDArray[np.float32]:
 
 @lru_cache(maxsize=20_000)
 def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
-    """What is generated after a prompt: up to a stop token, or as many as are asked for."""
+    """Return the tokens generated after a prompt: up to a stop token, or the number that was asked for."""
     tokens, token_ids = prompt, list[int]()
     while len(token_ids) < sampling.max_new_tokens and not set(token_ids[-1:]) & sampling.stop_token_ids:
         row = logits_of(content_of(namespace, tokens))
@@ -283,5 +283,5 @@ class SimulatedRunner:
 
 
 def broken_part(parts: Sequence[Part]) -> int:
-    """Which chunk of a step is not finite, if one is."""
+    """Choose the chunk of a step that is not finite, if one is."""
     return len(parts) // 2
