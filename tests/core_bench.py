@@ -1,4 +1,4 @@
-"""An engine core without a model: prompts in, steps one by one, and a clock that stands still."""
+"""An engine core over a fake runner, run step by step, with a clock that only tests move."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Clock:
 
 
 class Bench:
-    """An engine core over a fake runner, with a clock that stands still."""
+    """An engine core over a fake runner, with a clock that only tests move."""
 
     def __init__(
         self,

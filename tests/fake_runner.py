@@ -75,7 +75,7 @@ class FakeRunner:
         return StepResult(logits, logits.argmax(dim=-1).tolist(), [chunk.tokens != self.not_finite for chunk in chunks])
 
     def forget_everything(self) -> None:
-        """Wipe the K/V of all blocks: whoever reads a cached one fails."""
+        """Wipe the K/V of all blocks, so that reading a cached one fails."""
         self._content = [[None] * self._block_size for _ in self._content]
 
     def _slot(self, chunk: Chunk, position: int) -> list[bytes | None]:
@@ -94,7 +94,7 @@ def with_tokens(chunks: Sequence[Chunk], input_ids: torch.Tensor) -> list[Chunk]
 
 
 def next_token(tokens: bytes) -> int:
-    """The fake model's answer to a prompt."""
+    """Return the fake model's answer to a prompt."""
     return sum(tokens) % VOCAB_SIZE
 
 
@@ -105,5 +105,5 @@ def one_hot(token_id: int) -> torch.Tensor:
 
 
 def tokens(ids: Sequence[int] | range) -> bytes:
-    """Token ids as the engine takes them."""
+    """Return token ids as the engine takes them."""
     return np.asarray(list(ids), dtype="<u4").tobytes()

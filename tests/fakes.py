@@ -15,7 +15,7 @@ MODEL = Namespace("model")
 
 
 def spell(text: str) -> bytes:
-    """A prompt with one token a character."""
+    """Make a prompt with one token a character."""
     return np.array([ord(character) for character in text], dtype="<u4").tobytes()
 
 
@@ -24,7 +24,7 @@ def make_tree(block_size: int) -> RadixTree:
 
 
 def packed(*block_ids: int) -> bytes:
-    """Block ids as nodes keep them."""
+    """Return block ids as nodes keep them."""
     return np.array(block_ids, dtype=np.int32).tobytes()
 
 
@@ -40,7 +40,7 @@ def lease_text(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> L
 
 
 def cached(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> int:
-    """Tokens of `text` that are cached, the last one too."""
+    """Count the tokens of `text` that are cached, the last one too."""
     return cache.match(namespace, spell(text + "\0")).cached_tokens
 
 

@@ -74,9 +74,6 @@ def test_a_request_over_cached_tokens_does_no_work_for_each_of_them() -> None:
     assert num_calls_of_a_hit(8_192) == num_calls_of_a_hit(131_072) < 300
 
 
-# -- SGLang's trees, which are not here --------------------------------------------------------------------------------
-
-
 class ListOfPrompts:
     """Stands in for a peer's tree."""
 

@@ -1,4 +1,4 @@
-"""Which leaf is evicted first, and how much of it. Blocks are four tokens; only tests move the clock."""
+"""Eviction order of leaves, and how much of each is evicted. Blocks are four tokens; only tests move the clock."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_closing_gives_back_what_was_not_committed(cache: PrefixCache) -> None:
 
 
 class TestBlocksAreSpared:
-    """So many are free or evictable after a lease."""
+    """Numbers of blocks that are free or evictable after a lease."""
 
     def test_as_many_as_there_are(self) -> None:
         cache = PrefixCache(8, 4)

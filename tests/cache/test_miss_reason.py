@@ -16,9 +16,6 @@ def make_cache(num_blocks: int = 16) -> PrefixCache:
     return PrefixCache(num_blocks, 4, clock=FakeClock())
 
 
-# -- what the cache says -----------------------------------------------------------------------------------------------
-
-
 def test_a_first_prompt_is_cold() -> None:
     assert explain(make_cache(), "abcdef") is MissReason.COLD
 

@@ -34,9 +34,6 @@ def assert_all_free(cache: PrefixCache) -> None:
     assert (cache.num_namespaces, cache.num_segments) == (0, 0)
 
 
-# -- matching ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_empty_cache_matches_nothing() -> None:
     match = make_cache().match(MODEL, spell("abc"))
     assert match.cached_tokens == 0
@@ -91,9 +88,6 @@ def test_a_prompt_is_one_or_more_whole_tokens(tokens: bytes) -> None:
     assert_all_free(cache)
 
 
-# -- namespaces --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("field", Namespace._fields)
 def test_namespaces_never_meet(field: str) -> None:
     cache, mine = make_cache(), Namespace("model", "tenant", "adapter", "salt")
@@ -129,9 +123,6 @@ def test_a_namespace_without_tokens_is_forgotten() -> None:
     assert cache.num_namespaces == 0
     publish(cache, "abcd")
     assert cached(cache, "abcd") == 4
-
-
-# -- leasing -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_cold_lease_owns_a_block_for_every_token() -> None:
@@ -202,9 +193,6 @@ def test_a_lease_pins_its_path_and_closing_unpins_it() -> None:
     inner.close()
     cache.check()
     assert (cache.num_pinned_blocks, cache.num_evictable_blocks) == (0, 3)
-
-
-# -- committing --------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_matchable_before_it_is_committed() -> None:
@@ -379,9 +367,6 @@ def test_an_abandoned_lease_leaves_nothing_reachable() -> None:
     assert cache.match(MODEL, spell("abcdefghij")).block_ids.tolist() == block_ids
 
 
-# -- a full pool -------------------------------------------------------------------------------------------------------
-
-
 def test_a_lease_evicts_only_what_it_is_short_of() -> None:
     cache = make_cache(num_blocks=4)
     publish(cache, "abcdefghijkl")
@@ -500,9 +485,6 @@ def test_a_prompt_as_large_as_the_pool_can_always_come_again() -> None:
         assert cached(cache, text) == 12
         cache.check()
     assert_all_free(cache)
-
-
-# -- check -------------------------------------------------------------------------------------------------------------
 
 
 def test_check_notices_a_pin_without_a_lease() -> None:

@@ -50,9 +50,6 @@ def node_of(planter: Planter, path: str) -> Node:
     return next(node for node in planter.tree.nodes() if path_text(node) == path)
 
 
-# -- matching ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_empty_tree_matches_nothing() -> None:
     assert make_tree(4).match(spell("abcd")) == (None, 0, b"")
 
@@ -134,9 +131,6 @@ def test_tokens_are_compared_whole_not_by_byte() -> None:
     tree.insert(np.array([1, 0x01020304], dtype="<u4").tobytes(), packed(0))
     almost = np.array([1, 0x05020304], dtype="<u4").tobytes()  # the lower three bytes are equal
     assert tree.match(almost)[1] == 4
-
-
-# -- inserting ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_first_insert_makes_one_leaf_of_all_its_blocks() -> None:
@@ -259,9 +253,6 @@ def test_an_insert_below_an_inner_node_takes_only_its_unknown_blocks() -> None:
     assert insertion.split is None
 
 
-# -- removing ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_removed_leaf_is_not_matched_any_more() -> None:
     planter = Planter()
     planter.insert("abcdefgh")
@@ -322,9 +313,6 @@ def test_cutting_splits_a_node_and_returns_the_upper_half() -> None:
     assert path_text(lower) == "abcd/efgh/ijkl"
 
 
-# -- fingerprints ------------------------------------------------------------------------------------------------------
-
-
 def test_a_fingerprint_depends_on_the_path_and_not_on_the_way_it_came_about() -> None:
     grown, split = Planter(), Planter()
     for text in ("ab", "abcd", "abcdXXXX", "abcdefghij"):
@@ -334,9 +322,6 @@ def test_a_fingerprint_depends_on_the_path_and_not_on_the_way_it_came_about() ->
     fingerprints = [{path_text(node): node.fingerprint for node in each.tree.nodes()} for each in (grown, split)]
     assert fingerprints[0] == fingerprints[1]
     assert len(set(fingerprints[0].values())) == 3
-
-
-# -- random shapes -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 7])
@@ -351,9 +336,6 @@ def test_random_inserts_match_what_a_set_of_prefixes_says(block_size: int) -> No
         assert insertion.is_covered == (longest == len(text))
         known.update(text[:end] for end in range(len(text) + 1))
         assert planter.match(text)[0] == len(text)
-
-
-# -- check -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,6 @@ class Shelf:
         return {node.tokens.decode("utf-32-le"): node.priority for node in nodes}
 
 
-# -- order -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_lower_priority_goes_first_whatever_the_policy(policy: str) -> None:
     shelf = Shelf(policy=policy)
@@ -83,9 +80,6 @@ def test_the_default_priority_takes_a_retention_back() -> None:
     assert shelf.retain("aaaa", Retention(50)) == (4, 0, 0)
     assert shelf.cache.num_retained_blocks == 0
     assert shelf.left_after(1, "aaaa", "bbbb") == [0, 4]
-
-
-# -- ranges ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_range_is_widened_to_whole_blocks() -> None:
@@ -156,9 +150,6 @@ def test_a_leaf_cut_short_by_eviction_keeps_its_priority() -> None:
     assert shelf.priorities() == {"aaaabbbb": 80}
 
 
-# -- the budget --------------------------------------------------------------------------------------------------------
-
-
 def test_a_fifth_of_the_pool_may_be_retained() -> None:
     shelf = Shelf(num_blocks=10)
     shelf.publish("aaaabbbbcccc")
@@ -210,9 +201,6 @@ def test_a_tenants_retained_blocks_are_counted() -> None:
     shelf.cache.retain(tenant, spell("aaaabbbb"), Retention(80, end=3))
     assert shelf.cache.tenants["acme"].num_retained_blocks == 1
     assert shelf.cache.tenants[""].num_retained_blocks == 0
-
-
-# -- time --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_priority_ends_with_its_time() -> None:
@@ -321,9 +309,6 @@ def test_a_retention_that_only_raises_leaves_what_lasts_longer(
     shelf.clock.now_s += 0.5
     shelf.cache.check()
     assert shelf.priorities() == {"aaaa": priority if lasts_s is None else 50}
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

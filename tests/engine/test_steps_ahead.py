@@ -26,7 +26,7 @@ class Activations:
 
 
 class Diary:
-    """Notes what a bench's runner and its callers see, in order."""
+    """Notes the events that a bench's runner and its callers see, in order."""
 
     def __init__(self, bench: Bench) -> None:
         self.entries: list[str] = []

@@ -47,7 +47,7 @@ _INSTRUCTIONS = ("HGMMA", "HMMA", "FFMA", "UTMALDG", "USETMAXREG", "LDGSTS", "LD
 
 @dataclass(frozen=True, slots=True)
 class CompiledCase:
-    """What the assembler made of one launch."""
+    """The assembler's output for one launch."""
 
     case: str
     kernel: str

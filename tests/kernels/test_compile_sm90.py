@@ -1,4 +1,4 @@
-"""What the sm_90 machine code of every kernel is held to. Needs no GPU: the compiler comes with triton."""
+"""Bounds of the sm_90 machine code of every kernel. They need no GPU: the compiler comes with triton."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is dequantized before attention, when, and that attention over it is what it is over the quantized pool."""
+"""Blocks that are dequantized before attention, when it pays, and equal results over them and the quantized pool."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_key_or_value_that_is_not_finite_spoils_what_it_spoils_in_the_pool(ker
 
 @pytest.mark.parametrize("kv_dtype", [FP8, INT8], ids=str)
 def test_many_small_weights_are_not_lost_in_float16(kv_dtype: torch.dtype, kernel_device: str) -> None:
-    """Where scales meet weights that takes bfloat16; here values have their scales already."""
+    """Attention takes bfloat16 where scales meet weights; here values have their scales already."""
     step = make_step([500], [4], MHA, dtype=FP16, kv_dtype=kv_dtype, device=kernel_device)
     key, value = torch.zeros(504, 2, 32), torch.full((504, 2, 32), 0.1)
     key[0], value[0] = 1.0, 0.0

@@ -81,9 +81,6 @@ def test_window_gathers_only_the_blocks_in_reach_of_the_tile() -> None:
     assert torch.isfinite(got).all()
 
 
-# -- bits --------------------------------------------------------------------------------------------------------------
-
-
 def in_parts(step: Step, cuts: list[int], scoring: Scoring) -> torch.Tensor:
     """The rows of a batch's only request, some at a time."""
     (kv_len,), table = step.batch.kv_lens, step.batch.block_tables[0].numpy()

@@ -1,4 +1,4 @@
-"""What a step needs comes to the device; there is none here, so what is asked of torch is noted."""
+"""A step's inputs come to the device. There is none here, so a fake notes the calls of torch."""
 
 from __future__ import annotations
 

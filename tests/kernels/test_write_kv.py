@@ -101,7 +101,7 @@ def test_padding_is_not_written(kernel_device: str) -> None:
 @pytest.mark.parametrize("kv_dtype", [None, torch.int4], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_largest_magnitude_is_noted(dtype: torch.dtype, kv_dtype: torch.dtype | None, kernel_device: str) -> None:
-    """What is not finite stays, whatever comes after; so does what was noted before."""
+    """A value that is not finite stays noted after later writes, and so does an earlier one."""
     step = make_step([5], [37], GQA, head_dim=80, dtype=dtype, kv_dtype=kv_dtype, device=kernel_device)
     largest = torch.zeros(2, 37, 2, device=kernel_device)  # of the reference and of the kernel
     largest[:, 4, 1] = 1e6

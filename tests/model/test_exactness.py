@@ -95,7 +95,7 @@ def test_a_product_that_is_not_exact_here_is_refused_by_name(tmp_path: Path, mon
 def test_torch_adds_up_a_row_in_the_same_order_from_two_rows_on(
     dtype: torch.dtype, function: Callable[[torch.Tensor], torch.Tensor], num_columns: int
 ) -> None:
-    """What exact mode leaves to torch. The numbers of a row cancel, so that the order shows; see `sum_order`."""
+    """Functions that exact mode leaves to torch. The numbers of a row cancel, so that the order of a sum shows."""
     rows, weight, _ = cancelling_product(torch.empty(1, num_columns, dtype=dtype), None, 600)
     rows = rows * weight
     whole = function(rows[None])[0]

@@ -1,4 +1,4 @@
-"""What stands in for torch's functions in exact mode on a GPU: the same results, however they are called."""
+"""Replacements of torch's functions in exact mode on a GPU: equal results, however they are called."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Small ways to break the project, each of which some test must notice; see `tests/mutants/mutation_check.py`."""
+"""Small ways to break the project, each of which some test must notice. `mutation_check.py` runs them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Breaks cache and engine in small ways, one at a time, and runs their tests on each: every mutant must be caught.
+"""Mutation check: breaks cache and engine in small ways, one at a time. Tests must notice every mutant.
 
     python -m tests.mutants.mutation_check
 
-A mutant is a text that stands exactly once in its file, and what it is replaced with. When the code changes, the
-check says which mutant no longer applies.
+A mutant is a text that stands exactly once in its file, and its replacement. When the code changes, the check names
+the mutants that no longer apply.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def is_caught(mutant: Mutant, tests: tuple[str, ...]) -> bool:
 
 
 def main() -> int:
-    """Run every mutant; 1 if one survives."""
+    """Run every mutant. Returns 1 if one survives."""
     survivors = total = 0
     for mutants, tests in CHECKS:
         for mutant in mutants:

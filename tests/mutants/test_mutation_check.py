@@ -1,4 +1,4 @@
-"""Mutants rot when the code that they break changes; this says so at once, and `make mutants` only on the way."""
+"""Every mutant applies to today's code. `make mutants` would notice only when it gets there."""
 
 from __future__ import annotations
 

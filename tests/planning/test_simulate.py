@@ -28,9 +28,6 @@ def hit_rate(requests: list[TraceRequest], policy: str, num_blocks: int) -> floa
     return simulate(requests, policy=policy, capacity_tokens=num_blocks * TOKENS_PER_ID).token_hit_rate
 
 
-# -- counting ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", SIMULATED_POLICIES)
 def test_a_roomy_cache_reuses_all_but_the_last_token(policy: str) -> None:
     done = simulate(trace([(1, 2), (1, 2), (1, 3), (4,)]), policy=policy, capacity_tokens=10 * TOKENS_PER_ID)
@@ -96,9 +93,6 @@ def test_each_request_is_reported() -> None:
 def test_nonsense_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         simulate(trace([(1,)]), **{"policy": "lru", "capacity_tokens": 512, **arguments})
-
-
-# -- no regret ---------------------------------------------------------------------------------------------------------
 
 
 def shared_prompt(_: random.Random) -> list[tuple[int, ...]]:
@@ -216,8 +210,6 @@ def test_a_simulation_is_deterministic() -> None:
     requests = trace(chats(random.Random(1)))
     assert hit_rate(requests, "adaptive", 100) == hit_rate(requests, "adaptive", 100)
 
-
-# -- the conversation trace --------------------------------------------------------------------------------------------
 
 needs_trace = pytest.mark.skipif(TRACE is None, reason="RADIXKV_TRACE names no conversation trace")
 CAPACITIES_TOKENS = (2_560_000, 5_120_000, 10_240_000, 25_600_000)

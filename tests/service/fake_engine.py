@@ -87,7 +87,7 @@ class FakeEngine:
         return future
 
     def generate(self, params, sampling, on_tokens) -> Future:
-        """Tells token after token from a thread of its own; while gated, all but the last."""
+        """Tell token after token from a thread of its own; while gated, all but the last."""
         if self.refusal is not None:
             raise self.refusal
         sampling.validate(VOCAB_SIZE)
@@ -273,7 +273,7 @@ class FakeEngine:
 
 
 def next_token_of(ids) -> int:
-    """The answer to a prompt."""
+    """Return the answer to a prompt."""
     return int(np.sum(ids, dtype=np.int64)) % VOCAB_SIZE
 
 

@@ -82,7 +82,7 @@ async def becomes_true(condition: Callable[[], bool]) -> bool:
 
 @contextlib.asynccontextmanager
 async def slow_line(address: str) -> AsyncIterator[str]:
-    """Yield an address that leads to `address`; after each piece that comes back the line rests."""
+    """Yield an address that leads to `address`; after each piece of an answer the line pauses."""
     connections = set()
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rest_s: float) -> None:

@@ -109,7 +109,7 @@ def test_fields_in_another_order_are_read_too(monkeypatch):
 
 
 def peak_bytes(function):
-    """The most that Python's allocator held at once for a call."""
+    """Return the most bytes that Python's allocator held at once for a call."""
     tracemalloc.start()
     try:
         function()

@@ -1,4 +1,4 @@
-"""What happens before an engine is there: refusals in time, and a log of the stages."""
+"""Stages before there is an engine: early refusals, and a log line for each."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""Many real calls with everything that callers do: they cancel, time out, stop reading, and are killed.
+"""Many real calls, by callers that cancel, time out, stop reading and are killed.
 
     python -m tests.whole.campaign --calls 50000
 
@@ -59,7 +59,7 @@ class Known:
 
 
 def make_prompts(seed: int) -> list[list[int]]:
-    """A few stems with branches, inside blocks too."""
+    """Make prompts from a few stems, with branches inside blocks too."""
     rng = random.Random(seed)
     stems = [[rng.randrange(256) for _ in range(200)] for _ in range(4)]
     return [
@@ -69,7 +69,7 @@ def make_prompts(seed: int) -> list[list[int]]:
 
 
 def ask_without_cache(address: str, prompts: list[list[int]]) -> list[Known]:
-    """The answers that all others must be equal to."""
+    """Return the answers without the cache, which all others must be equal to."""
     off = {"read_cache": False, "write_cache": False}
 
     def ask(ids: list[int]) -> Known:
@@ -82,7 +82,7 @@ def ask_without_cache(address: str, prompts: list[list[int]]) -> list[Known]:
 
 
 class Caller:
-    """One process of callers. Prints what became of its calls, line by line."""
+    """One caller of a process. Prints the outcomes of its calls, line by line."""
 
     def __init__(self, client: AsyncClient, known: list[Known], seed: int) -> None:
         self._client = client
@@ -194,7 +194,7 @@ async def be_a_worker(address: str, seed: int) -> None:
 
 @contextmanager
 def checked_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yields the process and its address."""
+    """Run a server that checks itself; yields the process and its address."""
     options = [word for setting in SETTINGS for word in ("--set", setting)]
     command = [sys.executable, "-m", "tests.whole.checked_server", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -207,7 +207,7 @@ def checked_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @dataclass
 class Report:
-    """What became of a campaign."""
+    """The outcome of a campaign."""
 
     outcomes: Counter[str]
     num_killed: int
@@ -219,7 +219,7 @@ class Report:
 
     @property
     def mistakes(self) -> list[str]:
-        """Everything that must not be; nothing, that is."""
+        """Everything that must not have happened; empty after a good campaign."""
         found = [outcome for outcome in self.outcomes if outcome.startswith(("WRONG", "UNEXPECTED"))]
         found += [f"{count} {name} left" for name, count in self.left_behind.items() if count]
         if self.last_words != "check passed, 0 leased, 0 pinned":
@@ -228,7 +228,7 @@ class Report:
 
 
 class Workers:
-    """Processes that call; now and then one is killed in the middle of its calls and another takes its place."""
+    """Processes of callers. When one is killed in the middle of its calls, another takes its place."""
 
     def __init__(self, address: str, known: list[Known], seed: int) -> None:
         self._address = address
@@ -241,7 +241,7 @@ class Workers:
         self._running = [self._start() for _ in range(NUM_WORKERS)]
 
     def kill_one(self, *, starts_another: bool = True) -> None:
-        """SIGKILL, in the middle of whatever it does."""
+        """Kill a process in the middle of its calls."""
         worker = self._running.pop(self._random.randrange(len(self._running)))
         worker.send_signal(signal.SIGKILL)
         worker.wait()
@@ -252,7 +252,7 @@ class Workers:
             self._running.append(self._start())
 
     def stop(self) -> None:
-        """Kill all of them, and wait until what they said is read."""
+        """Kill all of them, and wait until their output is read."""
         while self._running:
             self.kill_one(starts_another=False)
         for listener in self._listeners:
@@ -322,7 +322,7 @@ def run_campaign(num_calls: int, seed: int = 0, calls_per_kill: int = 2500) -> R
 
 
 def wait_until_idle(address: str) -> dict[str, int]:
-    """What is not given back although nobody asks for anything any more."""
+    """Wait until nothing is left of requests that have ended. Returns the numbers of things that are."""
     end_s = time.monotonic() + PATIENCE_S
     with Client(address, timeout_s=PATIENCE_S) as client:
         while True:
@@ -343,7 +343,7 @@ def wait_until_idle(address: str) -> dict[str, int]:
 
 
 def resident_mib_of(pid: int) -> float:
-    """Resident memory of a process."""
+    """Return the resident memory of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024

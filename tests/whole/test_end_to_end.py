@@ -1,4 +1,4 @@
-"""The product as its users meet it: `radixkv serve` in a process of its own, clients on the other end of a socket."""
+"""The whole service: `radixkv serve` in a process of its own, clients at the other end of a socket."""
 
 from __future__ import annotations
 

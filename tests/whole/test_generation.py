@@ -15,7 +15,7 @@ from tests.fake_runner import next_token, tokens
 
 
 def continuation(ids: list[int] | range, count: int) -> tuple[int, ...]:
-    """What the fake model generates."""
+    """Return the tokens that the fake model generates."""
     path = list(ids)
     for _ in range(count):
         path.append(next_token(tokens(path)))

@@ -1,4 +1,4 @@
-"""What Prometheus reads from `radixkv serve`, after a few calls whose every count is known."""
+"""Prometheus metrics of `radixkv serve`, after a few calls whose every count is known."""
 
 from __future__ import annotations
 

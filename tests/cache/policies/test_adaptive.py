@@ -1,4 +1,4 @@
-"""What the default policy learns from leaves that come back, and what it keys them by. Blocks are four tokens."""
+"""The default policy learns from leaves that come back, and keys them by it. Blocks are four tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random walks over the cache, every step judged by the oracle. A walk that fails is made short.
+"""Random walks over the cache. An oracle judges every step, and a failing walk is shortened.
 
 python -m tests.cache.walk.cache_walk --steps 1000000 --seed 1
 """
@@ -37,7 +37,7 @@ NAMESPACES = (Namespace("m"), Namespace("m", tenant="a"), Namespace("m", adapter
 
 @dataclass(frozen=True)
 class World:
-    """The size of things in one walk: small, so that everything collides."""
+    """The sizes of one walk. They are small, so that requests compete for blocks and share prefixes."""
 
     block_size: int
     num_blocks: int
@@ -85,7 +85,7 @@ WORLDS = (*ROOMY, *TIGHT, *SHARED)
 
 
 class Counts(NamedTuple):
-    """What every refused call must leave as it was, in blocks."""
+    """Numbers of blocks that a refused call must not change."""
 
     num_free: int
     num_leased: int
@@ -95,7 +95,7 @@ class Counts(NamedTuple):
 
 
 class Walk:
-    """One cache, its oracle, and whoever holds leases. Counts what happened."""
+    """One cache, its oracle and the holders of leases. Counts the events."""
 
     def __init__(self, world: World, policy: str) -> None:
         self.world = world
@@ -129,7 +129,7 @@ class Walk:
         }
 
     def step(self, dice: int) -> None:
-        """Do the one random thing that the dice say, then recount everything."""
+        """Do one random thing, then recount everything."""
         self.random.seed(dice)
         self.clock.now_s += self.random.choice((0, 0, 1))
         self.events["blocks expired"] += self.oracle.retention.expire(self.clock.now_s)
@@ -152,8 +152,6 @@ class Walk:
             holder.verify()
             if not holder.is_revoked:
                 assert self.oracle.num_published(holder.identities) >= holder.lease.committed_tokens
-
-    # -- what may happen -------------------------------------------------------------------------------------------
 
     def match(self) -> None:
         namespace, tokens = self._namespace(), self._prompt()
@@ -340,8 +338,6 @@ class Walk:
                 holder.lease.commit(self.random.choice((-1, holder.lease.num_tokens + 1)))
         assert self._counts() == before
 
-    # -- dice ------------------------------------------------------------------------------------------------------
-
     def _holder(self) -> Holder | None:
         return self.random.choice(self.holders) if self.holders else None
 
@@ -349,7 +345,7 @@ class Walk:
         return self.random.choice(NAMESPACES[: self.world.num_namespaces])
 
     def _prompt(self) -> bytes:
-        """Often the beginning of an earlier prompt, with something random after it."""
+        """Make a prompt: often the beginning of an earlier one, then random tokens."""
         old = self.random.choice(self.prompts)
         kept = old[: self.random.choice((len(old), self.random.randint(0, len(old))))]
         room = self.world.max_tokens - len(kept)
@@ -362,8 +358,6 @@ class Walk:
             self.prompts[self.random.randrange(12)] = prompt
         return np.array(prompt, dtype="<u4").tobytes()
 
-    # -- recounted -------------------------------------------------------------------------------------------------
-
     def _leaves(self) -> dict[Node, tuple[int, int]]:
         """Priority and blocks of each leaf that may be evicted."""
         self.cache.check()  # priorities whose time has come are taken back
@@ -371,7 +365,7 @@ class Walk:
         return {node: (node.priority, node.num_blocks) for node in nodes if node.is_leaf and not node.pin_count}
 
     def _num_kept_from(self, tenant: str | None) -> int:
-        """Evictable blocks that floors protect from a tenant."""
+        """Count the evictable blocks that floors of other tenants keep from a tenant."""
         kept = 0
         for other, quota in self.world.quotas:
             usage = self.cache.tenants[other]
@@ -381,14 +375,14 @@ class Walk:
         return kept
 
     def _num_takeable(self, tenant: str) -> float:
-        """Blocks that a tenant could have."""
+        """Count the blocks that a tenant could have."""
         takeable = self.cache.pool.num_free + self.cache.num_evictable_blocks - self._num_kept_from(tenant)
         ceiling, usage = dict(self.world.quotas).get(tenant, Quota()).ceiling_blocks, self.cache.tenants[tenant]
         in_use = usage.num_leased_blocks + usage.num_pinned_blocks
         return takeable if ceiling is None else min(takeable, ceiling - in_use)
 
     def _floors(self, tenant: str | None) -> dict[str, int]:
-        """What others must still have after this tenant took blocks."""
+        """Return the blocks that floors keep for other tenants after this tenant has taken its own."""
         quotas = [(other, quota) for other, quota in self.world.quotas if other != tenant]
         return {other: min(quota.floor_blocks, self.cache.tenants[other].num_cached_blocks) for other, quota in quotas}
 
@@ -402,7 +396,7 @@ class Walk:
         )
 
     def finish(self) -> None:
-        """Close and evict everything: not a block may be missing."""
+        """Close all leases and evict everything; then no block may be missing."""
         for holder in self.holders:
             holder.lease.close()
         num_published = self.cache.pool.num_published
@@ -414,7 +408,7 @@ class Walk:
 
 
 def dice_of(seed: int, steps: int) -> range:
-    """One number for each step of a walk; walks of different seeds share none."""
+    """Return one number for each step of a walk. Walks of different seeds share none."""
     return range(seed * 1_000_000, seed * 1_000_000 + steps)
 
 
@@ -448,7 +442,7 @@ def shortest_failing(is_failing: Callable[[list[int]], bool], dice: list[int]) -
 
 
 def fails(world: World, policy: str, dice: Iterable[int]) -> str:
-    """How a walk fails; empty if it does not."""
+    """Return the error that a walk fails with; empty if it passes."""
     try:
         walk(world, policy, dice)
     except (AssertionError, RadixKVError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -457,7 +451,7 @@ def fails(world: World, policy: str, dice: Iterable[int]) -> str:
 
 
 def report(world: World, policy: str, dice: list[int]) -> str:
-    """A failing walk in as few steps as were found, ready to be pasted into a test."""
+    """Describe a shortened failing walk as code that can be pasted into a test."""
     shortest = shortest_failing(lambda fewer: bool(fails(world, policy, fewer)), dice)
     return f"walk({world}, {policy!r}, {shortest})\n  fails with {fails(world, policy, shortest)}"
 

@@ -1,4 +1,4 @@
-"""A second opinion on the cache, slow and obvious, and a memory whose contents can be told apart.
+"""A slow and obvious model of the cache, and a memory in which every slot's content is recognizable.
 
 Every (namespace, prefix) gets a number of its own. The pretended K/V of a token is the number of the prefix that it
 ends: as with real K/V, two slots hold the same content only if all tokens before agree. Free and unwritten slots hold
@@ -30,7 +30,7 @@ Identities = npt.NDArray[np.int64]
 
 
 class Oracle:
-    """Knows which prefixes are published, and what each slot of the pool must hold."""
+    """The prefixes that are published, and the content that each slot of the pool must have."""
 
     def __init__(self, num_blocks: int, block_size: int, max_retained_blocks: int = 0) -> None:
         self.block_size = block_size
@@ -43,7 +43,7 @@ class Oracle:
         self._longest: dict[int, tuple[Namespace, bytes]] = {}  # published runs by their last identity
 
     def identities(self, namespace: Namespace, tokens: bytes) -> Identities:
-        """The number of each prefix of a prompt."""
+        """Return the number of each prefix of a prompt."""
         numbers = []
         before: object = tuple(namespace)  # not the cache's word for which namespaces are equal
         for token in np.frombuffer(tokens, dtype="<u4").tolist():
@@ -52,21 +52,21 @@ class Oracle:
         return np.array(numbers, dtype=np.int64)
 
     def num_published(self, identities: Identities) -> int:
-        """How many tokens of a prompt are published."""
+        """Count the published tokens of a prompt."""
         return next(
             (i for i, number in enumerate(identities.tolist()) if number not in self._published), identities.size
         )
 
     def num_reusable(self, identities: Identities) -> int:
-        """How many tokens of a prompt a match must find."""
+        """Count the tokens of a prompt that a match must find."""
         return min(self.num_published(identities), identities.size - 1)
 
     def was_published(self, identity: int) -> bool:
-        """Whether a prefix was matchable at any time."""
+        """Whether a prefix could be matched at any time."""
         return identity in self._ever_published
 
     def runs(self) -> list[tuple[Namespace, bytes]]:
-        """All that is published, each run to its end."""
+        """Return all published runs, each to its end."""
         return list(self._longest.values())
 
     def publish(self, namespace: Namespace, tokens: bytes, identities: Identities) -> None:
@@ -81,7 +81,7 @@ class Oracle:
             self.retention.published(numbers)
 
     def forget_evicted(self, cache: PrefixCache) -> int:
-        """After an eviction, believe the cache about what is left. Returns how many tokens are gone."""
+        """Take over from the cache what an eviction has left. Returns the number of tokens that are gone."""
         num_before = len(self._published)
         runs, self._longest, self._published = self.runs(), {}, set()
         for namespace, tokens in runs:
@@ -93,7 +93,7 @@ class Oracle:
         return num_before - len(self._published)
 
     def forget(self, is_gone: Callable[[Namespace], bool]) -> None:
-        """Forget all that is published in some namespaces."""
+        """Forget everything that is published in some namespaces."""
         runs, self._longest, self._published = self.runs(), {}, set()
         for namespace, tokens in runs:
             if not is_gone(namespace):
@@ -101,14 +101,14 @@ class Oracle:
         self.retention.forget_all_but(self._published)
 
     def verify_priorities(self, tree: RadixTree) -> None:
-        """Assert that every block of a tree has the priority that it should."""
+        """Assert that every block of a tree has its expected priority."""
         for node in tree.nodes():
             path = self.retention.path(self.identities(tree.owner.namespace, tree.path_tokens(node)).tolist())
             expected = {self.retention.priority(block) for block in path[len(path) - node.num_blocks :]}
             assert expected == {node.priority}, f"expected priorities {expected}, got {node.priority}"
 
     def hand_out(self, block_ids: npt.NDArray[np.int32]) -> None:
-        """Blocks have a new owner: what was in them is nobody's."""
+        """Fill blocks with poison, as they have a new owner."""
         self.content[block_ids] = UNWRITTEN
         self._handed_out.update(block_ids.tolist())
 
@@ -129,7 +129,7 @@ class Oracle:
 
 @dataclass
 class Holder:
-    """Somebody who computes a leased prompt's K/V, a chunk at a time."""
+    """A holder of a lease, which computes the prompt's K/V chunk by chunk."""
 
     oracle: Oracle
     lease: Lease
@@ -138,7 +138,7 @@ class Holder:
     is_revoked: bool = False
 
     def receive(self) -> None:
-        """Look at what was leased: the reused blocks are right, and nobody needs what was in the new ones."""
+        """Take a lease over: assert that the reused blocks hold the right K/V, and fill the new ones with poison."""
         oracle, lease = self.oracle, self.lease
         self.num_written = lease.cached_tokens
         num_whole = lease.cached_tokens // oracle.block_size
@@ -150,7 +150,7 @@ class Holder:
         self.verify()
 
     def write(self, upto: int) -> None:
-        """Compute up to a token."""
+        """Compute the prompt up to a token."""
         self.begin()
         for position in range(self.num_written, upto):
             block, offset = divmod(position, self.oracle.block_size)
@@ -158,14 +158,14 @@ class Holder:
         self.num_written = max(self.num_written, upto)
 
     def begin(self) -> None:
-        """Make the copy, if there is one to make."""
+        """Copy the block that the lease asks to copy, if there is one."""
         copy = self.lease.copy
         if copy is not None:
             self.oracle.content[copy.target] = self.oracle.content[copy.source]
             self.lease.copy = None
 
     def extend(self, tokens: bytes) -> int:
-        """Let the lease go on; returns how many blocks came with it."""
+        """Extend the lease. Returns the number of new blocks."""
         before = self.lease.block_ids
         self.lease.extend(tokens)
         new = self.lease.block_ids[~np.isin(self.lease.block_ids, before)]
@@ -175,7 +175,7 @@ class Holder:
         return int(new.size)
 
     def verify(self) -> None:
-        """Assert that everything reused or written so far is still in place."""
+        """Assert that everything reused or written until now is in place."""
         block_ids, copy = self.lease.block_ids, self.lease.copy
         if copy is not None:
             block_ids = np.where(block_ids == copy.target, np.int32(copy.source), block_ids)

@@ -1,4 +1,4 @@
-"""What is retained, kept block by block: slow and obvious, to judge the cache's own books.
+"""A slow and obvious model of retention, block by block, to check the cache against.
 
 A block is known by its path: the numbers that the content oracle gives to the last token of each block from the root
 on. Two blocks with one path can't be in a cache at the same time.
@@ -15,7 +15,7 @@ from radixkv.api.retention import DEFAULT_PRIORITY, Grant
 
 @dataclass(frozen=True)
 class Ask:
-    """A retention of published tokens, with its end in time; `math.inf` is for ever."""
+    """A retention of published tokens and the time when it ends; `math.inf` for none."""
 
     start: int
     end: int
@@ -39,7 +39,7 @@ class RetentionOracle:
         self._kept: dict[int, Kept] = {}
 
     def path(self, identities: list[int]) -> tuple[int, ...]:
-        """The last number of each block of a run."""
+        """Return the last number of each block of a run."""
         block_size = self.block_size
         return tuple(identities[min(end, len(identities)) - 1] for end in self._ends(len(identities), block_size))
 
@@ -51,11 +51,11 @@ class RetentionOracle:
         return self._kept[block].priority if block in self._kept else DEFAULT_PRIORITY
 
     def retained(self) -> set[int]:
-        """Blocks above the default priority, and all blocks before them."""
+        """Return the blocks above the default priority, and all blocks before them."""
         return {block for kept in self._kept.values() if kept.priority > DEFAULT_PRIORITY for block in kept.path}
 
     def retain(self, identities: list[int], ask: Ask) -> Grant:
-        """Do with a published run what a cache should."""
+        """Retain a published run as the cache should."""
         path = self.path(identities[: ask.end])
         num_granted_blocks = first = ask.start // self.block_size
         for index in range(first, len(path)):
@@ -77,7 +77,7 @@ class RetentionOracle:
         return kept.priority > ask.priority or (kept.priority == ask.priority and kept.expires_s >= ask.expires_s)
 
     def published(self, identities: list[int]) -> None:
-        """A run is published now. A partly filled block that it continues has grown, and has another last number."""
+        """Note a run as published. A partly filled block that it continues grows, so its last number changes."""
         for index, number in enumerate(identities):
             end = min((index // self.block_size + 1) * self.block_size, len(identities))
             if number in self._kept and index + 1 < end:
@@ -89,7 +89,7 @@ class RetentionOracle:
         self._kept = {block: kept for block, kept in self._kept.items() if block in published}
 
     def expire(self, now_s: float) -> int:
-        """Take back what has come to its end; returns how many blocks that are."""
+        """End the retentions whose time has come. Returns their number of blocks."""
         num_blocks = len(self._kept)
         self._kept = {block: kept for block, kept in self._kept.items() if kept.expires_s > now_s}
         return num_blocks - len(self._kept)

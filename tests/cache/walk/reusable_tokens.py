@@ -1,4 +1,4 @@
-"""An exact, independent count of what an infinite prefix cache would reuse. Knows nothing of radixkv."""
+"""An exact count of the tokens that an infinite prefix cache would reuse, which imports nothing of radixkv."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def count_reusable_tokens(prompts: Sequence[Sequence[int]]) -> list[int]:
         one count for each prompt.
 
     Complexity:
-        O(log n) prompt comparisons a prompt. Among sorted prompts, the longest common prefix is with a neighbour.
+        O(log n) prompt comparisons a prompt. Among sorted prompts, the longest common prefix is with a neighbor.
     """
     counts: list[int] = []
     earlier: list[bytes] = []  # sorted

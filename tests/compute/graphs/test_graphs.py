@@ -240,7 +240,7 @@ def test_the_smallest_step_with_room_is_taken(tmp_path: Path) -> None:
     assert sizes == [(1, 1), (2, 2), (4, 4), (16, 4), (32, 4)]
 
     def replayed(*lens: tuple[int, int]) -> tuple[int, int] | None:
-        """The step that is replayed for requests of so many new and cached tokens."""
+        """Return the step that is replayed for requests with these numbers of new and cached tokens."""
         chunks = [
             Chunk(random_tokens(0), start, start + num_new, np.arange(6 * i, 6 * i + 6, dtype=np.int32), None, False)
             for i, (num_new, start) in enumerate(lens)

@@ -1,4 +1,4 @@
-"""How steps are recorded. There is no GPU here, so what is asked of torch is noted."""
+"""Recording of steps. There is no GPU here, so a fake notes the calls of torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STORAGE: Any = SimpleNamespace()
 
 
 class Asked:
-    """What torch was asked for, in order."""
+    """The calls of torch, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[object] = []

@@ -1,4 +1,4 @@
-"""Knows what each answer of a simulated engine must be: from the request alone, without cache and blocks."""
+"""The answer that each request to a simulated engine must get, from the request alone, without cache and blocks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _ROUNDING_S = 1e-6  # answers tell their times in whole microseconds
 
 @dataclass(eq=False)
 class Asked:
-    """A request, and what is known of it from outside.
+    """A request, and everything that a caller and the runner have seen of it.
 
     Attributes:
-        told: tokens that its callback took.
+        told: tokens that its callback was given.
         num_computed: tokens that the runner computed for it.
         upto: where its last chunk ended; None before the first.
-        num_recomputed, num_skipped: by how much its chunks overlap, and what is between them.
+        num_recomputed, num_skipped: tokens in which its chunks overlap, and tokens between them.
         held: the receipt of a lease that it holds.
-        written_at_purge: what it had published when its namespace was purged; it publishes nothing more.
+        written_at_purge: tokens that it had published when its namespace was purged; it publishes no more.
         must_fail: it was in a step that failed, or its callback raised.
-        num_ends: how often the engine said that it was over.
+        num_ends: times that the engine has reported its end.
     """
 
     ask: Ask
@@ -56,7 +56,7 @@ class Asked:
         return continuation(self.ask.namespace, self.ask.tokens, self.ask.sampling)
 
     def computed(self, chunk: Chunk) -> None:
-        """A chunk of it is being computed."""
+        """Note that a chunk of it is being computed."""
         if self.upto is not None:
             self.num_recomputed += max(0, self.upto - chunk.start)
             self.num_skipped += max(0, chunk.start - self.upto)
@@ -64,7 +64,7 @@ class Asked:
         self.upto = chunk.end
 
     def told_wrong(self, news: GeneratedTokens) -> list[str]:
-        """Take a token that came; it is the next one, and the usage is that of now. Returns what is wrong."""
+        """Take a token: it must be the next one, with the usage of this moment. Returns the errors."""
         self.told.extend(news.token_ids)
         told, expected = tuple(self.told), self.expected
         return [
@@ -75,7 +75,7 @@ class Asked:
         ]
 
     def judge(self, now_s: float, *, is_closed: bool) -> Counter[str]:
-        """The future is done: it must be so, and so must what it says. Returns what it was."""
+        """Judge the finished future: whether it may be finished, and its result. Returns the kind of its end."""
         assert self.request.is_over or self.future.cancelled()
         if self.future.cancelled():
             assert self.is_cancelled
@@ -105,7 +105,7 @@ class Asked:
         return self.request.received_s + timing.total_us / 1e6
 
     def _judge_error(self, error: BaseException, now_s: float, is_closed: bool) -> None:
-        """Whether blocks were really out is judged when the engine says so."""
+        """Whether blocks were really out is judged when the engine reports it."""
         if isinstance(error, DeadlineExceeded):
             assert self.ask.deadline_s is not None
             assert self.ask.deadline_s <= now_s

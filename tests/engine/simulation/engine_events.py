@@ -22,7 +22,7 @@ HOW_STEPS_FAIL = ("before", "after", "not finite", "cancelled", "no memory")
 
 
 class _Value:
-    """Prints only what is not as usual, so that it can be pasted into a test."""
+    """Prints only the fields that differ from their defaults, so that it can be pasted into a test."""
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ class _Value:
 
 @dataclass(frozen=True, repr=False)
 class World(_Value):
-    """The size of things in one simulation.
+    """The sizes of one simulation.
 
     Attributes:
         step_s, token_s: virtual seconds that a step takes, and each of its tokens.
@@ -61,7 +61,7 @@ class Ask(_Value):
     """A request.
 
     Attributes:
-        key: by which other events name it.
+        key: the name that other events use for it.
         max_new_tokens: of a generation; 0 for a prefill.
         raises_at, cancels_at: the callback raises, or cancels, when it takes the token of this number; 0 for never.
     """
@@ -102,7 +102,7 @@ class Ask(_Value):
 
 @dataclass(frozen=True, repr=False)
 class Cancel(_Value):
-    """A caller gives up; while a step computes, or between two."""
+    """A caller cancels its request, while a step computes or between two steps."""
 
     at_s: float
     key: int
@@ -135,7 +135,7 @@ class Purge(_Value):
 
 @dataclass(frozen=True, repr=False)
 class Fail(_Value):
-    """A step fails: see `SimulatedRunner` for how. Or everybody in it is `cancelled` while it computes."""
+    """A step fails in one of the ways of `SimulatedRunner`, or all its requests are `cancelled` while it computes."""
 
     step: int
     how: str = "before"
@@ -143,7 +143,7 @@ class Fail(_Value):
 
 @dataclass(frozen=True, repr=False)
 class Close(_Value):
-    """The engine is closed, and nothing happens any more."""
+    """The engine is closed. No event follows."""
 
     at_s: float = 0.0
     step: int | None = None
@@ -153,7 +153,7 @@ Event = Ask | Cancel | Release | Retain | Purge | Fail | Close
 
 
 def tokens_of(prompt: Prompt, namespace: Namespace) -> bytes:
-    """A prompt's tokens; two stems share none, so prompts share what their pieces say."""
+    """Return a prompt's tokens. Two stems share none, so the pieces say what prompts share."""
     tokens = b""
     for stem, length in prompt:
         if stem == ANSWER:
@@ -176,7 +176,7 @@ def most_tokens_of(world: World, tenant: str, *, generates: bool) -> int:
 
 
 def cut(prompt: Prompt, num_tokens: int) -> Prompt:
-    """The first tokens of a prompt."""
+    """Return the first tokens of a prompt."""
     kept: list[tuple[int, int]] = []
     for stem, length in prompt:
         if num_tokens > 0:

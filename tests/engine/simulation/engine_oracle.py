@@ -28,8 +28,8 @@ class EngineOracle(Observer):
     """Hears of everything that happens to an engine, and asserts that it is right.
 
     Attributes:
-        events: what happened, and how often.
-        is_closed: the engine was.
+        events: kinds of events, each with its count.
+        is_closed: whether the engine was closed.
     """
 
     core: EngineCore
@@ -50,8 +50,6 @@ class EngineOracle(Observer):
         self._following: set[Request] = set()  # in the last step
         self._most_tokens = world.max_step_tokens  # of the next step
 
-    # -- what is told ----------------------------------------------------------------------------------------------
-
     def asked(self, asked: Asked) -> None:
         self._asked[asked.request] = asked
         self._news += 1
@@ -61,7 +59,7 @@ class EngineOracle(Observer):
         self._news += 1
 
     def purged(self, tenant: str | None, salt: str | None) -> None:
-        """Nothing of what was purged may be found."""
+        """Assert that no purged prefix is found."""
         self._news += 1
         for asked in self._asked.values():
             if asked.request.namespace.is_among(tenant, None, salt):
@@ -70,11 +68,11 @@ class EngineOracle(Observer):
                 assert self._cache.match(asked.ask.namespace, asked.ask.tokens).cached_tokens == 0, "purged and found"
 
     def told(self, asked: Asked, news: GeneratedTokens) -> None:
-        """A token came. The engine would take an error for the caller's, so it is kept for the step's end."""
+        """Take a token. An error here would look like the caller's, so it is kept for the end of the step."""
         self._runner.violations += asked.told_wrong(news)
 
     def computing(self, parts: Sequence[Part], broken: Sequence[Part]) -> list[Asked]:
-        """A step computes; `broken` are the parts that will fail. Returns who is in it."""
+        """Note that a step computes, whose parts `broken` will fail. Returns its requests."""
         computing = []
         for part, asked in self._computing(parts):
             computing.append(asked)
@@ -89,7 +87,7 @@ class EngineOracle(Observer):
         return computing
 
     def out_of_memory(self, parts: Sequence[Part]) -> None:
-        """The device has no memory for a step: the next one is smaller, and if there is no smaller one, it fails."""
+        """Note that the device has no memory for a step: the next one must be smaller, or the step fails if none is."""
         self.events["steps without memory"] += 1
         num_tokens = self._num_tokens(parts)
         self._most_tokens = max(1, num_tokens // 2)
@@ -114,7 +112,7 @@ class EngineOracle(Observer):
         self._num_waits += 1
 
     def step_failed(self, seconds: float, num_requests: int) -> None:
-        """Also one that failed when it was started ahead, in the step before."""
+        """Note a failed step, which may have been started ahead, during the step before."""
         self._num_waits += 1
 
     def request_paused(self, request: Request) -> None:
@@ -123,7 +121,7 @@ class EngineOracle(Observer):
             self._runner.violations.append("a paused request keeps its blocks")
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
-        """Whoever is refused for want of blocks could not have had them. What an observer raises would get lost."""
+        """Assert that a request refused for want of blocks could not have had them. Errors of observers are kept."""
         self._news += 1
         if isinstance(error, CapacityError) and (mistake := self._mistake_of_refusal(request, error)):
             self._runner.violations.append(mistake)
@@ -131,15 +129,13 @@ class EngineOracle(Observer):
     def ended(self, request: Request) -> None:
         self._asked[request].num_ends += 1
 
-    # -- a step ----------------------------------------------------------------------------------------------------
-
     def begin_step(self) -> None:
         self._waits_before = self._num_waits
         self._num_pauses = self.events["pauses"]
         self._news_before = self._news
 
     def end_step(self) -> None:
-        """Judge what a step has done."""
+        """Judge a step."""
         assert not self._runner.violations, self._runner.violations[0]
         self._cache.check()
         self._verify_contents()
@@ -156,7 +152,7 @@ class EngineOracle(Observer):
             )
 
     def _verify_progress(self) -> None:
-        """A step computes something or ends somebody, or somebody was paused; and then the next one computes."""
+        """Assert progress: a step computes, ends a request or pauses one, and after a pause the next one computes."""
         is_same = self._news == self._news_before
         is_idle = is_same and self._num_waits == self._waits_before
         if self.core.has_work and is_idle:
@@ -209,7 +205,7 @@ class EngineOracle(Observer):
             assert follower in flights._followers[leader]
 
     def _mistake_of_refusal(self, request: Request, error: CapacityError) -> str:
-        """Only held leases and others' floors are in the way, and there are not enough blocks beside them."""
+        """Whether a request can't run: held leases and floors of others leave too few blocks."""
         if isinstance(error, OutOfMemory):
             return "" if self._asked[request].must_fail else "a request was refused although a smaller step may fit"
         tenant, block_size = request.tenant, self._world.block_size
@@ -230,10 +226,8 @@ class EngineOracle(Observer):
             return "a request was refused although there are blocks for it"
         return "" if isinstance(error, OutOfBlocks | QuotaExceeded) else f"a request was refused with {error!r}"
 
-    # -- the end ---------------------------------------------------------------------------------------------------
-
     def finish(self) -> None:
-        """Everybody was answered, and nothing is left."""
+        """Assert that every request was answered and that nothing is left."""
         self.end_step()
         core, world = self.core, self._world
         assert not core.has_work

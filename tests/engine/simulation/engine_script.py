@@ -1,4 +1,4 @@
-"""Writes what happens to a simulated engine, from a seed: small worlds, where everything collides."""
+"""Scripts of events for a simulated engine, written from seeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.engine.simulation.simulated_model import VOCAB_SIZE
 
 
 def make_world(seed: int) -> World:
-    """A small world, so that everything collides."""
+    """Make a small world, so that requests compete for blocks and share prefixes."""
     rng = random.Random(f"world {seed}")
     computes_once = seed % 8 == 0
     block_size = rng.choice((1, 2, 4, 4, 8))
@@ -57,19 +57,19 @@ def make_world(seed: int) -> World:
 
 
 def make_script(world: World, seed: int) -> list[Event]:
-    """Seeded events in a world."""
+    """Write the events of a seed in a world."""
     return _Author(world, seed).script()
 
 
 class _Told(NamedTuple):
-    """An earlier prompt, and how many tokens were asked for after it and are the most likely ones."""
+    """An earlier prompt, and the number of tokens generated after it by taking the most likely ones."""
 
     prompt: Prompt
     num_generated: int
 
 
 class _Author:
-    """Writes scripts. How often each kind of thing happens differs from script to script."""
+    """Writes scripts. The frequency of each kind of event differs from script to script."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
@@ -158,10 +158,8 @@ class _Author:
             events.append(Purge(self._at(later, 20), rng.choice((None, "a", "b")), rng.choice((None, None, "s"))))
         return events
 
-    # -- prompts ---------------------------------------------------------------------------------------------------
-
     def _prompt(self, earlier: _Told, most_tokens: int) -> Prompt:
-        """An earlier one: the same, cut anywhere, or as the next turn of a conversation; and often something new."""
+        """Make a prompt from an earlier one: equal, cut, or continued by its answer; often new tokens follow."""
         rng, pieces = self._random, earlier.prompt
         if earlier.num_generated and self._chance(0.7):
             pieces = (*pieces, (ANSWER, rng.randint(1, earlier.num_generated)))
@@ -172,7 +170,7 @@ class _Author:
         return cut(pieces, most_tokens)
 
     def _branching(self, earlier: Prompt) -> Prompt:
-        """An earlier prompt's whole pieces, whole blocks of its own, and an end that nobody has."""
+        """Make a prompt of an earlier one's whole pieces, whole new blocks, and an end that no other prompt has."""
         rng = self._random
         trunk = earlier[: rng.randrange(len(earlier))] if earlier else ()
         if not trunk or self._chance(0.5):
@@ -182,8 +180,6 @@ class _Author:
     def _new_stem(self) -> int:
         self._num_stems += 1
         return self._num_stems
-
-    # -- dice ------------------------------------------------------------------------------------------------------
 
     def _retention(self, num_tokens: int) -> Retention:
         rng = self._random

@@ -1,4 +1,4 @@
-"""Simulates the whole engine over virtual time, every step judged by an oracle. A walk that fails is made short.
+"""Walks of the whole engine through virtual time. An oracle judges every step, and a failing walk is shortened.
 
 python -m tests.engine.simulation.engine_walk --seeds 2000 --seed 0
 """
@@ -35,16 +35,13 @@ def walk_seed(seed: int) -> Counter[str]:
 
 
 def troubled_scripts(seed: int) -> tuple[World, list[list[Event]]]:
-    """A seed's world, and its script with trouble at each step in turn: it fails, or the engine is closed after it."""
+    """Make a seed's world, and scripts with trouble at each step in turn: it fails, or the engine closes after it."""
     world = dataclasses.replace(make_world(seed), computes_once=False)
     script = [event for event in make_script(world, seed) if not isinstance(event, Fail | Close)]
     steps = range(walk(world, script)["steps"])
     troubles: list[Event] = [Fail(step, how) for step in steps for how in HOW_STEPS_FAIL]
     troubles += [Close(step=step + 1) for step in steps]
     return world, [[*script, trouble] for trouble in troubles]
-
-
-# -- a walk that fails -------------------------------------------------------------------------------------------------
 
 
 def fails(world: World, events: Iterable[Event]) -> str:
@@ -57,7 +54,7 @@ def fails(world: World, events: Iterable[Event]) -> str:
 
 
 def shortest(world: World, events: Sequence[Event]) -> list[Event]:
-    """Leave out events, and then what is special about them, as long as the walk fails in the same way."""
+    """Leave out events, and then their special fields, as long as the walk fails in the same way."""
     failure = fails(world, events)
 
     def is_failing(script: list[Event]) -> bool:
@@ -75,14 +72,14 @@ def shortest(world: World, events: Sequence[Event]) -> list[Event]:
 
 
 def report(world: World, events: Sequence[Event]) -> str:
-    """A failing walk in as few events as were found, ready to be pasted into a test."""
+    """Describe a shortened failing walk as code that can be pasted into a test."""
     script = shortest(world, events)
     lines = "".join(f"        {event},\n" for event in script)
     return f"walk(\n    {world},\n    [\n{lines}    ],\n)\n  fails with {fails(world, script)}"
 
 
 def judged(world: World, script: Sequence[Event]) -> Counter[str]:
-    """Take a walk; one that fails is made short.
+    """Take a walk. A failing one is shortened.
 
     Raises:
         AssertionError: it failed; the message can be pasted into a test.

@@ -1,4 +1,4 @@
-"""A whole engine in virtual time, and those who ask it for something; every step is judged by an oracle."""
+"""A whole engine in virtual time, its callers, and an oracle that judges every step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CallerBroke(Exception):
 
 
 class SimulatedEngine:
-    """One engine, whoever asks it for something, and the oracle.
+    """One engine, its callers and the oracle.
 
     time     ── step ──┬── step ──────────┬── step ──▶       the clock is moved on by the runner alone, or, when there
     events      cancel ┘ ask, purge, ...  ┘ cancel           is nothing to do, to what happens next
@@ -84,7 +84,7 @@ class SimulatedEngine:
         }
 
     def run(self) -> Counter[str]:
-        """Do all of it. Returns what happened, and how often."""
+        """Run the script. Returns the kinds of events, each with its count."""
         while not self.oracle.is_closed:
             self._happen()
             if self.oracle.is_closed:
@@ -105,14 +105,14 @@ class SimulatedEngine:
             self._close(Close())
 
     def _skip_time(self) -> bool:
-        """Nothing is to be computed: go to what happens next. Returns whether anything does."""
+        """Move the clock to the next event, as nothing is left to compute. Returns whether there is one."""
         expiry_s = self.core.held_leases.next_expiry_s()
         times_s = [event.at_s for event in self._timed[:1]] + ([] if expiry_s is None else [expiry_s])
         self.clock.now_s = max(self.clock.now_s, min(times_s, default=0.0))
         return bool(times_s)
 
     def _happen(self, *, during_step: bool = False) -> None:
-        """Let everything happen whose time has come. While a step computes, callers can only cancel."""
+        """Run the events whose time has come. While a step computes, callers can only cancel."""
         due = [event for event in self._timed if event.at_s <= self.clock.now_s]
         if during_step:
             due = [event for event in due if isinstance(event, Cancel) and event.during_step]
@@ -136,8 +136,6 @@ class SimulatedEngine:
         for asked in computing if failure == "cancelled" else ():
             self._give_up(asked)
         self._happen(during_step=True)
-
-    # -- what may happen -------------------------------------------------------------------------------------------
 
     def _ask(self, ask: Ask) -> None:
         asked = Asked(ask)

@@ -32,11 +32,8 @@ _ROWS = 3 * _random.standard_normal((2, 251, VOCAB_SIZE), dtype=np.float32)
 Content = npt.NDArray[np.uint64]
 
 
-# -- the model, without cache and blocks -------------------------------------------------------------------------------
-
-
 def chained(before: int, token_ids: Iterable[int]) -> Content:
-    """The K/V of tokens that come after a token whose K/V are `before`."""
+    """Return the K/V of tokens after a token whose K/V are `before`."""
     content = []
     for token_id in token_ids:
         before = ((before ^ token_id) * 0x9E3779B97F4A7C15) & _MASK
@@ -47,7 +44,7 @@ def chained(before: int, token_ids: Iterable[int]) -> Content:
 
 @lru_cache(maxsize=20_000)
 def content_of(namespace: Namespace, tokens: bytes) -> Content:
-    """The K/V of a whole path."""
+    """Return the K/V of a whole path."""
     return chained(first_digest(namespace), np.frombuffer(tokens, dtype="<u4").tolist())
 
 
@@ -57,7 +54,7 @@ def first_digest(namespace: Namespace) -> int:
 
 
 def logits_of(content: Content) -> npt.NDArray[np.float32]:
-    """The logits after a path, float32 `[vocab_size]`: another one, if a single slot is."""
+    """Return the logits after a path, float32 `[vocab_size]`. A single wrong slot changes them."""
     digest = xxh3_64_intdigest(content.tobytes())
     row: npt.NDArray[np.float32] = _ROWS[0, digest % 251] + _ROWS[1, (digest >> 32) % 251]
     return row
@@ -77,18 +74,15 @@ def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tup
     return tuple(token_ids)
 
 
-# -- the model over blocks ---------------------------------------------------------------------------------------------
-
-
 class DeviceLost(Exception):
     """A step failed because the simulation wanted it to."""
 
 
 class Part(NamedTuple):
-    """A chunk of a step, with the block table that it had when the step was prepared, and whose blocks those are.
+    """A chunk of a step, with its block table when the step was prepared, and the owners of those blocks.
 
     Attributes:
-        num_tokens: that the lease had then, and one more if that is what the step before computes.
+        num_tokens: tokens of the lease then, plus one if the step before computes it.
     """
 
     chunk: Chunk
@@ -99,23 +93,23 @@ class Part(NamedTuple):
 class SimulatedRunner:
     """Computes chunks over slots of digests, takes virtual time for it, and fails where it is told to.
 
-    The engine takes what it raises for a failed step; so what it sees go wrong is kept in `violations`.
+    The engine would take its errors for failed steps, so violations that it sees are kept in `violations`.
 
     Args:
-        cache: who owns which block.
+        cache: the owners of blocks.
         clock: is moved on by each step.
-        step_s, token_s: what a step costs, and each of its tokens.
+        step_s, token_s: virtual seconds of a step, and of each of its tokens.
         failures: how a step fails, by its index: `before` it has done anything, `after` it has scribbled over all that
             it was to write, with values that are `not finite` in one chunk, or because there was `no memory` for them.
-        during: is called while a step computes, with how it will fail, if it will.
+        during: called while a step computes, with the way it will fail, or None.
 
     Attributes:
-        content: uint64 `[num_blocks, block_size]`; 0 is what nobody wrote.
-        num_steps: how many were waited for, or failed when they were begun.
-        num_tokens: how many were computed.
-        num_copies: how many blocks were copied.
+        content: uint64 `[num_blocks, block_size]`; 0 where nothing was written.
+        num_steps: steps that were waited for, or that failed when they began.
+        num_tokens: computed tokens.
+        num_copies: copied blocks.
         num_prepared: steps that were prepared while another one was computed.
-        num_ahead: how many of them were started.
+        num_ahead: the prepared steps that were started.
     """
 
     is_asynchronous = True
@@ -147,7 +141,7 @@ class SimulatedRunner:
         self._prepared: list[Part] = []
 
     def prepare(self, chunks: Sequence[Chunk]) -> Launch:
-        """Note the block tables of now. The step before may be under way."""
+        """Note the present block tables. The step before may be under way."""
         is_ahead = self._is_under_way
         parts = []
         for chunk in chunks:
@@ -167,7 +161,7 @@ class SimulatedRunner:
         return self.prepare(chunks)(pack_tokens(chunks))
 
     def _start(self, prepared: Sequence[Part], input_ids: torch.Tensor) -> Wait:
-        """Begin a step. It writes where its block tables say, and until it is waited for what it writes is lost.
+        """Begin a step. It will write where its block tables say; until `wait`, those slots hold nothing of use.
 
         Every other step that fails before it has done anything fails here, and so does one without memory.
         """
@@ -193,7 +187,7 @@ class SimulatedRunner:
         return self.start(chunks)()
 
     def _finish(self, parts: Sequence[Part], failure: str | None) -> StepResult:
-        """Compute what was begun."""
+        """Compute the step that was begun."""
         self._is_under_way = False
         self.num_steps += 1
         chunks = [part.chunk for part in parts]
@@ -219,14 +213,14 @@ class SimulatedRunner:
         return StepResult(logits, logits.argmax(dim=-1).tolist(), is_finite)
 
     def read(self, block_ids: npt.NDArray[np.int32], num_tokens: int, start_block: int = 0) -> Content:
-        """The first slots that a block table leads to."""
+        """Return the first slots of a block table."""
         num_blocks = -(-num_tokens // self._cache.block_size)
         return self.content[block_ids[start_block:num_blocks]].ravel()[
             : num_tokens - start_block * self._cache.block_size
         ]
 
     def _lease_of(self, chunk: Chunk) -> Lease:
-        """Chunks know no namespace; but their block table is the very one of a lease."""
+        """Find the lease of a chunk by its block table: chunks know no namespace."""
         return next(lease for lease in self._cache.leases if lease.block_ids is chunk.block_ids)
 
     def _compute(self, parts: Sequence[Part], *, scribbles: bool) -> None:
@@ -255,7 +249,7 @@ class SimulatedRunner:
         self._write(chunk, 666)
 
     def _verify_writes(self, parts: Sequence[Part]) -> None:
-        """Each block that is written has one writer, who owns it; what is copied is not being written."""
+        """Assert that each written block has one writer, its owner, and that no copied block is being written."""
         written = [self._blocks_to_write(part.chunk) for part in parts]
         all_written = [block_id for block_ids in written for block_id in block_ids]
         if len(set(all_written)) < len(all_written):

@@ -1,4 +1,4 @@
-"""The whole engine in virtual time: seeded worlds, a failure at every step, and an oracle that has teeth."""
+"""The whole engine in virtual time: seeded worlds, failures at every step, broken engines that are noticed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.simulation.engine_events import Ask, Event, Fail, World
 from tests.engine.simulation.engine_script import make_script, make_world
 from tests.engine.simulation.engine_walk import fails, judged, report, shortest, troubled_scripts, walk
 
-# What every hundred seeds must show; otherwise they prove little.
+# Events that every hundred seeds must contain; otherwise they prove little.
 INTERESTING = {
     "answered",
     "blocks purged in use",

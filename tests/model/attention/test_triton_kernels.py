@@ -157,7 +157,7 @@ def test_a_whole_model_answers_alike_whether_blocks_are_dequantized_first_or_not
 def pools_attended(
     kernels: TritonKernels, query_lens: list[int], monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...]
 ) -> list[torch.dtype]:
-    """What attention reads in a step of two layers for each window, after 8,192 tokens that all requests share."""
+    """Return the pools that attention reads in a step of two layers, by window, after 8,192 shared tokens."""
     pools: list[KVPool] = []
 
     def attend(query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, *_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""Small random-weight checkpoints, written to disk as any model is."""
+"""Small checkpoints with random weights, written to disk."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def write_checkpoint(config: PretrainedConfig, directory: Path, *, max_shard_siz
 
 
 def load_eager(directory: Path) -> PreTrainedModel:
-    """The oracle: transformers' own model with transformers' own eager attention."""
+    """Load the oracle: transformers' own model with its own eager attention."""
     return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", local_files_only=True).eval()

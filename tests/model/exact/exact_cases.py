@@ -51,13 +51,13 @@ MAX_TOKENS = 420  # beyond the first tile of attention
 
 @dataclass(frozen=True)
 class Answer:
-    """What must not depend on the cache."""
+    """The parts of an answer that must not depend on the cache."""
 
     result: PrefillResult
     kv: torch.Tensor  # bytes [num_tokens, num_layers, n], scales included
 
     def difference(self, other: Answer) -> str:
-        """Where two answers differ first; empty if they are the same."""
+        """Return where two answers differ first; empty if they are equal."""
         differs = (self.kv != other.kv).any(-1)  # [num_tokens, num_layers]
         if differs.any():
             token, layer = differs.nonzero()[0].tolist()
@@ -70,7 +70,7 @@ class Answer:
 
 
 class Cases:
-    """Cases of one model. Counts what they met.
+    """Cases of one model. Counts the events of its cases.
 
     Args:
         directory: a checkpoint.
@@ -96,7 +96,7 @@ class Cases:
         self.counts: Counter[str] = Counter()
 
     def run(self) -> str:
-        """One case; says how it differs, or nothing."""
+        """Run one case. Returns how the answers differ; empty if they are equal."""
         prompt = self._prompt()
         if self.random.random() < 0.3:
             prompt = self._turn_after(prompt)
@@ -122,7 +122,7 @@ class Cases:
         return f"{difference}: {usage}, {len(mates)} mates" if difference else ""
 
     def _turn_after(self, prompt: list[int]) -> list[int]:
-        """Let the model go on with a prompt, with company; returns the next turn, whose K/V come from decode steps."""
+        """Generate after a prompt, beside other requests. Returns the next turn, whose K/V come from decode steps."""
         count = self.random.choice((2, self.random.randint(2, 40)))
         prompt = prompt[: MAX_TOKENS - count - 2]
         core = EngineCore(self.runner, self.cache, EngineConfig(max_step_tokens=self.random.choice((33, 200))))
@@ -145,7 +145,7 @@ class Cases:
         return future
 
     def _ask(self, requests: list[tuple[list[int], str, bool]]) -> Answer | None:
-        """Run requests together, and look at the last one's answer; None if there was no room for it."""
+        """Run requests together. Returns the last one's answer; None if there was no room for it."""
         config = EngineConfig(max_step_tokens=self.random.choice((33, 64, 200, 1000)))
         core = EngineCore(self.runner, self.cache, config)
         futures = [self._submit(core, *request, holds=request is requests[-1]) for request in requests]
@@ -181,7 +181,7 @@ class Cases:
         return future
 
     def _prompt(self) -> list[int]:
-        """Nearly always the beginning of a stem, then something new."""
+        """Make a prompt: nearly always the beginning of a stem, then new tokens."""
         stem = self.random.choice(self.stems)
         shared = stem[: self.random.randint(1, MAX_TOKENS - 2)]
         own = self._fresh(self.random.choice((2, self.random.randint(1, 60), self.random.randint(3, 200))))
@@ -202,7 +202,7 @@ def run_cases(
     kv_dtype: str = "auto",
     device: str = "cpu",
 ) -> tuple[Counter[str], str]:
-    """Run cases of one model; returns what they met, and the first difference."""
+    """Run cases of one model. Returns the counted events and the first difference."""
     first = ""
     with tempfile.TemporaryDirectory() as folder:
         cases = Cases(write_checkpoint(MODELS[model], Path(folder)), dtype, kv_dtype, exactness, seed, device)
