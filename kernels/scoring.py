@@ -1,4 +1,4 @@
-"""How attention turns queries and keys into scores, and which keys a query sees."""
+"""The rule by which attention scores keys: scale, sliding window, softcap."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What one layer asks of attention.
+    """Rule by which the queries of one layer score keys, and the keys that they see.
 
     Attributes:
         scale: factor on the dot products, above 0.

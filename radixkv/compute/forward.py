@@ -1,4 +1,4 @@
-"""One forward pass over the pool: what goes in, and what comes out."""
+"""One forward pass over the pool: its inputs, its outputs, and the computation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ from radixkv.tokens import TOKEN_BYTES
 class Chunk:
     """The part `[start, end)` of one request's tokens, to be computed in one step. K/V of all tokens before it exist.
 
+    >>> chunk = Chunk(bytes(40), 4, 10, np.array([3], dtype=np.int32), None, wants_logits=True)
+    >>> chunk.num_tokens
+    6
+
     Attributes:
-        tokens: all of them so far, little-endian uint32 bytes. Those of the chunk itself may come later, when a step
-            that was prepared is started.
-        block_ids: int32, their blocks.
+        tokens: all tokens of the request so far, little-endian uint32 bytes. The chunk's own tokens may come later,
+            when a prepared step is started.
+        block_ids: int32, the blocks of these tokens.
         copy: a block copy to make first.
-        wants_logits: whether the logits after the chunk's last token are wanted.
+        wants_logits: whether the logits after the chunk's last token are returned.
     """
 
     tokens: bytes | bytearray
@@ -46,12 +50,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where the packed tokens of several requests stand. Laid out on the host, read on the model's device.
+    """Positions of the packed tokens of several requests. Laid out on the host, read on the model's device.
 
     Attributes:
-        positions: int64 `[num_tokens]`.
-        logit_rows: int64 `[n]`, the rows whose logits are wanted.
-        batch: whose tokens these are and where their K/V live.
+        positions: int64 `[num_tokens]`, the position of each token in its own sequence.
+        logit_rows: int64 `[n]`, the rows whose logits are returned.
+        batch: the requests of the tokens, and the places of their K/V.
     """
 
     positions: torch.Tensor
@@ -59,7 +63,7 @@ class StepLayout:
     batch: PagedBatch
 
     def to(self, device: torch.device) -> StepLayout:
-        """The same on a device; see `to_device`."""
+        """Return the same layout with its tensors on a device; see `to_device`."""
         return StepLayout(
             to_device(self.positions, device),
             to_device(self.logit_rows, device),
@@ -68,10 +72,10 @@ class StepLayout:
 
 
 def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepLayout:
-    """Say where the packed tokens of some chunks stand, on the host. Looks at none of them.
+    """Lay out the tokens of some chunks, one chunk after the other, on the host. Does not read the tokens.
 
     Args:
-        chunks: at least one.
+        chunks: at least one chunk.
         block_size: tokens a block.
     """
     batch = PagedBatch.build(
@@ -86,19 +90,19 @@ def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepLayout:
 
 
 def pack_tokens(chunks: Sequence[Chunk]) -> torch.Tensor:
-    """The tokens of some chunks, one chunk after the other, int64 on the host."""
+    """Return the tokens of some chunks, one chunk after the other, int64 `[num_tokens]` on the host."""
     parts = [chunk.tokens[chunk.start * TOKEN_BYTES : chunk.end * TOKEN_BYTES] for chunk in chunks]
     packed = np.frombuffer(b"".join(parts), dtype="<u4")
     return torch.from_numpy(packed.astype(np.int64))
 
 
 class StepOutputs(NamedTuple):
-    """What a forward pass computes, on the model's device.
+    """Results of a forward pass, on the model's device.
 
     Attributes:
         logits: float32 `[n, vocab_size]`.
-        summary: int64 `[num_tokens + n]`, what the host has to know of each step: for each token whether its K, V and
-            last hidden state are finite, then for each row of logits the most likely token. In one piece, so that the
+        summary: int64 `[num_tokens + n]`, what the host needs after each step: for each token 1 if its K, V and last
+            hidden state are finite, else 0; then for each row of logits the most likely token. One tensor, so that the
             host waits once.
     """
 
@@ -109,14 +113,14 @@ class StepOutputs(NamedTuple):
 def compute_step(
     model: Model, pool: KVPool, kernels: AttentionKernels, input_ids: torch.Tensor, layout: StepLayout
 ) -> StepOutputs:
-    """Compute all tokens and write their K/V. Waits for nothing.
+    """Compute all tokens and write their K/V. Does not wait for the device.
 
     Args:
         model: the weights.
-        pool: where K and V are kept.
-        kernels: what works on the pool.
+        pool: the K/V memory.
+        kernels: the operations on the pool.
         input_ids: int64 `[num_tokens]` on the model's device.
-        layout: on the same.
+        layout: the layout of these tokens, on the model's device.
     """
     step = PagedStep(pool, layout.batch, kernels)
     logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows)

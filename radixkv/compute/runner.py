@@ -19,11 +19,11 @@ from radixkv.storage.device_pool import KVStorage
 
 
 class StepResult(NamedTuple):
-    """What a step computed.
+    """Results of a step, after the device has computed it.
 
     Attributes:
         logits: float32 `[n, vocab_size]` on the model's device; valid until the next step is started.
-        most_likely: for each row of logits, the token with the largest.
+        most_likely: for each row of logits, the token with the largest logit.
         is_finite: for each chunk, whether K, V and the last hidden states of all its tokens are finite.
     """
 
@@ -32,21 +32,26 @@ class StepResult(NamedTuple):
     is_finite: list[bool]
 
 
-# Waits for a step that was started. To be called once.
+# Waits for a step that was started, and returns its result. To be called once.
 Wait: TypeAlias = Callable[[], StepResult]
-# Starts a step that was prepared, given the tokens of its chunks one after the other, int64 `[num_tokens]` on the host.
-# The step before must have been waited for.
+# Starts a prepared step, given the tokens of its chunks one after the other, int64 `[num_tokens]` on the host. The step
+# before must have been waited for.
 Launch: TypeAlias = Callable[[torch.Tensor], Wait]
 
 
 class Runner:
-    """Owns the model and the K/V memory; knows nothing of trees and requests.
+    """Owns the model and the K/V memory, and computes steps. Knows nothing of trees and requests.
+
+    A step is prepared, started, and waited for. The next one may be prepared while it is computed:
+
+        host      prepare 1 │ start 1 │ prepare 2 │ wait 1 │ start 2 │ prepare 3 ...
+        device              [ step 1 ............. )       [ step 2 ......
 
     Args:
         model: the weights.
         storage: the K/V memory.
-        kernels: what works on it.
-        graphs: steps that are recorded over all three; None if there are none.
+        kernels: the operations on it.
+        graphs: steps recorded over model, storage and kernels; None for no recorded steps.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class Runner:
         return self._graphs is not None and bool(self._graphs.shapes)
 
     def without_graphs(self) -> Runner:
-        """The same model over the same memory, where every step is launched kernel by kernel."""
+        """Return a runner of the same model and memory that launches every step kernel by kernel."""
         return Runner(self.model, self.storage, self._kernels)
 
     @property
@@ -72,12 +77,12 @@ class Runner:
         return self.model.device.type == "cuda"
 
     def prepare(self, chunks: Sequence[Chunk]) -> Launch:
-        """Do what can be done of a step before its tokens are known. The step before may still be computed.
+        """Do the work of a step that does not need its tokens. The step before may still be computed.
 
-        A recorded step is planned and brought as far as pinned memory; of any other the tables are made.
+        A recorded step is planned and written to pinned memory. Of any other step the tables are made.
 
         Returns:
-            Starts it, unless another step was prepared since; see `start`.
+            A function that starts the step; see `start`. It must not be called after another step was prepared.
         """
         layout = lay_out(chunks, self.storage.block_size)
         copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
@@ -87,11 +92,11 @@ class Runner:
     def start(self, chunks: Sequence[Chunk]) -> Wait:
         """Copy shared blocks, then compute all chunks in one forward pass. The step before must have been waited for.
 
-        If it is not asynchronous, all is computed when it is waited for.
+        If the runner is not asynchronous, the step is computed when it is waited for.
 
         Returns:
-            Waits, and returns a row of logits for each chunk that wants them, in order, and for each chunk whether all
-            its tokens came out finite.
+            A function that waits, and returns a row of logits for each chunk that wants them, in order, and for each
+            chunk whether all its numbers are finite.
         """
         return self.prepare(chunks)(pack_tokens(chunks))
 

@@ -1,4 +1,4 @@
-"""Makes a loaded model compute each token from its prefix alone, bit for bit, whatever is computed with it."""
+"""Exact mode: each token's bits depend on its prefix alone, whatever is computed with it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from radixkv.model.refusals import SERVE_FAST
 
 T = TypeVar("T")
 
-# A forward pass has a multiple of so many tokens, padding included: a single row would be taken for a vector.
+# A forward pass has a multiple of this many tokens, padding included: a single row would be taken for a vector.
 TOKENS_MULTIPLE = SIZES[-1]
 
-# Few rows are ever wanted of the largest matrices, which make logits; trying 512 rows on one takes half a minute.
+# The largest matrices make logits, of which a step needs few rows; to try 512 rows takes half a minute.
 _WIDE_FEATURES = 32_768
 _WIDE_SIZES = (64, 16)
 
-# Functions of one number that torch computes, or could compute, differently in vectors and one by one: here sigmoid,
-# gelu, softplus and mish in float32, rsqrt in half precision.
+# Functions of one number that torch computes, or could compute, differently in vectors and one by one. Seen to differ:
+# sigmoid, gelu, softplus and mish in float32, rsqrt in half precision.
 _POINTWISE = (
     *("cos", "sin", "tan", "rsqrt", "exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "erfc"),
     *("sigmoid", "logsigmoid", "silu", "gelu", "mish", "softplus", "elu", "selu", "hardswish"),
@@ -34,10 +34,10 @@ _POINTWISE = (
 
 
 class ExactFunctions(TorchFunctionMode):
-    """While it is entered, some of torch's functions are replaced by exact ones.
+    """Replaces some of torch's functions by exact ones while it is entered.
 
     Args:
-        functions: what to call in place of what.
+        functions: exact functions, by the function of torch that each replaces.
     """
 
     def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
@@ -47,15 +47,21 @@ class ExactFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Called by torch for each of its functions."""
+        """Call the replacement of a function, or the function itself. Torch calls this."""
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
 def make_exact(module: PreTrainedModel) -> ExactFunctions:
-    """Prepare a model that is where it will run; what is returned must be entered during each forward pass.
+    """Prepare a model that is on its device for exact mode.
 
-    A mixture of experts computes each expert's tokens by itself, and adds them up in the order of the experts. What is
-    left inexact is found by `check_model`.
+    A mixture of experts computes each expert's tokens by themselves, and adds them up in the order of the experts.
+    `check_model` finds what is inexact nevertheless.
+
+    Returns:
+        A context manager that must be entered during each forward pass.
+
+    Raises:
+        ConfigError: the model is on a GPU that the kernels were not made for.
     """
     if module._can_set_experts_implementation():
         module.set_experts_implementation("eager")
@@ -69,12 +75,15 @@ def make_exact(module: PreTrainedModel) -> ExactFunctions:
 
 
 class _Products(Generic[T]):
-    """Products, by a way that is tried once for each shape of weight.
+    """Replacements of torch's products. Each shape of weight is tried once before its first product.
 
     Args:
-        module: whose weights they are, for their names.
-        attempt: tries it for a weight and a bias; what it returns is false if rows are not computed alike.
-        multiply: the product of rows, a weight and a bias, given what the attempt returned.
+        module: the model, for the names of its weights.
+        attempt: tries products with a weight and a bias. A false result means that rows are not computed alike.
+        multiply: computes the product of rows, a weight and a bias, given the result of the attempt.
+
+    Attributes:
+        functions: the replacements, for `ExactFunctions`.
     """
 
     def __init__(
@@ -119,7 +128,7 @@ def _agreeing_sizes(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[in
 
 
 def pointwise_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Functions of single numbers on a CPU, in pieces, and what they stand for."""
+    """Return replacements of torch's functions of single numbers, for a CPU; see `in_row_pieces`."""
     functions = {}
     for name in _POINTWISE:
         for owner in (torch, torch.Tensor, torch.special, functional, torch._C._nn):

@@ -1,4 +1,4 @@
-"""Torch's functions that add up rows, as Triton kernels whose rows do not depend on each other: exact mode on a GPU."""
+"""Exact mode on a GPU: replaces torch's functions that add up rows by kernels that compute each row by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from radixkv.errors import ConfigError
 from radixkv.kernels.flat_rows import DTYPES
 from radixkv.kernels.norm import rms_norm, row_mean
 
-# Of a block, on an H100, H200 or B200: what the tiles of `linear` were made for. GPUs that have it have TMA.
+# Shared memory of a block on an H100, H200 or B200, for which the tiles of `linear` were made. GPUs with it have TMA.
 _SHARED_BYTES = 232_448
 
 
@@ -20,7 +20,7 @@ def require_exact_gpu(device: torch.device) -> None:
     """Refuse a GPU that the kernels were not made for.
 
     Raises:
-        ConfigError: it has less shared memory.
+        ConfigError: it has less shared memory than they need.
     """
     gpu = torch.cuda.get_device_properties(device)
     shared_bytes: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's annotations lack it
@@ -32,9 +32,9 @@ def require_exact_gpu(device: torch.device) -> None:
 
 
 def row_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What to call in place of torch's functions of rows, products left out; torch's own where ours say nothing.
+    """Return replacements of torch's functions of rows, other than products. They fall back to torch's own.
 
-    Functions of single numbers need no replacement there: each number is computed by a thread of its own.
+    Functions of single numbers need no replacement on a GPU: a thread computes each number by itself.
     """
     return {
         torch.mean: _mean,

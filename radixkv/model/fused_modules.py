@@ -5,8 +5,8 @@
     layer       input_layernorm, self_attn, post_attention_layernorm,    add_rms_norm between its halves
                 mlp
 
-What a part computes is not read from its class. It is tried at load beside the kernel, on random rows. Stand-ins that
-only move numbers play the products and the attention there, so that nothing is compared but what the kernel replaces.
+A part is not recognized by its class. It is tried beside the kernel at load, on random rows. In the trial, stand-ins
+that only move numbers replace the products and the attention, so that only what the kernel replaces is compared.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ Forward = Callable[..., Any]
 _MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
-# What models hand to a layer for its attention.
+# Keywords that models pass to a layer for its attention.
 _PASSED_ON = ("position_embeddings", "attention_mask", "position_ids", "radix_step")
 
-# Rows of a trial: one, and an odd number. Their numbers are of sizes from 0.001, where eps matters, to 10.
+# Rows of a trial: one, and an odd number. The sizes of their numbers run from 0.001, where eps matters, to 10.
 _NUM_ROWS = (1, 17)
 _NUM_SIZES = 5
 
-# Of a row's largest number: float32 sums have an order, and what is rounded to less may fall to the other side twice.
-# It seldom does: of numbers that are off by 1e-6 one in a thousand in float16, fewer in bfloat16. Rounding in another
-# order shows in one of four, and a scale of 1.01 in all.
+# Tolerances, relative to a row's largest number. Float32 sums depend on their order, and rounding to fewer digits may
+# then go the other way, twice. It seldom does: of numbers that are off by 1e-6 one in a thousand in float16, fewer in
+# bfloat16. Rounding in another order changes one number in four, and a scale of 1.01 changes all.
 _FLOAT32_TOLERANCE = 1e-5
 _ROUNDINGS = 2
 _LARGEST_SHARE = 0.05
 
 
 class FusedModules:
-    """Parts of a model that run as kernels: `forward` of these instances, and nothing outside this model.
+    """Replaces `forward` of known parts of a model by kernels. Nothing outside this model changes.
 
     A part that looks known but computes something else stays as it is, and the log names its class once. While a
-    module that a kernel covers has hooks, its part runs as transformers wrote it, so that they are called.
+    module that a kernel replaces has hooks, its part runs as transformers wrote it, so that the hooks are called.
 
     Args:
         module: the model, on its device and in evaluation mode.
 
     Attributes:
-        names: of the parts.
+        names: names of the replaced parts.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,7 +85,7 @@ class FusedModules:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Inside, all parts run as transformers wrote them."""
+        """Let all parts run as transformers wrote them, inside the `with` block."""
         for part in self._forwards:
             del vars(part)["forward"]
         try:
@@ -99,21 +99,24 @@ class FusedModules:
 
 
 class _Refused(Exception):
-    """Why a part that looks known stays as it is."""
+    """A part that looks known failed its trial. The message says why."""
 
 
 def _known_forward(part: Any, dtype: torch.dtype, styles: dict[nn.Module, NormStyle]) -> Forward | None:
-    """What may take the place of a part's forward pass, called with the part first; None if it does not look known.
+    """Find the replacement of a part's forward pass, which is called with the part first.
 
     Args:
-        part: of a model.
-        dtype: of the model's parameters.
-        styles: of the norms that were tried before; a norm is added.
+        part: a module of the model.
+        dtype: dtype of the model's parameters.
+        styles: styles of the norms that were tried before. If the part is a norm, its style is added.
+
+    Returns:
+        The replacement; None if the part does not look known.
 
     Raises:
-        _Refused: it looks known, and fails its trial.
+        _Refused: the part looks known, but fails its trial.
     """
-    if "forward" in vars(part):  # somebody else's
+    if "forward" in vars(part):  # another library replaced it
         return None
     children = {name for name, _ in part.named_children()}
     try:
@@ -136,7 +139,7 @@ def _known_forward(part: Any, dtype: torch.dtype, styles: dict[nn.Module, NormSt
 
 
 def _is_norm(part: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether it has the parameters of an RMS norm, in the dtype of the rows that it will be given."""
+    """Whether a part has the parameters of an RMS norm, in the dtype of the model's rows."""
     parameters = dict(part.named_parameters())
     weight = parameters.get("weight")
     return (
@@ -194,7 +197,7 @@ def _try_mlp(mlp: Any, dtype: torch.dtype) -> None:
 
 
 def _try_layer(layer: Any, forward: Forward) -> None:
-    """Also holds what the attention is handed against what the layer was."""
+    """Try a layer, and check that it passes its keywords on to the attention."""
     passed_on = {name: object() for name in _PASSED_ON}
     heard: list[bool] = []
 
@@ -210,7 +213,7 @@ def _try_layer(layer: Any, forward: Forward) -> None:
 
 
 def _with_stand_ins(part: nn.Module, players: Mapping[str, Forward]) -> nn.Module:
-    """Copy a part, with some of its children played by functions; the other children are the same in both."""
+    """Copy a part and replace some of its children by functions. The copy shares its other children."""
     played = copy.copy(part)
     played._modules = dict(part._modules)
     for name, play in players.items():
@@ -221,11 +224,11 @@ def _with_stand_ins(part: nn.Module, players: Mapping[str, Forward]) -> nn.Modul
 
 
 def _agree(own: Forward, fused: Forward, like: torch.Tensor) -> bool:
-    """Whether two functions of rows return the same, but for few roundings.
+    """Whether two functions of rows agree but for few roundings.
 
     Args:
-        own: of `[1, num_rows, num_columns]`.
-        fused: like `own`.
+        own: takes rows `[1, num_rows, num_columns]` and returns a tensor.
+        fused: the replacement of `own`.
         like: `[num_columns]`, in the rows' dtype and on their device.
     """
     generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,8 @@ from radixkv.model.exactness import TOKENS_MULTIPLE, make_exact
 from radixkv.model.on_gpu import fuse_modules
 from radixkv.storage.device_pool import KVShape
 
-# RoPE variants whose rotation of every token depends on the longest position in the batch, once one passes this key.
+# RoPE variants whose rotation of every token depends on the longest position in the batch, once a position exceeds the
+# value of this key.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 
 
@@ -28,11 +29,11 @@ class Model:
     """A causal language model, ready for prefill.
 
     Args:
-        name: see below.
+        name: `tiny` or the directory's name.
         module: a loaded model.
-        device: where it will run.
-        is_exact: see below.
-        is_fused: whether its known parts run as one kernel each; None for whether it is in fast mode on a GPU.
+        device: device to which it is moved.
+        is_exact: whether it runs in exact mode.
+        is_fused: whether its known parts run as one kernel each; None fuses them in fast mode on a GPU.
 
     Attributes:
         name: `tiny` or the directory's name.
@@ -41,8 +42,8 @@ class Model:
         attention_kinds: what the layers ask of attention, each kind once.
         vocab_size: token ids are below this.
         is_exact: whether a token's K, V and logits depend on its prefix alone, bit for bit.
-        max_tokens: longest sequence that the model is made for; None if it says nothing.
-        eos_token_ids: with which it ends what it generates.
+        max_tokens: tokens of the longest sequence that the model is made for; None if its configuration does not say.
+        eos_token_ids: tokens that end a generation.
         fingerprint: equal for equal configuration and weights.
     """
 
@@ -79,17 +80,20 @@ class Model:
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: AttentionStep, logit_rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass over packed tokens of several requests; `step` knows which token belongs to whom.
+        """Compute packed tokens of several requests. `step` knows which token belongs to which request.
 
         Args:
             input_ids: int64 `[num_tokens]`.
             position_ids: int64 `[num_tokens]`, absolute positions.
-            step: what the attention layers talk to.
-            logit_rows: int64 `[n]`, the rows whose logits are wanted.
+            step: computes the attention of each layer.
+            logit_rows: int64 `[n]`, the rows whose logits are returned.
 
         Returns:
             Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite, bool
             `[num_tokens]`.
+
+        Raises:
+            UnsupportedModel: the model asks for something that our attention does not do.
         """
         num_tokens = input_ids.numel()
         if self.is_exact:
@@ -113,7 +117,7 @@ class Model:
         return output.logits[0].float(), is_finite
 
     def attention_use(self, shape: KVShape, block_size: int) -> AttentionUse:
-        """What it asks of attention kernels over a pool.
+        """Describe what the model asks of attention kernels over a pool.
 
         Args:
             shape: K and V as the pool stores them.
@@ -124,7 +128,7 @@ class Model:
         )
 
     def unfused(self) -> AbstractContextManager[object]:
-        """Inside, `module` runs as transformers wrote it."""
+        """Let `module` run as transformers wrote it, inside the `with` block."""
         return self._unfused()
 
     def _keep_hidden_states(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
@@ -133,7 +137,7 @@ class Model:
 
 
 def _max_tokens(config: Any) -> int | None:
-    """The longest sequence for which a token's K/V depend on its prefix alone."""
+    """Tokens of the longest sequence for which a token's K/V depend on its prefix alone; None if there is no bound."""
     limits = [getattr(config, "max_position_embeddings", None)]
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
@@ -146,7 +150,7 @@ def _max_tokens(config: Any) -> int | None:
 
 
 def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
-    """What generation_config.json says, or else config.json."""
+    """End-of-sequence tokens of generation_config.json, or else of config.json."""
     for config in (getattr(module, "generation_config", None), module.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
@@ -155,7 +159,7 @@ def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
 
 
 class _ShapeProbe:
-    """Stands in for the pool in one forward pass, and notes what each layer would have stored."""
+    """A step without a pool that records what each layer would store in one."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}
@@ -175,7 +179,11 @@ class _ShapeProbe:
 
 
 def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[AttentionKind, ...]]:
-    """See what the layers hand to their attention. Refuses a model that keeps state elsewhere."""
+    """Run two tokens, and read K/V shape and attention from what the layers ask for.
+
+    Raises:
+        UnsupportedModel: the model keeps state elsewhere, or its layers store different K/V.
+    """
     probe = _ShapeProbe()
     name = type(model.module).__name__
     ids = torch.zeros(2, dtype=torch.int64, device=model.device)
@@ -195,7 +203,7 @@ def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[Atte
 
 
 def _fingerprint(module: PreTrainedModel) -> str:
-    """Digest of the configuration, and of 4 KiB from the start, the middle and the end of every parameter."""
+    """Digest the configuration, and 4 KiB from the start, the middle and the end of every parameter."""
     digest = xxh3_128(module.config.to_json_string().encode())
     for name, parameter in module.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())

@@ -1,4 +1,4 @@
-"""What a model needs on a GPU. Only this module imports what imports Triton, and only when it is called.
+"""Imports what needs Triton, when a model on a GPU asks for it. No other module of ours does.
 
 Triton takes a gigabyte and is not there on every platform. A model on a CPU is served without it.
 """
@@ -35,7 +35,7 @@ def require_triton() -> None:
 
 
 def attention_candidates(use: AttentionUse) -> dict[str, TritonKernels]:
-    """Attention kernels that are worth a trial on the device of `use`; see `triton_kernels.candidates`."""
+    """Return the attention kernels that are worth a trial on the device of `use`; see `triton_kernels.candidates`."""
     from radixkv.model.attention.triton_kernels import candidates
 
     capability = torch.cuda.get_device_capability(use.device) if use.device.type == "cuda" else (0, 0)
@@ -46,7 +46,7 @@ def fuse_modules(module: nn.Module) -> Callable[[], AbstractContextManager[None]
     """Let known parts of a model run as one kernel each; see `FusedModules`.
 
     Returns:
-        Makes a context manager, inside which all parts run as transformers wrote them.
+        A function that makes a context manager. Inside it all parts run as transformers wrote them.
     """
     from radixkv.model.fused_modules import FusedModules
 
@@ -54,12 +54,12 @@ def fuse_modules(module: nn.Module) -> Callable[[], AbstractContextManager[None]
 
 
 class ExactKernels(NamedTuple):
-    """What computes rows one by one on a GPU.
+    """Kernels that compute each row by itself on a GPU.
 
     Attributes:
-        linear: the product of rows and a weight, in place of torch's; see `kernels/linear.py`.
+        linear: computes the product of rows, a weight and a bias; see `kernels/linear.py`.
         rows_agree: whether the rows of a product with a weight are computed alike on this GPU.
-        row_functions: what to call in place of torch's other functions of rows.
+        row_functions: replacements of torch's other functions of rows.
     """
 
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -68,7 +68,7 @@ class ExactKernels(NamedTuple):
 
 
 def exact_kernels(device: torch.device) -> ExactKernels:
-    """The kernels of exact mode.
+    """Return the kernels of exact mode.
 
     Raises:
         ConfigError: they were not made for this GPU.

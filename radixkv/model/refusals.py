@@ -1,4 +1,4 @@
-"""What refusals of a model have in common. Needs nothing but Python: trials import it in a process of their own."""
+"""Texts that refusals of a model share. Imports nothing, so that a trial in a process of its own starts fast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ SERVE_FAST = 'model.exactness = "fast" serves the model with answers that depend
 
 
 def reason_of(error: Exception) -> str:
-    """An error of somebody else's code in one line.
+    """Describe an error of another library in one line.
 
     >>> reason_of(RuntimeError("PassManager::run failed\\nand a long dump"))
     'RuntimeError: PassManager::run failed'

@@ -1,4 +1,4 @@
-"""The embedded default: a small Llama-shaped model made on the spot, so that the service runs without a download."""
+"""The embedded model: a small Llama with random weights, so that the service runs without a download."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SEED = 0
 
 
 def tiny_config() -> LlamaConfig:
-    """Four layers, 4 million parameters; token ids 0 to 255 are bytes, the rest is spare."""
+    """Return four layers with 4 million parameters. Token ids 0 to 255 are bytes, the others are unused."""
     return LlamaConfig(
         vocab_size=512,
         hidden_size=256,
@@ -21,12 +21,12 @@ def tiny_config() -> LlamaConfig:
         max_position_embeddings=131_072,
         initializer_range=0.08,  # wide enough that every token changes the answer
         tie_word_embeddings=False,
-        eos_token_id=None,  # its words mean nothing, and no end either
+        eos_token_id=None,  # it was not trained to end
     )
 
 
 def build_tiny_model(attention: str) -> LlamaForCausalLM:
-    """Make the model, with the same weights each time. It was never trained: its words mean nothing.
+    """Make the model, with the same weights each time. It is not trained: its text means nothing.
 
     Args:
         attention: name of the attention implementation.

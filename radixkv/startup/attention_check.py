@@ -1,4 +1,4 @@
-"""Refuses attention kernels that are wrong on this machine, or whose bits depend on the batch where they must not."""
+"""Tries attention kernels: right on this machine, and in exact mode with bits that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from radixkv.model.attention.interface import AttentionKernels, AttentionKind, A
 from radixkv.model.refusals import SERVE_FAST, reason_of
 from radixkv.storage.device_pool import KVShape
 
-# More keys than a split has on a GPU, and a tile of queries on a CPU.
+# Tokens of the trial: more than the keys of a split on a GPU, and than a tile of queries on a CPU.
 _NUM_TOKENS = {"cuda": 2600, "cpu": 650}
 _NUM_QUERIES = 200
 
-# Where the queries are cut into parts: a single one, few, and more than the rows of a tile.
+# The queries are cut here into parts: a single one, a few, and more than the rows of a tile.
 _CUTS = (1, 18, 70)
 
-# Distance of a row from the reference, over its length: rounding, and summation order.
+# The largest distance of a row from the reference, relative to the row's norm: rounding, and the order of sums.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
 
 def check_attention(kernels: AttentionKernels, use: AttentionUse) -> None:
-    """Attend over a long prefix, at once and in parts with company, and compare with `kernels/reference.py`.
+    """Attend over a long prefix and compare with `kernels/reference.py`.
 
-    In exact mode the bits of parts are compared, too. Slots that nobody wrote hold NaN.
+    The queries are computed at once, and again in parts beside another request. In exact mode both must have the same
+    bits. Slots that are not written hold NaN.
 
     Args:
-        kernels: those that will serve.
-        use: for what.
+        kernels: the kernels that will serve.
+        use: the demands of the model.
 
     Raises:
-        UnsupportedModel: they differ, for one kind of layer at least.
+        UnsupportedModel: the results differ for at least one kind of layer.
     """
     for kind in use.kinds:
         _check_kind(_Trial(kernels, kind, use), kind, use)
@@ -54,7 +55,7 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
     name, scale = f"attention over {shape.format.name} on {use.device}", shape.head_dim**-0.5
     try:
         results = [trial.attend(query, key, value, scale=scale, cuts=cuts) for cuts in ((), _CUTS)]
-    except Exception as error:  # whatever a compiler or a driver raises over a dtype that it does not know
+    except Exception as error:  # compilers and drivers raise errors of their own over a dtype that they do not know
         raise UnsupportedModel(f"{name}: does not run there: {reason_of(error)}") from error
     expected = trial.attend_reference(query, key, value, scale=scale)
     for got in results:
@@ -97,7 +98,11 @@ class _Trial:
         scale: float,
         cuts: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        """The last queries, in parts that begin at `cuts`; parts have company. Float32 `[num_queries, heads, dim]`."""
+        """Attend from the last queries, in parts that begin at `cuts`, each part beside another request.
+
+        Returns:
+            Float32 `[num_queries, num_query_heads, head_dim]`.
+        """
         query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
         self._kernels.write_kv(key, value, self._batch([self.num_tokens], [self.num_tokens]).slots, self._pool, 0)
         ends = [*cuts, _NUM_QUERIES]
@@ -115,7 +120,7 @@ class _Trial:
     def attend_reference(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
-        """The same, as the kernels are meant."""
+        """Attend from the last queries with the reference."""
         query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
         reference.write_kv(key, value, self._batch([self.num_tokens], [self.num_tokens]).slots, self._pool, 0)
         return self._run(

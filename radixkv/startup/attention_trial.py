@@ -1,4 +1,4 @@
-"""Attention kernels tried in a process of their own: one that hangs, or breaks the device for its process, breaks that.
+"""Tries attention kernels in a process of their own, so that a hang or a broken device stays in that process.
 
 python -m radixkv.startup.attention_trial < trial.json
 """
@@ -36,13 +36,13 @@ def try_attention(
     """Run `check_attention` in another process.
 
     Args:
-        name: of the kernels, among `triton_kernels.candidates`.
-        use: see `check_attention`.
-        command: what reads the trial.
-        timeout_s: after so long it is killed.
+        name: name of the kernels in `triton_kernels.candidates`.
+        use: the demands of the model.
+        command: command of the process, which reads the trial from its standard input.
+        timeout_s: the process is killed after this time.
 
     Raises:
-        UnsupportedModel: the kernels are wrong, or the process did not come to a good end.
+        UnsupportedModel: the kernels are wrong, or the process failed or did not end in time.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
@@ -60,7 +60,7 @@ def try_attention(
         printed, errors = process.communicate(_written(name, use), timeout=timeout_s)
     except subprocess.TimeoutExpired as late:
         process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # what is stuck in a driver does not even die
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that is stuck in a driver can't be killed
             process.communicate(timeout=_DEATH_S)
         raise UnsupportedModel(f"its trial did not end within {timeout_s:g} s") from late
     if process.returncode == _REFUSED:
@@ -71,12 +71,12 @@ def try_attention(
 
 
 def try_attention_here(name: str, use: AttentionUse) -> None:
-    """The same in this process, for those that are tried with it: see `try_attention`."""
+    """Run `check_attention` in this process; see `try_attention`."""
     check_attention(attention_candidates(use)[name], use)
 
 
 def _written(name: str, use: AttentionUse) -> str:
-    """A trial as JSON."""
+    """Write a trial as JSON."""
     shape = use.shape
     return json.dumps(
         {
@@ -92,7 +92,7 @@ def _written(name: str, use: AttentionUse) -> str:
 
 
 def _read(trial: str) -> tuple[str, AttentionUse]:
-    """The inverse of `_written`."""
+    """Read what `_written` wrote."""
     values = json.loads(trial)
     num_layers, num_kv_heads, head_dim, stored = values["shape"]
     return values["name"], AttentionUse(
@@ -110,7 +110,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _refusal_of(trial: str) -> str:
-    """Do what `try_attention` asks for; returns why the kernels can't serve, or nothing."""
+    """Run a trial. Returns why the kernels can't serve; empty if they can."""
     try:
         try_attention_here(*_read(trial))
     except UnsupportedModel as refusal:

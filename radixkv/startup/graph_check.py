@@ -1,4 +1,4 @@
-"""Drops recorded steps that do not answer as the model does."""
+"""Drops recorded steps whose answers differ from those of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from radixkv.model.model import Model
 from radixkv.startup.model_check import LOGITS_TOLERANCE
 from radixkv.storage.device_pool import KVStorage
 
-# Cached tokens before those that are computed: more than one split has, in exact mode too. Fewer if there is no room.
+# Cached tokens before the computed ones: more than a split has, in exact mode too. The next number if there is no room.
 _PREFIX_TOKENS = (4608, 2304, 128)
 
 _FIRST_BLOCK = np.zeros(1, dtype=np.int32)
@@ -27,17 +27,17 @@ _log = logging.getLogger(__name__)
 def drop_wrong_graphs(
     graphs: StepGraphs, model: Model, storage: KVStorage, kernels: AttentionKernels, max_sequence_tokens: int
 ) -> None:
-    """Compute a step with each graph and without it, and drop those that answer otherwise, with a warning.
+    """Compute a step with each graph and without it, and drop graphs whose answers differ, with a warning.
 
-    In exact mode every bit of logits and K/V counts. The steps have a token less than there is room for. Graphs that a
-    small pool has too few blocks to check are dropped, too.
+    In exact mode every bit of logits and K/V is compared. The steps have one token less than there is room for. Graphs
+    that can't be checked because the pool has too few blocks are dropped, too.
 
     Args:
-        graphs: recorded over `storage`.
+        graphs: steps recorded over `storage`.
         model: the weights.
-        storage: the K/V memory; what is in it is lost.
-        kernels: what works on it.
-        max_sequence_tokens: of the longest sequence.
+        storage: the K/V memory; its contents are lost.
+        kernels: the operations on the pool.
+        max_sequence_tokens: tokens of the longest sequence.
     """
     num_tokens = max(_PREFIX_TOKENS) + max(shape.num_tokens for shape in graphs.shapes)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, num_tokens).astype("<u4").tobytes()
@@ -85,8 +85,9 @@ def _difference(got: torch.Tensor, blocks: torch.Tensor, chunks: list[Chunk], ru
 def _chunks(
     shape: StepShape, tokens: bytes, block_size: int, prefix_tokens: int, max_sequence_tokens: int
 ) -> list[Chunk]:
-    """A step that nearly fills a shape: one longer request and others of a token each, after the first block's tokens,
-    over and over. No sequence is longer than it may be.
+    """Make a step that nearly fills a shape: one longer request, and others of one token.
+
+    The prefix of each is the first block, repeated. No sequence is longer than `max_sequence_tokens`.
     """
     num_tokens = max(1, shape.num_tokens - 1)
     num_others = min((shape.num_requests - 1) // 2, num_tokens - 1)

@@ -1,4 +1,4 @@
-"""Refuses a model whose answers a prefix cache would change."""
+"""Checks that a prefix cache does not change a model's answers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
     """Compare a short prompt computed at once, computed in parts, and computed by transformers' eager attention.
 
     In exact mode the first two must have the same bits, also over a pool that stores K and V in another dtype. The
-    kernels themselves are checked first, see `check_attention`.
-
-    The second part is a single token: it depends on what came before it the most.
+    kernels are checked first, see `check_attention`. The second part is a single token, which depends on its prefix
+    the most.
 
     Args:
-        model: as loaded.
-        kernels: those that will serve it.
+        model: the model.
+        kernels: the kernels that will serve it.
         block_size: tokens a block; the prompt fills two blocks and a part of a third.
         kv_shape: K and V as the pool will store them; None for the model's own.
 
     Raises:
-        UnsupportedModel: they disagree, so the model keeps state that the cache does not hold, or its attention is
-            not what our kernels compute.
+        UnsupportedModel: the answers differ, so the model keeps state that the cache does not hold, or its attention
+            is not what our kernels compute; or transformers' own attention fails.
     """
     num_tokens = 2 * block_size + 5
     tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
@@ -63,13 +62,13 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
 
 
 def _compute(runner: Runner, tokens: bytes, start: int, end: int, first_block: int) -> torch.Tensor:
-    """Logits `[vocab_size]` after the part `[start, end)` of a prompt in the blocks from `first_block` on."""
+    """Compute the part `[start, end)` of a prompt in the blocks from `first_block` on. Returns its last logits."""
     block_ids = first_block + np.arange(-(-end // runner.storage.block_size), dtype=np.int32)
     return runner.run([Chunk(tokens, start, end, block_ids, None, wants_logits=True)]).logits[0]
 
 
 def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
-    """The first module whose output for the last token depends on how many tokens are computed with it."""
+    """Name the first module whose output for the last token depends on the tokens that are computed with it."""
     module = runner.model.module
     seen: dict[str, torch.Tensor] = {}  # the last token's output, in the order in which modules end
 
@@ -125,6 +124,6 @@ def _require_close(model: Model, cached_tokens: int, got: torch.Tensor, expected
         )
 
 
-# Relative distance of logits that are computed in two ways. Summation order costs about 1e-6 in float32 and 1e-2 in
-# bfloat16; a window, mask or state that got lost costs 1e-1 and more (see tests/startup/test_model_check.py).
+# The largest relative distance of logits that are computed in two ways. Another order of sums costs about 1e-6 in
+# float32 and 1e-2 in bfloat16; a lost window, mask or state costs 1e-1 and more (tests/startup/test_model_check.py).
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -1,4 +1,4 @@
-"""How large the pool is: what is configured, or what a GPU has room for beside the model."""
+"""Chooses the size of the pool: the configured one, or what a GPU has room for beside the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.tokens import TOKEN_BYTES
 
-# How long a sequence the dry run has if the model does not say how long it may be.
+# The longest sequence of the dry run, also if the model allows longer ones or does not say.
 _DRY_RUN_TOKENS = 131_072
 
 _log = logging.getLogger(__name__)
@@ -34,22 +34,21 @@ def choose_num_blocks(
     recorder: GraphRecorder,
     memory: Callable[[], tuple[int, int]] | None = None,
 ) -> int:
-    """Say how many blocks the pool has.
+    """Return the number of blocks of the pool.
 
-    Without `cache.capacity_tokens` a GPU's pool takes what `cache.memory_share` of its memory leaves beside everything
-    that is there: the weights, other programs, and what recorded steps and the largest step need, which are recorded
-    and computed once to find out.
+    Without `cache.capacity_tokens` a GPU's pool takes the rest of `cache.memory_share` of its memory, after the
+    weights, other programs, and the memory of recorded steps and of the largest step. These steps are recorded and
+    computed once to find out what they need.
 
         total    [ other programs | weights | recorded steps | largest step | pool ........ | 1 - memory_share )
 
     Args:
-        model: as loaded.
-        kernels: those that will serve it.
-        kv_shape: K and V as the pool will store them.
-        cache, engine: what is configured.
-        recorder: of the steps that will be recorded.
-        memory: free and total bytes of the device; None asks it, if it is a GPU. Without one the pool has the default
-            size.
+        model: the weights.
+        kernels: the kernels that will serve it.
+        kv_shape: its K and V as the pool will store them.
+        cache, engine: the configuration.
+        recorder: records the steps.
+        memory: returns free and total bytes of the device; None asks a GPU. On a CPU the pool has the default size.
 
     Raises:
         ConfigError: no block fits, or not even the largest step does.
@@ -58,7 +57,7 @@ def choose_num_blocks(
         memory = torch.cuda.mem_get_info
     if cache.capacity_tokens is not None or memory is None:
         return cache.num_blocks
-    torch.cuda.empty_cache()  # of what loading needed; does nothing without a GPU
+    torch.cuda.empty_cache()  # memory that loading needed; does nothing without a GPU
     storage = KVStorage(1, cache.block_size, kv_shape, model.device)
     # First, since it empties torch's cache, too.
     graphs = recorder.record(storage, longest_sequence(_DRY_RUN_TOKENS, model.max_tokens))
@@ -84,12 +83,11 @@ def choose_num_blocks(
 
 
 def run_largest_step(model: Model, kernels: AttentionKernels, storage: KVStorage, engine: EngineConfig) -> None:
-    """Compute a step of as many tokens and requests as there can be, the first at the end of the longest sequence.
+    """Compute a step of the most tokens and requests, the first request at the end of the longest sequence.
 
-    No sequence is longer than the model allows: beyond that some look for positions that they do not have.
-
-    The allocator keeps what it needed, so that it is no longer free. All requests use the first block, over and over:
-    what is computed means nothing. Many long sequences in one step may need more; such a step is tried smaller.
+    The allocator keeps the memory that the step needed, so that it is no longer free. The numbers mean nothing, since
+    all requests use the first block again and again. No sequence is longer than the model allows: beyond that some
+    models have no positions. A step with many long sequences may need more memory; the engine tries it again smaller.
     """
     num_requests = min(engine.max_running_requests, engine.max_step_tokens)
     longest = longest_sequence(_DRY_RUN_TOKENS, model.max_tokens)

@@ -1,4 +1,4 @@
-"""The memory that block ids point into, for one model."""
+"""The K/V memory of one model, on its device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KVShape:
 
     @property
     def format(self) -> KVFormat:
-        """How the numbers are stored."""
+        """Format of the stored numbers."""
         return KVFormat(_NAMES[self.dtype], has_scales=is_quantized(self.dtype))
 
     @property
@@ -43,13 +43,13 @@ class KVShape:
         return HeadKV(self.num_layers, self.num_kv_heads, self.head_dim).token_bytes(self.format)
 
     def stored_as(self, kv_dtype: str) -> KVShape:
-        """The same K and V as the pool stores them.
+        """Return the shape of the same K and V as the pool stores them.
 
         Args:
             kv_dtype: see `CacheConfig.kv_dtype`.
 
         Raises:
-            ConfigError: this model's K and V can't be stored so.
+            ConfigError: K and V of this model can't be stored in that dtype.
         """
         if kv_dtype == "auto":
             return self
@@ -64,12 +64,14 @@ class KVStorage:
     """Physical KV blocks.
 
     Attributes:
+        num_blocks: blocks of the pool.
+        block_size: tokens a block.
         pool: the blocks, zeroed.
         block_bytes: bytes of one block, all layers, scales included.
-        kv_dtype: how the numbers are stored, as `KVFormat` names it.
+        kv_dtype: format of the stored numbers, as `KVFormat` names it.
 
     Raises:
-        ConfigError: the device has not that much memory.
+        ConfigError: the device does not have enough memory.
     """
 
     def __init__(self, num_blocks: int, block_size: int, shape: KVShape, device: torch.device) -> None:

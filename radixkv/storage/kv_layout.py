@@ -1,4 +1,4 @@
-"""What attention stores of a token, and in how many bytes: arithmetic alone, no model and no tensor."""
+"""Computes the bytes that attention stores for a token. Arithmetic alone: no model, no tensor."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from radixkv.errors import ConfigError
 _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int4": 4}
 _SCALE_BYTES = 4  # float32
 
-# What a config.json calls the formats that weights come in.
+# Names of the formats of weights in a config.json, and ours.
 FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """How the numbers of K and V are stored.
+    """Format of the stored numbers of K and V.
 
     Attributes:
         name: fp32, bf16, fp16, fp8, int8, fp4 or int4.
@@ -53,7 +53,7 @@ class HeadKV:
         num_layers: layers that store K and V; a layer with a sliding window stores every token too.
         num_kv_heads: heads that K and V have.
         head_dim: numbers in the key, and in the value, of one head.
-        num_query_heads: query heads that read them, a multiple of `num_kv_heads`; None if nobody needs to know.
+        num_query_heads: query heads that read them, a multiple of `num_kv_heads`; None if unknown.
 
     Raises:
         ConfigError: a size below 1, or query heads that the KV heads do not divide.
@@ -81,7 +81,7 @@ class HeadKV:
         return self._bytes_of_heads(self.num_kv_heads, kv_format)
 
     def rank_token_bytes(self, kv_format: KVFormat, tensor_parallel: int) -> int:
-        """The same on the rank that stores the most; see `rank_kv_heads`."""
+        """Bytes of K and V of one token on the rank that stores the most; see `rank_kv_heads`."""
         return self._bytes_of_heads(self.rank_kv_heads(tensor_parallel), kv_format)
 
     def rank_kv_heads(self, tensor_parallel: int) -> int:
@@ -136,7 +136,7 @@ class LatentKV:
         return kv_format.bytes_of(self.num_layers * 2, self.num_layers * (self.rank + self.rope_dim))
 
     def rank_token_bytes(self, kv_format: KVFormat, tensor_parallel: int) -> int:
-        """The same on one rank: every rank's heads read the whole latent, so each stores all of it."""
+        """Bytes of one token on one rank. The heads of every rank read the whole latent, so each stores all of it."""
         _require_at_least("tp", tensor_parallel, 1)
         return self.token_bytes(kv_format)
 
@@ -152,7 +152,7 @@ def attention_kinds(
     num_kv_heads: int | None = None,
     latent: LatentKV | None = None,
 ) -> dict[str, KVLayout]:
-    """The same model with each kind of attention: MHA, GQA, MQA, MLA.
+    """Return the layouts of one model with each kind of attention: MHA, GQA, MQA, MLA.
 
     Args:
         num_layers: layers that store K and V.

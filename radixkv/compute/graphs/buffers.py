@@ -1,4 +1,4 @@
-"""Where recorded steps read what is to be computed: the same memory each time, filled anew."""
+"""The inputs of recorded steps: memory at fixed addresses that is filled for each step."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _NO_SLOT = -1
 
 
 class StepBuffers:
-    """Tokens, layout and attention plans of a step, as large as the largest shape needs them.
+    """Tokens, layout and attention plans of a step, with room for the largest shape.
 
-    A step with less is filled up: with tokens that are written nowhere, rows of logits that nobody reads, and work that
-    reads nothing.
+    A smaller step is padded with tokens that are not written, rows of logits that are not read, and items of work that
+    read nothing.
 
         shape    [ 32 tokens .............................. )    4 rows of logits
-        step     [ 20 tokens ........... )[ padding ....... )    2 rows, and two that nobody reads
+        step     [ 20 tokens ........... )[ padding ....... )    2 rows, and 2 of padding
 
     Args:
-        shapes: that are filled; at least one.
-        windows: of the model's layers, each once.
+        shapes: shapes of the recorded steps; at least one.
+        windows: windows of the model's layers, each once.
         group_size: query heads a KV head.
         table_blocks: blocks of the longest sequence.
         block_size: tokens a block.
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(
@@ -58,7 +58,10 @@ class StepBuffers:
         for window in windows:
             arrays[f"work {window}"] = (num_items, len(NO_WORK)), torch.int32
             arrays[f"merges {window}"] = (num_merges, len(NO_MERGE)), torch.int32
-        arrays["tables"] = (num_requests, table_blocks), torch.int32  # the last: of few requests a part is brought over
+        arrays["tables"] = (
+            (num_requests, table_blocks),
+            torch.int32,
+        )  # the last one, of which only the rows of requests are uploaded
         self._arrays = StagedArrays(arrays, device)
         self._windows = windows
         self._arrays.host["slots"].fill_(_NO_SLOT)
@@ -67,11 +70,11 @@ class StepBuffers:
         self._arrays.upload(num_requests)
 
     def input_ids(self, shape: StepShape) -> torch.Tensor:
-        """The tokens on the device, of a shape."""
+        """Tokens of a shape on the device, int64 `[shape.num_tokens]`."""
         return self._arrays.device["input_ids"][: shape.num_tokens]
 
     def layout(self, shape: StepShape) -> StepLayout:
-        """The layout on the device, of a shape. The host's numbers of its batch mean nothing: see `plans`."""
+        """Layout of a shape on the device. Its batch has no true numbers on the host; see `plans`."""
         arrays = self._arrays.device
         batch = PagedBatch(
             query_starts=(0, shape.num_tokens),
@@ -88,7 +91,7 @@ class StepBuffers:
         )
 
     def plans(self, shape: StepShape) -> dict[int | None, AttentionPlan]:
-        """The plans on the device, of a shape, by window."""
+        """Attention plans of a shape on the device, by window."""
         arrays = self._arrays.device
         return {
             window: AttentionPlan(
@@ -103,12 +106,12 @@ class StepBuffers:
         }
 
     def fill(self, shape: StepShape, layout: StepLayout, plans: Mapping[int | None, AttentionPlan]) -> None:
-        """Note a step on the host, but for its tokens. The last one that was uploaded may still be computed.
+        """Write a step, without its tokens, into memory of the host. The step before may still be computed.
 
         Args:
-            shape: where there is room for the step.
-            layout: on the host.
-            plans: of that step, for each window, on the host.
+            shape: a shape with room for the step.
+            layout: the layout of the step, on the host.
+            plans: its attention plans by window, on the host.
         """
         batch, arrays = layout.batch, self._arrays.host
         arrays["tables"][: batch.num_requests, : batch.block_tables.shape[1]] = batch.block_tables
@@ -120,10 +123,10 @@ class StepBuffers:
             _fill(arrays[f"merges {window}"][: shape.num_tiles], plan.merges, NO_MERGE)
 
     def upload(self, shape: StepShape, input_ids: torch.Tensor) -> None:
-        """Bring the step that was filled in last to the device. The step before must be done.
+        """Bring the last step that was filled to the device. The step before must be done.
 
         Args:
-            shape: of that step.
+            shape: shape of that step.
             input_ids: its tokens, int64 on the host.
         """
         _fill(self._arrays.host["input_ids"][: shape.num_tokens], input_ids, 0)

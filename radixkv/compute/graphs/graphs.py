@@ -1,4 +1,4 @@
-"""Short steps as CUDA graphs: recorded once at load, so that each of them is one launch instead of a thousand."""
+"""Recorded steps: CUDA graphs made once at load, so that a short step is one launch instead of a thousand."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from radixkv.model.attention.interface import PlanningKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 
-# Does something on the device and records it; what is returned does it again, and returns the same tensors filled anew.
+# Runs a computation on the device and records it. The returned function replays it into the same tensors.
 Recorder = Callable[[Callable[[], StepOutputs]], Callable[[], StepOutputs]]
 
-# Computes a step that was prepared, given its tokens, int64 on the host. The step before must be done.
+# Computes a prepared step, given its tokens, int64 on the host. The step before must be done.
 Replay = Callable[[torch.Tensor], StepOutputs]
 
 Plans = Mapping[int | None, AttentionPlan]  # by window
@@ -30,10 +30,10 @@ class StepGraphs:
     Args:
         model: the weights.
         storage: the K/V memory, whose address is recorded.
-        kernels: what works on it.
-        max_sequence_tokens: of the longest sequence.
-        max_step_tokens: of a step.
-        max_requests: of a step.
+        kernels: the operations on it.
+        max_sequence_tokens: tokens of the longest sequence.
+        max_step_tokens: the most tokens of a step.
+        max_requests: the most requests of a step.
         recorder: records each step once.
     """
 
@@ -66,14 +66,14 @@ class StepGraphs:
         self._buffers = StepBuffers(
             shapes, self._windows, self._group_size, table_blocks, storage.block_size, model.device
         )
-        # The largest are recorded first: the others fit into their memory. They are looked through the other way round.
+        # The largest are recorded first: the others fit into their memory. `prepare` looks at the smallest first.
         recorded = [(shape, recorder(self._computing(shape))) for shape in reversed(shapes)]
         self._replays = dict(reversed(recorded))
         self._num_prepared = 0
 
     @property
     def shapes(self) -> list[StepShape]:
-        """What is recorded, those with the least room first."""
+        """Shapes of the recorded steps, those with the least room first."""
         return list(self._replays)
 
     def drop(self, shape: StepShape) -> None:
@@ -81,14 +81,14 @@ class StepGraphs:
         del self._replays[shape]
 
     def prepare(self, layout: StepLayout) -> Replay | None:
-        """Make a step ready to be computed as the smallest recorded one that has room for it. Waits for nothing.
+        """Prepare a step as the smallest recorded one that has room for it. Does not wait for the device.
 
         Args:
-            layout: on the host. The step before may still be computed.
+            layout: the layout on the host. The step before may still be computed.
 
         Returns:
-            Computes it, if no other step was prepared since, and returns tensors that the next step overwrites, with
-            rows that were not asked for behind the others; None if no recorded step has room.
+            A function that computes the step, to be called before another step is prepared; None if no recorded step
+            has room. It returns tensors that the next step overwrites. Rows of padding come after the others.
         """
         batch, dtype = layout.batch, self._model.kv_shape.dtype
         least_rows = self._kernels.tile_rows(self._group_size * batch.most_query_tokens, dtype)
@@ -103,7 +103,7 @@ class StepGraphs:
         return None
 
     def prepare_as(self, shape: StepShape, layout: StepLayout) -> Replay | None:
-        """Make a step ready to be computed as this recorded one; None if it has no room for it. See `prepare`."""
+        """Prepare a step as this recorded one; None if it has no room. See `prepare`."""
         plans = self._plan(layout.batch, shape.tile_rows)
         if not (shape.has_room(layout.batch) and all(map(shape.has_room_for, plans.values()))):
             return None
@@ -122,7 +122,7 @@ class StepGraphs:
         return replay
 
     def _computing(self, shape: StepShape) -> Callable[[], StepOutputs]:
-        """What is recorded for a shape: nobody's step, which only has its size."""
+        """Return the computation that is recorded for a shape: it reads the buffers, whatever they hold."""
         input_ids, layout = self._buffers.input_ids(shape), self._buffers.layout(shape)
         plans = self._buffers.plans(shape)
 

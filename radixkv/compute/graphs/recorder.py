@@ -1,4 +1,4 @@
-"""Records short steps as CUDA graphs, if the model lets itself be recorded."""
+"""Records short steps as CUDA graphs, if the model can be recorded."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _log = logging.getLogger(__name__)
 
 
 class GraphRecorder:
-    """Records the steps of a model over one pool after the other.
+    """Records the steps of a model over a pool, and again over the next pool.
 
-    A model whose forward pass waits for the device can't be recorded. It is computed launch by launch, and a warning
-    says so, once.
+    A model whose forward pass waits for the device can't be recorded. Its steps are launched kernel by kernel, and one
+    warning says so.
 
     Args:
         model: the weights.
-        kernels: what works on the pool.
-        engine: how large steps are.
+        kernels: the operations on the pool.
+        engine: the configuration, with the size of steps.
     """
 
     def __init__(self, model: Model, kernels: AttentionKernels, engine: EngineConfig) -> None:
@@ -35,14 +35,17 @@ class GraphRecorder:
         self._kernels = kernels
         self._engine = engine
         self._is_on = model.device.type == "cuda" and engine.cuda_graphs
-        self._aside: torch.cuda.Stream | None = None  # one for all: libraries keep memory for each that they see
+        self._aside: torch.cuda.Stream | None = None  # one for all graphs: libraries keep memory for each stream
 
     def record(self, storage: KVStorage, max_sequence_tokens: int) -> StepGraphs | None:
-        """Record over a pool; None where there are no CUDA graphs, or if `engine.cuda_graphs` is off.
+        """Record steps over a pool.
 
         Args:
             storage: the K/V memory, whose address is recorded.
-            max_sequence_tokens: of the longest sequence.
+            max_sequence_tokens: tokens of the longest sequence.
+
+        Returns:
+            The graphs; None on a CPU, if `engine.cuda_graphs` is off, or if the model can't be recorded.
         """
         if not self._is_on:
             return None
@@ -57,13 +60,13 @@ class GraphRecorder:
                 max_requests=self._engine.max_running_requests,
                 recorder=lambda compute: self._record(compute, memory),
             )
-        except Exception as error:  # noqa: BLE001 - whatever a forward pass raises that can't be recorded
+        except Exception as error:  # noqa: BLE001 - any error of a forward pass that can't be recorded
             self._is_on = False
             _log.warning("no step is recorded as a CUDA graph: %s: %s", type(error).__name__, error)
             return None
 
     def _record(self, compute: Callable[[], StepOutputs], memory: Any) -> Callable[[], StepOutputs]:
-        """See `step_graphs.Recorder`. Graphs share their memory: only one of them is in use at a time."""
+        """Record one step; see `graphs.Recorder`. Graphs share their memory, since only one is in use at a time."""
         current = torch.cuda.current_stream()
         if self._aside is None:
             self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]

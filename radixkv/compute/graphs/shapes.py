@@ -1,4 +1,4 @@
-"""Which steps are recorded, and how much room each of them has."""
+"""The shapes of recorded steps: which steps are recorded, and the room that each of them has."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from radixkv.kernels.attention_plan import AttentionPlan, balanced_partials
 from radixkv.kernels.batch import PagedBatch
 from radixkv.model.attention.interface import PlanningKernels
 
-# An estimate: a step of more tokens takes the device longer than its launches take the host, at least in large models.
+# An estimate: a step of more tokens takes the device longer than its launches take the host, at least for large models.
 _MOST_TOKENS = 128
 _LEAST_PROMPT_TOKENS = 16
 
-# Requests in the steps that answer short prompts alone: each has its row of logits, which is not for free.
+# Requests in recorded steps for short prompts alone. Each has a row of logits, and a row costs time.
 _FEW_REQUESTS = 4
 
-# Partial results for long contexts in exact mode, where splits do not grow with them: 64 requests after 10,000 tokens,
-# or 4 after 131,072. Room is not for free: a program that finds nothing to do has to start.
+# Partial results for long contexts in exact mode, where splits do not grow with the context: 64 requests after 10,000
+# tokens, or 4 after 131,072. Unused room costs time: a program without work has to start, too.
 _MANY_PARTIALS = 320
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """Room for the tokens of a step and for the plans of its attention. Those with less room come first.
+    """Room for the tokens of a step and for the plans of its attention. Shapes with less room sort first.
 
     Attributes:
-        num_tokens: new tokens, all requests together.
+        num_tokens: new tokens of all requests together.
         num_requests: requests, and rows of logits.
         num_partials: partial results of each plan and KV head.
-        tile_rows: of each plan.
-        num_tiles: of each plan.
+        tile_rows: rows of a tile in each plan.
+        num_tiles: tiles of each plan.
     """
 
     num_tokens: int
@@ -51,7 +51,7 @@ class StepShape:
         return batch.num_tokens <= self.num_tokens and batch.num_requests <= self.num_requests
 
     def has_room_for(self, plan: AttentionPlan) -> bool:
-        """Whether a plan with tiles of these many rows fits."""
+        """Whether a plan whose tiles have `tile_rows` rows fits."""
         return (
             len(plan.work) <= self.num_items
             and len(plan.merges) <= self.num_tiles
@@ -68,15 +68,15 @@ def step_shapes(
     max_tokens: int,
     max_requests: int,
 ) -> list[StepShape]:
-    """List what is worth being recorded: decoding, short prompts, and both together.
+    """List the shapes that are worth recording: decoding, short prompts, and both together.
 
     Args:
-        kernels: those that attend; they say how large their tiles are.
-        dtype: of the queries.
-        num_query_heads: most that a layer has.
-        num_kv_heads: of the pool.
-        max_tokens: of a step.
-        max_requests: of a step.
+        kernels: the attention kernels, which choose the size of their tiles.
+        dtype: dtype of the queries.
+        num_query_heads: the most query heads of a layer.
+        num_kv_heads: KV heads of the pool.
+        max_tokens: the most tokens of a step.
+        max_requests: the most requests of a step.
 
     Returns:
         Shapes in order: doubling from 1 request to 64 that have a token each, and from 16 tokens to 128 with few

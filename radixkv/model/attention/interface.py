@@ -1,4 +1,4 @@
-"""What attention asks of a step, and a step of its kernels."""
+"""The interfaces between a model's attention layers, a step, and the attention kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from radixkv.storage.device_pool import KVShape
 
 
 class AttentionStep(Protocol):
-    """What the attention layers of one forward pass talk to."""
+    """Computes the attention of all layers in one forward pass."""
 
     def attend(
         self,
@@ -26,7 +26,7 @@ class AttentionStep(Protocol):
         value: torch.Tensor,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Attention of one layer.
+        """Store K and V of new tokens, and attend from their queries.
 
         Args:
             layer: index of the layer.
@@ -41,7 +41,7 @@ class AttentionStep(Protocol):
 
 
 class AttentionKernels(Protocol):
-    """The operations on the pool, as `kernels/reference.py` defines them."""
+    """Operations on the pool. `kernels/reference.py` defines what each computes, and documents its arguments."""
 
     def write_kv(
         self,
@@ -52,7 +52,7 @@ class AttentionKernels(Protocol):
         layer: int,
         largest: torch.Tensor | None = None,
     ) -> None:
-        """Write K and V of new tokens into their slots, and note how large they are."""
+        """Write K and V of new tokens into their slots, and update `largest` with their magnitudes."""
         ...
 
     def paged_attention(
@@ -63,7 +63,7 @@ class AttentionKernels(Protocol):
         batch: PagedBatch,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Attend over prefix and suffix."""
+        """Attend from each request's suffix over its prefix and the suffix itself."""
         ...
 
     def copy_blocks(self, pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -107,7 +107,7 @@ class PlanningKernels(AttentionKernels, Protocol):
 
 
 class AttentionKind(NamedTuple):
-    """What the layers of a model ask of attention: see `AttentionStep.attend`."""
+    """Query heads of a layer, and the window and softcap of its `Scoring`."""
 
     num_query_heads: int
     window: int | None
@@ -116,14 +116,14 @@ class AttentionKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionUse:
-    """What a model asks of attention kernels, and where.
+    """The demands of one model on attention kernels.
 
     Attributes:
-        kinds: of its layers, each once.
-        dtype: of the queries.
+        kinds: kinds of its layers, each once.
+        dtype: dtype of the queries.
         shape: K and V as the pool stores them.
         block_size: tokens a block.
-        device: where they run.
+        device: device on which the kernels run.
         is_exact: whether a row's bits must not depend on the rows that are computed with it.
     """
 

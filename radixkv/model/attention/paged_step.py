@@ -1,4 +1,4 @@
-"""How a transformers model reads and writes the block pool: the attention function, and the kernels behind it."""
+"""The attention function that transformers calls in each layer, and the step that it hands K, V and queries to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radixkv.model.attention.interface import AttentionKernels, AttentionStep
 
 ATTENTION_NAME = "radixkv_paged"
 
-# Keywords that transformers hands to every attention function and that say nothing about a prefill's result.
+# Keywords that transformers passes to every attention function and that do not change the result of a prefill.
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_router_logits"}
 )
@@ -25,9 +25,9 @@ class PagedStep:
     """One forward pass over the pool: each layer writes its new K/V, then attends over prefix and suffix.
 
     Args:
-        pool: where K and V are kept.
+        pool: the K/V memory.
         batch: the token rows of this pass.
-        kernels: what does the work.
+        kernels: the operations on the pool.
     """
 
     def __init__(self, pool: KVPool, batch: PagedBatch, kernels: AttentionKernels) -> None:
@@ -44,7 +44,7 @@ class PagedStep:
         value: torch.Tensor,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """See `AttentionStep.attend`. K and V are read back from the pool, also those just written."""
+        """See `AttentionStep.attend`. All K and V are read from the pool, also those just written."""
         if self._largest is None:
             self._largest = key.new_zeros(key.shape[:2], dtype=torch.float32)
         self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, self._largest)
@@ -52,7 +52,11 @@ class PagedStep:
 
     @property
     def is_finite(self) -> torch.Tensor:
-        """Whether all K and V written so far are finite as the pool stores them, bool `[num_tokens]`."""
+        """Whether all K and V written so far are finite as the pool stores them, bool `[num_tokens]`.
+
+        Raises:
+            InvariantViolation: no layer has attended yet.
+        """
         if self._largest is None:
             raise InvariantViolation("attention: no layer of the model has attended")
         largest = self._largest.amax(dim=1)
@@ -60,11 +64,11 @@ class PagedStep:
 
 
 class PaddedStep:
-    """Hands on the first tokens of a batch that was filled up with others, whose attention is 0.
+    """Passes the first tokens of a padded batch on to another step. The attention of the padding is 0.
 
     Args:
-        step: what they are handed to.
-        num_tokens: how many are real.
+        step: computes the attention of the real tokens.
+        num_tokens: number of real tokens.
     """
 
     def __init__(self, step: AttentionStep, num_tokens: int) -> None:
@@ -101,7 +105,10 @@ def _attention_forward(
     radix_step: AttentionStep | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls in every attention layer.
+    """Attend in one layer. Transformers calls this in every attention layer.
+
+    Returns:
+        Attention `[1, num_tokens, num_query_heads, head_dim]`, and None in place of weights.
 
     Raises:
         UnsupportedModel: the layer asks for something that the kernels do not do; the message names it.

@@ -1,4 +1,4 @@
-"""Attention kernels written in torch: for the CPU."""
+"""The operations on the pool in torch, for a CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from radixkv.kernels import gathered_attention, reference
 
 
 class TorchKernels:
-    """Plain torch: scatter, gather and fused SDPA. What the service uses on CPU."""
+    """Implements `AttentionKernels` with torch's scatter, gather and fused attention. Serves models on a CPU."""
 
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(gathered_attention.paged_attention)

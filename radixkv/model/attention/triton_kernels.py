@@ -1,4 +1,4 @@
-"""The operations on the pool as Triton kernels: what the service uses on a GPU."""
+"""The operations on the pool as Triton kernels, for a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.specialized_attention import supports
 from radixkv.model.attention.interface import AttentionUse
 
-# Keys of a split in exact mode. More splits fill the device when few tokens follow a long prefix, and cost more partial
-# results when many do: of 2,048 new tokens after 8,192, as many bytes as 5 times their queries in float32.
+# Keys of a split in exact mode. Shorter splits fill the device when few tokens follow a long prefix, but leave more
+# partial results when many do: those of 2,048 new tokens after 8,192 have 5 times the bytes of their float32 queries.
 _SPLIT_TOKENS = 2048
 
 
@@ -29,14 +29,15 @@ class TritonKernels:
     Args:
         is_exact: whether tiles and splits are the same for every batch, so that a token's attention depends on its
             prefix alone; otherwise they fit the batch.
-        is_specialized: whether warps specialize where `supports` says that they can, which in exact mode does not
-            depend on the batch either.
+        is_specialized: whether warps specialize where `supports` allows it. In exact mode that does not depend on the
+            batch either.
         dequantizes_first: whether the blocks of a quantized pool are dequantized before attention rather than in it,
-            see `kernels/dequantize_plan.py`; "always" is for trials. Never in exact mode: it depends on the batch.
-        has_idle_work: whether plans are filled up as those of recorded steps are; for trials.
+            see `kernels/dequantize_plan.py`; "always" is for trials. Always "never" in exact mode, since the choice
+            depends on the batch.
+        has_idle_work: whether plans get items that do nothing, like those of recorded steps; for trials.
 
     Attributes:
-        is_exact: as given.
+        is_exact: whether tiles and splits are the same for every batch.
     """
 
     write_kv = staticmethod(write_kv.write_kv)
@@ -57,10 +58,10 @@ class TritonKernels:
         self._has_idle_work = has_idle_work
         self._batch: PagedBatch | None = None
         self._plans: dict[int | None, AttentionPlan] = {}  # of `_batch`, by window
-        self._dequantize_plans: dict[int | None, DequantizePlan | None] = {}  # likewise
+        self._dequantize_plans: dict[int | None, DequantizePlan | None] = {}  # of `_batch`, by window
 
     def for_service(self) -> TritonKernels:
-        """What serves once these have passed a trial: without idle work, and dequantizing first only if it pays."""
+        """Return the kernels that serve after a trial: no idle work, and dequantizing first only if it pays."""
         return TritonKernels(
             is_exact=self.is_exact,
             is_specialized=self._is_specialized,
@@ -75,7 +76,7 @@ class TritonKernels:
         batch: PagedBatch,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Attend over prefix and suffix; see `kernels/reference.py`."""
+        """Compute `reference.paged_attention`. The first layer with each window plans the attention of the batch."""
         if batch is not self._batch:
             self.use_plans(batch, {})
         window = scoring.window
@@ -101,7 +102,7 @@ class TritonKernels:
         )
 
     def tile_rows(self, most_rows: int, dtype: torch.dtype) -> int:
-        """Rows of the tiles for a batch whose longest request has so many packed rows."""
+        """Rows of the tiles for a batch whose longest request has `most_rows` packed rows."""
         if not self.is_exact:
             return fitting_tile_rows(most_rows, dtype)
         # What suits long suffixes, since short ones wait for memory anyway.
@@ -149,15 +150,15 @@ class TritonKernels:
 
 
 def candidates(use: AttentionUse, capability: tuple[int, int]) -> dict[str, TritonKernels]:
-    """Choose what is worth a trial on a GPU.
+    """List the kernels that are worth a trial on a GPU.
 
     Args:
-        use: for what.
-        capability: of the GPU, major and minor; (9, 0) is Hopper.
+        use: the demands of the model.
+        capability: compute capability of the GPU, major and minor; (9, 0) is Hopper.
 
     Returns:
-        Kernels by the name of their attention, the fastest first, for a trial; then `for_service` gives those that
-        serve. The last ones need nothing of the GPU or the shape.
+        Kernels for a trial by the name of their attention, the fastest first. `for_service` of those that pass serves.
+        The last ones need nothing special of the GPU or the shape.
     """
     kernels = {}
     dtype, shape, block_size, is_exact = use.dtype, use.shape, use.block_size, use.is_exact
