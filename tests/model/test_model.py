@@ -19,7 +19,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model, _probe_attention
-from radixkv.startup.model_check import check_model
+from radixkv.startup.model_check import LOGITS_TOLERANCE, check_model
 from radixkv.storage.device_pool import KVStorage
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, load_eager, write_checkpoint
 
@@ -132,8 +132,11 @@ def test_a_step_without_wanted_logits_returns_none(served: Served) -> None:
     assert got.logits.shape == (0, VOCAB_SIZE)
 
 
-def test_the_model_check_accepts_it(served: Served) -> None:
+def test_the_model_check_accepts_it_by_comparing_logits(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     check_model(served.model, TorchKernels(), BLOCK_SIZE)
+    monkeypatch.setitem(LOGITS_TOLERANCE, served.model.kv_shape.dtype, -1.0)
+    with pytest.raises(UnsupportedModel, match="over 0 cached tokens"):
+        check_model(served.model, TorchKernels(), BLOCK_SIZE)
 
 
 def test_the_tiny_model_is_the_same_each_time() -> None:
@@ -162,7 +165,11 @@ def test_a_layer_that_calls_no_attention_is_noticed() -> None:
 def test_a_mixture_of_experts_is_served(tmp_path: Path) -> None:
     config = MixtralConfig(**SHAPE, num_local_experts=4)
     write_checkpoint(config, tmp_path, max_shard_size="10MB")
-    check_model(load_model(ModelConfig(path=str(tmp_path), device="cpu")), TorchKernels(), BLOCK_SIZE)
+    model = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+    check_model(model, TorchKernels(), BLOCK_SIZE)
+    runner = Runner(model, KVStorage(NUM_BLOCKS, BLOCK_SIZE, model.kv_shape, model.device), TorchKernels())
+    mixture, tokens = Served(model, runner, load_eager(tmp_path)), prompt(37)
+    assert_agree(runner.run([chunk(tokens, 0, 37, blocks(3))]).logits[0], mixture.expected(tokens)[-1])
 
 
 def test_a_model_that_hides_its_last_states_is_refused() -> None:

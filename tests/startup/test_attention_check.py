@@ -26,8 +26,15 @@ def use(
 @pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "fp8", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [KIND, AttentionKind(7 * 2, 300, None), AttentionKind(2, 100, 30.0)], ids=str)
-def test_our_kernels_pass(kind: AttentionKind, dtype: torch.dtype, kv_dtype: str) -> None:
-    check_attention(TorchKernels(), use(dtype, kv_dtype, kind=kind))
+def test_our_kernels_pass(
+    kind: AttentionKind, dtype: torch.dtype, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their answers are compared: none would pass a bound below its rounding."""
+    kernels, of_kind = TorchKernels(), use(dtype, kv_dtype, kind=kind)
+    check_attention(kernels, of_kind)
+    monkeypatch.setitem(attention_check._TOLERANCE, dtype, -1.0)
+    with pytest.raises(UnsupportedModel, match=r"expected a relative distance of at most -1"):
+        check_attention(kernels, of_kind)
 
 
 @pytest.mark.parametrize("head_dim", [80, 256])

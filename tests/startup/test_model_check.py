@@ -12,6 +12,7 @@ from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
+from radixkv.startup import model_check
 from radixkv.startup.model_check import check_model
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 
@@ -48,8 +49,13 @@ def test_a_lost_attention_feature_is_found(gemma2: Model, lost: str, monkeypatch
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_passes(dtype: str) -> None:
-    check_model(load_model(ModelConfig(dtype=dtype, device="cpu")), TorchKernels(), 16)
+def test_half_precision_passes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers are compared: none would pass a bound below its rounding."""
+    model = load_model(ModelConfig(dtype=dtype, device="cpu"))
+    check_model(model, TorchKernels(), 16)
+    monkeypatch.setitem(model_check.LOGITS_TOLERANCE, model.kv_shape.dtype, -1.0)
+    with pytest.raises(UnsupportedModel, match="over 0 cached tokens"):
+        check_model(model, TorchKernels(), 16)
 
 
 def test_a_model_that_eager_attention_can_not_compute_is_refused_by_name(gemma2: Model) -> None:
