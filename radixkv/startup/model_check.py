@@ -19,6 +19,10 @@ from radixkv.startup.attention_check import check_attention
 from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.tokens import TOKEN_BYTES
 
+# The largest relative distance of logits that are computed in two ways. Another order of sums costs about 1e-6 in
+# float32 and 1e-2 in bfloat16; a lost window, mask or state costs 1e-1 and more (tests/startup/test_model_check.py).
+LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
 
 def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_shape: KVShape | None = None) -> None:
     """Compare a short prompt computed at once, computed in parts, and computed by transformers' eager attention.
@@ -122,8 +126,3 @@ def _require_close(model: Model, cached_tokens: int, got: torch.Tensor, expected
             f"{type(model.module).__name__}: computed over {cached_tokens} cached tokens, the logits differ from those "
             f"of transformers' own attention: expected a relative distance of at most {tolerance}, got {distance:.2g}"
         )
-
-
-# The largest relative distance of logits that are computed in two ways. Another order of sums costs about 1e-6 in
-# float32 and 1e-2 in bfloat16; a lost window, mask or state costs 1e-1 and more (tests/startup/test_model_check.py).
-LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
