@@ -9,15 +9,12 @@ import pytest
 
 from .house import ROOT
 
-FOLDERS = ("radixkv", "service", "bench", "tests")
-OTHERS = ("radixkv/v1", "radixkv/compute", "radixkv/model", "radixkv/startup", "radixkv/storage")  # v1 is generated
+FOLDERS = ("radixkv", "kernels", "service", "bench", "tests")
+GENERATED = ROOT / "radixkv" / "v1"
 RIDDLES = re.compile(r"\bso (?:many|much|often)\b", re.IGNORECASE)
 NO_SUBJECT = re.compile(r"(?:Who|Whom|Whose|What|Which|Those|That|How|When|Where)\b")
 SOURCES = sorted(
-    path
-    for folder in FOLDERS
-    for path in (ROOT / folder).rglob("*.py")
-    if not any(path.is_relative_to(ROOT / other) for other in OTHERS)
+    path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if not path.is_relative_to(GENERATED)
 )
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "build"} & set(path.relative_to(ROOT).parts))
 
