@@ -1,4 +1,4 @@
-"""Frozen values that callers send and receive: parameters, results, statistics, limits.
+"""Frozen values that callers send and receive; `Limits` refuses a request that could never be served.
 
 Face: `Caller`, `PrefillParams`, `Sampling`, `Retention`, `Grant`, `PrefillResult`, `GenerateResult`, `Usage`,
 `EngineStats`, `Limits`, `MissReason`.

@@ -1,4 +1,4 @@
-"""The loop and its thread: admit, compute, publish, answer.
+"""The loop on its own thread: admit, compute a step, publish, answer.
 
 Face: `Engine`, `Observer`.
 """

@@ -1,4 +1,4 @@
-"""Choice of the tokens of each step, and admission of the requests that get blocks for them.
+"""Queues of unfinished requests, their admission, and the `StepPlan` that shares the tokens of a step between them.
 
 Face: `Scheduler`, `Request`, `Admitter`.
 """

@@ -1,4 +1,4 @@
-"""Checks before anything is served: model, attention, graphs, pool size. Then the engine is built.
+"""What runs before serving: checks of model, attention and graphs, the size of the pool, and building the engine.
 
 Face: `build_engine`.
 """

@@ -1,4 +1,4 @@
-"""Short steps recorded as CUDA graphs at load.
+"""Short steps that are recorded as CUDA graphs when the model is loaded.
 
 Face: `GraphRecorder`.
 """
