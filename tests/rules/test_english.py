@@ -13,6 +13,7 @@ FOLDERS = ("radixkv", "kernels", "service", "bench", "tests")
 GENERATED = ROOT / "radixkv" / "v1"
 RIDDLES = re.compile(r"\bso (?:many|much|often)\b", re.IGNORECASE)
 NO_SUBJECT = re.compile(r"(?:Who|Whom|Whose|What|Which|Those|That|How|When|Where)\b")
+BANNER = re.compile(r"^\s*# *[-=]{2,}.*$", re.MULTILINE)
 SOURCES = sorted(
     path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if not path.is_relative_to(GENERATED)
 )
@@ -39,8 +40,15 @@ def test_a_docstring_begins_with_a_noun_or_a_verb(path) -> None:
     assert docstrings_without_subject(path.read_text(encoding="utf-8")) == []
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_comment_is_a_banner(path) -> None:
+    """A file that needs banners is two files."""
+    assert BANNER.findall(path.read_text(encoding="utf-8")) == []
+
+
 def test_the_rule_sees_what_it_forbids() -> None:
     riddle = "Give at most so" + " many tokens."
     assert riddles(f"{riddle}\nGive at most `turn` tokens.") == [riddle]
     assert docstrings_without_subject('"""What is lost."""') == ["What is lost."]
     assert docstrings_without_subject('def f():\n    """Whatever is lost, return it."""') == []
+    assert BANNER.findall("x = 1  # ---\n    # -- dice ----\n# a -- b") == ["    # -- dice ----"]

@@ -59,7 +59,7 @@ def get(address, path, method="GET"):
     """Status, body and headers of an answer."""
     request = urllib.request.Request(f"http://{address}{path}", method=method)
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return response.status, response.read().decode(), response.headers
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(), error.headers
