@@ -42,6 +42,7 @@ ENGINE_TESTS = (
     "tests/cache/test_lease.py",
     "tests/engine/test_sampler.py",
     "tests/engine/test_core.py",
+    "tests/scheduling/test_step_plan.py",
     "tests/scheduling/test_scheduler.py",
     "tests/scheduling/test_shares.py",
     "tests/whole/test_generation.py",
