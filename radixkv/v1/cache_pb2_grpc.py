@@ -61,14 +61,14 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Retain(self, request, context):
-        """Give a cached range a priority, whatever it had before.
+        """Set the priority of a cached range, whatever it was before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Purge(self, request, context):
-        """Forget namespaces. Requests that came before go on with what they have, and publish nothing more.
+        """Forget namespaces. Requests that arrived before go on with the blocks that they have, and publish nothing more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -67,15 +67,15 @@ class PrefillServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Prefill a prompt, then go on with it token by token. The first message has the usage of the prompt, the last one the
-        reason why it ended. What was generated is cached like a prompt, but for its last token.
+        """Prefill a prompt, then continue it token by token. The first message has the usage of the prompt, the last one says
+        why the generation ended. Generated tokens are cached like a prompt, except the last one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request, context):
-        """Say how many tokens a Prefill of this prompt would reuse now. Computes and changes nothing.
+        """Tell how many tokens a Prefill of this prompt would reuse now. Computes and changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
