@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from radixkv.config import ModelConfig
+from radixkv.config.model_directory import check_servable
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
 from radixkv.model.attention.paged_step import ATTENTION_NAME
-from radixkv.model.directory import check_servable
 from radixkv.model.model import Model
 from radixkv.model.on_gpu import require_triton
 from radixkv.model.refusals import reason_of

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from radixkv.config.model_directory import INDEX, read_object, shown
 from radixkv.errors import ConfigError
-from radixkv.model.directory import INDEX, read_object, shown
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE
 
 _SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from radixkv.config import Config, ModelConfig, ServerConfig
-from radixkv.model.directory import check_servable
+from radixkv.config.model_directory import check_servable
 from radixkv.service.server.listen_address import require_free
 
 _logger = logging.getLogger(__name__)

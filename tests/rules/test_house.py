@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "model": "storage kernels",
     "compute": "model storage kernels",
     "engine": "api cache scheduling compute",
-    "planning": "cache storage model",  # of model only what needs no torch
+    "planning": "cache storage",
     "telemetry": "api scheduling engine",
     "startup": "api cache storage model compute engine kernels",
     "kernels": "",

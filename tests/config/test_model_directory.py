@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from radixkv.config.model_directory import check_servable
 from radixkv.errors import ConfigError
-from radixkv.model.directory import check_servable
 
 SHARDS = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}}
 
