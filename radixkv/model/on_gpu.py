@@ -29,8 +29,8 @@ def require_triton() -> None:
         import triton  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "model.device: expected Triton for a model on cuda, which `pip install 'radixkv[cuda]'` brings, got none; "
-            'model.device = "cpu" serves without it'
+            "model.device: expected Triton for a model on cuda, got none; install it from a checkout of radixkv: "
+            "pip install '.[cuda]'; model.device = \"cpu\" serves without it"
         ) from error
 
 

@@ -59,7 +59,7 @@ def test_a_gpu_without_triton_is_refused_with_what_to_install(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "triton", None)
     for device in ("cuda", "auto"):
         with pytest.raises(
-            ConfigError, match=r"^model\.device: expected Triton .*radixkv\[cuda\].*got none"
+            ConfigError, match=r"^model\.device: expected Triton .*got none; .*pip install '\.\[cuda\]'"
         ) as refused:
             load_model(ModelConfig(device=device))
         assert "\n" not in str(refused.value)
