@@ -32,12 +32,14 @@ for exactness in ("exact", "fast"):
     answer = engine.generate(prompt, Sampling(max_new_tokens=5), lambda news: None).result(500)
     assert answer.token_ids[0] == cold.next_token_id and len(answer.token_ids) == 5
     engine.stop()
-assert not [name for name in sys.modules if name.startswith("triton.")]
+print([name for name in sys.modules if name.startswith("triton.")])
 """
 
 
 def test_a_model_is_served_on_a_cpu_without_triton() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], cwd=ROOT, check=True, timeout=4 * PATIENCE_S)
+    command = [sys.executable, "-c", WITHOUT_TRITON]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=4 * PATIENCE_S, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "[]\n"
 
 
 def test_one_module_imports_what_needs_triton() -> None:
