@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "startup": "api cache storage model compute engine kernels",
     "kernels": "",
 }
-WORDS = ("errors", "config", "namespace", "tokens", "blocks")  # modules at the root, free for everybody but kernels
+WORDS = ("errors", "config", "namespace", "tokens", "blocks")  # what everybody but kernels may import
 WITHOUT_TORCH = ("api", "cache", "scheduling", "planning")
 FREE_FOR_KERNELS = {"torch", "triton", "numpy", "radixkv"} | sys.stdlib_module_names
 TORCH = {"torch", "triton", "transformers", "safetensors", "peft"}
