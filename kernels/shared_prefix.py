@@ -1,0 +1,84 @@
+"""Finds the blocks that requests of one step share, so that attention reads them once.
+
+request 0   [ system prompt )[ document ......... )[ own )
+request 1   [ system prompt )[ document ......... )[ own )
+request 2   [ system prompt )[ own )
+
+runs        [ 0, 1, 2       )[ 0, 1 ............. )          and whatever else is whole of a request's own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class SharedRun(NamedTuple):
+    """Units of consecutive blocks that the same requests begin with.
+
+    Attributes:
+        first_unit, end_unit: the units, half open.
+        requests: the requests whose tables agree up to `end_unit`; at least one.
+    """
+
+    first_unit: int
+    end_unit: int
+    requests: tuple[int, ...]
+
+
+def shared_runs(tables: npt.NDArray[np.int32], num_units: Sequence[int], blocks_a_unit: int) -> list[SharedRun]:
+    """Group the first units of requests by the physical blocks that they stand in.
+
+    Each unit of each request is in exactly one run, together with all requests that have the same blocks there and
+    everywhere before. Two requests that hold equal tokens in different blocks share nothing.
+
+    >>> tables = np.array([[7, 2, 5, 1], [7, 2, 4, 0], [7, 2, 5, 3]], dtype=np.int32)
+    >>> for run in shared_runs(tables, num_units=[4, 3, 3], blocks_a_unit=1):
+    ...     print(run.first_unit, run.end_unit, run.requests)
+    0 2 (0, 1, 2)
+    2 3 (1,)
+    2 3 (0, 2)
+    3 4 (0,)
+
+    Args:
+        tables: `[num_requests, max_blocks]`, the blocks of each request.
+        num_units: units of each request to group, none of which reaches past its table.
+        blocks_a_unit: consecutive blocks that are shared together or not at all.
+
+    Complexity: O(num_requests x max_blocks) in numpy; in Python O(num_requests + runs).
+    """
+    counts = np.asarray(num_units, dtype=np.int64)
+    width = int(counts.max(initial=0)) * blocks_a_unit
+    if width == 0:
+        return []
+    is_counted = np.arange(width) < counts[:, None] * blocks_a_unit
+    used = np.where(is_counted, tables[:, :width], np.int32(-1))
+    order = np.argsort(used.view(np.dtype((np.void, width * used.itemsize)))[:, 0], kind="stable")
+    differs = used[order[1:]] != used[order[:-1]]
+    same_blocks = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+    ordered = counts[order]
+    same_units = np.minimum(same_blocks // blocks_a_unit, np.minimum(ordered[1:], ordered[:-1]))
+    runs: list[SharedRun] = []
+    _split(order.tolist(), ordered.tolist(), same_units.tolist(), runs)
+    return runs
+
+
+def _split(order: list[int], counts: list[int], same_units: list[int], runs: list[SharedRun]) -> None:
+    """Append the runs of requests in sorted order, of which neighbours agree in `same_units` units."""
+    todo = [(0, len(order), 0)]
+    while todo:
+        first, end, start = todo.pop()
+        common = min(same_units[first : end - 1], default=counts[first])
+        if common > start:
+            runs.append(SharedRun(start, common, tuple(sorted(order[first:end]))))
+        if end - first == 1:
+            continue
+        cut = end
+        for last in range(end - 2, first - 1, -1):  # from the end, so that the first part is taken up first
+            if same_units[last] == common:
+                todo.append((last + 1, cut, common))
+                cut = last + 1
+        todo.append((first, cut, common))
