@@ -52,6 +52,7 @@ class Lease:
         written_from_tokens: position of the first token that this lease published; None until it publishes any.
         node: the end of the path that this lease pins; None while it pins nothing.
         node_used_s: time of the last use of the matched node before this lease.
+        num_expected_tokens: length that it will probably reach; adjacent blocks are left free for that.
         is_closed: whether the lease was closed.
         is_revoked: whether its namespace was purged; if so it publishes nothing more.
     """
@@ -67,6 +68,7 @@ class Lease:
         "namespace",
         "node",
         "node_used_s",
+        "num_expected_tokens",
         "num_published_blocks",
         "tokens",
         "usage",
@@ -85,6 +87,7 @@ class Lease:
         copy: BlockCopy | None,
         node: Node | None,
         node_used_s: float,
+        num_expected_tokens: int = 0,
     ) -> None:
         self._keeper = keeper
         self.namespace = namespace
@@ -96,6 +99,7 @@ class Lease:
         self.copy = copy
         self.node = node
         self.node_used_s = node_used_s
+        self.num_expected_tokens = num_expected_tokens
         self.committed_tokens = cached_tokens
         self.written_from_tokens: int | None = None
         self.is_closed = False

@@ -65,7 +65,9 @@ class Ledger:
         cached_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
         return node if cached_tokens else None, num_bytes, cached_tokens, packed
 
-    def lease(self, namespace: Namespace, tokens: bytes, *, read: bool, num_spared_blocks: int) -> Lease:
+    def lease(
+        self, namespace: Namespace, tokens: bytes, *, read: bool, num_spared_blocks: int, num_expected_tokens: int
+    ) -> Lease:
         """Open a lease, as `PrefixCache.lease` describes."""
         node, found_bytes, cached_tokens, packed = self.find(namespace, tokens, read)
         usage = self._tenants[namespace.tenant]
@@ -83,15 +85,28 @@ class Ledger:
             self._changes.used(node, found_bytes, self._clock())
         self._pins.pin(node)
         self._evictor.make_room(num_new_blocks, namespace.tenant, usage)
-        new = self._pool.acquire(num_new_blocks)
+        reused = np.frombuffer(packed, dtype=np.int32)
+        num_reused_blocks = -(-cached_tokens // self._block_size)
+        after = int(reused[num_reused_blocks - 1]) if num_reused_blocks else None
+        room = self._room(num_expected_tokens, num_whole_blocks + num_new_blocks)
+        new = self._pool.acquire(num_new_blocks, after=after, room=room)
         usage.num_leased_blocks += num_new_blocks
         usage.num_hit_tokens += cached_tokens
         usage.num_miss_tokens += len(tokens) // TOKEN_BYTES - cached_tokens
-        reused = np.frombuffer(packed, dtype=np.int32)
         block_ids = np.concatenate((reused[:num_whole_blocks], new))
         copy = BlockCopy(int(reused[num_whole_blocks]), int(new[0])) if shared_tokens else None
         lease = Lease(
-            self, namespace, usage, tokens, cached_tokens, block_ids, num_whole_blocks, copy, node, node_used_s
+            self,
+            namespace,
+            usage,
+            tokens,
+            cached_tokens,
+            block_ids,
+            num_whole_blocks,
+            copy,
+            node,
+            node_used_s,
+            num_expected_tokens,
         )
         self._open.add(lease)
         return lease
@@ -164,12 +179,20 @@ class Ledger:
         if num_missing_blocks > 0:
             raise self._shortage(num_missing_blocks, lease.namespace.tenant, usage)
         self._evictor.make_room(num_new_blocks, lease.namespace.tenant, usage)
-        block_ids = np.concatenate((kept, self._pool.acquire(num_new_blocks)))
+        after = int(lease.block_ids[-1]) if lease.block_ids.size else None
+        room = self._room(lease.num_expected_tokens, kept.size + num_new_blocks)
+        new = self._pool.acquire(num_new_blocks, after=after, room=room)
+        block_ids = np.concatenate((kept, new))
         usage.num_leased_blocks += num_new_blocks
         if replaces_last:
             lease.copy = BlockCopy(int(lease.block_ids[last]), int(block_ids[last]))
             lease.num_published_blocks -= 1
         lease.block_ids = block_ids
+
+    def _room(self, num_expected_tokens: int, num_blocks: int) -> int:
+        """Count the blocks that a lease of `num_blocks` will probably take more, with the copy of its prompt's end."""
+        num_expected_blocks = -(-num_expected_tokens // self._block_size)
+        return num_expected_blocks + 1 - num_blocks if num_expected_blocks > num_blocks else 0
 
     def commit(self, lease: Lease, upto_tokens: int) -> int:
         """Publish finished blocks, as `Lease.commit` describes."""

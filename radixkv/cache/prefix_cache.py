@@ -179,7 +179,15 @@ class PrefixCache:
         lost = self._lost.reason(prefix_fingerprint(namespace.seed, tokens, next_block_end))
         return lost or (MissReason.DIVERGED if cached_tokens else MissReason.COLD)
 
-    def lease(self, namespace: Namespace, tokens: bytes, *, read: bool = True, num_spared_blocks: int = 0) -> Lease:
+    def lease(
+        self,
+        namespace: Namespace,
+        tokens: bytes,
+        *,
+        read: bool = True,
+        num_spared_blocks: int = 0,
+        num_expected_tokens: int = 0,
+    ) -> Lease:
         """Take the right to a prompt's blocks: cached ones are kept, missing ones are allocated.
 
         Unused leaves are evicted if free blocks run short. If evicting would not suffice, nothing is evicted and
@@ -191,6 +199,7 @@ class PrefixCache:
             tokens: the prompt, little-endian uint32 bytes; at least one token.
             read: reuse cached blocks.
             num_spared_blocks: blocks that must be free or evictable after this.
+            num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
 
         Returns:
             A lease that the caller must close.
@@ -199,7 +208,9 @@ class PrefixCache:
             InvalidRequest: `tokens` is empty or not whole tokens.
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
-        return self.leases.lease(namespace, tokens, read=read, num_spared_blocks=num_spared_blocks)
+        return self.leases.lease(
+            namespace, tokens, read=read, num_spared_blocks=num_spared_blocks, num_expected_tokens=num_expected_tokens
+        )
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, *, only_raise: bool = False) -> Grant:
         """Give a cached range a priority: unused leaves of lower priority are evicted first, whatever the policy.

@@ -81,7 +81,11 @@ class Admitter:
         num_growing = 0 if is_passing else sum(other.generation is not None for other in running)
         try:
             lease = self._cache.lease(
-                request.namespace, request.tokens, read=params.read_cache, num_spared_blocks=num_growing
+                request.namespace,
+                request.tokens,
+                read=params.read_cache,
+                num_spared_blocks=num_growing,
+                num_expected_tokens=request.num_expected_tokens,
             )
         except QuotaExceeded as error:
             if any(other.tenant == request.tenant for other in running):

@@ -111,6 +111,16 @@ class Request:
         return num_prompt_tokens if self.generation is None else num_prompt_tokens + len(self.generation.token_ids)
 
     @property
+    def num_expected_tokens(self) -> int:
+        """Length of the prompt and the answer if nothing stops it early."""
+        num_prompt_tokens = self.params.num_tokens
+        return (
+            num_prompt_tokens
+            if self.generation is None
+            else num_prompt_tokens + self.generation.sampling.max_new_tokens
+        )
+
+    @property
     def tokens(self) -> bytes:
         """The prompt and the generated tokens, little-endian uint32 bytes. Complexity: a copy if any was generated."""
         return self.params.tokens + self.tokens_from(self.params.num_tokens)

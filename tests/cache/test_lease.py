@@ -184,6 +184,31 @@ def test_a_lease_keeps_its_tail_block_when_a_longer_copy_replaces_it(cache: Pref
     cache.check()
 
 
+class TestAdjacentBlocks:
+    """Ids of the blocks that a lease gets while others take blocks too."""
+
+    def test_a_lease_grows_into_its_room(self, cache: PrefixCache) -> None:
+        first = cache.lease(MODEL, spell("abcdef"), num_expected_tokens=14)
+        second = cache.lease(MODEL, spell("ghijkl"), num_expected_tokens=14)
+        for _ in range(4):
+            first.extend(spell("xy"))
+            second.extend(spell("xy"))
+        assert (first.block_ids.tolist(), second.block_ids.tolist()) == ([0, 1, 2, 3], [5, 6, 7, 8])
+
+    def test_beyond_its_room_it_goes_on_behind_the_others(self, cache: PrefixCache) -> None:
+        first = cache.lease(MODEL, spell("abcd"), num_expected_tokens=8)
+        cache.lease(MODEL, spell("ghijkl"))
+        for _ in range(4):
+            first.extend(spell("mnop"))
+        assert first.block_ids.tolist() == [0, 1, 2, 5, 6]
+
+    def test_a_suffix_comes_right_after_the_reused_blocks(self, cache: PrefixCache) -> None:
+        publish(cache, "abcdefgh")
+        publish(cache, "12345678")
+        cache.evict(2)
+        assert cache.lease(MODEL, spell("12345678wxyz")).block_ids.tolist() == [2, 3, 4]
+
+
 class TestReserve:
     def test_the_blocks_are_there_when_the_tokens_come(self, cache: PrefixCache) -> None:
         lease = lease_text(cache, "abcd")

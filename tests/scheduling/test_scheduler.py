@@ -1,5 +1,6 @@
 """A short question does not wait for a long document, and the document is not forgotten over short questions."""
 
+import numpy as np
 import pytest
 
 from tests.core_bench import BLOCK_SIZE, Bench
@@ -117,4 +118,17 @@ def test_what_is_longer_than_the_first_does_not_overtake_it() -> None:
     bench.submit(range(100, 200))
     bench.core.step()
     assert bench.runner.steps[-1] == [(16, 32)]
+    bench.run()
+
+
+def test_generations_that_grow_together_get_adjacent_blocks() -> None:
+    bench = Bench(num_blocks=512, max_step_tokens=512)
+    futures = [bench.generate(range(100 * n, 100 * n + 10 + n), 40) for n in range(16)]
+    while min(map(len, (future.told for future in futures))) < 38:
+        bench.core.step()
+    for request in bench.core._scheduler.running:
+        steps = np.diff(request.open_lease.block_ids)
+        assert steps.size >= 11
+        ends_in_a_block = request.params.num_tokens % BLOCK_SIZE > 0  # such a prompt's last block was copied
+        assert sorted(steps) == [1] * (steps.size - ends_in_a_block) + [2] * ends_in_a_block
     bench.run()
