@@ -18,9 +18,9 @@ class Partials:
     """Partial results of one layer. The attention kernel writes them, and the merge reads them.
 
     Attributes:
-        rows: float32 `[num_partials, num_kv_heads, tile_rows, head_dim]`, attention over the keys of one split.
-        lses: float32 `[num_partials, num_kv_heads, tile_rows]`, base-2 logarithms of the sums of weights; -inf where
-            nothing was seen.
+        rows: float32 `[num_partial_rows, num_kv_heads, head_dim]`, attention of a row over the keys of one split.
+        lses: float32 `[num_partial_rows, num_kv_heads]`, base-2 logarithms of the sums of weights; -inf where nothing
+            was seen.
     """
 
     rows: torch.Tensor
@@ -29,9 +29,7 @@ class Partials:
     @classmethod
     def allocate(cls, plan: AttentionPlan, num_kv_heads: int, head_dim: int, device: torch.device) -> Partials:
         """Allocate uninitialized memory for all partial results of a plan, which may have none."""
-        rows = torch.empty(
-            plan.num_partials, num_kv_heads, plan.tile_rows, head_dim, dtype=torch.float32, device=device
-        )
+        rows = torch.empty(plan.num_partial_rows, num_kv_heads, head_dim, dtype=torch.float32, device=device)
         return cls(rows, rows.new_empty(rows.shape[:-1]))
 
     def merge_into(self, output: torch.Tensor, plan: AttentionPlan) -> None:
@@ -41,9 +39,9 @@ class Partials:
             output: `[num_tokens, num_query_heads, head_dim]`, contiguous.
             plan: the plan that these partial results were allocated for.
         """
-        if not plan.num_partials:
+        if not plan.num_partial_rows:
             return
-        num_kv_heads, head_dim = self.rows.shape[1], self.rows.shape[3]
+        num_kv_heads, head_dim = self.rows.shape[1:]
         _merge_partials[(plan.merges.shape[0], num_kv_heads, plan.tile_rows // _MERGE_ROWS)](
             self.rows,
             self.lses,
@@ -79,30 +77,45 @@ def _merge_partials(  # type: ignore[no-untyped-def]
     first_token = tl.load(item)
     num_tokens = tl.load(item + 1)
     first_row = tl.load(item + 2)
-    first_partial = tl.load(item + 3)
-    end_partial = first_partial + tl.load(item + 4)
+    first_partial_row = tl.load(item + 3)
+    num_partials = tl.load(item + 4)
 
     tile_rows = tl.program_id(2) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
+    rows = first_row + tile_rows
+    tokens = rows // GROUP_SIZE
+    is_row = tokens < num_tokens
+    num_tile_rows = tl.minimum(num_tokens * GROUP_SIZE - first_row, TILE_ROWS)
     dims = tl.arange(0, PADDED_DIM)
-    is_dim = dims < HEAD_DIM
+    is_number = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     total_max = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
-    for partial in range(first_partial, end_partial):
-        part_rows = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * TILE_ROWS + tile_rows
-        total_max = tl.maximum(total_max, tl.load(partial_lses + part_rows))
+    for partial in range(num_partials):
+        part_rows = (first_partial_row + partial * num_tile_rows + tile_rows).to(tl.int64) * NUM_KV_HEADS + kv_head
+        total_max = tl.maximum(total_max, tl.load(partial_lses + part_rows, mask=is_row, other=float("-inf")))
     shift = tl.where(total_max == float("-inf"), 0.0, total_max)  # only rows past the suffix see nothing at all
     total = tl.zeros([MERGE_ROWS], tl.float32)
     acc = tl.zeros([MERGE_ROWS, PADDED_DIM], tl.float32)
-    for partial in range(first_partial, end_partial):
-        part_rows = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * TILE_ROWS + tile_rows
-        share = tl.exp2(tl.load(partial_lses + part_rows) - shift)
-        part = tl.load(partials + part_rows[:, None] * HEAD_DIM + dims[None, :], mask=is_dim[None, :], other=0.0)
+    for partial in range(num_partials):
+        part_rows = (first_partial_row + partial * num_tile_rows + tile_rows).to(tl.int64) * NUM_KV_HEADS + kv_head
+        share = tl.exp2(tl.load(partial_lses + part_rows, mask=is_row, other=float("-inf")) - shift)
+        part = tl.load(partials + part_rows[:, None] * HEAD_DIM + dims[None, :], mask=is_number, other=0.0)
         acc += part * share[:, None]
         total += share
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
 
-    rows = first_row + tile_rows
-    tokens = rows // GROUP_SIZE
     out_rows = (first_token + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + kv_head * GROUP_SIZE
     out_offsets = (out_rows + rows % GROUP_SIZE) * HEAD_DIM
-    in_request = (tokens < num_tokens)[:, None] & is_dim[None, :]
-    tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=in_request)
+    tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=is_number)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def partial_rows(joined, is_joined, partial, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Find the rows of the partial results that an item of work leaves, int32 `[TILE_ROWS]`.
+
+    Args:
+        joined: pointers to `AttentionPlan.joined_rows` of the item's rows, `[TILE_ROWS]`.
+        is_joined: which of these rows there are and are joined, `[TILE_ROWS]`.
+        partial: the last column of the item.
+    """
+    first = tl.load(joined + 1, mask=is_joined, other=0)
+    num_tile_rows = tl.load(joined + 2, mask=is_joined, other=0)
+    return tl.where(is_joined, first + partial * num_tile_rows, partial + tl.arange(0, TILE_ROWS))

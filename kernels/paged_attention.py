@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from radixkv.kernels import specialized_attention
-from radixkv.kernels.attention_merge import Partials
+from radixkv.kernels.attention_merge import Partials, partial_rows
 from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.attention_softmax import base_2, softmax_step
 from radixkv.kernels.batch import PagedBatch
@@ -116,6 +116,7 @@ def _launch(
         partials.lses,
         batch.block_tables,
         plan.work,
+        plan.joined_rows,
         query.stride(0),
         query.stride(1),
         batch.block_tables.stride(0),
@@ -149,6 +150,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     partial_lses,
     block_tables,
     work,
+    joined_rows,
     token_stride,
     head_stride,
     table_stride,
@@ -180,14 +182,17 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     partial = tl.load(item + 7)
 
     rows = first_row + tl.arange(0, TILE_ROWS)
-    tokens = rows // GROUP_SIZE
-    heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
+    is_row = rows < tl.where(first_token < 0, num_tokens, num_tokens * GROUP_SIZE)
+    is_joined = rows < tl.where(first_token < 0, num_tokens, 0)
+    joined = joined_rows + rows * 3
+    query_rows = tl.where(is_joined, tl.load(joined, mask=is_joined, other=0), first_token * GROUP_SIZE + rows)
+    heads = kv_head * GROUP_SIZE + query_rows % GROUP_SIZE
     dims = tl.arange(0, PADDED_DIM)
     is_dim = dims < HEAD_DIM
-    in_request = (tokens < num_tokens)[:, None] & is_dim[None, :]
-    token_rows = (first_token + tokens).to(tl.int64)
+    is_number = is_row[:, None] & is_dim[None, :]
+    token_rows = (query_rows // GROUP_SIZE).to(tl.int64)
     q_offsets = token_rows * token_stride + heads.to(tl.int64) * head_stride
-    q = tl.load(query + q_offsets[:, None] + dims[None, :], mask=in_request, other=0.0)  # [TILE_ROWS, PADDED_DIM]
+    q = tl.load(query + q_offsets[:, None] + dims[None, :], mask=is_number, other=0.0)  # [TILE_ROWS, PADDED_DIM]
 
     table = block_tables + request.to(tl.int64) * table_stride
     STORED_DIM: tl.constexpr = HEAD_DIM // NUMBERS_PER_VALUE
@@ -195,7 +200,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     first_key = (layer * 2 * NUM_KV_HEADS + kv_head).to(tl.int64) * BLOCK_SIZE  # rows from the beginning of a block
     stored_dims = tl.arange(0, PADDED_DIM // NUMBERS_PER_VALUE)
     is_stored_dim = stored_dims < STORED_DIM
-    query_positions = (prefix_len + tokens)[:, None]
+    query_positions = (prefix_len + tl.where(is_joined, 0, rows // GROUP_SIZE))[:, None]
 
     row_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_ROWS], tl.float32)
@@ -230,11 +235,11 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     acc = acc / safe_sum[:, None]
     if partial < 0:
         out_offsets = (token_rows * (NUM_KV_HEADS * GROUP_SIZE) + heads) * HEAD_DIM
-        tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=in_request)
+        tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=is_number)
     else:
-        tile_row = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        tl.store(partial_lses + tile_row, row_max + tl.log2(safe_sum))  # -inf where nothing was seen
-        tl.store(partials + tile_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_dim[None, :])
+        part_rows = partial_rows(joined, is_joined, partial, TILE_ROWS).to(tl.int64) * NUM_KV_HEADS + kv_head
+        tl.store(partial_lses + part_rows, row_max + tl.log2(safe_sum), mask=is_row)  # -inf where nothing was seen
+        tl.store(partials + part_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_number)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -33,7 +33,8 @@ def shared_runs(tables: npt.NDArray[np.int32], num_units: Sequence[int], blocks_
     """Group the first units of requests by the physical blocks that they stand in.
 
     Each unit of each request is in exactly one run, together with all requests that have the same blocks there and
-    everywhere before. Two requests that hold equal tokens in different blocks share nothing.
+    everywhere before. Runs come depth first: after a run come all that continue it, and then others. Two requests that
+    hold equal tokens in different blocks share nothing.
 
     >>> tables = np.array([[7, 2, 5, 1], [7, 2, 4, 0], [7, 2, 5, 3]], dtype=np.int32)
     >>> for run in shared_runs(tables, num_units=[4, 3, 3], blocks_a_unit=1):

@@ -16,11 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from radixkv.kernels.attention_merge import Partials
+from radixkv.kernels.attention_merge import Partials, partial_rows
 from radixkv.kernels.attention_plan import KEY_ALIGNMENT_TOKENS, AttentionPlan
 from radixkv.kernels.attention_softmax import softmax_step
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.pack_queries import pack_queries
 
 # Rows of a tile: 64 for each of the two groups of warps that compute.
 TILE_ROWS = 128
@@ -73,8 +74,8 @@ def launch(
 ) -> None:
     """Compute each item of the plan, and write it into the output or into the partial results.
 
-    The queries are copied first, one KV head after the other, so that rows of a tile are contiguous, as a descriptor
-    requires. For each new token the copy reads and writes as many bytes as K and V of `group_size` tokens have.
+    The queries are copied first; see `pack_queries`. For each new token the copy reads and writes half the bytes that K
+    and V of `group_size` tokens have.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]`, bfloat16 or float16.
@@ -87,9 +88,8 @@ def launch(
         scale, softcap: from `base_2`.
     """
     num_tokens, _, head_dim = query.shape
-    num_kv_heads, group_size = pool.num_kv_heads, plan.group_size
-    packed = query.new_empty(num_kv_heads, num_tokens, group_size, head_dim)
-    packed.copy_(query.view(num_tokens, num_kv_heads, group_size, head_dim).transpose(0, 1))
+    num_kv_heads = pool.num_kv_heads
+    packed = pack_queries(query, plan.joined_rows, num_kv_heads)
     triton.set_allocator(_allocate)  # of this thread
     _attend_tile_specialized[(plan.work.shape[0], num_kv_heads)](
         packed,
@@ -99,7 +99,9 @@ def launch(
         partials.lses,
         batch.block_tables,
         plan.work,
+        plan.joined_rows,
         num_tokens,
+        packed.shape[1],
         pool.values.numel() // head_dim,
         batch.block_tables.stride(0),
         layer,
@@ -108,7 +110,7 @@ def launch(
         softcap,
         BLOCK_ROWS=pool.values.stride(0) // head_dim,
         NUM_KV_HEADS=num_kv_heads,
-        GROUP_SIZE=group_size,
+        GROUP_SIZE=plan.group_size,
         BLOCK_SIZE=pool.block_size,
         HEAD_DIM=head_dim,
         PADDED_DIM=triton.next_power_of_2(head_dim),
@@ -127,7 +129,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 # Specialized by these, a kernel would be compiled for several kinds of numbers, and perhaps have other bits.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_tokens", "num_pool_rows", "table_stride", "layer", "window"]
+    do_not_specialize=["num_tokens", "num_packed_rows", "num_pool_rows", "table_stride", "layer", "window"]
 )
 def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     packed,
@@ -137,7 +139,9 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     partial_lses,
     block_tables,
     work,
+    joined_rows,
     num_tokens,
+    num_packed_rows,
     num_pool_rows,
     table_stride,
     layer,
@@ -169,8 +173,8 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     partial = tl.load(item + 7)
 
     rows = first_row + tl.arange(0, TILE_ROWS)
-    tokens = rows // GROUP_SIZE
-    query_positions = (prefix_len + tokens)[:, None]
+    is_joined = rows < tl.where(first_token < 0, num_request_tokens, 0)
+    query_positions = (prefix_len + tl.where(is_joined, 0, rows // GROUP_SIZE))[:, None]
     dims = tl.arange(0, PADDED_DIM)
     is_dim = (dims < HEAD_DIM)[None, :]
 
@@ -183,13 +187,14 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     # What a tile has past the end of its matrix arrives as 0: of dimensions, and of `last_values` also of slots. These
     # may hold anything, and a weight of 0 does not silence a NaN in V.
     queries = tl.make_tensor_descriptor(
-        packed, [NUM_KV_HEADS * num_tokens * GROUP_SIZE, HEAD_DIM], [HEAD_DIM, 1], [TILE_ROWS, PADDED_DIM]
+        packed, [NUM_KV_HEADS * num_packed_rows, HEAD_DIM], [HEAD_DIM, 1], [TILE_ROWS, PADDED_DIM]
     )
     vectors = tl.make_tensor_descriptor(values, [num_pool_rows, HEAD_DIM], [HEAD_DIM, 1], [TILE_KEYS, PADDED_DIM])
     last_values = tl.make_tensor_descriptor(values, [end_of_values, HEAD_DIM], [HEAD_DIM, 1], [TILE_KEYS, PADDED_DIM])
 
     # The last tile of a request goes on into rows of others, whose results are thrown away.
-    q = queries.load([(kv_head * num_tokens + first_token) * GROUP_SIZE + first_row, 0])  # [TILE_ROWS, PADDED_DIM]
+    packed_row = kv_head * num_packed_rows + tl.where(first_token < 0, num_tokens, first_token) * GROUP_SIZE + first_row
+    q = queries.load([packed_row, 0])  # [TILE_ROWS, PADDED_DIM]
     row_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
@@ -210,12 +215,13 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     # Each item writes to one of two places. A branch would take the roles away.
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / safe_sum[:, None]
-    out_rows = (first_token + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + kv_head * GROUP_SIZE
+    num_rows = tl.where(first_token < 0, num_request_tokens, num_request_tokens * GROUP_SIZE)
+    out_rows = (first_token + rows // GROUP_SIZE).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + kv_head * GROUP_SIZE
     out_offsets = (out_rows + rows % GROUP_SIZE) * HEAD_DIM
-    is_whole = (tokens < tl.where(partial < 0, num_request_tokens, 0))[:, None]
-    tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=is_whole & is_dim)
-    tile_rows = tl.arange(0, TILE_ROWS)
-    is_split = tile_rows < tl.where(partial < 0, 0, TILE_ROWS)
-    partial_rows = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * TILE_ROWS + tile_rows
-    tl.store(partial_lses + partial_rows, row_max + tl.log2(safe_sum), mask=is_split)  # -inf where nothing was seen
-    tl.store(partials + partial_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_split[:, None] & is_dim)
+    is_whole = (rows < tl.where(partial < 0, num_rows, 0))[:, None] & is_dim
+    tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=is_whole)
+    is_split = rows < tl.where(partial < 0, 0, num_rows)
+    part_rows = partial_rows(joined_rows + rows * 3, is_joined, partial, TILE_ROWS).to(tl.int64)
+    part_rows = part_rows * NUM_KV_HEADS + kv_head
+    tl.store(partial_lses + part_rows, row_max + tl.log2(safe_sum), mask=is_split)  # -inf where nothing was seen
+    tl.store(partials + part_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_split[:, None] & is_dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,6 +66,31 @@ def make_step(
         reference.write_kv(noise[:, 0], noise[:, 1], slots, pool, LAYER)
     query = torch.randn(sum(query_lens), heads.num_query_heads, head_dim, generator=generator).to(device, dtype)
     return Step(query, pool, PagedBatch.build(query_lens, kv_lens, tables, block_size, device))
+
+
+def share(step: Step, shared_blocks: Mapping[int, tuple[int, int]]) -> Step:
+    """Let requests begin with the blocks of others, in this order.
+
+    Args:
+        step: requests that share nothing.
+        shared_blocks: by request, whose first blocks it takes and their number.
+    """
+    batch = step.batch
+    tables = batch.host_tables.copy()
+    for request, (other, num_blocks) in shared_blocks.items():
+        tables[request, :num_blocks] = tables[other, :num_blocks]
+    lens = batch.query_lens.tolist(), batch.kv_lens
+    built = PagedBatch.build(*lens, list(tables), batch.block_size, batch.block_tables.device)
+    return Step(step.query, step.pool, built)
+
+
+def alone(step: Step, request: int) -> Step:
+    """Return the step of one of the requests."""
+    batch = step.batch
+    start, end = batch.query_starts[request : request + 2]
+    table, device = batch.host_tables[request], batch.block_tables.device
+    built = PagedBatch.build([end - start], [batch.kv_lens[request]], [table], batch.block_size, device)
+    return Step(step.query[start:end], step.pool, built)
 
 
 def poisoned_pool(

@@ -75,24 +75,26 @@ class AttentionCase:
     kv_dtype: torch.dtype | None = None
     num_tokens: int = 40
     is_specialized: bool = False
+    is_shared: bool = False
 
     def __str__(self) -> str:
         name = f"{str(self.dtype)[6:]} D{self.head_dim} rows{self.tile_rows} block{self.block_size} G{self.group_size}"
         extras = [name for name in ("window", "softcap", "split") if getattr(self, name)]
         extras += [f"pool {str(self.kv_dtype)[6:]}"] if self.kv_dtype else []
         extras += ["specialized"] if self.is_specialized else []
-        return " ".join([name, *extras]) + f", rows of {self.num_tokens} tokens"
+        return " ".join([name, *extras]) + f", rows of {self.num_tokens} tokens{' joined' * self.is_shared}"
 
     def launch(self) -> None:
         """Call the kernel on tensors of this shape."""
-        num_kv_heads, query_len = 2, self.num_tokens
-        kv_len = 512 + query_len
-        table = np.arange(-(-kv_len // self.block_size), dtype=np.int32)
-        batch = PagedBatch.build([query_len], [kv_len], [table], self.block_size)
+        num_kv_heads, num_requests = 2, 1 + self.is_shared
+        num_tokens, kv_len = num_requests * self.num_tokens, 512 + self.num_tokens
+        tables = num_requests * [np.arange(-(-kv_len // self.block_size), dtype=np.int32)]
+        lens = num_requests * [self.num_tokens], num_requests * [kv_len]
+        batch = PagedBatch.build(*lens, tables, self.block_size)
         shape = (1, 2, num_kv_heads, self.block_size, self.head_dim)
         pool = KVPool.allocate(*shape, dtype=self.kv_dtype or self.dtype)
         # Heads first in memory, as transformers has them, so that a stride depends on the number of tokens.
-        query = torch.empty(num_kv_heads * self.group_size, query_len, self.head_dim, dtype=self.dtype).transpose(0, 1)
+        query = torch.empty(num_kv_heads * self.group_size, num_tokens, self.head_dim, dtype=self.dtype).transpose(0, 1)
         plan = plan_attention(
             batch,
             num_query_heads=query.shape[1],
@@ -100,8 +102,9 @@ class AttentionCase:
             dtype=self.dtype,
             window=self.window,
             tile_rows=self.tile_rows,
-            split_tokens=256 if self.split else 4096,
+            split_tokens=256 if self.split or self.is_shared else 4096,
         )
+        assert bool(len(plan.joined_rows)) == self.is_shared
         scoring = Scoring(0.1, self.window, self.softcap)
         paged_attention(query, pool, 0, batch, plan, scoring, is_specialized=self.is_specialized)
 
@@ -137,6 +140,7 @@ ATTENTION_CASES = [
     AttentionCase(bf16, 128, 128, num_tokens=1),
     AttentionCase(bf16, 128, 128, num_tokens=17),
     AttentionCase(bf16, 128, 128, num_tokens=48),
+    AttentionCase(bf16, 128, 128, num_tokens=3, is_shared=True),
 ]
 
 # With roles for warps: whatever these can do, and the same again for other tokens.
@@ -146,6 +150,7 @@ SPECIALIZED_CASES = [
     AttentionCase(bf16, 64, 128, window=4096, group_size=7, is_specialized=True),
     AttentionCase(fp16, 80, 128, group_size=1, block_size=128, softcap=50.0, is_specialized=True),
     *(AttentionCase(bf16, 128, 128, num_tokens=num_tokens, is_specialized=True) for num_tokens in (1, 48)),
+    AttentionCase(bf16, 128, 128, num_tokens=3, is_shared=True, is_specialized=True),
 ]
 
 ALL_SPECIALIZED_CASES = [

@@ -1,13 +1,13 @@
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
+from radixkv.kernels.attention_plan import JOINED, AttentionPlan, plan_attention
 from radixkv.kernels.batch import PagedBatch
 
-from .cases import GQA, MHA, Step, make_step
+from .cases import GQA, MHA, Step, make_step, share
 
 
 def items_by_tile(plan: AttentionPlan) -> dict[tuple[int, int], list[list[int]]]:
@@ -72,17 +72,43 @@ def test_a_fixed_plan_reads_the_same_keys_whatever_the_batch() -> None:
     assert ranges_alone == ranges_among
 
 
-def test_each_partial_result_is_written_once_and_merged_once() -> None:
+def written_rows(plan: AttentionPlan) -> list[int]:
+    """List the rows of partial results that the items of a plan write."""
+    rows: list[int] = []
+    for _, first_token, num_tokens, _, first_row, _, _, partial in plan.work.tolist():
+        if first_token == JOINED:
+            for _, row, num_tile_rows in plan.joined_rows[first_row:num_tokens].tolist():
+                rows.append(row + partial * num_tile_rows)
+        elif partial >= 0:
+            rows += range(partial, partial + min(plan.tile_rows, num_tokens * plan.group_size - first_row))
+    return rows
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_each_partial_result_is_written_once_and_merged_once(is_shared: bool) -> None:
+    step = make_step([0, 300, 130], [37, 5, 130], GQA)  # 6 rows of the last are left over from full tiles
+    step = share(step, {2: (1, 8)}) if is_shared else step
+    plan = plan_of(step.batch, 6, split_tokens=64)
+    assert bool(len(plan.joined_rows)) == is_shared
+    assert sorted(written_rows(plan)) == list(range(plan.num_partial_rows))
+    merged: list[int] = []
+    for _, num_tokens, first_row, first, count in plan.merges.tolist():
+        assert count > 1
+        merged += range(first, first + count * min(plan.tile_rows, num_tokens * 3 - first_row))
+    assert sorted(merged) == list(range(plan.num_partial_rows))
+
+
+def test_partial_results_follow_each_other_in_the_order_of_keys() -> None:
     step = make_step([0, 300, 130], [37, 5, 200], GQA)
     plan = plan_of(step.batch, 6, split_tokens=64)
-    assert sorted(p for *_, p in plan.work.tolist() if p >= 0) == list(range(plan.num_partials))
-    merged = [list(range(first, first + count)) for *_, first, count in plan.merges.tolist()]
-    assert sorted(chain.from_iterable(merged)) == list(range(plan.num_partials))
-    split_tiles = [items for items in items_by_tile(plan).values() if len(items) > 1]
-    assert sorted(merged) == sorted([item[7] for item in items] for items in split_tiles)
-    assert all(items[0][7] == -1 for items in items_by_tile(plan).values() if len(items) == 1)
-    starts = {tuple(merge[:3]) for merge in plan.merges.tolist()}
-    assert starts == {(items[0][1], items[0][2], items[0][4]) for items in split_tiles}
+    tiles = items_by_tile(plan)
+    assert any(len(items) == 1 for items in tiles.values())
+    assert all(items[0][7] == -1 for items in tiles.values() if len(items) == 1)
+    split_tiles = {tuple(items[0][i] for i in (1, 2, 4)): items for items in tiles.values() if len(items) > 1}
+    assert len(split_tiles) == len(plan.merges)
+    for *tile, first, count in plan.merges.tolist():
+        num_rows = min(plan.tile_rows, tile[1] * 3 - tile[2])
+        assert [item[7] for item in split_tiles[*tile]] == [first + n * num_rows for n in range(count)]
 
 
 def test_window_keeps_old_keys_out_of_the_plan() -> None:
@@ -107,7 +133,7 @@ def test_short_suffix_over_long_prefix_fills_the_device() -> None:
 def test_long_prefill_is_not_split() -> None:
     batch = long_step([0, 500], [4096, 2048]).batch
     plan = plan_of(batch, 32, 8)
-    assert plan.num_partials == 0
+    assert plan.num_partial_rows == 0
     assert plan.merges.shape == (0, 5)
 
 
@@ -136,3 +162,85 @@ def test_query_heads_must_be_a_multiple_of_kv_heads(num_query_heads: int) -> Non
 def test_splits_must_keep_key_tiles_whole(split_tokens: int) -> None:
     with pytest.raises(ValueError, match="split_tokens: expected a positive multiple of 64"):
         plan_of(long_step([0], [1]).batch, 2, split_tokens=split_tokens)
+
+
+def num_keys(plan: AttentionPlan) -> int:
+    """Add up the keys that the programs of one KV head read, all together."""
+    return int((plan.work[:, 6] - plan.work[:, 5]).sum())
+
+
+def is_same(plan: AttentionPlan, other: AttentionPlan) -> bool:
+    pairs = [(getattr(plan, name), getattr(other, name)) for name in ("work", "merges", "joined_rows")]
+    return all(torch.equal(*pair) for pair in pairs) and plan.num_partial_rows == other.num_partial_rows
+
+
+def decoding(num_requests: int, num_shared: int, num_own: int) -> PagedBatch:
+    """Requests with a token each, whose tables agree in some blocks of 64 tokens."""
+    step = make_step([64 * (num_shared + num_own)] * num_requests, [1] * num_requests, MHA, block_size=64, head_dim=1)
+    return share(step, dict.fromkeys(range(1, num_requests), (0, num_shared))).batch
+
+
+@pytest.mark.parametrize("split_tokens", [2048, None])
+def test_a_shared_prefix_is_read_once_a_tile_of_joined_rows(split_tokens: int | None) -> None:
+    """16 requests of 4 rows each fill 4 tiles of 16 rows, or half of one of 128."""
+    batch = decoding(16, num_shared=64, num_own=3)
+    own = 16 * (3 * 64 + 1)
+    for tile_rows, num_reads in ((16, 4), (64, 1), (128, 1)):
+        options: dict[str, Any] = {"tile_rows": tile_rows, "split_tokens": split_tokens}
+        assert num_keys(plan_of(batch, 32, 8, **options)) == num_reads * 4096 + own
+        assert num_keys(plan_of(batch, 32, 8, **options, joins=False)) == 16 * 4096 + own
+
+
+def test_each_level_of_sharing_is_read_once() -> None:
+    """All begin alike, the first three go on alike, and the last three do."""
+    step = make_step([700] * 5, [1, 9, 1, 1, 2], GQA)
+    batch = share(step, {1: (0, 40), 2: (0, 40), 3: (0, 8), 4: (3, 32)}).batch
+    plan = plan_of(batch, 6, tile_rows=128, split_tokens=64)
+    own = 3 * (700 - 640) + 2 * (700 - 512) + 1 + 9 + 1 + 1 + 2
+    assert num_keys(plan) == 128 + (640 - 128) + (512 - 128) + own
+
+
+@pytest.mark.parametrize("split_tokens", [64, None])
+def test_full_tiles_read_their_keys_alone(split_tokens: int | None) -> None:
+    """The rest of two suffixes, 8 rows and 1, is joined; 16 rows fill a tile."""
+    step = share(make_step([512, 512], [24, 17], MHA, block_size=16), {1: (0, 32)})
+    plan = plan_of(step.batch, 2, tile_rows=16, split_tokens=split_tokens)
+    assert len(plan.joined_rows) == 9
+    assert num_keys(plan) == 512 + (512 + 16) + 24 + (512 + 16) + 17
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("tile_rows", "split_tokens"), [(128, 128), (None, None)])
+def test_where_nothing_is_shared_the_plan_is_the_same(
+    tile_rows: int | None, split_tokens: int | None, window: int | None
+) -> None:
+    options: dict[str, Any] = {"tile_rows": tile_rows, "split_tokens": split_tokens, "window": window}
+    for prefix_lens, query_lens in (([0, 300, 130], [37, 5, 200]), ([1000] * 20, [1] * 20)):
+        step = make_step(prefix_lens, query_lens, GQA)
+        plan = plan_of(step.batch, 6, **options)
+        assert is_same(plan, plan_of(step.batch, 6, **options, joins=False))
+        assert not (plan.work[:, 1] == JOINED).any()
+        less_than_a_split = share(step, {1: (0, 7)})
+        assert is_same(plan, plan_of(less_than_a_split.batch, 6, **options))
+
+
+@pytest.mark.parametrize(("window", "is_joined"), [(4160, False), (4161, True)])
+def test_a_window_that_hides_keys_joins_nothing(window: int, is_joined: bool) -> None:
+    plan = plan_of(decoding(3, num_shared=64, num_own=1), 2, window=window)
+    assert bool(len(plan.joined_rows)) == is_joined
+
+
+def test_a_row_has_the_same_splits_alone_and_joined() -> None:
+    together = decoding(5, num_shared=50, num_own=40)
+    plan = plan_of(together, 6, tile_rows=128, split_tokens=512)
+    apart = plan_of(together, 6, tile_rows=128, split_tokens=512, joins=False)
+    assert len(plan.joined_rows) == 5 * 3
+    assert torch.equal(plan.merges, apart.merges)
+    ends = {tuple(item[5:7]) for item in plan.work.tolist()}
+    assert ends == {tuple(item[5:7]) for item in apart.work.tolist()}
+
+
+def test_blocks_longer_than_a_split_join_nothing() -> None:
+    step = share(make_step([512, 512], [1, 1], MHA, block_size=128), {1: (0, 4)})
+    assert not len(plan_of(step.batch, 2, split_tokens=64).joined_rows)
+    assert len(plan_of(step.batch, 2, split_tokens=128).joined_rows)

@@ -39,6 +39,7 @@ def compiled() -> list[dict[str, Any]]:
 
 def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
     attention = {"_attend_tile", "_attend_tile_specialized", "_merge_partials", "_write_tile", "_copy_span"}
+    attention |= {"_pack_rows"}
     exact = {"_multiply_tiles", "_mean_row", "_norm_row"}
     fused = {"_norm_row", "_gate_piece"}
     assert {row["kernel"] for row in compiled} == attention | exact | fused | {"_dequantize_tile"}
@@ -83,6 +84,12 @@ def test_where_warps_specialize_some_only_load_and_others_only_multiply(compiled
         assert not instructions["LDGSTS"], row
 
 
+def test_queries_are_packed_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
+    packings = [row for row in compiled if row["kernel"] == "_pack_rows"]
+    assert packings
+    assert all(row["instructions"]["LDG.E.128"] and row["instructions"]["STG.E.128"] for row in packings)
+
+
 def test_block_copies_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
     (copy,) = [row for row in compiled if row["kernel"] == "_copy_span"]
     assert copy["instructions"]["LDG.E.128"] == copy["instructions"]["STG.E.128"] == 8
@@ -121,6 +128,7 @@ def test_tiles_come_by_tma_where_the_weight_permits(compiled: list[dict[str, Any
         ("_gate_piece", 1),
         ("_attend_tile", 1),
         ("_attend_tile_specialized", 1),
+        ("_pack_rows", 1),
     ],
 )
 def test_one_machine_code_serves_any_number_of_rows_wherever_they_start(

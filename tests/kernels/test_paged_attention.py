@@ -1,15 +1,17 @@
+import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from radixkv.kernels import reference
-from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
+from radixkv.kernels import joined_rows, reference
+from radixkv.kernels.attention_plan import JOINED, AttentionPlan, plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.paged_attention import paged_attention
 from radixkv.kernels.scoring import Scoring
 
-from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, make_step
+from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, alone, make_step, share
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
@@ -173,6 +175,89 @@ def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
     assert torch.equal(attend(warm_rows, warm_batch), attend(cold.query, cold.batch)[20 + prefix_len :])
 
 
+# Two levels: requests 1 and 2 share 8 blocks of 16 with request 0, and 2 shares 18 with it. Request 4 shares 5 with 3.
+LEVELS = {1: (0, 8), 2: (0, 18), 4: (3, 5)}
+
+
+@pytest.fixture
+def eager_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join rows wherever that reads fewer tiles, be they few."""
+    monkeypatch.setattr(joined_rows, "_SAVED_KEYS_A_ROW", 0.01)
+
+
+def shared_step(query_lens: list[int], heads: Heads, device: str, **options: Any) -> Step:
+    """Five requests of 131 to 420 tokens, of which some share up to 288."""
+    prefix_lens = [300, 130, 420 - query_lens[2], 131, 90]
+    return share(make_step(prefix_lens, query_lens, heads, device=device, **options), LEVELS)
+
+
+@pytest.mark.usefixtures("eager_joins")
+@pytest.mark.parametrize("tile_rows", [16, 128])
+@pytest.mark.parametrize("heads", [MHA, GQA, Heads(7, 1)], ids=["MHA", "GQA", "group of 7"])
+@pytest.mark.parametrize("query_lens", [[1, 1, 1, 1, 1], [17, 1, 37, 1, 2]], ids=["decoding", "mixed"])
+def test_joined_rows_see_what_their_requests_share(
+    query_lens: list[int], heads: Heads, tile_rows: int, kernel_device: str
+) -> None:
+    step = shared_step(query_lens, heads, kernel_device)
+    plan = plan_of(step, tile_rows=tile_rows, split_tokens=64)
+    assert (plan.work[:, 1] == JOINED).sum() >= 3
+    assert error_against_reference(step, tile_rows=tile_rows, split_tokens=64) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
+def test_joined_rows_read_every_pool(
+    kv_dtype: torch.dtype | None, dtype: torch.dtype, softcap: float | None, kernel_device: str
+) -> None:
+    step = shared_step([1, 5, 1, 1, 2], GQA, kernel_device, dtype=dtype, kv_dtype=kv_dtype)
+    tolerance = TOLERANCE[torch.bfloat16 if kv_dtype and dtype == torch.float16 else dtype]
+    assert error_against_reference(step, softcap=softcap, tile_rows=64, split_tokens=128) < tolerance
+    plan = plan_of(step, tile_rows=64, split_tokens=128)
+    assert (plan.work[:, 1] == JOINED).sum() == 2
+
+
+def test_splits_that_fit_the_batch_join_rows_too(kernel_device: str) -> None:
+    step = share(make_step([700, 650, 600], [1, 3, 2], GQA, device=kernel_device), {1: (0, 40), 2: (1, 36)})
+    assert len(plan_of(step).joined_rows)
+    assert error_against_reference(step) < TOLERANCE[torch.float32]
+
+
+def test_a_window_that_hides_nothing_lets_rows_join(kernel_device: str) -> None:
+    step = share(make_step([200, 150], [1, 1], GQA, device=kernel_device), {1: (0, 9)})
+    assert len(plan_of(step, window=201, split_tokens=64).joined_rows)
+    assert error_against_reference(step, window=201, split_tokens=64) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.usefixtures("eager_joins")
+@pytest.mark.parametrize("seed", range(6))
+def test_fixed_tiles_and_splits_give_the_same_bits_alone_and_in_company(seed: int, kernel_device: str) -> None:
+    """Random requests that begin with random numbers of blocks of others."""
+    rng = random.Random(seed)
+    num_requests = rng.randint(2, 5)
+    query_lens = [1, 1, *(rng.choice([1, 2, 17, 37]) for _ in range(num_requests - 2))]
+    prefix_lens = [rng.randint(150, 300) for _ in range(num_requests)]
+    heads = rng.choice([GQA, Heads(7, 1), MHA])
+    kv_dtype = rng.choice([None, torch.int8])
+    step = make_step(
+        prefix_lens, query_lens, heads, dtype=torch.bfloat16, kv_dtype=kv_dtype, device=kernel_device, seed=seed
+    )
+    shared = {}
+    for request in range(1, num_requests):
+        other = rng.randrange(request)
+        shared[request] = (other, rng.randint(8, min(prefix_lens[request], prefix_lens[other]) // 16))
+    step = share(step, shared)
+
+    def attend(step: Step) -> torch.Tensor:
+        plan = plan_of(step, tile_rows=128, split_tokens=64)
+        assert bool(len(plan.joined_rows)) == (step.batch.num_requests > 1)
+        return paged_attention(step.query, step.pool, LAYER, step.batch, plan, Scoring(0.2))
+
+    together = attend(step)
+    for request, (start, end) in enumerate(pairwise(step.batch.query_starts)):
+        assert torch.equal(attend(alone(step, request)), together[start:end])
+
+
 def test_plan_for_another_window_is_refused() -> None:
     step = make_step([0], [5], GQA)
     plan = plan_of(step, window=8)
@@ -190,12 +275,14 @@ def test_plan_for_another_head_count_is_refused() -> None:
 @pytest.mark.parametrize("is_specialized", [False, True])
 def test_what_fills_up_a_recorded_step_changes_no_bit(is_specialized: bool, kernel_device: str) -> None:
     """Padding has queries of its own, behind the others."""
-    step = make_step([150, 0], [37, 5], GQA, block_size=64, head_dim=64, dtype=torch.bfloat16, device=kernel_device)
+    options: dict[str, Any] = {"head_dim": 64, "dtype": torch.bfloat16, "device": kernel_device}
+    step = share(make_step([150, 130, 0], [5, 1, 17], GQA, block_size=64, **options), {1: (0, 2)})
     plan = plan_of(step, tile_rows=128, split_tokens=64)
-    assert plan.num_partials
+    assert len(plan.joined_rows)
     filled = plan.with_idle_work()
     assert len(filled.work) > len(plan.work)
     assert len(filled.merges) > len(plan.merges)
+    assert len(filled.joined_rows) > len(plan.joined_rows)
     padding = step.query.new_full((7, *step.query.shape[1:]), 100.0)
     whole, padded = (
         paged_attention(query, step.pool, LAYER, step.batch, each, Scoring(0.1), is_specialized=is_specialized)

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from radixkv.kernels.paged_attention import paged_attention
 from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.specialized_attention import supports
 
-from .cases import GQA, LAYER, MHA, Heads, Step, make_step
+from .cases import GQA, LAYER, MHA, Heads, Step, alone, make_step, share
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 TOLERANCE = {BF16: 1.6e-2, FP16: 2e-3}
@@ -118,6 +120,22 @@ def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
     assert torch.equal(
         attend(warm, window, split_tokens=128), attend(cold, window, split_tokens=128)[20 + prefix_len :]
     )
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "head_dim", "softcap"),
+    [(MHA, BF16, 64, None), (GQA, FP16, 80, 0.5), (SEVEN, BF16, 40, None), (SEVEN, BF16, 128, None)],
+)
+def test_joined_rows_see_what_their_requests_share(
+    heads: Heads, dtype: torch.dtype, head_dim: int, softcap: float | None, kernel_device: str
+) -> None:
+    """Two levels, with a long suffix whose last tile alone is joined."""
+    step = make([300, 170, 270, 5], [1, 19, 3, 1], heads, kernel_device, head_dim, dtype=dtype)
+    step = share(step, {1: (0, 2), 2: (0, 4)})
+    assert_is_reference(step, softcap=softcap, split_tokens=64)
+    together = attend(step, softcap=softcap, split_tokens=64)
+    for request, (start, end) in enumerate(pairwise(step.batch.query_starts)):
+        assert torch.equal(attend(alone(step, request), softcap=softcap, split_tokens=64), together[start:end])
 
 
 @pytest.mark.parametrize(

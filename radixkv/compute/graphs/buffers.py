@@ -9,7 +9,7 @@ import torch
 
 from radixkv.compute.forward import StepLayout
 from radixkv.compute.graphs.shapes import StepShape
-from radixkv.kernels.attention_plan import NO_MERGE, NO_WORK, AttentionPlan
+from radixkv.kernels.attention_plan import NO_MERGE, NO_ROW, NO_WORK, AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.staging import StagedArrays
 
@@ -58,6 +58,7 @@ class StepBuffers:
         for window in windows:
             arrays[f"work {window}"] = (num_items, len(NO_WORK)), torch.int32
             arrays[f"merges {window}"] = (num_merges, len(NO_MERGE)), torch.int32
+            arrays[f"joined rows {window}"] = (num_tokens * group_size, len(NO_ROW)), torch.int32
         arrays["tables"] = (
             (num_requests, table_blocks),
             torch.int32,
@@ -100,7 +101,8 @@ class StepBuffers:
                 window=window,
                 work=arrays[f"work {window}"][: shape.num_items],
                 merges=arrays[f"merges {window}"][: shape.num_tiles],
-                num_partials=shape.num_partials,
+                joined_rows=arrays[f"joined rows {window}"][: shape.num_tokens * self._group_size],
+                num_partial_rows=shape.num_partial_rows,
             )
             for window in self._windows
         }
@@ -121,6 +123,8 @@ class StepBuffers:
         for window, plan in plans.items():
             _fill(arrays[f"work {window}"][: shape.num_items], plan.work, NO_WORK)
             _fill(arrays[f"merges {window}"][: shape.num_tiles], plan.merges, NO_MERGE)
+            num_rows = shape.num_tokens * self._group_size
+            _fill(arrays[f"joined rows {window}"][:num_rows], plan.joined_rows, NO_ROW)
 
     def upload(self, shape: StepShape, input_ids: torch.Tensor) -> None:
         """Bring the last step that was filled to the device. The step before must be done.

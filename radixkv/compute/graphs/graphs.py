@@ -92,8 +92,11 @@ class StepGraphs:
         """
         batch, dtype = layout.batch, self._model.kv_shape.dtype
         least_rows = self._kernels.tile_rows(self._group_size * batch.most_query_tokens, dtype)
+        suiting_rows = max(
+            self._kernels.tile_rows_for(batch, self._group_size, dtype, window) for window in self._windows
+        )
         plans: dict[int, Plans] = {}  # by the rows of a tile, on which alone they depend
-        for shape in self._replays:
+        for shape in sorted(self._replays, key=lambda shape: shape.tile_rows < suiting_rows):
             if shape.tile_rows < least_rows or not shape.has_room(batch):
                 continue
             if shape.tile_rows not in plans:

@@ -30,7 +30,7 @@ class StepShape:
     Attributes:
         num_tokens: new tokens of all requests together.
         num_requests: requests, and rows of logits.
-        num_partials: partial results of each plan and KV head.
+        num_partials: items of each plan that leave partial results, each for at most `tile_rows` rows.
         tile_rows: rows of a tile in each plan.
         num_tiles: tiles of each plan.
     """
@@ -46,6 +46,11 @@ class StepShape:
         """Items of work of each plan."""
         return self.num_tiles + self.num_partials
 
+    @property
+    def num_partial_rows(self) -> int:
+        """Rows of partial results of each plan and KV head."""
+        return self.num_partials * self.tile_rows
+
     def has_room(self, batch: PagedBatch) -> bool:
         """Whether the tokens and requests of a step fit."""
         return batch.num_tokens <= self.num_tokens and batch.num_requests <= self.num_requests
@@ -55,7 +60,7 @@ class StepShape:
         return (
             len(plan.work) <= self.num_items
             and len(plan.merges) <= self.num_tiles
-            and plan.num_partials <= self.num_partials
+            and plan.num_partial_rows <= self.num_partial_rows
         )
 
 

@@ -88,6 +88,17 @@ class PlanningKernels(AttentionKernels, Protocol):
         """
         ...
 
+    def tile_rows_for(self, batch: PagedBatch, group_size: int, dtype: torch.dtype, window: int | None) -> int:
+        """Rows of the tiles that suit a batch, at least `tile_rows` of its longest request.
+
+        Args:
+            batch: the token rows of a step, on the host.
+            group_size: query heads a KV head.
+            dtype: of the queries.
+            window: the sliding window of the layers.
+        """
+        ...
+
     def plan(
         self,
         batch: PagedBatch,

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from radixkv.kernels import copy_blocks, paged_attention, write_kv
-from radixkv.kernels.attention_plan import AttentionPlan, fitting_tile_rows, plan_attention
+from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.dequantize_plan import DequantizePlan, plan_dequantize
@@ -16,6 +16,7 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import is_quantized
 from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.specialized_attention import supports
+from radixkv.kernels.tile_choice import fitting_tile_rows, tile_rows_for
 from radixkv.model.attention.interface import AttentionUse
 
 # Keys of a split in exact mode. Shorter splits fill the device when few tokens follow a long prefix, but leave more
@@ -81,7 +82,7 @@ class TritonKernels:
             self.use_plans(batch, {})
         window = scoring.window
         if window not in self._plans:
-            tile_rows = self.tile_rows(query.shape[1] // pool.num_kv_heads * batch.most_query_tokens, query.dtype)
+            tile_rows = self.tile_rows_for(batch, query.shape[1] // pool.num_kv_heads, query.dtype, window)
             self._plans[window] = self.plan(
                 batch, query.shape[1], pool.num_kv_heads, query.dtype, window=window, tile_rows=tile_rows
             )
@@ -107,6 +108,12 @@ class TritonKernels:
             return fitting_tile_rows(most_rows, dtype)
         # What suits long suffixes, since short ones wait for memory anyway.
         return 16 if dtype == torch.float32 else 128
+
+    def tile_rows_for(self, batch: PagedBatch, group_size: int, dtype: torch.dtype, window: int | None) -> int:
+        """Rows of the tiles that suit a batch, also those of requests that share K/V."""
+        if self.is_exact:
+            return self.tile_rows(group_size * batch.most_query_tokens, dtype)
+        return tile_rows_for(batch, group_size, dtype, window)
 
     def plan(
         self,

@@ -188,6 +188,36 @@ def test_in_exact_mode_recorded_steps_have_the_bits_of_others(tmp_path: Path) ->
     assert recorder.num_replays == 2
 
 
+def test_recorded_steps_join_rows_of_requests_that_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a step after it that joins nothing finds nothing left over from it."""
+    monkeypatch.setattr("radixkv.model.attention.triton_kernels._SPLIT_TOKENS", 64)
+    model = load("llama", tmp_path, is_exact=True)
+    storages, recorder = [poisoned(model), poisoned(model)], Recorder()
+    kernels, num_joined = TritonKernels(is_exact=True), []
+    fill = StepBuffers.fill
+
+    def notice(buffers: StepBuffers, shape: StepShape, layout: StepLayout, plans: dict[Any, AttentionPlan]) -> None:
+        num_joined.append(len(plans[None].joined_rows))
+        fill(buffers, shape, layout, plans)
+
+    monkeypatch.setattr(StepBuffers, "fill", notice)
+    graphs = record(model, storages[0], kernels, recorder, max_tokens=4)
+    runners = [Runner(model, storages[0], kernels, graphs), Runner(model, storages[1], kernels)]
+    tokens, blocks = random_tokens(0), np.random.default_rng(3).permutation(24).astype(np.int32)
+    tables = [np.concatenate((blocks[:5], blocks[start : start + 1])) for start in (5, 6, 7)]
+    for chunks, num_joined_rows in (
+        ([Chunk(tokens, 0, 80, tables[0], None, wants_logits=False)], None),
+        ([Chunk(tokens, 80, 81, table, None, wants_logits=True) for table in tables], 3),
+        ([Chunk(tokens, 81, 82, tables[2], None, wants_logits=True)], 0),
+    ):
+        together, expected = (runner.run(chunks) for runner in runners)
+        assert torch.equal(together.logits, expected.logits)
+        if num_joined_rows is not None:
+            group_size = model.attention_kinds[0].num_query_heads // model.kv_shape.num_kv_heads
+            assert num_joined.pop() == num_joined_rows * group_size
+    assert recorder.num_replays == 2
+
+
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_a_step_may_be_prepared_before_its_tokens_are_known(
     is_recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -278,7 +308,7 @@ def test_a_step_whose_plan_is_too_long_is_not_replayed(tmp_path: Path, monkeypat
         recorder=Recorder(),
     )
     tokens = bytes(512 * 4)
-    for num_cached, has_room in ((6 * 64 - 1, True), (6 * 64, False)):
+    for num_cached, has_room in ((7 * 64 - 1, True), (7 * 64, False)):
         chunk = Chunk(tokens, num_cached, num_cached + 1, np.arange(32, dtype=np.int32), None, wants_logits=True)
         assert (graphs.prepare(lay_out([chunk], BLOCK_SIZE)) is not None) == has_room
 
@@ -490,13 +520,14 @@ class TestCheckAtLoad:
 def test_no_list_of_a_plan_may_be_longer_than_its_room() -> None:
     shape = StepShape(num_tokens=4, num_requests=2, num_partials=5, tile_rows=16, num_tiles=3)
 
-    def plan(num_items: int, num_merges: int, num_partials: int) -> AttentionPlan:
-        return AttentionPlan(16, 2, None, torch.zeros(num_items, 8), torch.zeros(num_merges, 5), num_partials)
+    def plan(num_items: int, num_merges: int, num_partial_rows: int) -> AttentionPlan:
+        work, merges, joined_rows = (torch.zeros(*size) for size in ((num_items, 8), (num_merges, 5), (0, 3)))
+        return AttentionPlan(16, 2, None, work, merges, joined_rows, num_partial_rows)
 
-    assert shape.has_room_for(plan(8, 3, 5))
-    assert not shape.has_room_for(plan(9, 3, 5))
-    assert not shape.has_room_for(plan(8, 4, 5))
-    assert not shape.has_room_for(plan(8, 3, 6))
+    assert shape.has_room_for(plan(8, 3, 80))
+    assert not shape.has_room_for(plan(9, 3, 80))
+    assert not shape.has_room_for(plan(8, 4, 80))
+    assert not shape.has_room_for(plan(8, 3, 81))
 
 
 class LateDevice:
