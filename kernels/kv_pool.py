@@ -1,9 +1,12 @@
 """The pool: the memory that block ids point into.
 
-    blocks   [ block 0 ............................ )[ block 1 ............................ )[ ...
-               values of all layers )[ their scales      values of all layers )[ their scales
+    by block   [ block 0 ............................ )[ block 1 ............................ )[ ...
+                 values of all layers )[ their scales      values of all layers )[ their scales
 
-A block is one contiguous region in every dtype, so that a copy of a block is a copy of its bytes.
+    by layer   [ K of layer 0, head 0: block 0 )[ block 1 )[ ...   )[ K of layer 0, head 1: block 0 )[ ...
+
+By block, a block is one contiguous region in every dtype, so that a copy of a block is a copy of its bytes. By layer,
+adjacent blocks are adjacent in each head, so that a CPU attends over them where they are.
 """
 
 from __future__ import annotations
@@ -28,11 +31,13 @@ class KVPool:
     Attributes:
         dtype: float32, bfloat16, float16, float8_e4m3fn, int8 or int4.
         head_dim: numbers in a key, and in a value, of one head.
-        blocks: uint8 `[num_blocks, block_bytes]`, contiguous.
+        blocks: uint8, the bytes of each block: by block a contiguous `[num_blocks, block_bytes]`, by layer a strided
+            `[num_blocks, num_layers, 2, num_kv_heads, bytes]`.
         values: `[num_blocks, num_layers, 2, num_kv_heads, block_size, stored_dim]`; dim 2: 0 is K, 1 is V. Two int4
             share a byte, so `stored_dim` is half of `head_dim` there.
         scales: float32 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, one for each stored vector; None if
             the dtype is not quantized.
+        is_by_layer: whether the memory is ordered by layer.
     """
 
     dtype: torch.dtype
@@ -40,6 +45,7 @@ class KVPool:
     blocks: torch.Tensor
     values: torch.Tensor
     scales: torch.Tensor | None
+    is_by_layer: bool = False
 
     @classmethod
     def allocate(
@@ -53,8 +59,11 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         is_zeroed: bool = True,
+        is_by_layer: bool = False,
     ) -> KVPool:
         """Allocate blocks of zeros, or uninitialized blocks if `is_zeroed` is false.
+
+        A quantized pool is ordered by block, also if `is_by_layer` is true.
 
         Raises:
             ValueError: the dtype is not one that a pool stores, or is int4 with an odd `head_dim`.
@@ -64,6 +73,11 @@ class KVPool:
         value_bytes = num_vectors * stored_dim(head_dim, dtype) * stored_dtype(dtype).itemsize
         scale_bytes = num_vectors * _SCALE_BYTES if is_quantized(dtype) else 0
         fill = torch.zeros if is_zeroed else torch.empty
+        if is_by_layer and not is_quantized(dtype):
+            per_block = (num_layers, 2, num_kv_heads, num_blocks, block_size * head_dim)
+            by_layer = fill(per_block, dtype=dtype, device=device).permute(3, 0, 1, 2, 4)
+            values = torch.unflatten(by_layer, 4, (block_size, head_dim))
+            return cls(dtype, head_dim, by_layer.view(torch.uint8), values, None, is_by_layer=True)
         blocks = fill(num_blocks, value_bytes + scale_bytes, dtype=torch.uint8, device=device)
         values = blocks[:, :value_bytes].view(stored_dtype(dtype)).view(num_blocks, *size, -1)
         scales = blocks[:, value_bytes:].view(torch.float32).view(num_blocks, *size) if scale_bytes else None

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-_VECTOR_ELEMENTS = 64  # two vectors of 64 bytes at once, of the smallest dtype
-_ELEMENTS_A_CALL = 32_768  # at::internal::GRAIN_SIZE: more are shared out to threads
+VECTOR_ELEMENTS = 64  # two vectors of 64 bytes at once, of the smallest dtype
+ELEMENTS_A_CALL = 32_768  # at::internal::GRAIN_SIZE: more are shared out to threads
 
 
 def in_row_pieces(function: Callable[..., torch.Tensor], rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -31,10 +31,10 @@ def in_row_pieces(function: Callable[..., torch.Tensor], rows: torch.Tensor, *ar
     """
     num_columns = rows.shape[-1]
     flat = rows.reshape(-1, num_columns).contiguous()  # [num_rows, num_columns]
-    padding = -num_columns % _VECTOR_ELEMENTS
+    padding = -num_columns % VECTOR_ELEMENTS
     if padding:
         flat = pad(flat, (0, padding))
-    rows_a_call = max(1, _ELEMENTS_A_CALL // flat.shape[1])
+    rows_a_call = max(1, ELEMENTS_A_CALL // flat.shape[1])
     pieces = [function(piece, *args, **kwargs) for piece in torch.split(flat, rows_a_call)]
     result = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return result[:, :num_columns].reshape(rows.shape)

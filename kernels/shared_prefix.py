@@ -29,6 +29,15 @@ class SharedRun(NamedTuple):
     requests: tuple[int, ...]
 
 
+class OrderedRun(NamedTuple):
+    """Like `SharedRun`, of requests that follow each other in `prefix_order`: places `[first, end)` in it."""
+
+    first_unit: int
+    end_unit: int
+    first: int
+    end: int
+
+
 def shared_runs(tables: npt.NDArray[np.int32], num_units: Sequence[int], blocks_a_unit: int) -> list[SharedRun]:
     """Group the first units of requests by the physical blocks that they stand in.
 
@@ -51,30 +60,51 @@ def shared_runs(tables: npt.NDArray[np.int32], num_units: Sequence[int], blocks_
 
     Complexity: O(num_requests x max_blocks) in numpy; in Python O(num_requests + runs).
     """
+    order, same_units = prefix_order(tables, num_units, blocks_a_unit)
+    requests = order.tolist()
+    return [
+        SharedRun(run.first_unit, run.end_unit, tuple(sorted(requests[run.first : run.end])))
+        for run in runs_in_order([num_units[request] for request in requests], same_units.tolist())
+    ]
+
+
+def prefix_order(
+    tables: npt.NDArray[np.int32], num_units: Sequence[int] | npt.NDArray[np.int64], blocks_a_unit: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Sort requests so that those which share a prefix follow each other, the longer ones first.
+
+    Args:
+        tables, num_units, blocks_a_unit: as for `shared_runs`; at least one request.
+
+    Returns:
+        The requests in order, `[num_requests]`, and how many units each has in common with the next one,
+        `[num_requests - 1]`.
+    """
     counts = np.asarray(num_units, dtype=np.int64)
-    width = int(counts.max(initial=0)) * blocks_a_unit
-    if width == 0:
-        return []
+    width = max(1, int(counts.max()) * blocks_a_unit)
     is_counted = np.arange(width) < counts[:, None] * blocks_a_unit
     used = np.where(is_counted, tables[:, :width], np.int32(-1))
     order = np.argsort(used.view(np.dtype((np.void, width * used.itemsize)))[:, 0], kind="stable")
     differs = used[order[1:]] != used[order[:-1]]
     same_blocks = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
     ordered = counts[order]
-    same_units = np.minimum(same_blocks // blocks_a_unit, np.minimum(ordered[1:], ordered[:-1]))
-    runs: list[SharedRun] = []
-    _split(order.tolist(), ordered.tolist(), same_units.tolist(), runs)
-    return runs
+    return order, np.minimum(same_blocks // blocks_a_unit, np.minimum(ordered[1:], ordered[:-1]))
 
 
-def _split(order: list[int], counts: list[int], same_units: list[int], runs: list[SharedRun]) -> None:
-    """Append the runs of requests in sorted order, of which neighbours agree in `same_units` units."""
-    todo = [(0, len(order), 0)]
+def runs_in_order(num_units: Sequence[int], same_units: Sequence[int]) -> list[OrderedRun]:
+    """Return the runs of requests in `prefix_order`.
+
+    Args:
+        num_units: units of each request, in that order; at least one request.
+        same_units: how many of them each request shares with the next one.
+    """
+    runs: list[OrderedRun] = []
+    todo = [(0, len(num_units), 0)]
     while todo:
         first, end, start = todo.pop()
-        common = min(same_units[first : end - 1], default=counts[first])
+        common = min(same_units[first : end - 1], default=num_units[first])
         if common > start:
-            runs.append(SharedRun(start, common, tuple(sorted(order[first:end]))))
+            runs.append(OrderedRun(start, common, first, end))
         if end - first == 1:
             continue
         cut = end
@@ -83,3 +113,4 @@ def _split(order: list[int], counts: list[int], same_units: list[int], runs: lis
                 todo.append((last + 1, cut, common))
                 cut = last + 1
         todo.append((first, cut, common))
+    return runs

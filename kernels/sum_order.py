@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 CANCELLING_SCALE = 100.0
+CANCELLING_TOKENS = 128
 
 _LARGEST_EXPONENT = 6  # magnitudes from 1 to 64: sums far apart, and no overflow in float16
 _BIAS = 1e-4  # about what is left
@@ -53,8 +54,9 @@ def cancelling_attention(
     """Make a query, a key and a value whose sums cancel, for attention.
 
     Args:
-        what: `values`: all keys are alike, and the values of all tokens add up to 0. `scores`: the terms of every score
-            add up to 0; the scale `CANCELLING_SCALE` makes their rounding visible.
+        what: `values`: all keys are alike, and the values of each `CANCELLING_TOKENS` tokens add up to 0, also where
+            they are added up by themselves. `scores`: the terms of every score add up to 0; the scale
+            `CANCELLING_SCALE` makes their rounding visible.
         num_tokens, num_query_heads, num_kv_heads, head_dim: shape, the last one at least 2.
 
     Returns:
@@ -65,8 +67,10 @@ def cancelling_attention(
     query = torch.zeros(num_tokens, num_query_heads, head_dim)
     key = torch.zeros(num_tokens, num_kv_heads, head_dim)
     if what == "values":
-        ones, others = torch.randperm(num_tokens, generator=generator)[: num_tokens // 2 * 2].chunk(2)
-        value[others] = -value[ones]
+        parts = torch.split(torch.arange(num_tokens), CANCELLING_TOKENS)
+        order = torch.cat([part[torch.randperm(len(part), generator=generator)] for part in parts])
+        pairs = order[: num_tokens // 2 * 2]
+        value[pairs[1::2]] = -value[pairs[::2]]
     else:
         ones, others = torch.randperm(head_dim, generator=generator)[: head_dim // 2 * 2].chunk(2)
         query[:, :, ones] = _magnitudes(generator, num_tokens, num_query_heads, len(ones))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -21,8 +22,9 @@ from radixkv.storage.device_pool import KVShape
 _NUM_TOKENS = {"cuda": 2600, "cpu": 650}
 _NUM_QUERIES = 200
 
-# The queries are cut here into parts: a single one, a few, and more than the rows of a tile.
-_CUTS = (1, 18, 70)
+# The queries are cut here into parts: a single one, a few, more than the rows of a tile, and the last one alone, whose
+# sums cancel the most.
+_CUTS = (1, 18, 70, 199)
 
 # The largest distance of a row from the reference, relative to the row's norm: rounding, and the order of sums.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
@@ -31,7 +33,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 def check_attention(kernels: AttentionKernels, use: AttentionUse) -> None:
     """Attend over a long prefix and compare with `kernels/reference.py`.
 
-    The queries are computed at once, and again in parts beside another request. In exact mode both must have the same
+    The queries are computed at once, and again in parts beside other requests. In exact mode both must have the same
     bits. Slots that are not written hold NaN.
 
     Args:
@@ -84,9 +86,12 @@ class _Trial:
         self.num_tokens = _NUM_TOKENS[use.device.type]
         num_blocks = -(-self.num_tokens // use.block_size)
         size = (num_blocks, 1, use.shape.num_kv_heads, use.block_size, use.shape.head_dim)
-        self._pool = KVPool.allocate(*size, dtype=use.shape.dtype, device=use.device)
+        self._pool = KVPool.allocate(
+            *size, dtype=use.shape.dtype, device=use.device, is_by_layer=kernels.wants_pool_by_layer
+        )
         self._pool.blocks.fill_(0xFF)  # NaN, of the scales where the numbers themselves are integers
-        self._table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+        self._table = np.arange(num_blocks, dtype=np.int32)
+        np.random.default_rng(0).shuffle(self._table[num_blocks // 2 :])  # some adjacent blocks, and some that are not
         self._kernels, self._kind, self._dtype, self._device = kernels, kind, use.dtype, use.device
 
     def attend(
@@ -98,7 +103,7 @@ class _Trial:
         scale: float,
         cuts: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        """Attend from the last queries, in parts that begin at `cuts`, each part beside another request.
+        """Attend from the last queries, in parts that begin at `cuts`, each part beside two requests that share K/V.
 
         Returns:
             Float32 `[num_queries, num_query_heads, head_dim]`.
@@ -109,12 +114,17 @@ class _Trial:
         rows = []
         for start, end in zip((0, *cuts), ends, strict=True):
             first, last = self.num_tokens - _NUM_QUERIES + start, self.num_tokens - _NUM_QUERIES + end
-            batch, company = self._batch([end - start], [last]), query[:0]
-            if cuts:
-                company = query[:7]
-                batch = self._batch([7, end - start], [7, last])
-            packed = torch.cat((company, query[first:last]))
-            rows.append(self._run(self._kernels, packed, batch, scale)[len(company) :])
+            if not cuts:
+                rows.append(
+                    self._run(
+                        self._kernels.paged_attention, query[first:last], self._batch([end - start], [last]), scale
+                    )
+                )
+                continue
+            shared = self.num_tokens - _NUM_QUERIES  # tokens of the company that shares a prefix
+            packed = torch.cat((query[:7], query[first:last], query[shared - 3 : shared]))
+            batch = self._batch([7, end - start, 3], [7, last, shared])
+            rows.append(self._run(self._kernels.paged_attention, packed, batch, scale)[7:-3])
         return torch.cat(rows).float()
 
     def attend_reference(
@@ -124,12 +134,14 @@ class _Trial:
         query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
         reference.write_kv(key, value, self._batch([self.num_tokens], [self.num_tokens]).slots, self._pool, 0)
         return self._run(
-            reference, query[-_NUM_QUERIES:], self._batch([_NUM_QUERIES], [self.num_tokens]), scale
+            reference.paged_attention, query[-_NUM_QUERIES:], self._batch([_NUM_QUERIES], [self.num_tokens]), scale
         ).float()
 
-    def _run(self, kernels: AttentionKernels, query: torch.Tensor, batch: PagedBatch, scale: float) -> torch.Tensor:
+    def _run(
+        self, attend: Callable[..., torch.Tensor], query: torch.Tensor, batch: PagedBatch, scale: float
+    ) -> torch.Tensor:
         scoring = Scoring(scale, self._kind.window, self._kind.softcap)
-        return kernels.paged_attention(query, self._pool, 0, batch, scoring)
+        return attend(query, self._pool, 0, batch, scoring)
 
     def _batch(self, query_lens: list[int], kv_lens: list[int]) -> PagedBatch:
         tables = [self._table] * len(kv_lens)

@@ -46,7 +46,9 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
     recorder = GraphRecorder(model, kernels, config.engine)
     num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, config.engine, recorder)
     _require_floors(quotas, num_blocks)
-    storage = KVStorage(num_blocks, config.cache.block_size, kv_shape, model.device)
+    storage = KVStorage(
+        num_blocks, config.cache.block_size, kv_shape, model.device, is_by_layer=kernels.wants_pool_by_layer
+    )
     _log.info(
         "allocated a pool of %d blocks of %d tokens: %.1f MB in %s on %s",
         num_blocks,

@@ -70,18 +70,26 @@ class KVStorage:
         block_bytes: bytes of one block, all layers, scales included.
         kv_dtype: format of the stored numbers, as `KVFormat` names it.
 
+    Args:
+        num_blocks, block_size: size of the pool.
+        shape: K and V of a token as the pool stores them.
+        device: where the pool is.
+        is_by_layer: whether the memory is ordered by layer, see `KVPool`.
+
     Raises:
         ConfigError: the device does not have enough memory.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, shape: KVShape, device: torch.device) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, shape: KVShape, device: torch.device, *, is_by_layer: bool = False
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = block_size * shape.token_bytes
         self.kv_dtype = shape.format.name
         size = (num_blocks, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim)
         try:
-            self.pool = KVPool.allocate(*size, dtype=shape.dtype, device=device)
+            self.pool = KVPool.allocate(*size, dtype=shape.dtype, device=device, is_by_layer=is_by_layer)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise ConfigError(
                 f"cache.capacity_tokens: {num_blocks * block_size} tokens need {num_blocks * self.block_bytes} bytes "

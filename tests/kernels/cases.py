@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
@@ -51,15 +50,22 @@ def make_step(
     kv_dtype: torch.dtype | None = None,
     device: str = "cpu",
     seed: int = 0,
+    is_adjacent: bool = False,
 ) -> Step:
-    """Place the requests in shuffled blocks, fill their slots with normal noise and all others with poison."""
+    """Place the requests in blocks, fill their slots with normal noise and all others with poison.
+
+    The blocks are shuffled, or adjacent ones of a pool that is ordered by layer.
+    """
     generator = torch.Generator().manual_seed(seed)
     kv_lens = [p + q for p, q in zip(prefix_lens, query_lens, strict=True)]
     num_used = [-(-n // block_size) for n in kv_lens]
     num_blocks = sum(num_used) + 3
     shuffled = torch.randperm(num_blocks, generator=generator).numpy().astype(np.int32)
-    tables = np.split(shuffled, np.cumsum(num_used))[: len(kv_lens)]
-    pool = poisoned_pool(num_blocks, heads.num_kv_heads, block_size, head_dim, kv_dtype or dtype, device)
+    block_ids = np.arange(num_blocks, dtype=np.int32) if is_adjacent else shuffled
+    tables = np.split(block_ids, np.cumsum(num_used))[: len(kv_lens)]
+    pool = poisoned_pool(
+        num_blocks, heads.num_kv_heads, block_size, head_dim, kv_dtype or dtype, device, is_by_layer=is_adjacent
+    )
     for table, kv_len in zip(tables, kv_lens, strict=True):
         slots = PagedBatch.build([kv_len], [kv_len], [table], block_size, device).slots
         noise = torch.randn(kv_len, 2, heads.num_kv_heads, head_dim, generator=generator).to(device, dtype)
@@ -100,9 +106,12 @@ def poisoned_pool(
     head_dim: int = 32,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    *,
+    is_by_layer: bool = False,
 ) -> KVPool:
     """Blocks of NaN: of NaN scales where the numbers themselves are integers."""
-    pool = KVPool.allocate(num_blocks, NUM_LAYERS, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+    size = (num_blocks, NUM_LAYERS, num_kv_heads, block_size, head_dim)
+    pool = KVPool.allocate(*size, dtype=dtype, device=device, is_by_layer=is_by_layer)
     pool.blocks.fill_(0xFF)
     return pool
 
@@ -110,9 +119,8 @@ def poisoned_pool(
 def clone(pool: KVPool) -> KVPool:
     """The same K/V in other memory."""
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = pool.values.shape
-    copied = KVPool.allocate(
-        num_blocks, num_layers, num_kv_heads, block_size, pool.head_dim, dtype=pool.dtype, device=pool.blocks.device
-    )
+    size = (num_blocks, num_layers, num_kv_heads, block_size, pool.head_dim)
+    copied = KVPool.allocate(*size, dtype=pool.dtype, device=pool.blocks.device, is_by_layer=pool.is_by_layer)
     copied.blocks.copy_(pool.blocks)
     return copied
 
@@ -132,7 +140,7 @@ RAGGED = {
 }
 
 
-def attention_by_num_rows(sums_over: Literal["keys", "head_dim"]) -> Callable[..., torch.Tensor]:
+def attention_by_num_rows(sums_over: Literal["keys", "head_dim"]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Make a fused attention that adds up the other way round from 64 rows on, as some processors' libraries do.
 
     Args:
@@ -140,12 +148,14 @@ def attention_by_num_rows(sums_over: Literal["keys", "head_dim"]) -> Callable[..
     """
 
     def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, attn_mask: torch.Tensor | None, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if query.shape[-2] >= 64 and sums_over == "keys":
-            key, value, visible = key.flip(-2), value.flip(-2), visible.flip(-1)
+            key, value, attn_mask = key.flip(-2), value.flip(-2), None if attn_mask is None else attn_mask.flip(-1)
         elif query.shape[-2] >= 64:
             query, key = query.flip(-1), key.flip(-1)
-        return scaled_dot_product_attention(query, key, value, visible, **options)
+        fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        rows, lse = fused_attention(query, key, value, attn_mask=attn_mask, scale=scale)
+        return rows, lse
 
     return attend

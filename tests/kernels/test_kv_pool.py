@@ -19,3 +19,23 @@ def test_values_and_scales_are_all_of_a_block(dtype: torch.dtype) -> None:
         pool.scales[3].view(torch.uint8).fill_(1)
     assert pool.blocks[3].all()
     assert int(pool.blocks.sum()) == pool.blocks.shape[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_pool_by_layer_holds_the_same_in_another_order(dtype: torch.dtype) -> None:
+    by_layer = KVPool.allocate(5, 3, 2, 16, 8, dtype=dtype, is_by_layer=True)
+    by_block = KVPool.allocate(5, 3, 2, 16, 8, dtype=dtype)
+    assert by_layer.values.shape == by_block.values.shape
+    assert by_layer.is_by_layer == (by_layer.scales is None), "a quantized pool is ordered by block"
+    assert not by_layer.blocks.any()
+    by_layer.values[3].view(torch.uint8).fill_(1)
+    if by_layer.scales is not None:
+        by_layer.scales[3].view(torch.uint8).fill_(1)
+    assert by_layer.blocks[3].all()
+    assert int(by_layer.blocks.sum()) == by_layer.blocks[3].numel() == by_block.blocks[3].numel()
+
+
+def test_adjacent_blocks_of_a_pool_by_layer_are_adjacent_in_each_head() -> None:
+    pool = KVPool.allocate(5, 3, 2, 16, 8, dtype=torch.float32, is_by_layer=True)
+    keys = pool.values[1:4, 2, 0].permute(1, 0, 2, 3)  # [num_kv_heads, num_blocks, block_size, head_dim]
+    assert keys.flatten(1, 2).data_ptr() == keys.data_ptr(), "a view, not a copy"

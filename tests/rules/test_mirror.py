@@ -53,6 +53,7 @@ TESTED_IN = {
     "radixkv.kernels.attention_merge": "kernels/test_paged_attention.py",
     "radixkv.kernels.attention_softmax": "kernels/test_paged_attention.py",
     "radixkv.kernels.batch": "kernels/test_reference.py",
+    "radixkv.kernels.cpu_attention_work": "kernels/test_cpu_attention_plan.py",
     "radixkv.kernels.norm_style": "kernels/test_norm.py",
     "radixkv.kernels.scoring": "kernels/test_reference.py",
     "radixkv.model.attention.interface": "startup/test_attention_choice.py",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from radixkv.errors import UnsupportedModel
-from radixkv.kernels import gathered_attention
+from radixkv.kernels import cpu_attention
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.startup import attention_check
@@ -51,8 +51,8 @@ def test_rounding_stays_far_below_the_bound(kv_dtype: str, head_dim: int, monkey
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_pool_that_is_read_wrong_is_found(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    dequantize = gathered_attention.dequantize
-    monkeypatch.setattr(gathered_attention, "dequantize", lambda *inputs: dequantize(*inputs) * 1.05)
+    dequantize = cpu_attention.dequantize
+    monkeypatch.setattr(cpu_attention, "dequantize", lambda *inputs: dequantize(*inputs) * 1.05)
     with pytest.raises(UnsupportedModel, match=r"^attention over int4 on cpu: expected a relative distance of at most"):
         check_attention(TorchKernels(), use(torch.bfloat16, "int4", is_exact=is_exact))
 
@@ -73,7 +73,7 @@ def test_kernels_that_do_not_run_are_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_bits_that_depend_on_the_batch_are_found_in_exact_mode(
     sums_over: Literal["keys", "head_dim"], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gathered_attention, "scaled_dot_product_attention", attention_by_num_rows(sums_over))
+    monkeypatch.setattr(cpu_attention, "_fused_attention", attention_by_num_rows(sums_over))
     check_attention(TorchKernels(), use(dtype, is_exact=False))
     with pytest.raises(UnsupportedModel, match=r"^attention over .*: expected the same bits computed at once and in"):
         check_attention(TorchKernels(), use(dtype))

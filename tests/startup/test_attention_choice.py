@@ -33,13 +33,14 @@ class Broken(TorchKernels):
     """Right until `spoil` is overridden. Counts its calls."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.num_calls = 0
 
-    def paged_attention(  # type: ignore[override]
+    def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
     ) -> torch.Tensor:
         self.num_calls += 1
-        rows = TorchKernels.paged_attention(query, pool, layer, batch, scoring)
+        rows = super().paged_attention(query, pool, layer, batch, scoring)
         return self.spoil(rows, pool, batch, scoring.window)
 
     def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:

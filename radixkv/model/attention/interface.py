@@ -43,6 +43,11 @@ class AttentionStep(Protocol):
 class AttentionKernels(Protocol):
     """Operations on the pool. `kernels/reference.py` defines what each computes, and documents its arguments."""
 
+    @property
+    def wants_pool_by_layer(self) -> bool:
+        """Whether a pool is read faster if its memory is ordered by layer; else it is ordered by block."""
+        ...
+
     def write_kv(
         self,
         key: torch.Tensor,

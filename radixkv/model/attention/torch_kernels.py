@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from radixkv.kernels import gathered_attention, reference
+import torch
+
+from radixkv.kernels import cpu_attention, reference
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.cpu_attention_plan import plan_cpu_attention
+from radixkv.kernels.cpu_attention_work import Demand, Group
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.scoring import Scoring
 
 
 class TorchKernels:
-    """Implements `AttentionKernels` with torch's scatter, gather and fused attention. Serves models on a CPU."""
+    """Implements `AttentionKernels` with torch's scatter and fused attention. Serves models on a CPU.
+
+    The attention of a step is planned once for all layers that demand the same.
+    """
+
+    wants_pool_by_layer = True  # blocks that are adjacent are read in place
 
     write_kv = staticmethod(reference.write_kv)
-    paged_attention = staticmethod(gathered_attention.paged_attention)
     copy_blocks = staticmethod(reference.copy_blocks)
+
+    def __init__(self) -> None:
+        self._batch: PagedBatch | None = None
+        self._plans: dict[Demand, list[Group]] = {}  # of `_batch`
+
+    def paged_attention(
+        self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
+    ) -> torch.Tensor:
+        """Compute `reference.paged_attention`; see `cpu_attention.paged_attention`."""
+        if batch is not self._batch:
+            self._batch, self._plans = batch, {}
+        demand = cpu_attention.demand_of(query, pool, scoring)
+        if demand not in self._plans:
+            self._plans[demand] = plan_cpu_attention(batch, demand)
+        return cpu_attention.paged_attention(query, pool, layer, self._plans[demand], scoring)

@@ -86,8 +86,9 @@ class Cases:
         self.block_size = self.random.choice((16, 32))
         self.model = load_model(ModelConfig(path=str(directory), dtype=dtype, exactness=exactness, device=device))
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
-        storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device)
         kernels = attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
+        is_by_layer = kernels.wants_pool_by_layer and self.random.random() < 0.8
+        storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device, is_by_layer=is_by_layer)
         recorder = GraphRecorder(self.model, kernels, EngineConfig())
         self.runner = make_runner(self.model, storage, kernels, recorder)
         storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
