@@ -94,7 +94,7 @@ STAGES = (
         (*_KERNEL_IMPORTS, "pytest"),
         f"{_PYTEST} -W default --maxfail 20 tests/kernels/test_write_kv.py tests/kernels/test_copy_blocks.py "
         "tests/kernels/test_paged_attention.py tests/kernels/test_dequantize_blocks.py tests/kernels/test_linear.py "
-        "tests/kernels/test_norm.py tests/kernels/test_swiglu.py",
+        "tests/kernels/test_norm.py tests/kernels/test_swiglu.py tests/kernels/test_pack_queries.py",
         f"{_PYTEST} tests/kernels/test_copy_blocks.py",
         has_result=False,
     ),
@@ -110,6 +110,7 @@ STAGES = (
     Stage("copy_blocks", 40, _KERNEL_IMPORTS, "-m bench.kernels --kernels copy_blocks"),
     Stage("rows", 40, _KERNEL_IMPORTS, "-m bench.kernels --kernels add_rms_norm swiglu"),
     Stage("attention", 100, _KERNEL_IMPORTS, "-m bench.kernels --kernels paged_attention --peers"),
+    Stage("shared_prefix", 40, _KERNEL_IMPORTS, "-m bench.kernels --kernels shared_prefix"),
     Stage(
         "exact_cases",
         75,

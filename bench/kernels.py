@@ -30,6 +30,7 @@ from bench.parts.environment import describe_run
 from bench.parts.kernel_row import HEADER, Contestant, Row, Work, format_failures, format_row, guarded_row, measure_row
 from bench.parts.result_file import write_json
 from bench.parts.row_inputs import GatedRows, NormedRows
+from bench.parts.shared_prefix_inputs import SharedDecodes, SharedPrefix
 from radixkv.kernels import reference
 from radixkv.kernels.copy_blocks import copy_blocks
 from radixkv.kernels.norm import add_rms_norm
@@ -39,7 +40,7 @@ from radixkv.kernels.swiglu import swiglu
 from radixkv.kernels.write_kv import write_kv
 from radixkv.model.attention.triton_kernels import TritonKernels
 
-KERNELS = ("write_kv", "copy_blocks", "add_rms_norm", "swiglu", "paged_attention")
+KERNELS = ("write_kv", "copy_blocks", "add_rms_norm", "swiglu", "paged_attention", "shared_prefix")
 QUANTIZED = (torch.float8_e4m3fn, torch.int8, INT4)
 
 # Largest error of a vector: bfloat16 rounds weights and answers by 0.4 % each; a wrong K or V is off by 100 %.
@@ -62,6 +63,7 @@ class Sizes:
         hidden_size: numbers of a token between layers.
         intermediate_size: numbers of a token inside an MLP.
         attentions: suffix and prefix tokens of each request.
+        shared: requests that decode after a shared prefix.
         dequantized_suffix: suffix tokens from which attention is also measured over blocks dequantized first.
     """
 
@@ -73,6 +75,7 @@ class Sizes:
     hidden_size: int
     intermediate_size: int
     attentions: tuple[tuple[int, int], ...]
+    shared: tuple[SharedPrefix, ...]
     dequantized_suffix: int
 
 
@@ -88,9 +91,10 @@ GPU_SIZES = Sizes(
         *((512, 8192), (2048, 8192), (2048, 32_768), (8192, 0)),
         *((suffix, prefix) for prefix in (8192, 32_768, 65_536) for suffix in (16, 64, 128)),
     ),
+    shared=(SharedPrefix(16, 8192), SharedPrefix(64, 8192)),
     dequantized_suffix=512,
 )
-DRY_SIZES = Sizes(Heads(4, 2, 64, 64), 1, (20,), (2,), (20,), 128, 384, ((20, 70),), dequantized_suffix=20)
+DRY_SIZES = Sizes(Heads(4, 2, 64, 64), 1, (20,), (2,), (20,), 128, 384, ((20, 70),), (SharedPrefix(3, 256),), 20)
 
 
 class Bench:
@@ -134,6 +138,9 @@ class Bench:
         if "paged_attention" in kernels:
             for suffix_tokens, prefix_tokens in sizes.attentions:
                 yield from self._attentions(AttentionCase(suffix_tokens, prefix_tokens))
+        if "shared_prefix" in kernels:
+            for decodes in itertools.chain.from_iterable(each.modes(self._may_specialize) for each in sizes.shared):
+                yield guarded_row("shared_prefix", str(decodes), partial(self._shared, decodes))
 
     def _write(self, num_tokens: int, kv_dtype: torch.dtype) -> Row:
         writes = TokenWrites(num_tokens, kv_dtype, self._sizes.heads, cache_bytes(self._device), self._device)
@@ -159,6 +166,14 @@ class Bench:
         work = Work(0, rows.num_bytes, _ROW_TOLERANCE)
         peers = {"torch": partial(rows.contestant, reference.swiglu)}
         return measure_row(work, partial(rows.contestant, swiglu), peers, self.rates, self._device)
+
+    def _shared(self, decodes: SharedPrefix) -> Row:
+        """Measure kernels that join the rows of requests, beside the same that do not."""
+        sizes = self._sizes
+        inputs = SharedDecodes(decodes, sizes.heads, cache_bytes(self._device), self._device, sizes.num_layers)
+        ours, apart = (partial(inputs.contestant, decodes.kernels(joins=joins)) for joins in (True, False))
+        work = Work(inputs.flops, inputs.num_bytes, _TOLERANCE)
+        return measure_row(work, ours, {"ours, not joined": apart}, self.rates, self._device)
 
     def _attentions(self, case: AttentionCase) -> Iterator[Row]:
         """Measure a row beside the peers, then its variants beside the row's own time."""

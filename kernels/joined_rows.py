@@ -9,14 +9,14 @@ joins       [ rows 0 to 11  )[ rows 0 to 7 ...... )
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from radixkv.kernels.batch import Ints, PagedBatch, spread
-from radixkv.kernels.shared_prefix import SharedRun, shared_runs
+from radixkv.kernels.shared_prefix import OrderedRun, prefix_order, runs_in_order
 
 # A join must save this number of key reads for each of its rows. An estimate: it leaves a row two more float32 results
 # at most, and to write one and read it again moves the bytes of two bfloat16 keys with their values.
@@ -138,39 +138,43 @@ def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int
     last_blocks = batch.host_tables[num_units > 0, blocks_a_unit - 1].tolist()  # of the first unit
     if len(set(last_blocks)) == len(last_blocks):
         return None
-    all_runs = shared_runs(batch.host_tables, num_units.tolist(), blocks_a_unit)
-    runs, end_units = _worthwhile(all_runs, num_rows, tile_rows, unit_tokens)
+    order, same_units = prefix_order(batch.host_tables, num_units, blocks_a_unit)
+    all_runs = runs_in_order(num_units[order].tolist(), same_units.tolist())
+    runs, end_units = _worthwhile(all_runs, num_rows[order], tile_rows, unit_tokens)
     if not runs:
         return None
-
-    deepest = np.full(num_rows.size, len(runs))
-    for number, run in enumerate(runs):
-        deepest[list(run.requests)] = number  # runs come depth first, so the requests of each follow each other
-    order = np.argsort(deepest, kind="stable")[: np.count_nonzero(end_units)]
-    end_rows = np.cumsum(num_rows[order])
-    place = np.zeros_like(num_rows)
-    place[order] = np.arange(order.size)
+    end_rows = np.cumsum(num_rows[order] * (end_units > 0)).tolist()
     joins = []
-    for run in runs:
-        first, last = int(place[list(run.requests)].min()), int(place[list(run.requests)].max())
-        first_row = int(end_rows[first] - num_rows[order[first]])
-        keys = run.first_unit * unit_tokens, run.end_unit * unit_tokens
-        joins.append(Join(*keys, first_row, int(end_rows[last]), order[first : last + 1]))
-    return Joins(tuple(joins), order, end_units * unit_tokens)
+    for first_unit, end_unit, first, end in runs:
+        first_row = end_rows[first - 1] if first else 0
+        keys = first_unit * unit_tokens, end_unit * unit_tokens
+        joins.append(Join(*keys, first_row, end_rows[end - 1], order[first:end]))
+    end_keys = np.zeros_like(num_rows)
+    end_keys[order] = end_units * unit_tokens
+    return Joins(tuple(joins), order[end_units > 0], end_keys)
 
 
 def _worthwhile(
-    runs: Iterable[SharedRun], num_rows: Ints, tile_rows: int, unit_tokens: int
-) -> tuple[list[SharedRun], Ints]:
-    """Return the runs to join, and the units of each request in them. What comes before a join is joined as well."""
-    worthwhile: list[SharedRun] = []
+    runs: Sequence[OrderedRun], num_rows: Ints, tile_rows: int, unit_tokens: int
+) -> tuple[list[OrderedRun], Ints]:
+    """Choose the runs to join. What comes before a join is joined as well.
+
+    Args:
+        runs: from `runs_in_order`.
+        num_rows: rows of each request, in that order.
+        tile_rows, unit_tokens: as for `join_rows`.
+
+    Returns:
+        The runs in their order, and the units that each request has in them, in the order of requests.
+    """
+    worthwhile: list[OrderedRun] = []
     end_units = np.zeros_like(num_rows)
-    for run in reversed([*runs]):
-        requests = list(run.requests)
-        rows = int(num_rows[requests].sum())
-        saved_tiles = len(requests) - -(-rows // tile_rows)
-        saved_keys = saved_tiles * (run.end_unit - run.first_unit) * unit_tokens
-        if saved_keys >= _SAVED_KEYS_A_ROW * rows or end_units[requests].any():
-            end_units[requests] = np.maximum(end_units[requests], run.end_unit)
+    for run in reversed(runs):
+        first_unit, end_unit, first, end = run
+        rows = int(num_rows[first:end].sum())
+        saved_tiles = end - first - -(-rows // tile_rows)
+        saved_keys = saved_tiles * (end_unit - first_unit) * unit_tokens
+        if saved_keys >= _SAVED_KEYS_A_ROW * rows or end_units[first:end].any():
+            end_units[first:end] = np.maximum(end_units[first:end], end_unit)
             worthwhile.append(run)
     return worthwhile[::-1], end_units

@@ -21,6 +21,7 @@ TESTED_IN = {
     "bench.parts.peers.sglang_wheel": "bench/test_kernels.py",
     "bench.parts.peers.transformers_prefix": "bench/test_gpu_prefill.py",
     "bench.parts.row_inputs": "bench/test_kernels.py",
+    "bench.parts.shared_prefix_inputs": "bench/test_kernels.py",
     "radixkv.api.caller": "service/server/test_servicer.py",
     "radixkv.api.miss_reason": "cache/test_miss_reason.py",
     "radixkv.api.params": "engine/test_engine.py",

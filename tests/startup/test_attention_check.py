@@ -1,12 +1,14 @@
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels import cpu_attention
+from radixkv.kernels.batch import PagedBatch
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
 from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.attention.triton_kernels import TritonKernels
 from radixkv.startup import attention_check
 from radixkv.startup.attention_check import check_attention
 from radixkv.storage.device_pool import KVShape
@@ -66,6 +68,27 @@ def test_kernels_that_do_not_run_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         UnsupportedModel, match=r"^attention over fp8 on cpu: does not run there: RuntimeError: fp8e4nv"
     ):
         check_attention(TorchKernels(), use(torch.float32, "fp8"))
+
+
+def test_a_gpu_joins_rows_of_the_parts_with_those_of_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In exact mode too: the shared prefix of its trial is longer than a split."""
+    batches: list[PagedBatch] = []
+    attend = TorchKernels.paged_attention
+
+    def notice(self: TorchKernels, query: Any, pool: Any, layer: int, batch: PagedBatch, scoring: Any) -> torch.Tensor:
+        batches.append(batch)
+        return attend(self, query, pool, layer, batch, scoring)
+
+    monkeypatch.setattr(TorchKernels, "paged_attention", notice)
+    monkeypatch.setitem(attention_check._NUM_TOKENS, "cpu", attention_check._NUM_TOKENS["cuda"])
+    check_attention(TorchKernels(), use(torch.bfloat16))
+    of_parts = [batch for batch in batches if batch.num_requests == 3]
+    assert of_parts
+    for batch in of_parts:
+        for is_exact in (False, True):
+            kernels = TritonKernels(is_exact=is_exact)
+            plan = kernels.plan(batch, 4, 2, torch.bfloat16, window=None, tile_rows=128)
+            assert len(plan.joined_rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

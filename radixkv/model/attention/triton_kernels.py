@@ -35,6 +35,7 @@ class TritonKernels:
         dequantizes_first: whether the blocks of a quantized pool are dequantized before attention rather than in it,
             see `kernels/dequantize_plan.py`; "always" is for trials. Always "never" in exact mode, since the choice
             depends on the batch.
+        joins: whether rows of requests that share K/V are joined; off for comparisons.
         has_idle_work: whether plans get items that do nothing, like those of recorded steps; for trials.
 
     Attributes:
@@ -52,12 +53,14 @@ class TritonKernels:
         is_exact: bool,
         is_specialized: bool = False,
         dequantizes_first: Literal["never", "if it pays", "always"] = "never",
+        joins: bool = True,
         has_idle_work: bool = False,
     ) -> None:
         assert not is_exact or dequantizes_first == "never"
         self.is_exact = is_exact
         self._is_specialized = is_specialized
         self._dequantizes_first = dequantizes_first
+        self._joins = joins
         self._has_idle_work = has_idle_work
         self._batch: PagedBatch | None = None
         self._plans: dict[int | None, AttentionPlan] = {}  # of `_batch`, by window
@@ -113,7 +116,7 @@ class TritonKernels:
 
     def tile_rows_for(self, batch: PagedBatch, group_size: int, dtype: torch.dtype, window: int | None) -> int:
         """Rows of the tiles that suit a batch, also those of requests that share K/V."""
-        if self.is_exact:
+        if self.is_exact or not self._joins:
             return self.tile_rows(group_size * batch.most_query_tokens, dtype)
         return tile_rows_for(batch, group_size, dtype, window)
 
@@ -136,6 +139,7 @@ class TritonKernels:
             window=window,
             tile_rows=tile_rows,
             split_tokens=_SPLIT_TOKENS if self.is_exact else None,
+            joins=self._joins,
         )
         return plan.with_idle_work() if self._has_idle_work else plan
 

@@ -356,11 +356,11 @@ def test_long_contexts_have_room_in_steps_of_their_size(
     window: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With 32 query heads over 8, in bfloat16. A plan does not look at which blocks there are."""
+    """With 32 query heads over 8, in bfloat16."""
     monkeypatch.undo()
     kernels, dtype = TritonKernels(is_exact=is_exact), torch.bfloat16
     num_blocks = -(-(context + max(query_lens)) // 64)
-    tables = len(query_lens) * [np.zeros(num_blocks, dtype=np.int32)]
+    tables = list(np.arange(len(query_lens) * num_blocks, dtype=np.int32).reshape(-1, num_blocks))
     batch = PagedBatch.build(query_lens, [context + query_len for query_len in query_lens], tables, 64)
     least_rows = kernels.tile_rows(4 * max(query_lens), dtype)
     for shape in shapes_of(dtype, is_exact=is_exact):
@@ -369,6 +369,60 @@ def test_long_contexts_have_room_in_steps_of_their_size(
             break
     assert shape.num_tokens == num_tokens
     assert shape.has_room_for(plan)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context", "tile_rows", "num_tokens", "num_tokens_exact"),
+    [
+        ([1, 1], 100_000, 16, 2, 2),
+        (8 * [1], 8192, 64, 16, 8),
+        (64 * [1], 8192, 128, 64, 64),
+        (64 * [1], 131_072, 128, 64, 64),
+        ([3, *40 * [1]], 32_768, 128, 64, 64),
+    ],
+)
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_steps_that_share_long_contexts_have_room_in_tiles_that_suit_them(
+    query_lens: list[int],
+    context: int,
+    tile_rows: int,
+    num_tokens: int,
+    num_tokens_exact: int,
+    is_exact: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In exact mode tiles always have 128 rows, and the smallest shape is large enough."""
+    monkeypatch.undo()
+    kernels, dtype = TritonKernels(is_exact=is_exact), torch.bfloat16
+    tables = [np.append(np.arange(context // 64), context + own).astype(np.int32) for own in range(len(query_lens))]
+    context = context // 64 * 64
+    batch = PagedBatch.build(query_lens, [context + query_len for query_len in query_lens], tables, 64)
+    rows = kernels.tile_rows_for(batch, 4, dtype, None)
+    assert rows == (128 if is_exact else tile_rows)
+    plan = kernels.plan(batch, 32, 8, dtype, window=None, tile_rows=rows)
+    assert len(plan.joined_rows) == 4 * sum(query_lens)
+    shapes = [shape for shape in shapes_of(dtype, is_exact=is_exact) if shape.tile_rows == rows]
+    first = next(shape for shape in shapes if shape.has_room(batch) and shape.has_room_for(plan))
+    assert first.num_tokens == (num_tokens_exact if is_exact else num_tokens)
+
+
+def test_a_step_takes_larger_tiles_where_its_requests_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If there are any with room for it; or else it takes the smaller ones."""
+    model = load("llama", tmp_path)
+    storage, kernels, taken = poisoned(model), TritonKernels(is_exact=False), []
+    monkeypatch.setattr(TritonKernels, "tile_rows", lambda _, most_rows, dtype: 16 if most_rows <= 16 else 64)
+    monkeypatch.setattr(TritonKernels, "tile_rows_for", lambda *_: 64)
+    monkeypatch.setattr(StepBuffers, "fill", lambda _, shape, *__: taken.append(shape.tile_rows))
+    graphs = record(model, storage, kernels, max_tokens=128, max_requests=2)
+    assert {shape.tile_rows for shape in graphs.shapes} == {16, 64}
+    table, tokens = np.arange(6, dtype=np.int32), random_tokens(0)
+    chunks = [Chunk(tokens, 80, 81, table, None, wants_logits=True)] * 2
+    assert graphs.prepare(lay_out(chunks, BLOCK_SIZE))
+    for shape in graphs.shapes:
+        if shape.tile_rows == 64:
+            graphs.drop(shape)
+    assert graphs.prepare(lay_out(chunks, BLOCK_SIZE))
+    assert taken == [64, 16]
 
 
 class _Launched:
