@@ -80,7 +80,7 @@ def test_what_comes_before_a_join_is_joined_as_well() -> None:
     joins = joined(batch, 8, tile_rows=16)
     assert joins is not None
     assert [(join.first_key, join.end_key, join.requests.tolist()) for join in joins.joins] == [
-        (0, 16, [2, 0, 1]),
+        (0, 16, [0, 1, 2]),
         (16, 128, [0, 1]),
     ]
     assert joined(decoding(tables[1:], [144, 140]), 8) is None
@@ -99,7 +99,7 @@ def test_pieces_are_cut_at_multiples_of_the_split_size() -> None:
     pieces, num_seen = joins.pieces(tile_rows=8, split_tokens=64)
     levels = [(0, 64, 0), (64, 80, 1)], [(80, 128, 2), (128, 176, 3)]
     first = [(row, min(row + 8, 12), *keys) for row in (0, 8) for keys in levels[0]]
-    second = [(4, 12, *keys) for keys in levels[1]]
+    second = [(0, 8, *keys) for keys in levels[1]]
     assert sorted(map(tuple, pieces[1:].T.tolist())) == sorted(first + second)
     assert num_seen.tolist() == [4, 4, 2]
     assert joins.num_tile_keys(8) == 2 * 80 + 96
