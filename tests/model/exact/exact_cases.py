@@ -43,10 +43,11 @@ from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_chec
 MODELS: dict[str, PretrainedConfig] = {
     **CONFIGS,
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
-    "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=3, n_head=4, n_positions=512, initializer_range=0.2),
+    "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=3, n_head=4, n_positions=1024, initializer_range=0.2),
 }
-NUM_BLOCKS = 160
-MAX_TOKENS = 420  # beyond the first tile of attention
+NUM_BLOCKS = 240
+MAX_TOKENS = 900  # beyond the first unit of attention
+USUAL_TOKENS = 420  # beyond the first part
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ class Cases:
     def _turn_after(self, prompt: list[int]) -> list[int]:
         """Generate after a prompt, beside other requests. Returns the next turn, whose K/V come from decode steps."""
         count = self.random.choice((2, self.random.randint(2, 40)))
-        prompt = prompt[: MAX_TOKENS - count - 2]
+        prompt = prompt[: USUAL_TOKENS - count - 2]
         core = EngineCore(self.runner, self.cache, EngineConfig(max_step_tokens=self.random.choice((33, 200))))
-        mates = [self._prompt()[: MAX_TOKENS - 40] for _ in range(self.random.randint(0, 3))]
+        mates = [self._prompt()[: USUAL_TOKENS - 40] for _ in range(self.random.randint(0, 3))]
         futures = [self._generate(core, ids, count, "mine") for ids in (prompt, *mates)]
         while core.has_work:
             core.step()
@@ -136,7 +137,7 @@ class Cases:
             return prompt  # no room
         self.counts["turns"] += 1
         turn = [*prompt, *futures[0].result(0).token_ids, *self._fresh(self.random.randint(1, 30))]
-        return turn[:MAX_TOKENS]
+        return turn[:USUAL_TOKENS]
 
     def _generate(self, core: EngineCore, ids: list[int], count: int, tenant: str) -> Future[GenerateResult]:
         future: Future[GenerateResult] = Future()
@@ -184,11 +185,12 @@ class Cases:
     def _prompt(self) -> list[int]:
         """Make a prompt: nearly always the beginning of a stem, then new tokens."""
         stem = self.random.choice(self.stems)
-        shared = stem[: self.random.randint(1, MAX_TOKENS - 2)]
+        most = MAX_TOKENS if self.random.random() < 0.2 else USUAL_TOKENS
+        shared = stem[: self.random.randint(most // 2 if most == MAX_TOKENS else 1, most - 2)]
         own = self._fresh(self.random.choice((2, self.random.randint(1, 60), self.random.randint(3, 200))))
         if self.random.random() < 0.01:
             self.stems[self.random.randrange(len(self.stems))] = self._fresh(MAX_TOKENS)
-        return shared + own[: MAX_TOKENS - len(shared)]
+        return shared + own[: most - len(shared)]
 
     def _fresh(self, count: int) -> list[int]:
         return [self.random.randrange(VOCAB_SIZE) for _ in range(count)]
