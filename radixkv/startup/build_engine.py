@@ -23,6 +23,7 @@ from radixkv.model.loading import load_model
 from radixkv.model.model import Model
 from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.graph_check import drop_wrong_graphs
+from radixkv.startup.host_memory import keep_freed_memory
 from radixkv.startup.model_check import check_model
 from radixkv.startup.pool_size import choose_num_blocks
 from radixkv.storage.device_pool import KVShape, KVStorage
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
     """Load the model, check it, and allocate the pool. Logs each stage and its duration.
+
+    On a CPU, the process keeps freed memory from then on, see `keep_freed_memory`.
 
     Returns:
         An engine that is not started yet.
@@ -59,6 +62,8 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
     )
     cache = _make_cache(config.cache, quotas, num_blocks)
     runner = make_runner(model, storage, kernels, recorder)
+    if model.device.type == "cpu":
+        keep_freed_memory()
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     return Engine(runner, cache, config.engine, weights=weights, observers=observers)
 
