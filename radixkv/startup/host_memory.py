@@ -31,4 +31,5 @@ def keep_freed_memory() -> bool:
         _log.debug("the C library has no mallopt: freed memory is given back to the system")
         return False
     settings = ((_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES), (_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES))
-    return all([mallopt(parameter, value) == 1 for parameter, value in settings])
+    results = [mallopt(parameter, value) for parameter, value in settings]
+    return all(result == 1 for result in results)
