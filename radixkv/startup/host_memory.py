@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 def keep_freed_memory() -> bool:
     """Let glibc keep freed memory for the next step, instead of giving it back to the system.
 
-    Each step frees its largest tensors and allocates them again. Given back, their pages are zeroed at each step: 50,000
-    faults in a step of 512 tokens of a 0.5B model, and 10 % of its time in float32, 20 % in bfloat16. The process keeps
-    what its largest step needed, up to 2 GiB. Holds for the whole process.
+    Each step frees its largest tensors and allocates them again. If they are given back, their pages are zeroed at each
+    step: 50,000 faults in a step of 512 tokens of a 0.5B model, and 10 % of its time in float32, 20 % in bfloat16. The
+    process keeps what its largest step needed, up to 2 GiB. Holds for the whole process.
 
     Returns:
         Whether it is set. Other C libraries have no such setting.
