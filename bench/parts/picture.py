@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WITH, _WITHOUT, _COLD = "#1769aa", "#8a8f98", "#d9480f"
-_INK, _QUIET, _FAINT = "#1f2328", "#57606a", "#d8dce1"
+INK, QUIET, _FAINT = "#1f2328", "#57606a", "#d8dce1"
 _REUSE = LinearSegmentedColormap.from_list("reuse", (_COLD, "#e58a54", "#a57fc4", "#5d86d0", _WITH))
 _LEGEND: Any = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 2, "frameon": False}
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 10.5,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
+    "text.color": INK,
+    "axes.labelcolor": INK,
     "axes.edgecolor": "#8a8f98",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "xtick.color": _QUIET,
-    "ytick.color": _QUIET,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
     "grid.color": _FAINT,
     "grid.linewidth": 0.8,
 }
@@ -56,7 +56,7 @@ def draw_ttft(
         without_cache: the pass over `baseline_indices`; None if there was none.
         baseline_indices: requests that the pass without the cache replayed.
     """
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(12.5, 5.6), dpi=150, gridspec_kw={"width_ratios": (1, 1.35), "wspace": 0.2}
         )
@@ -77,8 +77,8 @@ def _draw_heading(figure: Figure, report: Summary) -> None:
     hit_rate = "" if report["token_hit_rate"] is None else f"; {report['token_hit_rate']:.1%} of them reused"
     served = f"{describe_served(report)}; {report['traffic_text']}"
     figure.text(0.06, 0.945, title, fontsize=16, fontweight="bold", va="center")
-    figure.text(0.06, 0.89, report["workload_text"] + hit_rate, va="center", color=_QUIET)
-    figure.text(0.06, 0.85, served, va="center", color=_QUIET)
+    figure.text(0.06, 0.89, report["workload_text"] + hit_rate, va="center", color=QUIET)
+    figure.text(0.06, 0.85, served, va="center", color=QUIET)
 
 
 def _draw_distribution(axes: Axes, with_cache: Pass, without_cache: Pass | None) -> None:
@@ -100,7 +100,7 @@ def _draw_distribution(axes: Axes, with_cache: Pass, without_cache: Pass | None)
     axes.grid(visible=True)
     if len(medians_ms) == 2:
         with_ms, without_ms = medians_ms
-        arrow = {"arrowstyle": "-|>", "color": _INK, "shrinkA": 5, "shrinkB": 5}
+        arrow = {"arrowstyle": "-|>", "color": INK, "shrinkA": 5, "shrinkB": 5}
         axes.annotate("", (with_ms, 50), (without_ms, 50), arrowprops=arrow)
         low_ms, high_ms = axes.get_xlim()
         if abs(np.log(without_ms / with_ms)) > 0.35 * np.log(high_ms / low_ms):  # otherwise the text hides the curves

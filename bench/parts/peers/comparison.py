@@ -1,0 +1,99 @@
+"""Reduces samples to a result: medians, ratios to the best peer, and first tokens that differ."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.parts.peers.engines import OURS, Setting
+from bench.parts.peers.rows import Row, Sample
+
+Result = dict[str, Any]
+
+
+def is_ours(engine: str) -> bool:
+    """Whether an engine is radixkv, in one of its modes."""
+    return engine.partition("-")[0] == OURS
+
+
+def compare(name: str, row: Row, setting: Setting, samples: Mapping[str, Sequence[Sample]]) -> Result:
+    """Compare a row's engines.
+
+    Args:
+        samples: those of each engine by repetition; an engine that died has fewer, or none.
+
+    Returns:
+        The row with, for each engine, medians and all samples of both times in seconds, and how many of its first
+        tokens are not those that most engines gave. `ratio` is ours divided by the best peer's, below 1 where we are
+        ahead; None without one of the two. `cpu_ratio` is the same for CPU seconds, with a best peer of its own.
+    """
+    engines = {engine: _summary(each) for engine, each in samples.items() if each}
+    different = count_different([{engine: each.first_tokens for engine, each in by.items()} for by in _rounds(samples)])
+    for engine, summary in engines.items():
+        summary["first_tokens"], summary["different_first_tokens"] = different[engine]
+    best, ratios = _ratios(engines, "wall_s")
+    cpu_best, cpu_ratios = _ratios(engines, "cpu_s")
+    return {
+        "row": name,
+        "title": row.title,
+        "unit": row.unit,
+        "model": setting.model,
+        "dtype": setting.dtype,
+        "threads": setting.threads,
+        "shared_tokens": row.shared_tokens,
+        "own_tokens": row.own_tokens,
+        "prompts": row.num_prompts,
+        "at_once": row.at_once,
+        "new_tokens": row.new_tokens,
+        "engines": engines,
+        "best_peer": best,
+        "ratio": ratios.get(OURS),
+        "ratios": ratios,
+        "cpu_best_peer": cpu_best,
+        "cpu_ratio": cpu_ratios.get(OURS),
+        "cpu_ratios": cpu_ratios,
+    }
+
+
+def count_different(rounds: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
+    """Count each engine's first tokens, and those among them that are not what most engines gave for the prompt.
+
+    Where no token leads, it is the one that the first of the engines gave.
+
+    >>> count_different([{"a": [1, 2], "b": [1, 2], "c": [1, 3]}, {"a": [5], "c": [6]}])
+    {'a': (3, 0), 'b': (2, 0), 'c': (3, 2)}
+    """
+    counts: dict[str, tuple[int, int]] = {}
+    for by_engine in rounds:
+        usual = [Counter(tokens).most_common(1)[0][0] for tokens in zip(*by_engine.values(), strict=True)]
+        for engine, tokens in by_engine.items():
+            total, different = counts.get(engine, (0, 0))
+            others = sum(token != most for token, most in zip(tokens, usual, strict=True))
+            counts[engine] = (total + len(tokens), different + others)
+    return counts
+
+
+def _rounds(samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Sample]]:
+    most = max(map(len, samples.values()), default=0)
+    return [{engine: each[index] for engine, each in samples.items() if index < len(each)} for index in range(most)]
+
+
+def _summary(samples: Sequence[Sample]) -> Result:
+    return {
+        "wall_s": statistics.median(each.wall_s for each in samples),
+        "cpu_s": statistics.median(each.cpu_s for each in samples),
+        "wall_s_each": [each.wall_s for each in samples],
+        "cpu_s_each": [each.cpu_s for each in samples],
+        "cached_tokens": samples[-1].cached_tokens,
+    }
+
+
+def _ratios(engines: Mapping[str, Result], key: str) -> tuple[str | None, dict[str, float]]:
+    """Return the best peer, and each of our modes' time divided by its."""
+    peers = {engine: each[key] for engine, each in engines.items() if not is_ours(engine)}
+    best = min(peers, key=lambda engine: peers[engine], default=None)
+    if best is None or not peers[best]:
+        return best, {}
+    return best, {engine: each[key] / peers[best] for engine, each in engines.items() if is_ours(engine)}

@@ -1,0 +1,110 @@
+"""The engines that are compared: their worker, their environment, and the form of checkpoint they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.parts.peers.environments import Environments
+from bench.parts.peers.worker_process import WorkerProcess
+
+OURS = "radixkv"
+_WORKERS = "bench.parts.peers.workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A checkpoint and how it is run: rows of one setting are compared.
+
+    Attributes:
+        model: llama or tiny.
+        dtype: float32 or bfloat16.
+        threads: threads that each engine computes with.
+    """
+
+    model: str
+    dtype: str
+    threads: int
+
+    def __str__(self) -> str:
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{self.model}, {self.dtype}, {threads}"
+
+
+class Checkpoints:
+    """Checkpoints in the cache folder, each made when it is first asked for, and complete once it has its name."""
+
+    def __init__(self, folder: Path, environments: Environments) -> None:
+        self._folder = folder.absolute()
+        self._environments = environments
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def transformers(self, setting: Setting) -> Path:
+        """Return a directory in transformers' format. Raises NotInstalledError if it can't be made, as the others."""
+        name = f"{setting.model}-{setting.dtype}"
+        arguments: list[str | Path] = ["-m", "bench.parts.peers.checkpoint", setting.model, setting.dtype]
+        return self._made(name, None, lambda path: [*arguments, path])
+
+    def openvino(self, setting: Setting) -> Path:
+        """Return a directory in OpenVINO's format, in float32: it rounds to the type it is told to compute in."""
+        source = self.transformers(Setting(setting.model, "float32", setting.threads))
+        export: list[str | Path] = ["-c", "from optimum.commands.optimum_cli import main; main()", "export", "openvino"]
+        export += ["--task", "text-generation-with-past", "--weight-format", "fp32", "--model", str(source)]
+        return self._made(f"{setting.model}-openvino", "openvino", lambda path: [*export, path])
+
+    def gguf(self, setting: Setting) -> Path:
+        """Return a GGUF file."""
+        source = self.transformers(Setting(setting.model, "float32", setting.threads))
+        arguments: list[str | Path] = ["-m", "bench.parts.peers.gguf_file", source, setting.dtype]
+        return self._made(f"{setting.model}-{setting.dtype}.gguf", "llama.cpp", lambda path: [*arguments, path])
+
+    def _made(self, name: str, environment: str | None, arguments: Callable[[Path], list[str | Path]]) -> Path:
+        made, partial = self._folder / name, self._folder / f"partial-{name}"
+        if not made.exists():
+            self._environments.run(environment, arguments(partial), f"checkpoint {name}")
+            partial.replace(made)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine.
+
+    Attributes:
+        worker: module of its worker.
+        mode: handed to the worker.
+        environment: name of its environment; None for the interpreter that runs the benchmark.
+        checkpoint: finds its form of a checkpoint.
+    """
+
+    worker: str
+    mode: str
+    environment: str | None
+    checkpoint: Callable[[Checkpoints, Setting], Path]
+
+
+ENGINES = {
+    OURS: Engine("radixkv_worker", "exact", None, Checkpoints.transformers),
+    "radixkv-fast": Engine("radixkv_worker", "fast", None, Checkpoints.transformers),
+    "openvino": Engine("openvino_worker", "", "openvino", Checkpoints.openvino),
+    "vllm": Engine("vllm_worker", "", "vllm", Checkpoints.transformers),
+    "llama.cpp": Engine("llamacpp_worker", "", "llama.cpp", Checkpoints.gguf),
+    "transformers": Engine("transformers_worker", "generate", None, Checkpoints.transformers),
+    "transformers-batching": Engine("transformers_worker", "batching", None, Checkpoints.transformers),
+}
+
+
+def build_worker(
+    name: str, setting: Setting, environments: Environments, checkpoints: Checkpoints, cache: Path
+) -> WorkerProcess:
+    """Make an engine's environment and checkpoint, and a worker that is not started yet.
+
+    Raises:
+        NotInstalledError: one of them can't be made.
+    """
+    engine = ENGINES[name]
+    command = [str(environments.python(engine.environment)), "-m", f"{_WORKERS}.{engine.worker}"]
+    command += ["--model", str(engine.checkpoint(checkpoints, setting)), "--dtype", setting.dtype]
+    command += ["--threads", str(setting.threads), "--mode", engine.mode, "--cache", str(cache.absolute())]
+    return WorkerProcess(name, command, environments.variables())

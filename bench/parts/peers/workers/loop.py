@@ -1,0 +1,118 @@
+"""The loop of a worker: an engine answers tasks that come as lines on stdin, until stdin ends."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from bench.parts.peers.workers.task import Done, Ready, Task, to_line
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Command line of a worker.
+
+    Attributes:
+        model: the checkpoint as the engine reads it, a directory or a file.
+        dtype: float32 or bfloat16, for weights, products and K/V.
+        threads: threads that compute.
+        mode: the engine's own choice, such as exact or fast.
+        cache: folder for what the engine keeps between runs.
+    """
+
+    model: Path
+    dtype: str
+    threads: int
+    mode: str
+    cache: Path
+
+
+class Engine(Protocol):
+    """An engine that a worker runs."""
+
+    @property
+    def packages(self) -> Iterable[str]:
+        """Distributions that do the work, whose versions are reported."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Facts that a reader of the numbers has to know."""
+
+    def run(self, task: Task) -> Done:
+        """Answer a task."""
+
+    def close(self) -> None:
+        """End what was started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer to one prompt.
+
+    Attributes:
+        first_s: time from the request to the first token.
+        cached_tokens: prompt tokens that were reused, if the engine says.
+    """
+
+    first_s: float
+    token_ids: list[int]
+    cached_tokens: int | None
+
+
+def work(start: Callable[[Options], Engine], arguments: list[str] | None = None) -> None:
+    """Run an engine: a ready line first, then a line for each task. Anything else that is printed goes to stderr.
+
+    A task that fails is answered with an error, and the next one is read. Threads of products and of OpenMP are limited
+    before the engine is imported.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--mode", default="")
+    parser.add_argument("--cache", type=Path, required=True)
+    options = Options(**vars(parser.parse_args(arguments)))
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` runs
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)  # libraries print to stdout, also from C
+        engine = start(options)
+        try:
+            versions = {name: importlib.metadata.version(name) for name in engine.packages}
+            print(to_line("ready", Ready(versions, engine.notes)), end="", file=answers, flush=True)
+            for line in sys.stdin:
+                print(_answer(engine, line), end="", file=answers, flush=True)
+        finally:
+            engine.close()
+
+
+def _answer(engine: Engine, line: str) -> str:
+    try:
+        return to_line("done", engine.run(Task.from_line(line)))
+    except Exception as error:  # noqa: BLE001 - whatever a peer raises is told, and the others go on
+        traceback.print_exc()
+        return to_line("error", f"{type(error).__name__}: {error}")
+
+
+def run_in_threads(task: Task, ask: Callable[[list[int]], Answer]) -> Done:
+    """Answer a task with a thread for each request under way, for engines behind a server."""
+    with ThreadPoolExecutor(task.at_once) as executor:
+        start_s = time.perf_counter()
+        answers = list(executor.map(ask, task.prompts))
+        wall_s = time.perf_counter() - start_s
+    return Done(
+        wall_s,
+        [each.first_s for each in answers],
+        [each.token_ids for each in answers],
+        [each.cached_tokens for each in answers],
+    )

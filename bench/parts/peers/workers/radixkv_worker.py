@@ -1,0 +1,67 @@
+"""Runs radixkv: its server in a process of its own, asked over gRPC with its own client. The mode is exact or fast."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+
+from bench.parts.peers.workers.loop import Answer, Options, run_in_threads, work
+from bench.parts.peers.workers.task import Done, Task
+from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.service.client.client import Client
+
+_START_TIMEOUT_S = 900.0
+
+
+class RadixKV:
+    """A server and a client with a connection for each request under way."""
+
+    packages = ("radixkv", "torch", "grpcio")
+
+    def __init__(self, options: Options) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+        settings = (f"model.exactness={options.mode}", f"model.dtype={options.dtype}")
+        self._server = ServerProcess(
+            serve_command(str(options.model), "cpu", settings), start_timeout_s=_START_TIMEOUT_S
+        )
+        self._address = self._server.__enter__()
+        self._idle: queue.SimpleQueue[Client] = queue.SimpleQueue()
+        self._clients: list[Client] = []
+        self.notes = ["over gRPC, server and client in processes of their own"]
+
+    def run(self, task: Task) -> Done:
+        """Send the prompts."""
+        while len(self._clients) < task.at_once:
+            client = Client(self._address, options=[("grpc.use_local_subchannel_pool", 1)], timeout_s=_START_TIMEOUT_S)
+            self._clients.append(client)
+            self._idle.put(client)
+        return run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens))
+
+    def _ask(self, prompt: list[int], new_tokens: int) -> Answer:
+        client = self._idle.get()
+        try:
+            start_s = time.perf_counter()
+            if new_tokens == 1:
+                answer = client.prefill(prompt)
+                first_s = time.perf_counter() - start_s
+                return Answer(first_s, [answer.next_token_id], answer.usage.cached_tokens)
+            token_ids: list[int] = []
+            cached_tokens, first_s = None, 0.0
+            for news in client.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True):
+                if not token_ids and news.token_ids:
+                    first_s, cached_tokens = time.perf_counter() - start_s, news.usage.cached_tokens
+                token_ids += news.token_ids
+            return Answer(first_s, token_ids, cached_tokens)
+        finally:
+            self._idle.put(client)
+
+    def close(self) -> None:
+        """Close the connections and stop the server."""
+        for client in self._clients:
+            client.close()
+        self._server.stop()
+
+
+if __name__ == "__main__":
+    work(RadixKV)

@@ -1,0 +1,161 @@
+"""Runs transformers alone: `generate` with a copied cache, or its continuous batching. The mode is one of the two."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+from bench.parts.peers.workers.loop import Engine, Options, work
+from bench.parts.peers.workers.task import Done, Task
+
+_PAGE_TOKENS = 256
+_PAGES = 640  # 16 requests of 8,192 + 128 tokens, also where none shares a page
+_STEP_TOKENS = 512
+
+
+class _FirstToken:
+    """Notes the time when the first logits are there; passes them on."""
+
+    def __init__(self) -> None:
+        self.at_s: float | None = None
+
+    def __call__(self, _: Any, scores: Any) -> Any:
+        self.at_s = self.at_s or time.perf_counter()
+        return scores
+
+
+class Generate:
+    """`generate`, written as its documentation does: one known prefix is computed once and its cache copied."""
+
+    packages = ("transformers", "torch")
+
+    def __init__(self, options: Options) -> None:
+        self._model = _load(options)
+        self._prefix: list[int] = []
+        self._cache: Any = None
+        self.notes = ["generate() with a copy of a DynamicCache, in process; requests at once are one batch"]
+
+    def run(self, task: Task) -> Done:
+        """Answer the prompts in batches of those under way at once."""
+        if task.fills_cache:
+            self._fill(task.prompts[0][: task.shared_tokens])
+        first_s: list[float] = []
+        token_ids: list[list[int]] = []
+        start_s = time.perf_counter()
+        for start in range(0, len(task.prompts), task.at_once):
+            batch = task.prompts[start : start + task.at_once]
+            seconds, answers = self._generate(batch, task.new_tokens, task.shared_tokens)
+            first_s += [seconds] * len(batch)
+            token_ids += answers
+        return Done(time.perf_counter() - start_s, first_s, token_ids, [task.shared_tokens] * len(task.prompts))
+
+    def _fill(self, prefix: list[int]) -> None:
+        import torch
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        with torch.inference_mode():
+            self._model(input_ids=torch.tensor([prefix]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._prefix, self._cache = prefix, cache
+
+    def _generate(self, prompts: list[list[int]], new_tokens: int, shared_tokens: int) -> tuple[float, list[list[int]]]:
+        import torch
+
+        clock, cached = _FirstToken(), {}
+        start_s = time.perf_counter()
+        if shared_tokens:
+            if any(prompt[:shared_tokens] != self._prefix for prompt in prompts):
+                raise ValueError("shared_tokens: expected the prefix that filled the cache, got another")
+            cached["past_key_values"] = copy.deepcopy(self._cache)
+            if len(prompts) > 1:
+                cached["past_key_values"].batch_repeat_interleave(len(prompts))
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            output = self._model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                logits_processor=[clock],
+                **cached,
+            )
+        assert clock.at_s is not None
+        return clock.at_s - start_s, output[:, ids.shape[1] :].tolist()
+
+    def close(self) -> None:
+        """Do nothing: it ends with the process."""
+
+
+class Batching:
+    """`init_continuous_batching`, whose manager shares the pages of equal prefixes."""
+
+    packages = ("transformers", "torch")
+
+    def __init__(self, options: Options) -> None:
+        from transformers import GenerationConfig
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        self._manager = _load(options).init_continuous_batching(
+            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(
+                num_blocks=_PAGES, page_size=_PAGE_TOKENS, max_batch_tokens=_STEP_TOKENS
+            ),
+        )
+        self._manager.start()
+        self.notes = ["init_continuous_batching(), in process"]
+
+    def run(self, task: Task) -> Done:
+        """Hand the prompts to the manager."""
+        waiting = list(enumerate(task.prompts))[::-1]
+        indices: dict[str, int] = {}
+        added_s: dict[int, float] = {}
+        first_s: dict[int, float] = {}
+        token_ids: dict[int, list[int]] = {}
+        start_s = time.perf_counter()
+        while len(token_ids) < len(task.prompts):
+            while waiting and len(indices) < task.at_once:
+                index, prompt = waiting.pop()
+                added_s[index] = time.perf_counter()
+                indices[self._manager.add_request(prompt, max_new_tokens=task.new_tokens, streaming=True)] = index
+            answer = self._manager.get_result(timeout=1)
+            if answer is None:
+                if not self._manager.is_running():
+                    raise RuntimeError("continuous batching: expected answers, got the end of its thread")
+                continue
+            if answer.error:
+                raise RuntimeError(f"continuous batching: {answer.error}")
+            index = indices[answer.request_id]
+            if answer.generated_tokens:
+                first_s.setdefault(index, time.perf_counter() - added_s[index])
+            if answer.is_finished():
+                token_ids[index] = list(answer.generated_tokens)
+                del indices[answer.request_id]
+        wall_s = time.perf_counter() - start_s
+        order = range(len(task.prompts))
+        return Done(wall_s, [first_s[each] for each in order], [token_ids[each] for each in order], [None] * len(order))
+
+    def close(self) -> None:
+        """Stop the manager's thread."""
+        self._manager.stop(block=True)
+
+
+def _load(options: Options) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa").eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def start(options: Options) -> Engine:
+    """Start the engine that the mode names."""
+    return Generate(options) if options.mode == "generate" else Batching(options)
+
+
+if __name__ == "__main__":
+    work(start)

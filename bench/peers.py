@@ -1,0 +1,196 @@
+"""Measures radixkv beside other engines on a CPU: OpenVINO, vLLM, llama.cpp and transformers, on one checkpoint.
+
+python -m bench.peers --json bench/results/peers.json --plot docs/peers.svg
+
+Each engine runs in a process and an environment of its own, made in `--cache` once. Their requests take turns, and the
+first tokens of all are compared. A peer that can't be installed, or dies, is reported and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench.parts.environment import describe_run
+from bench.parts.peers.comparison import Result, compare
+from bench.parts.peers.engines import ENGINES, Checkpoints, Setting, build_worker
+from bench.parts.peers.environments import RECIPES, Environments, NotInstalledError
+from bench.parts.peers.rows import Row, Sample, build_rows
+from bench.parts.peers.table import format_table
+from bench.parts.peers.worker_process import WorkerError, WorkerProcess
+from bench.parts.result_file import write_json
+
+_DEMO_THREADS = 2
+
+
+class Comparison:
+    """Measures the rows of one setting after another, and collects all that is to be told.
+
+    Attributes:
+        rows: results so far.
+        engines: versions and notes of each engine, by setting.
+        skipped: engines that could not be installed, each with its reason.
+        failures: engines that died or failed at a task.
+    """
+
+    def __init__(self, cache: Path, engines: Sequence[str], repetitions: int) -> None:
+        self._cache = cache
+        self._names = engines
+        self._repetitions = repetitions
+        self._environments = Environments(cache, RECIPES)
+        self._checkpoints = Checkpoints(cache / "models", self._environments)
+        self.rows: list[Result] = []
+        self.engines: dict[str, dict[str, Any]] = {}
+        self.skipped: dict[str, str] = {}
+        self.failures: list[str] = []
+
+    def measure(self, setting: Setting, rows: dict[str, Row]) -> None:
+        """Start the engines, measure the rows, and end the engines."""
+        with ExitStack() as stack:
+            workers = self._start(setting, stack)
+            for name, row in rows.items():
+                start_s = time.monotonic()
+                result = compare(name, row, setting, self._measure_row(name, row, workers))
+                self.rows.append(result)
+                ratio = "no ratio" if result["ratio"] is None else f"{result['ratio']:.2f} of {result['best_peer']}"
+                _say(f"{setting}: {row.title}: {ratio}, in {time.monotonic() - start_s:.0f} s")
+
+    def _start(self, setting: Setting, stack: ExitStack) -> dict[str, WorkerProcess]:
+        workers: dict[str, WorkerProcess] = {}
+        for name in self._names:
+            if name in self.skipped:
+                continue
+            try:
+                made = build_worker(name, setting, self._environments, self._checkpoints, self._cache)
+            except NotInstalledError as error:
+                self.skipped[name] = str(error)
+                _say(f"skipped {name}: {error}")
+                continue
+            worker = stack.enter_context(made)
+            try:  # one after the other, since some compile while they start
+                ready = worker.wait_until_ready()
+            except WorkerError as error:
+                self._fail(f"{setting}: {error}")
+                worker.stop()
+                continue
+            told = self.engines.setdefault(name, {"versions": ready.versions, "notes": []})
+            told["notes"] += [note for note in ready.notes if note not in told["notes"]]
+            workers[name] = worker
+            _say(f"{setting}: {name} is ready")
+        return workers
+
+    def _measure_row(self, name: str, row: Row, workers: dict[str, WorkerProcess]) -> dict[str, list[Sample]]:
+        """Measure repetitions in turn, in an order that alternates. An engine that fails is out of the row."""
+        samples: dict[str, list[Sample]] = {engine: [] for engine in workers}
+        running = dict(workers)
+        for number in range(-1, self._repetitions):  # the first one fills caches and warms up
+            for engine in list(running) if number % 2 else list(running)[::-1]:
+                worker = running[engine]
+                try:
+                    if number >= 0:
+                        samples[engine].append(row.measure(worker.run, f"{name} {number}"))
+                    elif (filling := row.filling_task()) is not None:
+                        worker.run(filling)
+                    else:
+                        row.measure(worker.run, f"{name} warm-up")
+                except WorkerError as error:
+                    self._fail(f"{row.title}: {error}")
+                    del running[engine]
+                    if not worker.is_running:
+                        workers.pop(engine).stop()
+        return samples
+
+    def _fail(self, message: str) -> None:
+        self.failures.append(message)
+        _say(f"FAILED {message}")
+
+
+def plan(options: argparse.Namespace) -> list[tuple[Setting, dict[str, Row]]]:
+    """List the settings with their rows. The demo's rows have two threads and float32, whatever else is asked for."""
+    rows = {name: row for name, row in build_rows(is_quick=options.quick).items() if name in options.rows}
+    large = {name: row for name, row in rows.items() if row.model == "llama"}
+    demo = {name: row for name, row in rows.items() if row.model == "tiny"}
+    settings = [(Setting("llama", dtype, threads), large) for threads in options.threads for dtype in options.dtypes]
+    planned = [*settings, (Setting("tiny", "float32", _DEMO_THREADS), demo)]
+    return [(setting, each) for setting, each in planned if each]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line. Raises SystemExit where it is wrong."""
+    names = list(build_rows())
+    parser = argparse.ArgumentParser(description="Measure radixkv beside other engines on a CPU.", allow_abbrev=False)
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="E")
+    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="R", help=f"of {', '.join(names)}")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="for the rows of the large model")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="short prompts, 2 repetitions: to see that all works")
+    parser.add_argument(
+        "--cache", type=Path, default=Path("build/peers"), help="environments, models; kept between runs"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every setting")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.repetitions = min(options.repetitions, 2)
+    if options.repetitions < 1 or min(options.threads) < 1:
+        parser.error("--repetitions, --threads: expected at least 1")
+    for file in (options.json, options.plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            parser.error(f"expected a directory, got none at {file.absolute().parent}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table, write JSON and draw. Returns 1 if an engine failed at something, else 0."""
+    options = parse_options(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that every worker is ended
+    command = shlex.join(["python", "-m", "bench.peers", *(sys.argv[1:] if arguments is None else arguments)])
+    comparison = Comparison(options.cache, options.engines, options.repetitions)
+    start_s = time.monotonic()
+
+    def result() -> dict[str, Any]:
+        return {
+            "rows": comparison.rows,
+            "engines": comparison.engines,
+            "skipped": comparison.skipped,
+            "failures": comparison.failures,
+            "repetitions": options.repetitions,
+            "seconds": time.monotonic() - start_s,
+            "load": os.getloadavg()[0],
+            "command": command,
+            **describe_run(),
+        }
+
+    try:
+        for setting, rows in plan(options):
+            comparison.measure(setting, rows)
+            if options.json:
+                write_json(options.json, result())
+    except KeyboardInterrupt:
+        _say("interrupted: the rows so far follow")
+    if options.json:
+        write_json(options.json, result())
+    print(format_table(comparison.rows, comparison.skipped, comparison.failures))
+    if options.plot and comparison.rows:
+        from bench.parts.peers.picture import draw_comparison
+
+        machine = result()["machine"]
+        draw_comparison(options.plot, comparison.rows, f"{machine['cpu']}, {machine['cores']} cores")
+    return 1 if comparison.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

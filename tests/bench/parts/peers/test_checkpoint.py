@@ -1,0 +1,48 @@
+"""The checkpoints are the same each time, and hold the same numbers in both types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from bench.parts.peers import checkpoint
+from radixkv.model.tiny_model import build_tiny_model
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = checkpoint.llama_config()
+    config.num_hidden_layers, config.vocab_size, config.intermediate_size = 1, 300, 64
+    monkeypatch.setattr(checkpoint, "llama_config", lambda: config)
+
+
+@pytest.mark.usefixtures("small")
+def test_both_types_hold_the_same_numbers() -> None:
+    whole, half = (checkpoint.build("llama", dtype).state_dict() for dtype in ("float32", "bfloat16"))
+    for name, weight in whole.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, half[name].float())
+
+
+def test_the_embedded_model_is_saved_as_it_is(tmp_path: Path) -> None:
+    checkpoint.main("tiny", "float32", str(tmp_path))
+    saved = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, weight in build_tiny_model("sdpa").state_dict().items():
+        assert torch.equal(weight, saved[name])
+    assert (tmp_path / "tokenizer.json").exists()
+
+
+def test_the_shape_is_that_of_the_comparison() -> None:
+    config = checkpoint.llama_config()
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    attention = config.hidden_size * config.head_dim * (heads + config.num_attention_heads)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    assert config.vocab_size * config.hidden_size + config.num_hidden_layers * layer == pytest.approx(207.6e6, rel=1e-3)
+
+
+def test_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected llama or tiny, got 'gpt'"):
+        checkpoint.build("gpt", "float32")

@@ -1,0 +1,67 @@
+"""Checkpoints get their name when they are complete, and each engine's command names its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.parts.peers.engines import ENGINES, Checkpoints, Setting, build_worker
+from bench.parts.peers.environments import NotInstalledError
+
+SETTING = Setting("tiny", "bfloat16", 2)
+
+
+class Kitchen:
+    """Environments that note what is made in them, and make it unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str | None, list[str]]] = []
+        self.is_broken = False
+
+    def python(self, name: str | None) -> Path:
+        return Path(f"/{name}/python")
+
+    def variables(self) -> dict[str, str]:
+        return {}
+
+    def run(self, name: str | None, arguments: list[str | Path], what: str) -> None:
+        self.made.append((name, [str(each) for each in arguments]))
+        Path(arguments[-1]).mkdir()
+        if self.is_broken:
+            raise NotInstalledError(f"{what}: no")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_reads_its_own_form(engine: str, tmp_path: Path) -> None:
+    kitchen = Kitchen()
+    checkpoints = Checkpoints(tmp_path / "models", kitchen)  # type: ignore[arg-type]
+    worker = build_worker(engine, SETTING, kitchen, checkpoints, tmp_path)  # type: ignore[arg-type]
+    command = worker._command
+    expected = {"openvino": "tiny-openvino", "llama.cpp": "tiny-bfloat16.gguf"}.get(engine, "tiny-bfloat16")
+    assert command[0] == f"/{ENGINES[engine].environment}/python"
+    assert command[command.index("--model") + 1] == str(tmp_path / "models" / expected)
+    assert command[command.index("--threads") + 1] == "2"
+    assert (tmp_path / "models" / expected).exists()
+    made = len(kitchen.made)
+    build_worker(engine, SETTING, kitchen, checkpoints, tmp_path)  # type: ignore[arg-type]
+    assert len(kitchen.made) == made
+
+
+def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
+    kitchen = Kitchen()
+    kitchen.is_broken = True
+    checkpoints = Checkpoints(tmp_path, kitchen)  # type: ignore[arg-type]
+    with pytest.raises(NotInstalledError, match="checkpoint tiny-bfloat16: no"):
+        checkpoints.transformers(SETTING)
+    assert not (tmp_path / "tiny-bfloat16").exists()
+
+
+def test_workers_are_modules_that_exist() -> None:
+    folder = Path(__file__).parents[4] / "bench/parts/peers/workers"
+    assert {engine.worker for engine in ENGINES.values()} <= {path.stem for path in folder.glob("*_worker.py")}
+
+
+def test_a_setting_reads_well() -> None:
+    assert str(SETTING) == "tiny, bfloat16, 2 threads"
+    assert str(Setting("llama", "float32", 1)) == "llama, float32, 1 thread"

@@ -1,0 +1,62 @@
+"""A checkpoint is written for llama.cpp under its names, with rows in its order."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.parts.peers import checkpoint
+from bench.parts.peers.gguf_file import gguf_name, interleave, main, vocabulary
+
+
+class Writer:
+    """Keeps what it is told, in place of gguf's writer."""
+
+    told: dict[str, Any]
+    tensors: dict[str, Any]
+
+    def __init__(self, file: str, kind: str) -> None:
+        Writer.told, Writer.tensors = {"file": file, "kind": kind}, {}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: Writer.told.__setitem__(name, values)
+
+    def add_tensor(self, name: str, weight: Any, raw_dtype: Any = None) -> None:
+        Writer.tensors[name] = (weight, raw_dtype)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", None), ("bfloat16", "BF16")])
+def test_every_weight_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str | None) -> None:
+    kinds = SimpleNamespace(BF16="BF16", F32="F32")
+    files = SimpleNamespace(MOSTLY_BF16=32, ALL_F32=0)
+    quants = SimpleNamespace(quantize=lambda weight, _: weight)
+    gguf = SimpleNamespace(GGMLQuantizationType=kinds, GGUFWriter=Writer, LlamaFileType=files, quants=quants)
+    monkeypatch.setitem(sys.modules, "gguf", gguf)
+    checkpoint.main("tiny", "float32", str(tmp_path))
+    main(str(tmp_path), dtype, "out.gguf")
+    weights = checkpoint.build("tiny", "float32").state_dict()
+    assert sorted(Writer.tensors) == sorted(gguf_name(name) for name in weights)
+    assert Writer.told["add_head_count_kv"] == (2,)
+    assert len(Writer.told["add_token_list"][0]) == 512
+    value, raw = Writer.tensors["blk.3.attn_v.weight"]
+    assert np.array_equal(value, weights["model.layers.3.self_attn.v_proj.weight"].numpy())
+    assert raw == kind
+    assert Writer.tensors["output_norm.weight"][1] is None
+    query = Writer.tensors["blk.0.attn_q.weight"][0]
+    assert np.array_equal(query, interleave(weights["model.layers.0.self_attn.q_proj.weight"].numpy(), 8))
+
+
+def test_halves_of_a_head_become_pairs() -> None:
+    weight = np.arange(12).reshape(12, 1)
+    assert interleave(weight, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+def test_the_vocabulary_has_a_kind_for_each_token() -> None:
+    tokens, kinds = vocabulary(300)
+    assert len(tokens) == len(set(tokens)) == len(kinds) == 300
+    assert (tokens[3], kinds[3], kinds[299]) == ("<0x00>", 6, 1)

@@ -1,0 +1,74 @@
+"""A worker answers tasks, its failures are told, and nothing that it started is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.parts.peers.process_tree import read_processes
+from bench.parts.peers.worker_process import WorkerError, WorkerProcess
+from bench.parts.peers.workers.task import Task
+from tests.bench.parts.peers.fake_processes import fake_process
+from tests.patience import wait_until
+
+
+def test_tasks_are_answered_one_after_the_other() -> None:
+    with fake_process(threads=3) as worker:
+        ready = worker.wait_until_ready()
+        assert ready.notes == ["float32, OMP_NUM_THREADS=3"]
+        assert set(ready.versions) == {"numpy"}
+        first = worker.run(Task([[1, 2], [50, 50]], 2, at_once=2))
+        assert first.done.token_ids == [[3, 6], [3, 6]]
+        assert first.done.cached_tokens == [1, 1]
+        assert first.cpu_s >= 0
+        assert worker.run(Task([[4]], 1)).done.token_ids == [[4]]
+        assert worker.is_running
+    assert not worker.is_running
+
+
+def test_a_task_that_fails_leaves_the_worker_running() -> None:
+    with fake_process("openvino", "fails") as worker:
+        worker.wait_until_ready()
+        with pytest.raises(WorkerError, match="openvino: ValueError: odd prompt"):
+            worker.run(Task([[1]], 1))
+        assert worker.run(Task([[2]], 1)).done.token_ids == [[2]]
+
+
+def test_a_worker_that_dies_says_its_last_words() -> None:
+    with fake_process(mode="dies") as worker:
+        worker.wait_until_ready()
+        with pytest.raises(WorkerError, match=r"(?s)ended with exit status 7; .*out of memory"):
+            worker.run(Task([[1]], 1))
+        assert not worker.is_running
+        with pytest.raises(WorkerError, match="exit status 7"):
+            worker.run(Task([[1]], 1))
+
+
+def test_a_worker_that_does_not_start_says_why() -> None:
+    with fake_process(mode="late") as worker, pytest.raises(WorkerError, match=r"(?s)exit status 1.*no such model"):
+        worker.wait_until_ready()
+
+
+def test_other_numbers_of_tokens_than_asked_for_are_refused() -> None:
+    with fake_process(mode="many") as worker:
+        worker.wait_until_ready()
+        with pytest.raises(WorkerError, match="expected 2 tokens for each prompt"):
+            worker.run(Task([[1]], 2))
+
+
+def test_a_program_that_says_something_else_is_refused() -> None:
+    command = [sys.executable, "-c", "print('hello')"]
+    with WorkerProcess("x", command, dict(os.environ)) as worker, pytest.raises(WorkerError, match="got 'hello"):
+        worker.wait_until_ready()
+
+
+def test_what_a_worker_started_in_a_session_of_its_own_is_gone_too(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with fake_process(mode=f"child {file}") as worker:
+        worker.wait_until_ready()
+        pid = int(file.read_text(encoding="utf-8"))
+        assert pid in read_processes()
+    wait_until(lambda: pid not in read_processes())

@@ -1,0 +1,100 @@
+"""The worker drives OpenVINO's pipeline step by step, without AMX where it can't be built with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.parts.peers.workers import openvino_worker
+from bench.parts.peers.workers.loop import Options
+from bench.parts.peers.workers.task import Task
+
+OPTIONS = Options(Path("m"), "bfloat16", 1, "", Path())
+
+
+class Handle:
+    def __init__(self, prompt: Any, limit: int) -> None:
+        self.first, self.left, self.unread = int(prompt[0, 0]), limit, []
+
+    def step(self) -> None:
+        if self.left:
+            self.left -= 1
+            self.unread.append(self.first)
+
+    def can_read(self) -> bool:
+        return bool(self.unread)
+
+    def read(self) -> dict[int, Any]:
+        return {0: SimpleNamespace(generated_ids=[self.unread.pop(0)])}
+
+
+class Pipeline:
+    """Gives each request one token a step, its prompt's first one."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given, self.handles, self.most = given, [], 0
+
+    def add_request(self, number: int, prompt: Any, config: Any) -> Handle:
+        assert number == len(self.handles)
+        self.handles.append(Handle(prompt, config.max_new_tokens))
+        return self.handles[-1]
+
+    def step(self) -> None:
+        self.most = max(self.most, sum(handle.left > 0 for handle in self.handles))
+        for handle in self.handles:
+            handle.step()
+
+
+@pytest.fixture(autouse=True)
+def openvino(monkeypatch: pytest.MonkeyPatch) -> None:
+    genai = SimpleNamespace(
+        GenerationConfig=SimpleNamespace, SchedulerConfig=SimpleNamespace, ContinuousBatchingPipeline=Pipeline
+    )
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda array: array))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+
+
+def ends_with(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, status))
+
+
+def test_no_more_requests_than_asked_for_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_with(monkeypatch, 0)
+    engine = openvino_worker.OpenVino(OPTIONS)
+    done = engine.run(Task([[5, 1], [6, 1], [7, 1]], 3, at_once=2))
+    assert done.token_ids == [[5] * 3, [6] * 3, [7] * 3]
+    assert engine._pipeline.most == 2
+    assert all(0 <= each <= done.wall_s for each in done.first_s)
+    assert engine.run(Task([[8]], 1)).token_ids == [[8]]
+    engine.close()
+
+
+def test_kv_has_the_type_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_with(monkeypatch, 0)
+    model, scheduler, device, properties = openvino_worker.OpenVino(OPTIONS)._pipeline.given
+    assert (model, device) == ("m", "CPU")
+    assert scheduler.enable_prefix_caching
+    assert properties == {
+        "INFERENCE_NUM_THREADS": 1,
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "KV_CACHE_PRECISION": "bf16",
+    }
+
+
+@pytest.mark.parametrize(("status", "isa"), [(0, None), (1, None), (-8, "AVX512_CORE_BF16")])
+def test_a_pipeline_that_dies_of_a_signal_is_built_without_amx(
+    monkeypatch: pytest.MonkeyPatch, status: int, isa: str | None
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")  # so that it is restored
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    ends_with(monkeypatch, status)
+    engine = openvino_worker.OpenVino(OPTIONS)
+    assert os.environ.get("ONEDNN_MAX_CPU_ISA") == isa
+    assert any("without AMX" in note for note in engine.notes) == bool(isa)

@@ -1,0 +1,24 @@
+"""Our own worker goes through the server, hits the second time, and gives the same tokens in both calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.parts.peers.workers.loop import Options
+from bench.parts.peers.workers.radixkv_worker import RadixKV
+from bench.parts.peers.workers.task import Task
+
+
+def test_it_answers_through_the_server() -> None:
+    engine = RadixKV(Options(Path("tiny"), "float32", 1, "fast", Path()))
+    try:
+        prompts = [[index] * 40 for index in range(3)]
+        first = engine.run(Task(prompts, 1, at_once=2))
+        assert first.cached_tokens == [0] * 3
+        again = engine.run(Task(prompts, 4, at_once=3))
+        assert [ids[:1] for ids in again.token_ids] == first.token_ids
+        assert all(len(ids) == 4 for ids in again.token_ids)
+        assert all(cached is not None and cached >= 32 for cached in again.cached_tokens)
+        assert all(0 < each <= again.wall_s for each in again.first_s)
+    finally:
+        engine.close()

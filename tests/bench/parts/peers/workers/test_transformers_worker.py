@@ -1,0 +1,52 @@
+"""Both ways of transformers give the same tokens, with a shared prefix and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.parts.peers import checkpoint
+from bench.parts.peers.workers.loop import Options
+from bench.parts.peers.workers.task import Task
+from bench.parts.peers.workers.transformers_worker import start
+
+
+def prompts() -> list[list[int]]:
+    numbers = np.random.default_rng(3).integers(0, 250, (3, 40))
+    numbers[:, :24] = numbers[0, :24]
+    return numbers.tolist()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    checkpoint.main("tiny", "float32", str(directory))
+    return directory
+
+
+def test_a_copied_cache_changes_no_token(model: Path) -> None:
+    engine = start(Options(model, "float32", 1, "generate", Path()))
+    cold = engine.run(Task(prompts(), 4))
+    engine.run(Task(prompts()[:1], 1, shared_tokens=24, fills_cache=True))
+    for at_once in (1, 2, 3):
+        warm = engine.run(Task(prompts(), 4, at_once, shared_tokens=24))
+        assert warm.token_ids == cold.token_ids
+        assert warm.cached_tokens == [24] * 3
+        assert all(0 < each <= warm.wall_s for each in warm.first_s)
+    with pytest.raises(ValueError, match="expected the prefix that filled the cache"):
+        engine.run(Task([[9] * 40], 1, shared_tokens=24))
+    engine.close()
+
+
+def test_continuous_batching_gives_the_same_tokens(model: Path) -> None:
+    expected = start(Options(model, "float32", 1, "generate", Path())).run(Task(prompts(), 4)).token_ids
+    engine = start(Options(model, "float32", 1, "batching", Path()))
+    try:
+        for at_once in (1, 2):
+            done = engine.run(Task(prompts(), 4, at_once))
+            assert done.token_ids == expected
+            assert all(0 < each <= done.wall_s for each in done.first_s)
+    finally:
+        engine.close()

@@ -1,0 +1,110 @@
+"""Engines take turns; one that can't be installed, does not start or dies is told, and the others go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import peers
+from bench.parts.peers.engines import Setting
+from bench.parts.peers.environments import NotInstalledError
+from bench.parts.peers.worker_process import WorkerProcess
+from tests.bench.parts.peers.fake_processes import fake_process
+
+MODES = {"radixkv": "", "vllm": "differs", "transformers": "late", "transformers-batching": "dies"}
+
+
+@pytest.fixture
+def fake_engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The engines in the order in which they are asked."""
+    asked: list[str] = []
+
+    def build(name: str, setting: Setting, *_: Any) -> WorkerProcess:
+        if name == "openvino":
+            raise NotInstalledError("openvino: no network")
+        return fake_process(name, MODES[name], setting.threads)
+
+    def run(self: WorkerProcess, *given: Any) -> Any:
+        asked.append(self.name)
+        return answer(self, *given)
+
+    answer = WorkerProcess.run
+    monkeypatch.setattr(peers, "build_worker", build)
+    monkeypatch.setattr(WorkerProcess, "run", run)
+    return asked
+
+
+def test_a_whole_run(
+    fake_engines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, plot = tmp_path / "peers.json", tmp_path / "peers.svg"
+    arguments = [
+        "--quick",
+        "--rows",
+        "warm",
+        "demo-4",
+        "--dtypes",
+        "float32",
+        "--threads",
+        "1",
+        "--cache",
+        str(tmp_path),
+    ]
+    arguments += ["--engines", "radixkv", "openvino", "vllm", "transformers", "transformers-batching"]
+    assert peers.main([*arguments, "--json", str(file), "--plot", str(plot)]) == 1
+    result = json.loads(file.read_text(encoding="utf-8"))
+    warm, demo = result["rows"]
+    assert (warm["row"], demo["row"], demo["threads"]) == ("warm", "demo-4", 2)
+    assert set(warm["engines"]) == set(demo["engines"]) == {"radixkv", "vllm"}
+    assert warm["ratio"] == warm["engines"]["radixkv"]["wall_s"] / warm["engines"]["vllm"]["wall_s"]
+    assert warm["engines"]["vllm"]["different_first_tokens"] == warm["engines"]["vllm"]["first_tokens"] == 8
+    assert result["skipped"] == {"openvino": "openvino: no network"}
+    assert [failure.split(": ")[1] for failure in result["failures"]] == ["transformers", "transformers-batching"] * 2
+    assert result["engines"]["radixkv"]["notes"] == ["float32, OMP_NUM_THREADS=1", "float32, OMP_NUM_THREADS=2"]
+    assert result["command"].startswith("python -m bench.peers --quick --rows warm demo-4")
+    assert fake_engines[:7] == ["radixkv", "vllm", "transformers-batching", "vllm", "radixkv", "radixkv", "vllm"]
+    out = capsys.readouterr().out
+    assert "skipped openvino: openvino: no network" in out
+    assert "vllm 8 of 8" in out
+    assert plot.exists()
+
+
+def test_an_interrupted_run_tells_what_it_has(
+    fake_engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = peers.Comparison.measure
+
+    def interrupted(self: peers.Comparison, setting: Setting, rows: Any) -> None:
+        if setting.model == "tiny":
+            raise KeyboardInterrupt
+        measure(self, setting, rows)
+
+    monkeypatch.setattr(peers.Comparison, "measure", interrupted)
+    file = tmp_path / "peers.json"
+    arguments = ["--quick", "--rows", "warm", "demo-4", "--dtypes", "float32", "--threads", "1", "--engines", "radixkv"]
+    assert peers.main([*arguments, "--cache", str(tmp_path), "--json", str(file)]) == 0
+    assert [row["row"] for row in json.loads(file.read_text(encoding="utf-8"))["rows"]] == ["warm"]
+    assert set(fake_engines) == {"radixkv"}
+
+
+def test_the_plan_has_the_demo_once() -> None:
+    planned = peers.plan(peers.parse_options([]))
+    assert [str(setting) for setting, _ in planned] == [
+        "llama, float32, 1 thread",
+        "llama, bfloat16, 1 thread",
+        "llama, float32, 2 threads",
+        "llama, bfloat16, 2 threads",
+        "tiny, float32, 2 threads",
+    ]
+    assert [setting.model for setting, _ in peers.plan(peers.parse_options(["--rows", "demo-1"]))] == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--engines", "gpt"], ["--threads", "0"], ["--rows", "x"], ["--json", "/nowhere/at/all.json"]]
+)
+def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        peers.parse_options(arguments)
