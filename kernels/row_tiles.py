@@ -1,74 +1,83 @@
-"""Computes matrix products whose rows have the same bits, whatever their number. For CPUs.
+"""Computes functions of rows whose rows have the same bits, whatever their number. For CPUs.
 
-A library adds up each row of a product in an order that depends on the number of rows. Here products are made of tiles
-of a few sizes only, all of sizes whose rows were seen to agree:
+A library adds up each row of a product in an order that depends on the number of rows. Here a product is made of calls
+with a few numbers of rows only, all of numbers whose rows were seen to agree:
 
-    37 rows      [-------- 32 --------)[-- 16: 5 and zeros --)
+    37 rows      [-------- 32 --------)[-- 8: 5 and zeros --)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+
 import torch
+from torch.nn.functional import pad
 
-from radixkv.kernels.sum_order import cancelling_product
+# Numbers of rows that a call may have. Numbers between cost up to a third more, and each costs 1 to 10 ms to prepare.
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
-SIZES = (512, 256, 128, 64, 32, 16)  # the last one pads; 16 rows cost two thirds of 32 (float32, 896 x 896)
 
+class RowTiles:
+    """Covers any number of rows by calls of known numbers, as cheaply as possible.
 
-def tiled_linear(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: tuple[int, ...]
-) -> torch.Tensor:
-    """Compute `torch.nn.functional.linear` in tiles of rows.
+    >>> tiles = RowTiles({2: 10.0, 16: 20.0, 64: 70.0})
+    >>> tiles.cover(37), tiles.cover(3), tiles.cover(130)
+    ((16, 16, 16), (16,), (64, 64, 2))
 
     Args:
-        rows: `[..., in_features]`.
-        weight: `[out_features, in_features]`; any strides.
-        bias: `[out_features]`, or None.
-        sizes: rows of a tile, in descending order, each a multiple of the last.
+        costs: what a call with a number of rows costs, by that number; at least one.
+    """
+
+    def __init__(self, costs: dict[int, float]) -> None:
+        self.costs = costs
+        self._covers: dict[int, tuple[int, ...]] = {}
+
+    def cover(self, num_rows: int) -> tuple[int, ...]:
+        """Return the rows of each call, in descending order. The last one may have rows to spare."""
+        found = self._covers.get(num_rows)
+        if found is None:
+            largest = max(self.costs)
+            num_whole = max(0, num_rows // largest - 1)  # the cheapest cover of the rest may have smaller calls only
+            found = self._covers[num_rows] = (largest,) * num_whole + self._cheapest[num_rows - num_whole * largest]
+        return found
+
+    def cost(self, num_rows: int) -> float:
+        """Return what a number of rows costs."""
+        return sum(self.costs[size] for size in self.cover(num_rows))
+
+    @cached_property
+    def _cheapest(self) -> list[tuple[int, ...]]:
+        """The cheapest covers of 0 up to twice the largest number of rows."""
+        best = [0.0]
+        last = [0]
+        for num_rows in range(1, 2 * max(self.costs)):
+            cost, size = min((best[max(0, num_rows - size)] + cost, -size) for size, cost in self.costs.items())
+            best.append(cost)
+            last.append(-size)
+        covers: list[tuple[int, ...]] = [()]
+        for num_rows in range(1, len(best)):
+            before = covers[max(0, num_rows - last[num_rows])]
+            covers.append(tuple(sorted((*before, last[num_rows]), reverse=True)))
+        return covers
+
+
+def in_tiles(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+    """Compute a function of rows, each by itself, in calls of the numbers of rows that `tiles` knows.
+
+    Args:
+        function: takes `[num_rows, in_features]` and returns `[num_rows, out_features]`.
+        rows: `[num_rows, in_features]`, at least one row.
+        tiles: numbers of rows.
 
     Returns:
-        A new tensor `[..., out_features]`.
+        `[num_rows, out_features]`.
     """
-    flat = rows.reshape(-1, rows.shape[-1])  # [num_rows, in_features]
-    num_rows = flat.shape[0]
-    padding = -num_rows % sizes[-1]
+    num_rows = rows.shape[0]
+    sizes = tiles.cover(num_rows)
+    padding = sum(sizes) - num_rows
     if padding:
-        flat = torch.cat((flat, flat.new_zeros(padding, flat.shape[1])))
-    output = flat.new_empty(flat.shape[0], weight.shape[0])
-    start = 0
-    for size in sizes:
-        while flat.shape[0] - start >= size:
-            tile, out = flat[start : start + size], output[start : start + size]
-            if bias is None:
-                torch.mm(tile, weight.t(), out=out)
-            else:
-                torch.addmm(bias, tile, weight.t(), out=out)
-            start += size
-    return output[:num_rows].view(*rows.shape[:-1], weight.shape[0])
-
-
-def agreeing_sizes(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, sizes: tuple[int, ...] = SIZES
-) -> tuple[int, ...]:
-    """Return the tile sizes whose rows have the same bits as those of the smallest size, at any place in the tile.
-
-    The order of the sums does not depend on the numbers, so the numbers of `cancelling_product` show it.
-
-    Args:
-        weight: `[out_features, in_features]` in the dtype, on the device and with the strides that are used later.
-        bias: `[out_features]`, or None: a product with a bias is another function of the library.
-        sizes: candidates, in descending order.
-
-    Returns:
-        Sizes for `tiled_linear`; empty if even the smallest tile treats its rows differently.
-    """
-    rows, weight, bias = cancelling_product(weight, bias, sizes[0])
-    order = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(0)).to(weight.device)
-    expected = tiled_linear(rows, weight, bias, sizes[-1:])
-    agreeing = tuple(
-        size
-        for size in sizes
-        if torch.equal(tiled_linear(rows, weight, bias, (size,)), expected)
-        and torch.equal(tiled_linear(rows[order], weight, bias, (size,)), expected[order])
-    )
-    return agreeing if sizes[-1] in agreeing else ()
+        rows = pad(rows, (0, 0, 0, padding))
+    if len(sizes) == 1:
+        return function(rows)[:num_rows] if padding else function(rows)
+    return torch.cat([function(piece) for piece in torch.split(rows, list(sizes))])[:num_rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import tempfile
 from collections.abc import Generator
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TQDM_DISABLE"] = "1"
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="radixkv-tests-")  # what an earlier run tried proves nothing
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -11,19 +11,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
+from radixkv.kernels.product_trial import ProductChoice
 from radixkv.kernels.row_pieces import in_row_pieces
-from radixkv.kernels.row_tiles import SIZES, agreeing_sizes, tiled_linear
+from radixkv.kernels.row_tiles import SIZES
 from radixkv.model.on_gpu import exact_kernels
+from radixkv.model.products.choices import ProductChoices
+from radixkv.model.products.packed_linear import Product
 from radixkv.model.refusals import SERVE_FAST
 
 T = TypeVar("T")
-
-# A forward pass has a multiple of this many tokens, padding included: a single row would be taken for a vector.
-TOKENS_MULTIPLE = SIZES[-1]
-
-# The largest matrices make logits, of which a step needs few rows; to try 512 rows takes half a minute.
-_WIDE_FEATURES = 32_768
-_WIDE_SIZES = (64, 16)
 
 # Functions of one number that torch computes, or could compute, differently in vectors and one by one. Seen to differ:
 # sigmoid, gelu, softplus and mish in float32, rsqrt in half precision.
@@ -31,6 +27,21 @@ _POINTWISE = (
     *("cos", "sin", "tan", "rsqrt", "exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "erfc"),
     *("sigmoid", "logsigmoid", "silu", "gelu", "mish", "softplus", "elu", "selu", "hardswish"),
 )
+
+
+# On a GPU a forward pass has a multiple of this many tokens: a single row would be taken for a vector.
+_GPU_TOKENS_MULTIPLE = 16
+
+# On a CPU products, norms and sums of a row have the same bits from two rows on. Few tokens are filled up to a number
+# that products take as it is, so that not each of them has to.
+_FEW_TOKENS = tuple(size for size in SIZES if 2 <= size <= 64)
+
+
+def padded_tokens(num_tokens: int, device: torch.device) -> int:
+    """Return the number of tokens, padding included, of an exact forward pass over some tokens."""
+    if device.type != "cpu":
+        return -(-num_tokens // _GPU_TOKENS_MULTIPLE) * _GPU_TOKENS_MULTIPLE
+    return next((size for size in _FEW_TOKENS if size >= num_tokens), num_tokens)
 
 
 class ExactFunctions(TorchFunctionMode):
@@ -71,7 +82,7 @@ def make_exact(module: PreTrainedModel) -> ExactFunctions:
             module, kernels.rows_agree, lambda rows, weight, bias, _: kernels.linear(rows, weight, bias)
         )
         return ExactFunctions({**products.functions, **kernels.row_functions})
-    return ExactFunctions(_Products(module, _agreeing_sizes, tiled_linear).functions | pointwise_functions())
+    return ExactFunctions(_Products(module, _choose_plain(), _multiply).functions | pointwise_functions())
 
 
 class _Products(Generic[T]):
@@ -123,8 +134,17 @@ class _Products(Generic[T]):
         return names[0] if names else type(self._module).__name__
 
 
-def _agreeing_sizes(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
-    return agreeing_sizes(weight, bias, _WIDE_SIZES if weight.shape[0] > _WIDE_FEATURES else SIZES)
+def _choose_plain() -> Callable[[torch.Tensor, torch.Tensor | None], ProductChoice | None]:
+    """For products of layers that are not packed: experts, and code that calls torch's functions itself."""
+    choices = ProductChoices(is_exact=True)
+    return lambda weight, bias: choices.choose(weight, bias, ("plain",))
+
+
+def _multiply(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choice: ProductChoice | None
+) -> torch.Tensor:
+    assert choice is not None, "refused before"
+    return Product(weight, bias, choice)(rows)
 
 
 def pointwise_functions() -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -32,13 +32,12 @@ def load_model(config: ModelConfig) -> Model:
     start_s = time.perf_counter()
     device = _resolve_device(config.device)
     model = _make_tiny(config, device) if config.path == "tiny" else _load(config, device)
-    num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
     _log.info(
         "loaded %s in %.1f s: %s with %.1f million parameters in %s on %s",
         model.name,
         time.perf_counter() - start_s,
         type(model.module).__name__,
-        num_parameters / 1e6,
+        model.num_parameters / 1e6,
         str(model.module.dtype).removeprefix("torch."),
         device,
     )

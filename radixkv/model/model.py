@@ -16,8 +16,10 @@ from radixkv.errors import UnsupportedModel
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionKind, AttentionStep, AttentionUse
 from radixkv.model.attention.paged_step import PaddedStep
-from radixkv.model.exactness import TOKENS_MULTIPLE, make_exact
+from radixkv.model.exactness import make_exact, padded_tokens
 from radixkv.model.on_gpu import fuse_modules
+from radixkv.model.products.choices import ProductChoices
+from radixkv.model.products.packed_linear import pack_linears
 from radixkv.storage.device_pool import KVShape
 
 # RoPE variants whose rotation of every token depends on the longest position in the batch, once a position exceeds the
@@ -38,6 +40,7 @@ class Model:
     Attributes:
         name: `tiny` or the directory's name.
         module: the transformers model, in evaluation mode on `device`.
+        num_parameters: numbers in its weights.
         kv_shape: K and V of one token.
         attention_kinds: what the layers ask of attention, each kind once.
         vocab_size: token ids are below this.
@@ -61,6 +64,10 @@ class Model:
         self.device = device
         self.is_exact = is_exact
         self.module = module.to(device).eval().requires_grad_(False)
+        self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        self.fingerprint = _fingerprint(module)  # before weights are laid out otherwise
+        if device.type == "cpu":
+            pack_linears(module, ProductChoices(is_exact=is_exact))
         self._unfused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
             self._unfused = fuse_modules(module)
@@ -74,7 +81,6 @@ class Model:
         self.max_tokens = _max_tokens(config)
         self.eos_token_ids = _eos_token_ids(module)
         self.kv_shape, self.attention_kinds = _probe_attention(self, int(config.num_hidden_layers))
-        self.fingerprint = _fingerprint(module)
 
     @torch.inference_mode()
     def forward(
@@ -97,7 +103,7 @@ class Model:
         """
         num_tokens = input_ids.numel()
         if self.is_exact:
-            padding = (0, -num_tokens % TOKENS_MULTIPLE)
+            padding = (0, padded_tokens(num_tokens, self.device) - num_tokens)
             input_ids, position_ids = pad(input_ids, padding), pad(position_ids, padding)
             step = PaddedStep(step, num_tokens)
         with self._mode:

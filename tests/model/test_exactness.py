@@ -15,6 +15,7 @@ from radixkv.kernels.sum_order import cancelling_product
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.exactness import ExactFunctions
 from radixkv.model.loading import load_model
+from radixkv.model.products.choices import ProductChoices
 from radixkv.startup.model_check import check_model
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS, run_cases
@@ -72,11 +73,8 @@ def test_what_is_not_exact_is_refused_by_name(part: str, tmp_path: Path) -> None
 def test_a_product_that_is_not_exact_here_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_checkpoint(CONFIGS["llama"], tmp_path)
 
-    def disagree(weight: torch.Tensor, _: object, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        return () if weight.shape[0] == 96 else sizes
-
-    monkeypatch.setattr("radixkv.model.exactness.agreeing_sizes", disagree)
-    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight: expected the rows"):
+    monkeypatch.setattr(ProductChoices, "choose", lambda _, weight, *__, **___: None)
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight: expected the rows"):
         load_model(ModelConfig(path=str(directory), device="cpu"))
 
 
@@ -99,7 +97,7 @@ def test_torch_adds_up_a_row_in_the_same_order_from_two_rows_on(
     rows, weight, _ = cancelling_product(torch.empty(1, num_columns, dtype=dtype), None, 600)
     rows = rows * weight
     whole = function(rows[None])[0]
-    for start, end in ((0, 16), (3, 35), (100, 308), (9, 521), (520, 600)):
+    for start, end in ((0, 2), (5, 7), (9, 12), (0, 16), (3, 35), (100, 308), (9, 521), (520, 600)):
         assert torch.equal(function(rows[None, start:end].clone())[0], whole[start:end])
 
 

@@ -1,0 +1,126 @@
+"""Products of rows with one weight, by several libraries, each with the weight laid out once as that library likes it.
+
+    plain          the weight as it is: MKL in float32, oneDNN in half precision
+    transposed     the same numbers, column by column: MKL reads them faster
+    blocked        laid out by oneDNN for its products
+    convolution    laid out by oneDNN for convolutions: rows are pixels, a product is a convolution of one pixel
+    float32        for float16 only: converted once, so that machines without float16 arithmetic multiply in float32
+
+A convolution adds up a pixel's channels in one order, however many pixels there are. On a CPU with AMX this gives rows
+the same bits in bfloat16, where oneDNN's products have another order from 33 rows on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+_ALIGNMENT_BYTES = 64  # of rows: where a row starts must not decide which vectors are loaded
+_MKLDNN: Any = torch.ops.mkldnn
+_HINTED_ROWS = 64  # rows for which oneDNN lays out a weight; measured: others read the same layout as fast
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class LinearPacking(NamedTuple):
+    """One way to compute `torch.nn.functional.linear`.
+
+    Attributes:
+        pack: lays out a weight `[out_features, in_features]`.
+        multiply: takes contiguous rows `[num_rows, in_features]`, the packed weight, and a bias `[out_features]` or
+            None. Returns `[num_rows, out_features]` in the rows' dtype.
+        dtypes: of the weights that it takes.
+    """
+
+    pack: Callable[[torch.Tensor], torch.Tensor]
+    multiply: Multiply
+    dtypes: tuple[torch.dtype, ...]
+
+
+def packings_for(weight: torch.Tensor) -> tuple[str, ...]:
+    """Return the names of the packings that this machine can compute with a weight like this one."""
+    dtype = weight.dtype
+    names = [name for name, packing in PACKINGS.items() if dtype in packing.dtypes]
+    return tuple(name for name in names if name not in _ONEDNN or _onednn_computes(_ONEDNN[name] or dtype))
+
+
+def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows as a contiguous matrix `[num_rows, in_features]` that starts where an allocation would.
+
+    >>> aligned_rows(torch.zeros(2, 3, 5)).shape
+    torch.Size([6, 5])
+    """
+    flat = rows.reshape(-1, rows.shape[-1]).contiguous()
+    return flat if flat.data_ptr() % _ALIGNMENT_BYTES == 0 else flat.clone()
+
+
+def _onednn_computes(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
+    if dtype == torch.bfloat16:
+        return bool(_MKLDNN._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(_MKLDNN._is_mkldnn_fp16_supported())
+    return dtype == torch.float32
+
+
+def _matrix_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+
+
+def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight if weight.data_ptr() % _ALIGNMENT_BYTES == 0 else weight.clone()
+
+
+def _transposed(weight: torch.Tensor) -> torch.Tensor:
+    return weight.t().contiguous().t()
+
+
+def _blocked(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = _MKLDNN._reorder_linear_weight(weight.contiguous())
+    return packed
+
+
+def _blocked_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product: torch.Tensor = _MKLDNN._linear_pointwise(rows, packed, bias, "none", [], "")
+    return product
+
+
+def _for_convolution(weight: torch.Tensor) -> torch.Tensor:
+    kernel = weight.contiguous()[:, :, None, None]
+    size = [1, weight.shape[1], 1, _HINTED_ROWS]
+    packed: torch.Tensor = _MKLDNN._reorder_convolution_weight(kernel, [0, 0], [1, 1], [1, 1], 1, size)
+    return packed
+
+
+def _convolution_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    num_rows, width = rows.shape
+    pixels = rows.as_strided((1, width, 1, num_rows), (num_rows * width, 1, num_rows * width, width))
+    product: torch.Tensor = _MKLDNN._convolution_pointwise(
+        pixels, packed, bias, [0, 0], [1, 1], [1, 1], 1, "none", [], ""
+    )
+    return product.permute(0, 2, 3, 1).reshape(num_rows, -1)
+
+
+def _blocked_float32(weight: torch.Tensor) -> torch.Tensor:
+    return _blocked(weight.float())
+
+
+def _float32_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _blocked_product(rows.float(), packed, None if bias is None else bias.float()).to(rows.dtype)
+
+
+# Packings of oneDNN, and the dtype that each multiplies in; None for the weight's own.
+_ONEDNN: dict[str, torch.dtype | None] = {"blocked": None, "convolution": None, "float32": torch.float32}
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+PACKINGS = {
+    "plain": LinearPacking(_as_it_is, _matrix_product, _FLOATS),
+    "transposed": LinearPacking(_transposed, _matrix_product, _FLOATS),
+    "blocked": LinearPacking(_blocked, _blocked_product, _FLOATS),
+    "convolution": LinearPacking(_for_convolution, _convolution_product, (torch.bfloat16, torch.float16)),
+    "float32": LinearPacking(_blocked_float32, _float32_product, (torch.float16,)),
+}

@@ -1,0 +1,149 @@
+"""Chooses how products of a shape are computed on this machine, and remembers it for the next load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from radixkv.kernels.linear_packings import PACKINGS, packings_for
+from radixkv.kernels.product_trial import ProductChoice, choose_product
+from radixkv.kernels.row_tiles import SIZES
+
+_log = logging.getLogger(__name__)
+
+_FILE = "products.json"
+_LARGEST_FILE = 2**20  # bytes; a shape takes 400
+
+# What else decides how libraries compute.
+_ENVIRONMENT = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_")
+
+
+class ProductChoices:
+    """Tries each shape of weight once, and keeps the result in a file for this machine.
+
+    The file is a memory, never a need: one that can't be read, written or understood is logged and done without.
+
+    Args:
+        is_exact: whether rows must have the same bits, whatever their number.
+        directory: of the file; None takes `$XDG_CACHE_HOME/radixkv`, or else `~/.cache/radixkv`.
+    """
+
+    def __init__(self, *, is_exact: bool, directory: Path | None = None) -> None:
+        self._is_exact = is_exact
+        self._file = (directory or _cache_directory()) / _FILE
+        self._known: dict[str, ProductChoice | None] = {}
+        self._remembered = self._read()
+
+    def choose(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        packings: tuple[str, ...] | None = None,
+        most_rows: int = SIZES[-1],
+    ) -> ProductChoice | None:
+        """Return how products with weights of this shape, dtype and strides are computed.
+
+        Args:
+            weight: `[out_features, in_features]` on a CPU.
+            bias: `[out_features]`, or None.
+            packings: names of candidates; None for all of this machine.
+            most_rows: rows of a call at most.
+
+        Returns:
+            The choice; None if rows are not computed alike.
+        """
+        packings = packings_for(weight) if packings is None else packings
+        key = self._key(weight, bias, packings, most_rows)
+        if key not in self._known:
+            choice = _parsed(self._remembered.get(key), packings, is_exact=self._is_exact)
+            if choice is None:
+                start_s = time.perf_counter()
+                choice = choose_product(weight, bias, packings, is_exact=self._is_exact, most_rows=most_rows)
+                _log.info(
+                    "tried products of %d by %d features in %s in %.1f s: %s",
+                    weight.shape[1],
+                    weight.shape[0],
+                    str(weight.dtype).removeprefix("torch."),
+                    time.perf_counter() - start_s,
+                    "rows are not computed alike" if choice is None else choice.packing,
+                )
+                if choice is not None:
+                    self._write(key, choice)
+            self._known[key] = choice
+        return self._known[key]
+
+    def _key(self, weight: torch.Tensor, bias: torch.Tensor | None, packings: tuple[str, ...], most_rows: int) -> str:
+        mode = "exact" if self._is_exact else "fast"
+        has_bias = "" if bias is None else "+bias"
+        shape = f"{tuple(weight.shape)}{weight.stride()}{has_bias} {weight.dtype}"
+        threads = torch.get_num_threads()
+        return f"{_machine()} {threads} threads {mode} {shape} {most_rows} rows {','.join(packings)}"
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            if self._file.stat().st_size > _LARGEST_FILE:
+                raise ValueError(f"it has more than {_LARGEST_FILE} bytes")
+            tree = json.loads(self._file.read_text(encoding="utf-8"))
+            if not isinstance(tree, dict):
+                raise ValueError("it holds no object")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            _log.info("%s can't be read, so products are tried again: %s", self._file, error)
+            return {}
+        return tree
+
+    def _write(self, key: str, choice: ProductChoice) -> None:
+        """Add a choice to the file. Others may have written it since it was read; no reader sees half of it."""
+        tree = {**self._read(), key: {"packing": choice.packing, "costs": [list(pair) for pair in choice.costs]}}
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=self._file.parent, prefix=_FILE, delete=False
+            ) as file:
+                json.dump(tree, file, indent=1)
+            Path(file.name).replace(self._file)
+        except OSError as error:
+            _log.info("%s can't be written, so products are tried again next time: %s", self._file, error)
+
+
+def _parsed(entry: Any, packings: tuple[str, ...], *, is_exact: bool) -> ProductChoice | None:
+    """Read what the file remembers of a shape; None for nothing, or for something that this program did not write."""
+    try:
+        packing = entry["packing"]
+        costs = tuple((int(size), float(cost_s)) for size, cost_s in entry["costs"])
+    except (TypeError, KeyError, ValueError):
+        return None
+    is_known = packing in packings and packing in PACKINGS and all(size in SIZES and cost > 0 for size, cost in costs)
+    return ProductChoice(packing, costs) if is_known and bool(costs) == is_exact else None
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "radixkv"
+
+
+@cache
+def _machine() -> str:
+    """A digest of all that decides how libraries compute: processor, libraries, settings, and the numbers we try."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "stepping"))})
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
+    parts = (
+        *(platform.machine(), platform.processor(), *processor, *settings),
+        *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(), str(SIZES)),
+    )
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from radixkv.kernels.linear_packings import PACKINGS, LinearPacking, packings_for
+from radixkv.kernels.product_trial import ProductChoice, choose_product
+from radixkv.kernels.row_tiles import SIZES, RowTiles, in_tiles
+from radixkv.kernels.sum_order import cancelling_product
+
+NOT_LONE = tuple(size for size in SIZES if size > 1)
+
+
+def add(monkeypatch: pytest.MonkeyPatch, name: str, multiply: object) -> None:
+    monkeypatch.setitem(PACKINGS, name, LinearPacking(torch.clone, multiply, (torch.float32,)))  # type: ignore[arg-type]
+
+
+def tried(name: str, weight: torch.Tensor, **keywords: object) -> ProductChoice | None:
+    return choose_product(weight, None, (name,), is_exact=True, **keywords)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("out_features", "in_features"), [(37, 100), (256, 64), (96, 900)])
+def test_a_row_has_the_same_bits_however_many_there_are(
+    dtype: torch.dtype, out_features: int, in_features: int
+) -> None:
+    """All rows, in every number that is used, at many places: not only the numbers that the trial looks at."""
+    weight = torch.empty(out_features, in_features, dtype=dtype)
+    for name in packings_for(weight):
+        choice = tried(name, weight)
+        if choice is None:
+            continue
+        rows, cancelling, _ = cancelling_product(weight, None, 1100)
+        packing = PACKINGS[name]
+        packed, tiles = packing.pack(cancelling), RowTiles(dict(choice.costs))
+
+        def multiply(some: torch.Tensor) -> torch.Tensor:
+            return in_tiles(lambda piece: packing.multiply(piece, packed, None), some.clone(), tiles)  # noqa: B023
+
+        whole = multiply(rows)
+        for start, end in ((0, 1), (1, 4), (4, 20), (20, 53), (53, 600), (599, 600), (600, 1100)):
+            assert torch.equal(multiply(rows[start:end]), whole[start:end]), name
+        order = torch.randperm(1100, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(multiply(rows[order]), whole[order]), name
+
+
+@pytest.mark.parametrize(("odd", "expected"), [(64, tuple(s for s in SIZES if s != 64)), (1, NOT_LONE), (3, SIZES)])
+def test_numbers_of_rows_that_compute_otherwise_are_left_out(
+    odd: int, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        product = (rows[:, None] * weight).sum(-1)
+        if rows.shape[0] == odd:
+            product[0] += 1e-3  # the place among the rows matters
+        return product
+
+    add(monkeypatch, "odd", multiply)
+    choice = tried("odd", torch.empty(5, 8))
+    assert choice is not None
+    assert tuple(size for size, _ in choice.costs) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_another_order_of_sums_is_seen_through_any_rounding(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router of a mixture of experts in bfloat16, 64 features to 4, gave one row in a million other bits."""
+
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        terms = list((rows.float().t()[:, :, None] * weight.float().t()[:, None]).unbind())  # in_features of them
+        return sum(terms[::-1] if rows.shape[0] == 32 else terms).to(rows.dtype)  # type: ignore[union-attr]
+
+    add(monkeypatch, "odd", multiply)
+    choice = tried("odd", torch.empty(4, 64, dtype=dtype), most_rows=64)
+    assert choice is not None
+    assert 32 not in dict(choice.costs)
+    assert {16, 64} <= set(dict(choice.costs))
+
+
+def test_rows_that_are_never_alike_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        return (rows[:, None] * weight).sum(-1) + torch.arange(len(rows))[:, None]
+
+    add(monkeypatch, "odd", multiply)
+    assert tried("odd", torch.empty(4, 8)) is None
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_the_faster_one_is_chosen(monkeypatch: pytest.MonkeyPatch, *, is_exact: bool) -> None:
+    ticks = itertools.count()
+    now_s = [0.0]
+
+    def slow(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        now_s[0] += 3e-3 + next(ticks) * 1e-9
+        return (rows[:, None] * weight).sum(-1)
+
+    def fast(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        now_s[0] += 1e-3
+        return (rows[:, None] * weight).sum(-1)
+
+    add(monkeypatch, "slow", slow)
+    add(monkeypatch, "fast", fast)
+    for names in (("slow", "fast"), ("fast", "slow")):
+        choice = choose_product(torch.empty(4, 8), None, names, is_exact=is_exact, clock=lambda: now_s[0])
+        assert choice is not None
+        assert choice.packing == "fast"
+        assert bool(choice.costs) == is_exact

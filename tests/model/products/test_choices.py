@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixkv.kernels.product_trial import ProductChoice
+from radixkv.model.products.choices import ProductChoices
+
+WEIGHT = torch.empty(8, 16)
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes that were tried. A trial finds the same each time."""
+    tried: list[tuple[int, ...]] = []
+
+    def choose(weight: torch.Tensor, *_: object, is_exact: bool, **__: object) -> ProductChoice:
+        tried.append(tuple(weight.shape))
+        return ProductChoice("transposed", ((2, 1.5e-6), (512, 2e-3)) if is_exact else ())
+
+    monkeypatch.setattr("radixkv.model.products.choices.choose_product", choose)
+    return tried
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_shape_is_tried_once_on_a_machine(tmp_path: Path, trials: list[tuple[int, ...]], *, is_exact: bool) -> None:
+    choices = ProductChoices(is_exact=is_exact, directory=tmp_path / "cache")
+    first = choices.choose(WEIGHT, None)
+    assert choices.choose(WEIGHT.clone(), None) == first
+    assert ProductChoices(is_exact=is_exact, directory=tmp_path / "cache").choose(WEIGHT, None) == first
+    assert trials == [(8, 16)]
+
+
+def test_what_decides_the_order_of_sums_is_tried_anew(
+    tmp_path: Path, trials: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_exact: bool = True, **more: int) -> int:
+        ProductChoices(is_exact=is_exact, directory=tmp_path).choose(weight, bias, **more)  # type: ignore[arg-type]
+        return len(trials)
+
+    assert choose(WEIGHT) == 1
+    assert choose(WEIGHT.bfloat16()) == 2
+    assert choose(torch.empty(16, 8)) == 3
+    assert choose(torch.empty(16, 8).t()) == 4
+    assert choose(WEIGHT, torch.empty(8)) == 5
+    assert choose(WEIGHT, is_exact=False) == 6
+    assert choose(WEIGHT, most_rows=64) == 7
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    assert choose(WEIGHT) == 8
+    monkeypatch.setattr("radixkv.model.products.choices._machine", lambda: "another")
+    assert choose(WEIGHT) == 9
+    assert choose(WEIGHT) == 9
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\x00" * 10, "[" * 100_000, " " * 2**21])
+def test_a_file_that_cannot_be_read_is_written_anew(
+    text: str, tmp_path: Path, trials: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "products.json"
+    file.write_text(text, encoding="utf-8")
+    with caplog.at_level(logging.INFO, logger="radixkv"):
+        ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
+    assert f"{file} can't be read" in caplog.text
+    ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
+    assert len(trials) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        7,
+        {},
+        {"packing": "nonsense", "costs": [[2, 1e-6]]},
+        {"packing": "plain", "costs": []},  # in exact mode some number of rows must agree
+        {"packing": "plain", "costs": [[3, 1e-6]]},
+        {"packing": "plain", "costs": [[2, -1.0]]},
+        {"packing": "plain", "costs": [[2, "x"]]},
+        {"packing": ["plain"], "costs": 3},
+    ],
+)
+def test_an_entry_that_we_did_not_write_is_tried_again(
+    entry: object, tmp_path: Path, trials: list[tuple[int, ...]]
+) -> None:
+    ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
+    file = tmp_path / "products.json"
+    file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()), entry)))
+    choice = ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
+    assert choice == ProductChoice("transposed", ((2, 1.5e-6), (512, 2e-3)))
+    assert len(trials) == 2
+
+
+def test_a_directory_that_cannot_be_written_costs_a_trial_and_nothing_else(
+    tmp_path: Path, trials: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    for count in (1, 2):
+        with caplog.at_level(logging.INFO, logger="radixkv"):
+            assert ProductChoices(is_exact=True, directory=tmp_path / "file").choose(WEIGHT, None) is not None
+        assert len(trials) == count
+    assert "can't be written" in caplog.text
+
+
+def test_the_file_is_where_caches_are(
+    tmp_path: Path, trials: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ProductChoices(is_exact=True).choose(WEIGHT, None)
+    assert [file.name for file in (tmp_path / "radixkv").iterdir()] == ["products.json"]

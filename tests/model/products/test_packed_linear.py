@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from radixkv.kernels.linear_packings import PACKINGS, packings_for
+from radixkv.kernels.product_trial import ProductChoice
+from radixkv.model.products.choices import ProductChoices
+from radixkv.model.products.packed_linear import PackedLinear, Product, pack_linears
+
+SIZES = {"vocab_size": 50, "initializer_range": 0.2}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SIZES, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            tie_word_embeddings=True, attention_bias=True,
+        )
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**SIZES, n_embd=32, n_layer=2, n_head=4)),
+}  # fmt: skip
+
+
+def built(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    module: PreTrainedModel = MODELS[name]()
+    return module.eval().requires_grad_(False)
+
+
+class Given(ProductChoices):
+    """Always the same packing."""
+
+    def __init__(self, packing: str | None, *, is_exact: bool) -> None:
+        super().__init__(is_exact=is_exact)
+        self.packing, self.costs = packing, ((2, 1e-6), (16, 4e-6)) if is_exact else ()
+
+    def choose(self, *_: object, **__: object) -> ProductChoice | None:
+        return None if self.packing is None else ProductChoice(self.packing, self.costs)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("packing", packings_for(torch.empty(1, 1)))
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_packed_model_answers_alike(name: str, packing: str, *, is_exact: bool) -> None:
+    module = built(name)
+    ids = torch.arange(37)[None]
+    with torch.inference_mode():
+        expected = module(ids).logits
+        pack_linears(module, Given(packing, is_exact=is_exact))
+        got = module(ids).logits
+    assert sum(isinstance(part, PackedLinear) for part in module.modules()) >= 9
+    assert not any(type(part) is nn.Linear for part in module.modules())
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("packing", ["transposed", "blocked"])
+def test_a_packed_weight_is_not_held_twice(packing: str) -> None:
+    module = built("llama")
+    weights = {name: weakref.ref(weight) for name, weight in module.named_parameters() if "proj.weight" in name}
+    pack_linears(module, Given(packing, is_exact=False))
+    gc.collect()
+    assert len(weights) == 14
+    assert [name for name, weight in weights.items() if weight() is not None] == []
+    assert "model.embed_tokens.weight" in dict(module.named_parameters()), "tied with the head, and still looked up"
+
+
+def test_what_cannot_be_computed_alike_stays_as_it_is() -> None:
+    module = built("llama")
+    before = copy.deepcopy(module)
+    pack_linears(module, Given(None, is_exact=True))
+    assert [type(part) for part in module.modules()] == [type(part) for part in before.modules()]
+
+
+def test_hooks_and_layers_of_other_libraries_are_left_alone() -> None:
+    class Other(nn.Linear):
+        pass
+
+    module = built("llama")
+    module.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    module.model.layers[0].mlp.gate_proj = Other(32, 48, bias=False)
+    pack_linears(module, Given("transposed", is_exact=False))
+    assert type(module.model.layers[0].mlp.up_proj) is nn.Linear
+    assert type(module.model.layers[0].mlp.gate_proj) is Other
+    assert type(module.model.layers[0].mlp.down_proj) is PackedLinear
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (1, 0, 16), (2, 3, 16), (16,)])
+def test_leading_dimensions_stay(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(8, 16)
+    rows = torch.randn(shape)
+    for costs in ((), ((2, 1e-6),)):
+        product = Product(weight, None, ProductChoice("plain", costs))
+        torch.testing.assert_close(product(rows), rows @ weight.t())
+
+
+def test_a_misplaced_weight_is_moved() -> None:
+    weight = torch.randn(8 * 16 + 3)[3:].view(8, 16)
+    assert PACKINGS["plain"].pack(weight).data_ptr() % 64 == 0
+    torch.testing.assert_close(PACKINGS["plain"].pack(weight), weight)
