@@ -41,12 +41,12 @@ def draw_comparison(path: Path, rows: Sequence[Result], machine: str) -> None:
     settings = list(dict.fromkeys((row["model"], row["dtype"], row["threads"]) for row in rows))
     panels = [[row for row in rows if (row["model"], row["dtype"], row["threads"]) == each] for each in settings]
     heights = [len(panel) + 1.4 for panel in panels]
-    inches = sum(heights) * _ROW_INCHES + 1.4
+    inches = sum(heights) * _ROW_INCHES + 1.75
     with plt.rc_context({**STYLE, "svg.hashsalt": "peers"}):
         figure, axes = plt.subplots(
             len(panels), 1, figsize=(11, inches), squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
         )
-        figure.subplots_adjust(left=0.34, right=0.97, top=1 - 1.15 / inches, bottom=0.55 / inches, hspace=0.3)
+        figure.subplots_adjust(left=0.34, right=0.97, top=1 - 1.5 / inches, bottom=0.55 / inches, hspace=0.3)
         title = "Time of each engine, as a multiple of the best peer's"
         figure.text(0.02, 1 - 0.35 / inches, title, fontsize=15, fontweight="bold", va="center")
         figure.text(0.02, 1 - 0.65 / inches, f"left is faster; {machine}", va="center", color=QUIET)
@@ -54,7 +54,8 @@ def draw_comparison(path: Path, rows: Sequence[Result], machine: str) -> None:
             _draw_panel(axis, panel, setting)
         named = list(dict.fromkeys(engine for row in rows for engine in row["engines"]))
         handles = [Line2D([], [], marker="o", linestyle="", color=_color(each), label=each) for each in named]
-        figure.legend(handles=handles, loc="upper right", ncols=4, frameon=False, fontsize=9)
+        place = (0.01, 1 - 1.05 / inches)
+        figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=7, frameon=False, fontsize=9)
         axes[-1, 0].set_xlabel("time / best peer's time")
         figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None})
         plt.close(figure)

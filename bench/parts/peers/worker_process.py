@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Self
@@ -12,6 +13,7 @@ from typing import IO, Self
 from bench.parts.peers.process_tree import cpu_s, kill, read_processes, tree_of
 from bench.parts.peers.workers.task import Done, Ready, Task, from_line
 
+_TIMEOUT_S = 3600.0  # 16 prompts of 8,192 tokens each in its own slot take 10 minutes on one core
 _STOP_TIMEOUT_S = 60.0
 _SHOWN_STDERR_BYTES = 2000
 
@@ -36,12 +38,17 @@ class WorkerProcess:
     Args:
         name: for messages.
         command, environment: how it is started.
+        timeout_s: a worker that says nothing for longer is killed.
     """
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], timeout_s: float = _TIMEOUT_S
+    ) -> None:
         self.name = name
         self._command = list(command)
         self._environment = dict(environment)
+        self._timeout_s = timeout_s
+        self._is_late = False
         self._stderr: IO[bytes] | None = None
         self._process: subprocess.Popen[str] | None = None
 
@@ -120,9 +127,16 @@ class WorkerProcess:
     def _read(self) -> Ready | Done | str:
         assert self._process is not None
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        limit = threading.Timer(self._timeout_s, self._kill)
+        limit.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            limit.cancel()
         if not line:
             status = self._process.wait()
+            if self._is_late:
+                raise WorkerError(f"{self.name}: expected a line within {self._timeout_s:g} s, got none")
             raise WorkerError(
                 f"{self.name}: ended with exit status {status}; its stderr ends with:\n{self._last_words()}"
             )
@@ -130,6 +144,11 @@ class WorkerProcess:
             return from_line(line)
         except ValueError as error:
             raise WorkerError(f"{self.name}: {error}") from None
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        self._is_late = True
+        kill(tree_of(self._process.pid, read_processes()))
 
     def _last_words(self) -> str:
         assert self._stderr is not None

@@ -59,6 +59,14 @@ def test_other_numbers_of_tokens_than_asked_for_are_refused() -> None:
             worker.run(Task([[1]], 2))
 
 
+def test_a_worker_that_says_nothing_is_killed() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    with WorkerProcess("x", command, dict(os.environ), timeout_s=0.1) as worker:
+        with pytest.raises(WorkerError, match=r"x: expected a line within 0.1 s, got none"):
+            worker.wait_until_ready()
+        assert not worker.is_running
+
+
 def test_a_program_that_says_something_else_is_refused() -> None:
     command = [sys.executable, "-c", "print('hello')"]
     with WorkerProcess("x", command, dict(os.environ)) as worker, pytest.raises(WorkerError, match="got 'hello"):
