@@ -1,0 +1,158 @@
+"""Measures attention on a CPU over a prefix that requests share, beside the same prefix in blocks of their own.
+
+python -m bench.shared_prefix --json bench/results/shared_prefix.json
+
+One layer. The third column is torch's fused attention, called for each request over K and V that are contiguous
+already. Before anything is timed, answers over shared blocks must have the bits that each request gets alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.torch_kernels import TorchKernels
+
+_BLOCK_SIZE = 64
+
+Row = dict[str, Any]
+
+
+class Case:
+    """Requests that compute new tokens after a shared prefix and, all but a block of them, after some of their own.
+
+    Args:
+        num_requests: requests of the step.
+        prefix_tokens: tokens that they share, a multiple of the block size.
+        own_tokens: tokens of each after the prefix, the new ones included.
+        new_tokens: tokens of each that the step computes.
+        heads: query heads, KV heads, and dimensions of a head.
+        dtype: of queries, keys and values.
+    """
+
+    def __init__(
+        self,
+        num_requests: int,
+        prefix_tokens: int,
+        own_tokens: int,
+        new_tokens: int,
+        heads: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        num_query_heads, num_kv_heads, head_dim = heads
+        prefix_blocks, own_blocks = prefix_tokens // _BLOCK_SIZE, -(-own_tokens // _BLOCK_SIZE)
+        blocks_each = prefix_blocks + own_blocks
+        torch.manual_seed(0)
+        self.query = torch.randn(num_requests * new_tokens, num_query_heads, head_dim).to(dtype)
+        size = (num_requests * blocks_each, 1, num_kv_heads, _BLOCK_SIZE, head_dim)
+        self._pool = KVPool.allocate(*size, dtype=dtype, is_by_layer=True)
+        self._pool.values.normal_()
+        tables = np.arange(num_requests * blocks_each, dtype=np.int32).reshape(num_requests, blocks_each)
+        for table in tables[1:]:
+            self._pool.values[table[:prefix_blocks]] = self._pool.values[:prefix_blocks]
+        lens = [new_tokens] * num_requests, [prefix_tokens + own_tokens] * num_requests
+        self._apart = PagedBatch.build(*lens, list(tables), _BLOCK_SIZE)
+        shared = tables.copy()
+        shared[:, :prefix_blocks] = tables[0, :prefix_blocks]
+        self._shared = PagedBatch.build(*lens, list(shared), _BLOCK_SIZE)
+        self._scoring = Scoring(head_dim**-0.5)
+        self._kernels = {True: TorchKernels(), False: TorchKernels()}
+        kv = self._pool.values[torch.from_numpy(tables).long(), 0].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+        self._kv = kv[:, :, :, : prefix_tokens + own_tokens].contiguous()
+        self._new_tokens = new_tokens
+
+    def attend(self, *, is_shared: bool) -> torch.Tensor:
+        """Attend over shared blocks, or over blocks of their own."""
+        batch = self._shared if is_shared else self._apart
+        return self._kernels[is_shared].paged_attention(self.query, self._pool, 0, batch, self._scoring)
+
+    def attend_contiguous(self) -> torch.Tensor:
+        """Call torch's fused attention for each request."""
+        num_keys = self._kv.shape[3]
+        visible = torch.ones(self._new_tokens, num_keys, dtype=torch.bool).tril_(num_keys - self._new_tokens)
+        queries = torch.split(self.query, self._new_tokens)
+        return torch.cat(
+            [
+                scaled_dot_product_attention(
+                    query.transpose(0, 1)[None], key[None], value[None], visible, enable_gqa=True
+                )[0].transpose(0, 1)
+                for query, key, value in zip(queries, *self._kv, strict=True)
+            ]
+        )
+
+
+def measure(case: Case, rounds: int) -> Row:
+    """Return medians in milliseconds of a thread's time, of rounds in turn."""
+    if not torch.equal(case.attend(is_shared=True), case.attend(is_shared=False)):
+        raise SystemExit("shared blocks: expected the bits of blocks of one's own, got others")
+    error = (case.attend(is_shared=True).float() - case.attend_contiguous().float()).abs().max().item()
+    if not error < (1e-5 if case.query.dtype == torch.float32 else 0.05):
+        raise SystemExit(f"shared blocks: expected what torch's fused attention computes, got {error:.2g} apart")
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "shared_ms": lambda: case.attend(is_shared=True),
+        "apart_ms": lambda: case.attend(is_shared=False),
+        "fused_ms": case.attend_contiguous,
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, attend in ways.items():
+            start_s = time.thread_time()
+            attend()
+            times[name].append((time.thread_time() - start_s) * 1e3)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a table, and write JSON."""
+    parser = argparse.ArgumentParser(description="Measure attention on a CPU over a shared prefix.")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--prefixes", type=int, nargs="+", default=[2048, 8192], help="shared tokens")
+    parser.add_argument("--own", type=int, default=100, help="tokens of each after the prefix; default 100")
+    parser.add_argument("--new", type=int, nargs="+", default=[1, 64], help="tokens of each in the step")
+    parser.add_argument("--heads", type=int, nargs=3, default=[14, 2, 64], help="query heads, KV heads, head dim")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # so that a thread's time is all there is
+    rows = []
+    print("dtype     requests  prefix  new  shared, ms  apart, ms  fused, ms  shared / apart  shared / fused")
+    for dtype, prefix, count, new in itertools.product(options.dtypes, options.prefixes, options.requests, options.new):
+        case = Case(count, prefix, options.own, new, tuple(options.heads), getattr(torch, dtype))
+        row = {"dtype": dtype, "requests": count, "prefix_tokens": prefix, "new_tokens": new}
+        row |= measure(case, options.rounds)
+        rows.append(row)
+        shared, apart, fused = row["shared_ms"], row["apart_ms"], row["fused_ms"]
+        print(
+            f"{dtype:9} {count:8} {prefix:7} {new:4} {shared:11.2f} {apart:10.2f} {fused:10.2f} {shared / apart:15.2f} "
+            f"{shared / fused:15.2f}",
+            flush=True,
+        )
+    if options.json:
+        command = shlex.join(
+            ["python", "-m", "bench.shared_prefix", *(sys.argv[1:] if arguments is None else arguments)]
+        )
+        shape = dict(zip(("num_query_heads", "num_kv_heads", "head_dim"), options.heads, strict=True))
+        write_json(
+            options.json, {"rows": rows, **shape, "own_tokens": options.own, "command": command, **describe_run()}
+        )
+
+
+if __name__ == "__main__":
+    main()
