@@ -1,9 +1,10 @@
 """Computes functions of single numbers so that a result's bits do not depend on its place in the tensor.
 
 Torch computes most of a tensor in vectors and the rest one by one, with another exponential, and splits large tensors
-among threads. Here each row is padded to whole vectors, and a call has no more rows than one thread computes:
+among threads. Here each row is padded to whole vectors, and no thread gets a part of a row: a call has a number of rows
+that threads share evenly, or no more than one thread computes:
 
-    [num_rows, 100]      rows of 128, 256 of them a call
+    [601, 100], 2 threads      rows of 128: a call of 600, 300 for each thread, and a call of 1
 """
 
 from __future__ import annotations
@@ -34,7 +35,18 @@ def in_row_pieces(function: Callable[..., torch.Tensor], rows: torch.Tensor, *ar
     padding = -num_columns % VECTOR_ELEMENTS
     if padding:
         flat = pad(flat, (0, padding))
-    rows_a_call = max(1, ELEMENTS_A_CALL // flat.shape[1])
-    pieces = [function(piece, *args, **kwargs) for piece in torch.split(flat, rows_a_call)]
+    pieces = [function(piece, *args, **kwargs) for piece in torch.split(flat, _rows_of_calls(*flat.shape))]
     result = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return result[:, :num_columns].reshape(rows.shape)
+
+
+def _rows_of_calls(num_rows: int, num_columns: int) -> list[int]:
+    num_threads = torch.get_num_threads()
+    shared = num_rows - num_rows % num_threads
+    if num_threads > 1 and shared * num_columns < num_threads * ELEMENTS_A_CALL:
+        shared = 0  # torch would take fewer threads, and split it otherwise
+    rows_a_call = max(1, ELEMENTS_A_CALL // num_columns)
+    rest = num_rows - shared
+    calls = [shared] if shared else []
+    calls += [rows_a_call] * (rest // rows_a_call)
+    return calls + ([rest % rows_a_call] if rest % rows_a_call or not num_rows else [])

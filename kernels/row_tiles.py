@@ -9,7 +9,7 @@ with a few numbers of rows only, all of numbers whose rows were seen to agree:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch.nn.functional import pad
@@ -60,6 +60,12 @@ class RowTiles:
             before = covers[max(0, num_rows - last[num_rows])]
             covers.append(tuple(sorted((*before, last[num_rows]), reverse=True)))
         return covers
+
+
+@cache
+def tiles_of(costs: tuple[tuple[int, float], ...]) -> RowTiles:
+    """Return the tiles for pairs of a number of rows and its cost. Finding covers takes milliseconds: once."""
+    return RowTiles(dict(costs))
 
 
 def in_tiles(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, tiles: RowTiles) -> torch.Tensor:

@@ -19,6 +19,7 @@ from radixkv.model.attention.paged_step import PaddedStep
 from radixkv.model.exactness import make_exact, padded_tokens
 from radixkv.model.on_gpu import fuse_modules
 from radixkv.model.products.choices import ProductChoices
+from radixkv.model.products.joined_parts import JoinedParts
 from radixkv.model.products.packed_linear import pack_linears
 from radixkv.storage.device_pool import KVShape
 
@@ -35,7 +36,8 @@ class Model:
         module: a loaded model.
         device: device to which it is moved.
         is_exact: whether it runs in exact mode.
-        is_fused: whether its known parts run as one kernel each; None fuses them in fast mode on a GPU.
+        is_fused: whether its known parts run as one kernel each; None fuses them in fast mode on a GPU, and on a CPU
+            lets products and known parts run in few calls.
 
     Attributes:
         name: `tiny` or the directory's name.
@@ -66,11 +68,12 @@ class Model:
         self.module = module.to(device).eval().requires_grad_(False)
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self.fingerprint = _fingerprint(module)  # before weights are laid out otherwise
-        if device.type == "cpu":
-            pack_linears(module, ProductChoices(is_exact=is_exact))
         self._unfused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
             self._unfused = fuse_modules(module)
+        elif device.type == "cpu" and is_fused is None:
+            pack_linears(module, ProductChoices(is_exact=is_exact))
+            self._unfused = JoinedParts(module, is_exact=is_exact).undone
         self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
         self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
         for part in module.modules():  # heads call `base_model`, or a decoder in it

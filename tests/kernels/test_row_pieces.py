@@ -30,3 +30,24 @@ def test_shape_strides_and_further_arguments_are_kept() -> None:
     got = in_row_pieces(torch.nn.functional.gelu, rows, approximate="tanh")
     assert got.shape == rows.shape
     assert torch.allclose(got, torch.nn.functional.gelu(rows, approximate="tanh"), atol=1e-6)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 100, 601])
+def test_threads_get_whole_rows(num_rows: int, num_threads: int) -> None:
+    rows = torch.randn(num_rows, 1000, generator=torch.Generator().manual_seed(0))
+    calls = []
+
+    def silu(piece: torch.Tensor) -> torch.Tensor:
+        calls.append(piece.shape[0])
+        return torch.nn.functional.silu(piece)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert in_row_pieces(silu, rows).shape == rows.shape
+    finally:
+        torch.set_num_threads(before)
+    assert sum(calls) == num_rows
+    assert all(count % num_threads == 0 or count * 1024 <= 32_768 for count in calls)
+    assert len(calls) <= 4

@@ -5,5 +5,7 @@ layers become products with the fastest one; in exact mode with the fastest whos
 have only the numbers of rows that were tried. `~/.cache/radixkv/products.json` remembers this for the machine, its
 libraries and the number of threads. A packed weight is freed. One that is also an embedding is held twice.
 
-Face: `ProductChoices`, `Product`, `pack_linears`.
+Then norms, gated MLPs, attention and layers that are known run in few calls: see `JoinedParts`.
+
+Face: `ProductChoices`, `Product`, `JoinedParts`, `pack_linears`.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 
@@ -12,13 +13,17 @@ from transformers.pytorch_utils import Conv1D
 
 from radixkv.kernels.linear_packings import PACKINGS, aligned_rows
 from radixkv.kernels.product_trial import ProductChoice
-from radixkv.kernels.row_tiles import SIZES, RowTiles, in_tiles
+from radixkv.kernels.row_tiles import SIZES, in_tiles, tiles_of
+from radixkv.model.part_trial import has_hooks
 from radixkv.model.products.choices import ProductChoices
 
 _log = logging.getLogger(__name__)
 
 # Rows of a call that makes logits: a step needs few of them.
 _LOGIT_ROWS = 64
+
+# Children of a part that multiply the same rows.
+JOINS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,7 +43,7 @@ class Product:
         self._packed = packing.pack(weight)
         self._bias = bias
         self._multiply = packing.multiply
-        self._tiles = RowTiles(dict(choice.costs)) if choice.costs else None
+        self._tiles = tiles_of(choice.costs) if choice.costs else None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the product with rows `[..., in_features]`: a new tensor `[..., out_features]`."""
@@ -72,37 +77,103 @@ class PackedLinear(nn.Module):
         return self.product(rows)
 
 
+class JoinedProduct:
+    """The product of rows with several weights at once. Layers ask for their parts one after the other.
+
+    Args:
+        product: the product with all weights, the first one's features first.
+    """
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        self._rows: torch.Tensor | None = None
+        self._whole: torch.Tensor | None = None
+
+    def part(self, rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """Return the features `[start, end)` of the product with rows `[..., in_features]`.
+
+        The whole product is computed for the first part and kept until the last one is asked for.
+        """
+        if self._rows is not rows or self._whole is None:
+            self._rows, self._whole = rows, self.product(rows)
+        part = self._whole[..., start:end]
+        if end == self.product.out_features:
+            self._rows = self._whole = None
+        return part
+
+
+class PackedSlice(nn.Module):
+    """A linear layer whose weight is a part of a joined one.
+
+    Args:
+        joined: the product that it is a part of.
+        start, end: its features there.
+    """
+
+    def __init__(self, joined: JoinedProduct, start: int, end: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = joined.product.in_features, end - start
+        self.joined, self.start, self.end = joined, start, end
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the product with rows `[..., in_features]`."""
+        return self.joined.part(rows, self.start, self.end)
+
+
 def pack_linears(module: PreTrainedModel, choices: ProductChoices) -> None:
     """Replace the linear layers of a model on a CPU. Logs how they are computed.
 
-    A weight is freed once it is packed. One that is also an embedding stays beside its packed copy. A layer whose rows
-    can't be computed alike stays as it is.
+    Layers of the same rows become one product: queries, keys and values, and a gate and what it gates. A weight is
+    freed once it is packed. One that is also an embedding stays beside its packed copy. A layer whose rows can't be
+    computed alike stays as it is.
 
     Args:
         module: the model, in evaluation mode. Its linear layers must not have been replaced yet.
         choices: how products are computed.
     """
     head = module.get_output_embeddings()
-    packed: dict[nn.Module, PackedLinear] = {}
+    packed: dict[nn.Module, nn.Module] = {}
     counts: Counter[str] = Counter()
+    uses = Counter(id(child) for part in module.modules() for child in part.children())
     for part in list(module.modules()):
-        for name, child in list(part.named_children()):
+        children = dict(part.named_children())
+        for names in JOINS:
+            layers = [children[name] for name in names if name in children]
+            if len(layers) < len(names) or any(uses[id(layer)] > 1 for layer in layers):
+                continue
+            for layer, replacement in zip(layers, _joined(layers, choices, counts), strict=False):
+                packed[layer] = replacement
+        for name, child in children.items():
             if child not in packed:
-                product = _product(child, choices, _LOGIT_ROWS if child is head else SIZES[-1])
+                product = _product(_parameters(child), choices, counts, _LOGIT_ROWS if child is head else SIZES[-1])
                 if product is None:
                     continue
-                packed[child] = PackedLinear(product[1])
-                counts[product[0]] += 1
+                packed[child] = PackedLinear(product)
             setattr(part, name, packed[child])
     if counts:
         _log.info("products: %s", ", ".join(f"{count} {name}" for name, count in counts.most_common()))
 
 
-def _product(layer: nn.Module, choices: ProductChoices, most_rows: int) -> tuple[str, Product] | None:
-    """Pack a linear layer. Returns the name of the packing and the product; None for what must stay as it is."""
-    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
-        return None
-    if type(layer) not in (nn.Linear, Conv1D):
+def _joined(layers: list[nn.Module], choices: ProductChoices, counts: Counter[str]) -> list[PackedSlice]:
+    """Join linear layers of the same rows. Returns their replacements; none if they can't be joined."""
+    parameters = [_parameters(layer) for layer in layers]
+    known = [each for each in parameters if each is not None]
+    kinds = {(weight.shape[1], weight.dtype, bias is None) for weight, bias in known}
+    if len(known) < len(layers) or len(kinds) > 1:
+        return []
+    biases = [bias for _, bias in known if bias is not None]
+    both = torch.cat([weight for weight, _ in known]), torch.cat(biases) if biases else None
+    product = _product(both, choices, counts, SIZES[-1])
+    if product is None:
+        return []
+    joined = JoinedProduct(product)
+    ends = list(itertools.accumulate(weight.shape[0] for weight, _ in known))
+    return [PackedSlice(joined, start, end) for start, end in itertools.pairwise([0, *ends])]
+
+
+def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight and bias of a layer that can be packed; None for what must stay as it is."""
+    if type(layer) not in (nn.Linear, Conv1D) or has_hooks(layer) or "forward" in vars(layer):
         return None
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
     weight, bias = parameters["weight"], parameters.get("bias")
@@ -110,5 +181,18 @@ def _product(layer: nn.Module, choices: ProductChoices, most_rows: int) -> tuple
         weight = weight.t()
     if weight.dtype not in _DTYPES or (bias is not None and bias.dtype != weight.dtype) or not weight.numel():
         return None
-    choice = choices.choose(weight, bias, most_rows=most_rows)
-    return None if choice is None else (choice.packing, Product(weight, bias, choice))
+    return weight, bias
+
+
+def _product(
+    parameters: tuple[torch.Tensor, torch.Tensor | None] | None,
+    choices: ProductChoices,
+    counts: Counter[str],
+    most_rows: int,
+) -> Product | None:
+    """Pack a weight, and count its packing. Returns None for what must stay as it is."""
+    choice = None if parameters is None else choices.choose(*parameters, most_rows=most_rows)
+    if parameters is None or choice is None:
+        return None
+    counts[choice.packing] += 1
+    return Product(*parameters, choice)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult
@@ -28,16 +29,16 @@ from radixkv.compute.graphs.buffers import StepBuffers
 from radixkv.compute.graphs.graphs import Replay, StepGraphs
 from radixkv.compute.graphs.shapes import StepShape, step_shapes
 from radixkv.compute.runner import Runner, StepResult
-from radixkv.config import EngineConfig, ModelConfig
+from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.linear import linear
 from radixkv.kernels.staging import StagedArrays
+from radixkv.model.attention.paged_step import ATTENTION_NAME
 from radixkv.model.attention.triton_kernels import TritonKernels
 from radixkv.model.exactness import ExactFunctions, pointwise_functions
 from radixkv.model.exactness_on_gpu import row_functions
-from radixkv.model.loading import load_model
 from radixkv.model.model import Model
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Generation, Request
@@ -92,13 +93,14 @@ class Recorder:
 
 
 def load(family: str, folder: Path, *, is_exact: bool = False) -> Model:
-    """A model of few layers; Gemma2 alternates such with a window and such without."""
+    """A model of few layers, as it runs on a GPU; Gemma2 alternates such with a window and such without."""
     config = copy.deepcopy(CONFIGS[family])
     config.num_hidden_layers = 2 if family == "gemma2" else 1
     config.layer_types = getattr(config, "layer_types", None) and config.layer_types[: config.num_hidden_layers]
     directory = write_checkpoint(config, folder)
-    model = load_model(ModelConfig(str(directory), device="cpu", exactness="exact" if is_exact else "fast"))
-    if is_exact:  # as on a GPU
+    module = AutoModelForCausalLM.from_pretrained(directory, attn_implementation=ATTENTION_NAME)
+    model = Model(family, module, torch.device("cpu"), is_exact=is_exact, is_fused=False)
+    if is_exact:
         model._mode = ExactFunctions(pointwise_functions() | {functional.linear: linear} | row_functions())
     return model
 

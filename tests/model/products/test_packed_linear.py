@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from radixkv.kernels.linear_packings import PACKINGS, packings_for
 from radixkv.kernels.product_trial import ProductChoice
 from radixkv.model.products.choices import ProductChoices
-from radixkv.model.products.packed_linear import PackedLinear, Product, pack_linears
+from radixkv.model.products.packed_linear import JOINS, PackedLinear, PackedSlice, Product, pack_linears
 
 SIZES = {"vocab_size": 50, "initializer_range": 0.2}
 MODELS = {
@@ -53,7 +53,7 @@ def test_a_packed_model_answers_alike(name: str, packing: str, *, is_exact: bool
         expected = module(ids).logits
         pack_linears(module, Given(packing, is_exact=is_exact))
         got = module(ids).logits
-    assert sum(isinstance(part, PackedLinear) for part in module.modules()) >= 9
+    assert sum(isinstance(part, (PackedLinear, PackedSlice)) for part in module.modules()) >= 9
     assert not any(type(part) is nn.Linear for part in module.modules())
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -102,3 +102,31 @@ def test_a_misplaced_weight_is_moved() -> None:
     weight = torch.randn(8 * 16 + 3)[3:].view(8, 16)
     assert PACKINGS["plain"].pack(weight).data_ptr() % 64 == 0
     torch.testing.assert_close(PACKINGS["plain"].pack(weight), weight)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_of_the_same_rows_are_one_product(monkeypatch: pytest.MonkeyPatch, *, bias: bool) -> None:
+    module = built("llama")
+    mlp = module.model.layers[0].mlp
+    if bias:
+        mlp.gate_proj.bias, mlp.up_proj.bias = (nn.Parameter(torch.randn(48), requires_grad=False) for _ in range(2))
+    rows = torch.randn(1, 5, 32)
+    expected = [mlp.gate_proj(rows), mlp.up_proj(rows)]
+    pack_linears(module, Given("transposed", is_exact=False))
+    calls: list[int] = []
+    product = Product.__call__
+    monkeypatch.setattr(Product, "__call__", lambda self, rows: calls.append(self.out_features) or product(self, rows))
+    torch.testing.assert_close([mlp.gate_proj(rows), mlp.up_proj(rows)], expected)
+    assert calls == [96]
+    torch.testing.assert_close(mlp.up_proj(rows), expected[1])
+    torch.testing.assert_close(mlp.gate_proj(rows + 0), expected[0])
+    torch.testing.assert_close(mlp.gate_proj(2 * rows) - expected[0], mlp.gate_proj(rows) - mlp.gate_proj(0 * rows))
+    assert JOINS[1] == ("gate_proj", "up_proj")
+
+
+def test_layers_of_which_some_have_a_bias_stay_apart() -> None:
+    module = built("llama")
+    module.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(48), requires_grad=False)
+    pack_linears(module, Given("transposed", is_exact=False))
+    assert type(module.model.layers[0].mlp.up_proj) is PackedLinear
+    assert type(module.model.layers[1].mlp.up_proj) is PackedSlice

@@ -1,0 +1,94 @@
+"""Tries a part of a model beside its replacement, on random rows.
+
+Stand-ins that only move numbers may take the place of children, so that only what is replaced is compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from radixkv.kernels.flat_rows import DTYPES
+
+Forward = Callable[..., Any]
+
+# Rows of a trial: one, and an odd number. The sizes of their numbers run from 0.001, where eps matters, to 10.
+_NUM_ROWS = (1, 17)
+_NUM_SIZES = 5
+
+# Tolerances, relative to a row's largest number. Float32 sums depend on their order, and rounding to fewer digits may
+# then go the other way, twice. It seldom does: of numbers that are off by 1e-6 one in a thousand in float16, fewer in
+# bfloat16. Rounding in another order changes one number in four, and a scale of 1.01 changes all.
+_FLOAT32_TOLERANCE = 1e-5
+_ROUNDINGS = 2
+_LARGEST_SHARE = 0.05
+
+
+class Refused(Exception):
+    """A part that looks known failed its trial. The message says why."""
+
+
+def is_norm(part: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a part has the parameters of an RMS norm, in the dtype of the model's rows."""
+    parameters = dict(part.named_parameters())
+    weight = parameters.get("weight")
+    return (
+        parameters.keys() == {"weight"}
+        and weight is not None
+        and weight.dim() == 1
+        and weight.dtype == dtype
+        and dtype in DTYPES
+        and isinstance(eps_of(part), float)
+        and not list(part.children())
+    )
+
+
+def eps_of(norm: nn.Module) -> Any:
+    """Return the number that a norm adds before its root; None if it has none of a known name."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to be told when a module runs."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def with_stand_ins(part: nn.Module, players: Mapping[str, Forward]) -> nn.Module:
+    """Copy a part and replace some of its children by functions. The copy shares its other children."""
+    played = copy.copy(part)
+    played._modules = dict(part._modules)
+    for name, play in players.items():
+        stand_in = nn.Module()
+        stand_in.forward = play
+        played._modules[name] = stand_in
+    return played
+
+
+def agree(own: Forward, fused: Forward, like: torch.Tensor) -> bool:
+    """Whether two functions of rows agree but for few roundings.
+
+    Args:
+        own: takes rows `[1, num_rows, num_columns]` and returns a tensor.
+        fused: the replacement of `own`.
+        like: `[num_columns]`, in the rows' dtype and on their device.
+    """
+    generator = torch.Generator().manual_seed(0)
+    num_different, num_numbers = 0, 0
+    for num_rows in _NUM_ROWS:
+        sizes = 10.0 ** (torch.arange(num_rows) % _NUM_SIZES - 3)  # [num_rows]
+        rows = sizes[:, None] * torch.randn(1, num_rows, like.shape[0], generator=generator)
+        expected, got = (function(rows.to(like)) for function in (own, fused))
+        if not isinstance(expected, torch.Tensor) or (got.shape, got.dtype) != (expected.shape, expected.dtype):
+            return False
+        wide = expected.double()
+        tolerance = max(_FLOAT32_TOLERANCE, _ROUNDINGS * torch.finfo(like.dtype).eps)
+        bound = tolerance * wide.abs().amax(-1, keepdim=True)
+        if not bool(((got.double() - wide).abs() <= bound).all()):
+            return False
+        num_different += int((got != expected).sum())
+        num_numbers += got.numel()
+    return like.dtype == torch.float32 or num_different <= _LARGEST_SHARE * num_numbers

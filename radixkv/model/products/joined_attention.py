@@ -1,0 +1,61 @@
+"""Computes the attention of one layer between two products: heads, their norms, rotation, and a step's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.interface import AttentionStep
+
+RowFunction = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedAttention:
+    """The attention of one layer, between its products.
+
+    Attributes:
+        layer: its index.
+        product: makes queries, keys and values.
+        num_query_heads, num_kv_heads, head_dim: shape.
+        norms: of queries and of keys; empty if there are none.
+        down: makes the output of what was attended to.
+        scoring: see `AttentionStep`.
+    """
+
+    layer: int
+    product: RowFunction
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norms: tuple[RowFunction, ...]
+    down: RowFunction
+    scoring: Scoring
+
+    def __call__(
+        self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
+    ) -> torch.Tensor:
+        """Return the attention of rows `[1, num_tokens, hidden_size]`, in the same shape."""
+        num_tokens = rows.shape[1]
+        cos, sin = (each[0, :, None] for each in position_embeddings)  # [num_tokens, 1, head_dim]
+        heads = self.product(rows).view(num_tokens, -1, self.head_dim)
+        num_rotated = self.num_query_heads + self.num_kv_heads
+        value = heads[:, num_rotated:]
+        if self.norms:
+            query, key = heads[:, : self.num_query_heads], heads[:, self.num_query_heads : num_rotated]
+            query, key = (norm(each) for norm, each in zip(self.norms, (query, key), strict=True))
+            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        else:
+            both = _rotated(heads[:, :num_rotated], cos, sin)
+            query, key = both[:, : self.num_query_heads], both[:, self.num_query_heads :]
+        attended = step.attend(self.layer, query, key, value, self.scoring)
+        return self.down(attended.reshape(1, num_tokens, -1))
+
+
+def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = heads.shape[-1] // 2
+    turned = torch.cat((heads[..., half:].neg(), heads[..., :half]), -1)
+    return (heads * cos).add_(turned.mul_(sin))

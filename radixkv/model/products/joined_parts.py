@@ -1,0 +1,269 @@
+"""Runs known parts of a model on a CPU in few calls: norms, gated MLPs, attention, and the layer around them.
+
+    RMS norm     weight, eps                                              row_norm
+    gated MLP    gate_proj, up_proj (joined), act_fn, down_proj           two products
+    attention    q_proj, k_proj, v_proj (joined), o_proj, perhaps norms   two products, one rotation
+    layer        input_layernorm, self_attn,                              all of the above, without a module's call
+                 post_attention_layernorm, mlp
+
+A call of a module or of torch takes 1 to 5 us, and in exact mode as much again where torch's functions are intercepted:
+most of a decode step of a small model. A part is not recognized by its class. It is tried beside its replacement.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import activations
+
+from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH
+from radixkv.kernels.row_norm import row_norm
+from radixkv.kernels.row_pieces import in_row_pieces
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.part_trial import Forward, Refused, agree, eps_of, has_hooks, is_norm, with_stand_ins
+from radixkv.model.products.joined_attention import JoinedAttention, RowFunction
+from radixkv.model.products.packed_linear import PackedLinear, PackedSlice
+from radixkv.model.refusals import reason_of
+from radixkv.model.replaced_parts import ReplacedParts
+
+_MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+
+# Activations of single numbers, which exact mode may compute row by row.
+_ACTIVATIONS = (
+    *(nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid, activations.SiLUActivation, activations.GELUActivation),
+    *(activations.GELUTanh, activations.NewGELUActivation, activations.QuickGELUActivation),
+    activations.ReLUSquaredActivation,
+)
+
+
+class JoinedParts(ReplacedParts):
+    """Replaces known parts of a model whose linear layers are packed.
+
+    Args:
+        module: the model, on a CPU and in evaluation mode.
+        is_exact: whether bits of a row must not depend on other rows.
+    """
+
+    def __init__(self, module: nn.Module, *, is_exact: bool) -> None:
+        self._dtype = next(module.parameters()).dtype
+        self._is_exact = is_exact
+        self._norms: dict[nn.Module, RowFunction] = {}
+        self._mlps: dict[nn.Module, RowFunction] = {}
+        self._attentions: dict[nn.Module, JoinedAttention] = {}
+        super().__init__(module, self._known_forward)
+
+    def _known_forward(self, part: Any) -> Forward | None:
+        if "forward" in vars(part):  # another library replaced it
+            return None
+        children = dict(part.named_children())
+        try:
+            with torch.inference_mode():
+                if is_norm(part, self._dtype):
+                    self._norms[part] = _tried_norm(part)
+                    return partial(_unless_hooked, inside=(), replacement=self._norms[part])
+                if children.keys() == _MLP_PARTS and _is_joined(part.gate_proj, part.up_proj, last=part.down_proj):
+                    self._mlps[part] = self._tried_mlp(part)
+                    return partial(_unless_hooked, inside=tuple(children.values()), replacement=self._mlps[part])
+                if children.keys() - _HEAD_NORMS == _ATTENTION_PARTS and _is_joined(
+                    part.q_proj, part.k_proj, part.v_proj, last=part.o_proj
+                ):
+                    self._attentions[part] = self._tried_attention(part)
+                    return partial(_attended, inside=tuple(children.values()), attention=self._attentions[part])
+                if children.keys() == _LAYER_PARTS and self._knows(children):
+                    return self._tried_layer(part)
+        except Refused:
+            raise
+        except Exception as error:  # what a module raises that wants to be called otherwise
+            raise Refused(reason_of(error)) from error
+        return None
+
+    def _tried_mlp(self, mlp: Any) -> RowFunction:
+        if type(mlp.act_fn) not in _ACTIVATIONS:
+            raise Refused(f"it gates with {type(mlp.act_fn).__name__}")
+        act = partial(in_row_pieces, mlp.act_fn.forward) if self._is_exact else mlp.act_fn.forward
+
+        played = with_stand_ins(
+            mlp, {"gate_proj": lambda rows: rows, "up_proj": lambda rows: rows.flip(-1), "down_proj": lambda rows: rows}
+        )
+        joined = partial(
+            _gated, product=lambda rows: torch.cat((rows, rows.flip(-1)), -1), act=act, down=lambda rows: rows
+        )
+        _require(agree(played.forward, joined, torch.empty(mlp.down_proj.in_features, dtype=self._dtype)))
+        return partial(_gated, product=mlp.gate_proj.joined.product, act=act, down=mlp.down_proj.product)
+
+    def _tried_attention(self, module: Any) -> JoinedAttention:
+        steps = _Heard(), _Heard()
+        played = with_stand_ins(module, {"o_proj": lambda rows: rows})
+        size = module.head_dim
+        norms = tuple(
+            self._norms[getattr(module, name)] for name in sorted(_HEAD_NORMS, reverse=True) if hasattr(module, name)
+        )
+        if len(norms) == 1:
+            raise Refused("it has one norm of heads")
+        layer_idx = int(module.layer_idx)
+        rotated: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def handed(rows: torch.Tensor) -> dict[str, Any]:
+            angles = torch.randn(1, rows.shape[1], size, generator=torch.Generator().manual_seed(rows.shape[1]))
+            embeddings = rotated.setdefault(rows.shape[1], (angles.cos().to(rows), angles.sin().to(rows)))
+            return {"position_embeddings": embeddings, "attention_mask": None}
+
+        def own(rows: torch.Tensor) -> torch.Tensor:
+            output, _ = played.forward(rows, **handed(rows), radix_step=steps[0])
+            return torch.cat((output, *steps[0].heard), -1)
+
+        def joined(rows: torch.Tensor) -> torch.Tensor:
+            attention = make(lambda rows: rows)
+            output = attention(rows, handed(rows)["position_embeddings"], steps[1])
+            return torch.cat((output, *steps[1].heard), -1)
+
+        def make(down: RowFunction) -> JoinedAttention:
+            assert steps[0].scoring is not None, "the module has run first"
+            first: PackedSlice = module.q_proj
+            return JoinedAttention(
+                layer_idx, first.joined.product, first.end // size, module.k_proj.out_features // size, size, norms,
+                down, steps[0].scoring,
+            )  # fmt: skip
+
+        like = torch.empty(module.q_proj.in_features, dtype=self._dtype)
+        _require(agree(own, joined, like) and steps[0].scoring == steps[1].scoring and steps[0].layers == {layer_idx})
+        return make(module.o_proj.product)
+
+    def _knows(self, children: dict[str, nn.Module]) -> bool:
+        return (
+            children["input_layernorm"] in self._norms
+            and children["post_attention_layernorm"] in self._norms
+            and children["mlp"] in self._mlps
+            and children["self_attn"] in self._attentions
+        )
+
+    def _tried_layer(self, layer: Any) -> Forward:
+        first, second = self._norms[layer.input_layernorm], self._norms[layer.post_attention_layernorm]
+
+        def attend(hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+            return hidden_states.roll(1, -1) / 2, None
+
+        played = with_stand_ins(layer, {"self_attn": attend, "mlp": lambda rows: rows.flip(-1) / 4})
+
+        def joined(rows: torch.Tensor) -> torch.Tensor:
+            return _layered(rows, first, lambda rows: attend(rows)[0], second, lambda rows: rows.flip(-1) / 4)
+
+        own = partial(played.forward, position_embeddings=None, attention_mask=None, past_key_values=None)
+        _require(agree(own, joined, layer.post_attention_layernorm.weight))
+        return partial(
+            _added,
+            inside=tuple(part for part in layer.modules() if part is not layer),
+            first=first,
+            attention=self._attentions[layer.self_attn],
+            second=second,
+            mlp=self._mlps[layer.mlp],
+        )
+
+
+class _Heard:
+    """A step that keeps what it is asked for, and answers with numbers that were moved."""
+
+    def __init__(self) -> None:
+        self.heard: list[torch.Tensor] = []
+        self.scoring: Scoring | None = None
+        self.layers: set[int] = set()
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        self.heard = [each.flatten(1)[None] for each in (query, key, value)]
+        self.scoring = scoring
+        self.layers.add(layer)
+        return query.flip(-1)
+
+
+def _is_joined(*layers: nn.Module, last: nn.Module) -> bool:
+    """Whether layers are the parts of one product, in this order, and another one is packed."""
+    if not isinstance(last, PackedLinear) or not all(isinstance(layer, PackedSlice) for layer in layers):
+        return False
+    return len({id(layer.joined) for layer in layers}) == 1
+
+
+def _require(agrees: bool) -> None:
+    if not agrees:
+        raise Refused("it computes something else")
+
+
+def _tried_norm(norm: Any) -> RowFunction:
+    eps = torch.tensor([eps_of(norm)])
+    for style in (LLAMA, GEMMA, TORCH):
+        weight = norm.weight if style.rounds_first else norm.weight.float() + style.weight_offset
+        normed = partial(row_norm, weight=weight, eps=eps, style=style)
+        if agree(norm.forward, normed, norm.weight):
+            return normed
+    raise Refused("it computes something else")
+
+
+def _unless_hooked(
+    part: nn.Module, rows: torch.Tensor, *, inside: tuple[nn.Module, ...], replacement: RowFunction
+) -> Any:
+    if any(map(has_hooks, inside)):
+        return type(part).forward(part, rows)
+    with torch._C.DisableTorchFunction():  # what is called is exact by itself
+        return replacement(rows)
+
+
+def _gated(rows: torch.Tensor, product: RowFunction, act: RowFunction, down: RowFunction) -> torch.Tensor:
+    both = product(rows)
+    width = both.shape[-1] // 2
+    return down(act(both[..., :width]) * both[..., width:])
+
+
+def _attended(
+    part: Any,
+    hidden_states: torch.Tensor,
+    *args: Any,
+    inside: tuple[nn.Module, ...],
+    attention: JoinedAttention,
+    **kwargs: Any,
+) -> Any:
+    if args or not _can_join(kwargs) or any(map(has_hooks, inside)):
+        return type(part).forward(part, hidden_states, *args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        return attention(hidden_states, kwargs["position_embeddings"], kwargs["radix_step"]), None
+
+
+def _added(
+    layer: Any,
+    hidden_states: torch.Tensor,
+    *args: Any,
+    inside: tuple[nn.Module, ...],
+    first: RowFunction,
+    attention: JoinedAttention,
+    second: RowFunction,
+    mlp: RowFunction,
+    **kwargs: Any,
+) -> Any:
+    if args or not _can_join(kwargs) or any(map(has_hooks, inside)):
+        return type(layer).forward(layer, hidden_states, *args, **kwargs)
+    embeddings, step = kwargs["position_embeddings"], kwargs["radix_step"]
+    with torch._C.DisableTorchFunction():
+        return _layered(hidden_states, first, lambda rows: attention(rows, embeddings, step), second, mlp)
+
+
+def _layered(
+    rows: torch.Tensor, first: RowFunction, attend: RowFunction, second: RowFunction, mlp: RowFunction
+) -> torch.Tensor:
+    rows = rows + attend(first(rows))
+    return rows + mlp(second(rows))
+
+
+def _can_join(kwargs: dict[str, Any]) -> bool:
+    """Whether a layer is called as for prefill: with a step, rotations, and no mask."""
+    return (
+        kwargs.get("radix_step") is not None
+        and kwargs.get("position_embeddings") is not None
+        and kwargs.get("attention_mask") is None
+        and kwargs.get("past_key_values") is None
+    )

@@ -1,0 +1,202 @@
+"""Known parts of a model on a CPU in few calls: the same answers, and what computes something else is left alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.model import Model
+from radixkv.model.products import joined_parts
+from radixkv.startup.model_check import check_model
+from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
+
+CPU = torch.device("cpu")
+SMALL = {**SHAPE, "num_hidden_layers": 2, "sliding_window": 8}
+MODELS = {
+    "llama": LlamaConfig(**SHAPE | {"num_hidden_layers": 2}),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen3": Qwen3Config(**SMALL, use_sliding_window=True, max_window_layers=1, head_dim=16),
+    "gemma2": Gemma2Config(**SMALL, head_dim=16, query_pre_attn_scalar=16),
+    "phi3": Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+}
+NORMS = {"input_layernorm", "post_attention_layernorm"}
+KNOWN = {
+    "llama": {"", "self_attn", "mlp"} | NORMS,
+    "qwen2": {"", "self_attn", "mlp"} | NORMS,
+    "qwen3": {"", "self_attn", "mlp", "self_attn.q_norm", "self_attn.k_norm"} | NORMS,
+    "gemma2": {"self_attn", "mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"} | NORMS,
+    "phi3": NORMS,
+    "mixtral": {"self_attn"} | NORMS,
+}
+
+
+class Keep:
+    """A step whose attention is what the query says. Keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, Scoring]] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        self.heard.append((layer, scoring))
+        self.tensors += [query, key, value]
+        return query.flip(-1)
+
+
+def make(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model, the same each time, whose norms have weights of their own."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(MODELS[family], attn_implementation=ATTENTION_NAME, dtype=dtype).eval()
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+    return module
+
+
+def replaced(module: nn.Module) -> set[str]:
+    return {name for name, part in module.named_modules() if "forward" in vars(part)}
+
+
+def answer(model: Model, num_tokens: int) -> tuple[torch.Tensor, Keep]:
+    step = Keep()
+    ids = (torch.arange(num_tokens) * 7 + 3) % VOCAB_SIZE
+    logits, _ = model.forward(ids, torch.arange(num_tokens) + 3, step, torch.arange(num_tokens))
+    return logits, step
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("family", list(MODELS))
+def test_answers_are_those_of_the_model_as_it_was_written(family: str, *, is_exact: bool) -> None:
+    model = Model(family, make(family), CPU, is_exact=is_exact)
+    prefix = "model.layers.0"
+    found = {name for name in replaced(model.module) if name.startswith(prefix)}
+    assert {name.removeprefix(prefix).removeprefix(".") for name in found} == KNOWN[family]
+    assert "model.norm" in replaced(model.module)
+    written = Model(family, make(family), CPU, is_exact=False, is_fused=False)
+    assert replaced(written.module) == set()
+    for num_tokens in (1, 2, 19, 70):
+        got, step = answer(model, num_tokens)
+        expected, expected_step = answer(written, num_tokens)
+        assert step.heard == expected_step.heard
+        assert (got - expected).abs().max() <= 1e-4
+        assert expected.std() > 0.01
+        for one, other in zip(step.tensors, expected_step.tensors, strict=True):
+            assert one.shape == other.shape
+            assert (one - other).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_half_precision_passes_its_trials_too(family: str, dtype: torch.dtype) -> None:
+    model = Model(family, make(family, dtype), CPU)
+    assert replaced(model.module) == replaced(Model(family, make(family), CPU).module)
+    check_model(model, TorchKernels(), 16)
+
+
+def swap_class(part: nn.Module, forward: Callable[..., Any]) -> None:
+    """Make a part another class's, which computes something else."""
+    own = type(part)
+    part.__class__ = type(f"Odd{own.__name__}", (own,), {"forward": forward})
+
+
+def scaled(self: Any, rows: torch.Tensor) -> torch.Tensor:
+    return 1.01 * super(type(self), self).forward(rows)
+
+
+def scaled_attention(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    self.scaling = self.head_dim**-0.5 * (1.0 if kwargs["radix_step"].__class__ is Keep else 0.5)
+    output, weights = super(type(self), self).forward(*args, **kwargs)
+    return 1.01 * output, weights
+
+
+def without_residual(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return super(type(self), self).forward(hidden_states, **kwargs) - 0.01 * hidden_states
+
+
+@pytest.mark.parametrize(
+    ("name", "forward"),
+    [
+        ("layers.0.input_layernorm", scaled),
+        ("layers.0.mlp", scaled),
+        ("layers.0.self_attn", scaled_attention),
+        ("layers.0", without_residual),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_computes_something_else_is_left_alone(
+    name: str, forward: Callable[..., Any], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = make("llama", dtype)
+    part = module.get_submodule(f"model.{name}")
+    swap_class(part, forward)
+    with caplog.at_level(logging.INFO, logger="radixkv.model.replaced_parts"):
+        model = Model("odd", module, CPU)
+    assert f"model.{name}" not in replaced(model.module)
+    assert "model.layers.0" not in replaced(model.module)
+    assert "model.layers.1" in replaced(model.module)
+    assert caplog.messages[0] == f"{type(part).__name__} runs as it was written: it computes something else"
+
+
+def test_an_activation_that_is_not_known_to_be_of_single_numbers_is_left_alone() -> None:
+    class Soft(nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows.softmax(-1)
+
+    module = make("llama")
+    module.model.layers[0].mlp.act_fn = Soft()
+    assert "model.layers.0.mlp" not in replaced(Model("odd", module, CPU).module)
+
+
+def test_hooks_are_called_whatever_a_part_covers() -> None:
+    model = Model("hooked", make("llama"), CPU)
+    expected, _ = answer(model, 9)
+    called: set[str] = set()
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda *_: called.add(name)
+
+    parts = {name: part for name, part in model.module.model.layers[1].named_modules() if name}
+    hooks = [part.register_forward_hook(hook(name)) for name, part in parts.items()]
+    got, _ = answer(model, 9)
+    assert called == set(parts)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    for each in hooks:
+        each.remove()
+    called.clear()
+    assert torch.equal(answer(model, 9)[0], expected)
+    assert not called
+
+
+def test_the_oracle_runs_as_transformers_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model("undone", make("llama"), CPU)
+    names = replaced(model.module)
+    with model.unfused():
+        assert replaced(model.module) == set()
+        unfused, _ = answer(model, 9)
+    assert replaced(model.module) == names
+    torch.testing.assert_close(answer(model, 9)[0], unfused, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(answer(model, 9)[0], unfused), "it did not run otherwise"
+    assert joined_parts.JoinedParts(make("llama"), is_exact=True).names == tuple(
+        name for name, _ in make("llama").named_modules() if name.endswith("norm")
+    ), "without packed layers only norms are known"
