@@ -118,7 +118,8 @@ class BlockPool:
         block_ids = self._find_free()
         self._states[block_ids] = BlockState.LEASED
         self.num_free = self._num_unknown = self._current = self._start = self._end = 0
-        self._starts, self._lengths = np.zeros(1, dtype=np.intp), np.zeros(1, dtype=np.intp)
+        if self._starts.size > 1:
+            self._starts, self._lengths = np.zeros(1, dtype=np.intp), np.zeros(1, dtype=np.intp)
         self._noted = array("i")
         return block_ids
 
@@ -184,7 +185,8 @@ class BlockPool:
         """Look for all free blocks. Returns them in ascending order."""
         if self._noted is None:
             return np.flatnonzero(self._states == BlockState.FREE).astype(np.int32)
-        block_ids = np.sort(np.frombuffer(self._noted.tobytes(), dtype=np.int32))
+        block_ids = np.array(self._noted, dtype=np.int32)
+        block_ids.sort()
         if block_ids.size > self.num_free:  # some were taken since they were noted, and perhaps came back
             block_ids = np.unique(block_ids[self._states[block_ids] == BlockState.FREE])
         return block_ids
