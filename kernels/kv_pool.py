@@ -11,6 +11,7 @@ adjacent blocks are adjacent in each head, so that a CPU attends over them where
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -63,23 +64,30 @@ class KVPool:
     ) -> KVPool:
         """Allocate blocks of zeros, or uninitialized blocks if `is_zeroed` is false.
 
-        A quantized pool is ordered by block, also if `is_by_layer` is true.
+        A quantized pool is ordered by block, also if `is_by_layer` is true. On a CPU a page of zeros takes memory once
+        something is written into it.
 
         Raises:
+            MemoryError, RuntimeError: the device does not have enough memory.
             ValueError: the dtype is not one that a pool stores, or is int4 with an odd `head_dim`.
         """
         size = (num_layers, 2, num_kv_heads, block_size)
         num_vectors = num_layers * 2 * num_kv_heads * block_size
         value_bytes = num_vectors * stored_dim(head_dim, dtype) * stored_dtype(dtype).itemsize
         scale_bytes = num_vectors * _SCALE_BYTES if is_quantized(dtype) else 0
-        fill = torch.zeros if is_zeroed else torch.empty
+        block_bytes = value_bytes + scale_bytes
+        if is_zeroed and torch.device(device).type == "cpu":
+            memory = _zero_pages(num_blocks * block_bytes)
+        else:
+            fill = torch.zeros if is_zeroed else torch.empty
+            memory = fill(num_blocks * block_bytes, dtype=torch.uint8, device=device)
         if is_by_layer and not is_quantized(dtype):
             per_block = (num_layers, 2, num_kv_heads, num_blocks, block_size * head_dim)
-            by_layer = fill(per_block, dtype=dtype, device=device).permute(3, 0, 1, 2, 4)
+            by_layer = memory.view(dtype).view(per_block).permute(3, 0, 1, 2, 4)
             values = torch.unflatten(by_layer, 4, (block_size, head_dim))
             return cls(dtype, head_dim, by_layer.view(torch.uint8), values, None, is_by_layer=True)
-        blocks = fill(num_blocks, value_bytes + scale_bytes, dtype=torch.uint8, device=device)
-        values = blocks[:, :value_bytes].view(stored_dtype(dtype)).view(num_blocks, *size, -1)
+        blocks = memory.view(num_blocks, block_bytes)
+        values = blocks[:, :value_bytes].view(stored_dtype(dtype)).view(num_blocks, *size, stored_dim(head_dim, dtype))
         scales = blocks[:, value_bytes:].view(torch.float32).view(num_blocks, *size) if scale_bytes else None
         return cls(dtype, head_dim, blocks, values, scales)
 
@@ -97,3 +105,12 @@ class KVPool:
     def block_size(self) -> int:
         """Tokens a block."""
         return self.values.shape[4]
+
+
+def _zero_pages(num_bytes: int) -> torch.Tensor:
+    """Map memory that the operating system fills with zeros when it is used: filling 1.6 GB takes 0.6 s."""
+    try:
+        pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"{num_bytes} bytes can't be mapped") from error
+    return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]

@@ -25,7 +25,7 @@ from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.startup.host_memory import keep_freed_memory
 from radixkv.startup.model_check import check_model
-from radixkv.startup.pool_size import choose_num_blocks
+from radixkv.startup.pool_size import available_bytes, choose_num_blocks
 from radixkv.storage.device_pool import KVShape, KVStorage
 
 _log = logging.getLogger(__name__)
@@ -60,6 +60,12 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
         storage.kv_dtype,
         model.device,
     )
+    available = available_bytes() if model.device.type == "cpu" else None
+    if available is not None and available < num_blocks * storage.block_bytes:
+        _log.warning(
+            "the pool takes its memory as it fills, and only %.1f MB are available: lower cache.capacity_tokens",
+            available / 1e6,
+        )
     cache = _make_cache(config.cache, quotas, num_blocks)
     runner = make_runner(model, storage, kernels, recorder)
     if model.device.type == "cpu":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -80,6 +82,28 @@ def choose_num_blocks(
         )
     _log.info("%d of %d bytes are free: a pool of %d blocks", free_bytes, total_bytes, num_blocks)
     return num_blocks
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes of main memory that this process can still take; None where the system does not tell.
+
+    The least of what the machine has and what the control group (version 2) allows.
+
+    Args:
+        root: the directory that holds `proc` and `sys`.
+    """
+    bounds = []
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        bounds.append(_fields(root / "proc/meminfo")["MemAvailable:"] * 1024)
+    group = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError, LookupError, ValueError):  # memory.max may be the word "max"
+        bounds.append(int((group / "memory.max").read_text()) - _fields(group / "memory.stat")["anon"])
+    return min(bounds, default=None)
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Read lines of a name, a number and perhaps a unit."""
+    return {line.split()[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
 
 
 def run_largest_step(model: Model, kernels: AttentionKernels, storage: KVStorage, engine: EngineConfig) -> None:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -39,3 +41,25 @@ def test_adjacent_blocks_of_a_pool_by_layer_are_adjacent_in_each_head() -> None:
     pool = KVPool.allocate(5, 3, 2, 16, 8, dtype=torch.float32, is_by_layer=True)
     keys = pool.values[1:4, 2, 0].permute(1, 0, 2, 3)  # [num_kv_heads, num_blocks, block_size, head_dim]
     assert keys.flatten(1, 2).data_ptr() == keys.data_ptr(), "a view, not a copy"
+
+
+@pytest.mark.parametrize("is_by_layer", [False, True])
+def test_zeros_take_memory_only_once_they_are_written(is_by_layer: bool) -> None:
+    def resident_pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    before = resident_pages()
+    pool = KVPool.allocate(4096, 1, 1, 64, 256, dtype=torch.float32, is_by_layer=is_by_layer)
+    assert resident_pages() - before < 10_000
+    pool.blocks[:1024].fill_(1)
+    assert resident_pages() - before > 30_000
+    assert not pool.blocks[-1].any()
+
+
+def test_no_memory_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="can't be mapped"):
+        KVPool.allocate(2**50, 1, 1, 64, 256, dtype=torch.float32)
+
+
+def test_a_pool_of_no_blocks_is_empty() -> None:
+    assert KVPool.allocate(0, 2, 1, 16, 8, dtype=torch.float32).values.shape == (0, 2, 2, 1, 16, 8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,10 @@ from radixkv.errors import ConfigError
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
+from radixkv.startup import build_engine as build_engine_module
 from radixkv.startup import pool_size
 from radixkv.startup.build_engine import build_engine, make_runner
-from radixkv.startup.pool_size import choose_num_blocks, run_largest_step
+from radixkv.startup.pool_size import available_bytes, choose_num_blocks, run_largest_step
 from radixkv.storage.device_pool import KVStorage
 
 ENGINE = EngineConfig(max_step_tokens=24, max_running_requests=4)
@@ -163,3 +166,39 @@ def test_graphs_are_checked_before_they_serve(model: Model, monkeypatch: pytest.
     assert checked == [(graphs, model, storage, kernels, 16)]
     assert runner.has_graphs
     assert not runner.without_graphs().has_graphs
+
+
+class TestAvailableBytes:
+    """Main memory, from made-up files of the system."""
+
+    @staticmethod
+    def write(root: Path, limit: str | None) -> Path:
+        (root / "proc").mkdir()
+        (root / "proc/meminfo").write_text("MemTotal:  4000 kB\nMemAvailable:  3000 kB\nHugePages_Total:  0\n")
+        if limit is not None:
+            (root / "sys/fs/cgroup").mkdir(parents=True)
+            (root / "sys/fs/cgroup/memory.max").write_text(limit)
+            (root / "sys/fs/cgroup/memory.stat").write_text("anon 1000000\nfile 500000\n")
+        return root
+
+    @pytest.mark.parametrize(
+        ("limit", "expected"),
+        [(None, 3_072_000), ("max\n", 3_072_000), ("1500000\n", 500_000), ("9000000\n", 3_072_000)],
+        ids=["no group", "no limit", "a limit", "a limit beyond the machine"],
+    )
+    def test_the_nearest_bound_counts(self, tmp_path: Path, limit: str | None, expected: int) -> None:
+        assert available_bytes(self.write(tmp_path, limit)) == expected
+
+    def test_nothing_is_known_elsewhere(self, tmp_path: Path) -> None:
+        assert available_bytes(tmp_path) is None
+
+
+@pytest.mark.parametrize(("available", "num_warnings"), [(10, 1), (2**60, 0), (None, 0)])
+def test_a_pool_beyond_the_memory_gets_a_warning(
+    available: int | None, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build_engine_module, "available_bytes", lambda: available)
+    build_engine(Config.load(None, ["model.device=cpu", "cache.capacity_tokens=1024"]))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == num_warnings
+    assert all("only 0.0 MB are available" in warning for warning in warnings)
