@@ -1,3 +1,4 @@
+import gc
 import json
 import logging
 import signal
@@ -208,3 +209,20 @@ def test_a_drain_that_takes_too_long_cancels_and_exits_0():
             caller.join(PATIENCE_S)
         assert process.wait(PATIENCE_S) == 0
     assert failures == [grpc.StatusCode.UNAVAILABLE]
+
+
+def test_imports_are_left_alone_by_garbage_collection(monkeypatch):
+    seen = []
+
+    def build_engine(config, observer):
+        seen.append((gc.isenabled(), gc.get_freeze_count()))
+        raise ConfigError("enough")
+
+    install(monkeypatch, build_engine)
+    try:
+        main(["serve", "--port", "0"])
+    finally:
+        gc.unfreeze()
+    [(is_enabled, num_frozen)] = seen
+    assert is_enabled
+    assert num_frozen > 10_000
