@@ -25,11 +25,12 @@ LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e
 
 
 def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_shape: KVShape | None = None) -> None:
-    """Compare a short prompt computed at once, computed in parts, and computed by transformers' eager attention.
+    """Compare a short prompt computed in parts with transformers' eager attention, and in exact mode also at once.
 
-    In exact mode the first two must have the same bits, also over a pool that stores K and V in another dtype. The
-    kernels are checked first, see `check_attention`. The second part is a single token, which depends on its prefix
-    the most.
+    The first part has no prefix and ends inside a block. The second is a single token, which depends on its prefix the
+    most. In exact mode the prompt is computed at once instead of the first part, whose K and V are copied from there.
+    The bits of the answer and of all K and V must then be the same both ways, also over a pool that stores K and V in
+    another dtype; in fast mode `check_attention` alone tries such a pool. The kernels are checked first.
 
     Args:
         model: the model.
@@ -43,22 +44,26 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
     """
     num_tokens = 2 * block_size + 5
     tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
-    expected = _eager_logits(model, tokens)  # [num_tokens, vocab_size]
+    ends = [block_size + 3, block_size + 4, num_tokens]
+    expected = dict(zip(ends, _eager_logits(model, tokens, ends), strict=True))
     for shape in dict.fromkeys((model.kv_shape, kv_shape or model.kv_shape)):
         check_attention(kernels, model.attention_use(shape, block_size))
+        if shape != model.kv_shape and not model.is_exact:
+            continue
         storage = KVStorage(2 * -(-num_tokens // block_size), block_size, shape, model.device)
-        runner = Runner(model, storage, kernels)
+        runner, middle = Runner(model, storage, kernels), storage.num_blocks // 2
+        steps = [(start, end, middle) for start, end in itertools.pairwise([0, *ends])]
+        if model.is_exact:
+            steps[0] = (0, num_tokens, 0)
         answers = []
-        for first_block, ends in (
-            (0, [num_tokens]),
-            (storage.num_blocks // 2, [block_size + 3, block_size + 4, num_tokens]),
-        ):
-            for start, end in itertools.pairwise([0, *ends]):
-                answer = _compute(runner, tokens, start, end, first_block)
-                if shape == model.kv_shape:
-                    _require_close(model, start, answer, expected[end - 1])
-            answers.append(answer)
-        if model.is_exact and not (torch.equal(*answers) and torch.equal(*storage.pool.blocks.chunk(2))):
+        for start, end, first_block in steps:
+            answers.append(_compute(runner, tokens, start, end, first_block))
+            if shape == model.kv_shape:
+                _require_close(model, start, answers[-1], expected[end])
+            if first_block == 0:
+                storage.pool.blocks[middle : middle + 2] = storage.pool.blocks[:2]
+        at_once, _, in_parts = answers
+        if model.is_exact and not (torch.equal(at_once, in_parts) and torch.equal(*storage.pool.blocks.chunk(2))):
             raise UnsupportedModel(
                 f"{_first_inexact_module(runner, tokens)}: expected the same bits computed at once and in parts, got "
                 f"others; {SERVE_FAST}"
@@ -102,12 +107,15 @@ def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
 
 
 @torch.inference_mode()
-def _eager_logits(model: Model, tokens: bytes) -> torch.Tensor:
+def _eager_logits(model: Model, tokens: bytes, ends: list[int]) -> torch.Tensor:
+    """Compute a prompt the way transformers does. Returns float32 `[len(ends), vocab_size]`, before each of `ends`."""
     input_ids = torch.from_numpy(np.frombuffer(tokens, dtype="<u4").astype(np.int64)).to(model.device)
+    rows = torch.tensor(ends, device=model.device) - 1
     model.module.set_attn_implementation("eager")
     try:
         with model.unfused():
-            logits: torch.Tensor = model.module(input_ids=input_ids[None], use_cache=False).logits[0].float()
+            output = model.module(input_ids=input_ids[None], use_cache=False, logits_to_keep=rows)
+            logits: torch.Tensor = output.logits[0].float()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the model's code raises

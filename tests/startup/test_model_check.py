@@ -71,3 +71,27 @@ def test_a_model_that_eager_attention_can_not_compute_is_refused_by_name(gemma2:
 def test_our_attention_is_put_back(gemma2: Model) -> None:
     check_model(gemma2, TorchKernels(), 16)
     assert gemma2.module.config._attn_implementation == ATTENTION_NAME
+
+
+@pytest.mark.parametrize(("end", "cached"), [(19, 0), (20, 19), (37, 20)])
+def test_a_wrong_answer_of_any_part_is_found_in_fast_mode(end: int, cached: int) -> None:
+    model = load_model(ModelConfig(device="cpu", exactness="fast"))
+
+    def spoil(_: object, arguments: object, keywords: dict[str, Any], output: Any) -> Any:
+        if keywords.get("radix_step") is not None and int(keywords["position_ids"][0, -1]) == end - 1:
+            output.logits.mul_(2)
+        return output
+
+    check_model(model, TorchKernels(), 16)
+    model.module.register_forward_hook(spoil, with_kwargs=True)
+    with pytest.raises(UnsupportedModel, match=f"over {cached} cached tokens"):
+        check_model(model, TorchKernels(), 16)
+
+
+@pytest.mark.parametrize("exactness", ["exact", "fast"])
+def test_a_quantized_pool_is_tried_in_either_mode(exactness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(ModelConfig(device="cpu", exactness=exactness))
+    tried = []
+    monkeypatch.setattr(model_check, "check_attention", lambda _, use: tried.append(use.shape.dtype))
+    check_model(model, TorchKernels(), 16, model.kv_shape.stored_as("int8"))
+    assert tried == [torch.float32, torch.int8]
