@@ -35,6 +35,7 @@ class Watched(TorchKernels):
     """Notes the steps that it attends for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.lens: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
 
     def paged_attention(self, query: torch.Tensor, pool: Any, layer: int, batch: Any, scoring: Any) -> torch.Tensor:
