@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_BYTES = 256
-_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # kinds of tokens in GGUF
+_NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # kinds of tokens in GGUF
 _NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -47,11 +46,12 @@ def interleave(weight: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
 
 
 def vocabulary(size: int) -> tuple[list[str], list[int]]:
-    """Return `size` tokens and their kinds: unknown, begin, end, the bytes, then invented words."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(_BYTES))]
-    kinds = [_UNKNOWN, _CONTROL, _CONTROL] + [_BYTE] * _BYTES
-    num_words = size - len(tokens)
-    return tokens + [f"\u2581w{index}" for index in range(num_words)], kinds + [_NORMAL] * num_words
+    """Return `size` tokens and their kinds: unknown, begin, end, then invented words.
+
+    There are no bytes, since the server holds back a token that ends within a character of UTF-8.
+    """
+    words = [f"\u2581w{index}" for index in range(3, size)]
+    return ["<unk>", "<s>", "</s>", *words], [_UNKNOWN, _CONTROL, _CONTROL] + [_NORMAL] * len(words)
 
 
 def main(directory: str, dtype: str, file: str) -> None:

