@@ -83,15 +83,14 @@ def _serve(arguments: argparse.Namespace) -> None:
     _start_log(arguments.log_level, arguments.log_format)
     require_free(config.server)
     _announce(config.model)
-    with _without_collections():
-        # Imported only here: clients need neither a model nor a server, and torch takes seconds.
-        from radixkv.service.server.metrics_port import Telemetry
-        from radixkv.service.server.server import run
-        from radixkv.startup.build_engine import build_engine
-
-    _logger.info("imported the libraries in %.1f s", time.monotonic() - start_s)
-
     try:
+        with _without_collections():
+            # Imported only here: clients need neither a model nor a server, and torch takes seconds.
+            from radixkv.service.server.metrics_port import Telemetry
+            from radixkv.service.server.server import run
+            from radixkv.startup.build_engine import build_engine
+
+        _logger.info("imported the libraries in %.1f s", time.monotonic() - start_s)
         telemetry = Telemetry(config)
         engine = build_engine(config, telemetry.observers)
         limits = engine.limits
