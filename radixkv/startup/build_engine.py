@@ -43,6 +43,7 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
         ConfigError: the model can't be loaded or served, or the pool does not fit into memory.
     """
     quotas = {name: _quota(name, bounds, config.cache.block_size) for name, bounds in config.tenants.items()}
+    keep_freed_memory()  # before loading, which copies each weight of a CPU's model
     model = load_model(config.model)
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     kernels = _checked_kernels(model, kv_shape, config.cache.block_size)
@@ -68,8 +69,6 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
         )
     cache = _make_cache(config.cache, quotas, num_blocks)
     runner = make_runner(model, storage, kernels, recorder)
-    if model.device.type == "cpu":
-        keep_freed_memory()
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     return Engine(runner, cache, config.engine, weights=weights, observers=observers)
 

@@ -20,8 +20,10 @@ from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.tokens import TOKEN_BYTES
 
 # The largest relative distance of logits that are computed in two ways. Another order of sums costs about 1e-6 in
-# float32 and 1e-2 in bfloat16; a lost window, mask or state costs 1e-1 and more (tests/startup/test_model_check.py).
-LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# float32. In bfloat16 transformers' own two ways are 0.024 apart in 24 layers of random weights of 0.02, and 0.093 of
+# 0.05. A lost window, mask or state costs 1e-1 and more (tests/startup/test_model_check.py); in those layers a lost
+# window of 128 costs 0.28 and 1.2 at the 133rd token.
+LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 
 
 def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_shape: KVShape | None = None) -> None:
@@ -35,7 +37,7 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
     Args:
         model: the model.
         kernels: the kernels that will serve it.
-        block_size: tokens a block; the prompt fills two blocks and a part of a third.
+        block_size: tokens a block; the prompt fills two and a part of a third, which with 64 is beyond a window of 128.
         kv_shape: K and V as the pool will store them; None for the model's own.
 
     Raises:
