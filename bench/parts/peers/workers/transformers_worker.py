@@ -10,7 +10,7 @@ from bench.parts.peers.workers.loop import Engine, Options, work
 from bench.parts.peers.workers.task import Done, Task
 
 _PAGE_TOKENS = 256
-_PAGES = 640  # 16 requests of 8,192 + 128 tokens, also where none shares a page
+_PAGES = 320  # 82 thousand tokens; requests that share a prefix share its pages
 _STEP_TOKENS = 512
 
 

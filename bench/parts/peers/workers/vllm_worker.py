@@ -11,7 +11,7 @@ from bench.parts.peers.workers.http_engine import HttpEngine, free_port
 from bench.parts.peers.workers.loop import Answer, Options, run_in_threads, work
 from bench.parts.peers.workers.task import Done, Task
 
-_KV_GIB = "3"
+_KV_GIB = "1"
 _MOST_TOKENS = 12_288
 
 

@@ -14,10 +14,9 @@ from bench.parts.peers.workers.loop import Answer, Options
 from bench.parts.peers.workers.task import Task
 
 SERVER = str(Path(__file__).with_name("fake_http_server.py"))
-OPTIONS = Options(Path("m.gguf"), "float32", 2, "", Path())
 
 
-def test_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []
 
     def start(command: list[str], port: int) -> HttpEngine:
@@ -29,20 +28,23 @@ def test_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     ask = llamacpp_worker.LlamaCpp._ask
 
-    def note(self: llamacpp_worker.LlamaCpp, prompt: list[int], new_tokens: int) -> Answer:
-        asked.append(len(prompt))
-        return ask(self, prompt, new_tokens)
+    def note(self: llamacpp_worker.LlamaCpp, prompt: list[int], new_tokens: int, slot: int = -1) -> Answer:
+        asked.append(slot)
+        return ask(self, prompt, new_tokens, slot)
 
+    posted: list[str] = []
+    monkeypatch.setattr(HttpEngine, "post", lambda _, path, __: posted.append(path))
     monkeypatch.setattr(llamacpp_worker.LlamaCpp, "_ask", note)
-    engine = llamacpp_worker.LlamaCpp(OPTIONS)
+    engine = llamacpp_worker.LlamaCpp(Options(Path("m.gguf"), "float32", 2, "", tmp_path))
     try:
         done = engine.run(Task([[1], [2]], 3, at_once=2))
         assert done.token_ids == [[0, 1, 2], [0, 1, 2]]
         assert done.cached_tokens == [0, 0]
         assert engine.run(Task([[1, 2]], 1, fills_cache=True)).token_ids == [[0]]
-        assert asked == [1, 1] + [2] * 17  # prompts of one and two tokens; 16 slots and the answer
+        assert asked == [-1, -1, 0]
     finally:
         engine.close()
     [command] = commands
+    assert posted == ["/slots/0?action=save", *(f"/slots/{slot}?action=restore" for slot in range(1, 16))]
     assert command[0] == "llama-server"
     assert command[command.index("--cache-type-k") + 1] == "f32"
