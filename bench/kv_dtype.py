@@ -1,6 +1,7 @@
-"""Measures what a quantized pool costs in quality and how many tokens fit: the same texts over each dtype of pool.
+"""Measures what quantization costs in quality: the same texts over each dtype of pool, and how many tokens fit.
 
 python -m bench.kv_dtype --json bench/results/kv_dtype.json
+python -m bench.kv_dtype --weights int8      # also weights of 8 bits, over a pool of the model's own dtype
 
 The texts are drawn from the model itself over a pool of its own dtype, so that they are what it expects. Use
 `--models DIR` to measure your own model: random weights have no outliers, and their attention has no structure.
@@ -37,13 +38,13 @@ BLOCK_SIZE = 64
 Row = dict[str, float | int | str]
 
 
-def build_model(name: str, num_layers: int) -> Model:
+def build_model(name: str, num_layers: int, weights: str = "auto") -> Model:
     """Load a model. `random` has layers of Qwen3 0.6B, head dim 128, and weights wide enough to prefer some tokens.
 
     Other names are paths, as `model.path` takes them.
     """
     if name != "random":
-        return load_model(ModelConfig(path=name, device="cpu"))
+        return load_model(ModelConfig(path=name, device="cpu", weights=weights))
     config = Qwen3Config(
         vocab_size=8192,
         hidden_size=1024,
@@ -56,7 +57,7 @@ def build_model(name: str, num_layers: int) -> Model:
     )
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-    return Model("random", module, torch.device("cpu"))
+    return Model("random", module, torch.device("cpu"), weights=weights)
 
 
 class Text:
@@ -129,22 +130,31 @@ def _perplexity(logits: torch.Tensor, texts: Iterable[torch.Tensor]) -> float:
     return float(torch.stack(losses).mean().exp())
 
 
-def measure(model: Model, num_texts: int, num_tokens: int) -> list[Row]:
-    """Return a row for each dtype of the pool."""
+def measure(model: Model, num_texts: int, num_tokens: int, rounded: Model | None = None) -> list[Row]:
+    """Return a row for each dtype of the pool.
+
+    Args:
+        model: the model.
+        num_texts, num_tokens: texts that are drawn from it, and their length.
+        rounded: the same model with other weights; it adds a row, over a pool of its own dtype.
+    """
     texts = [draw_text(model, num_tokens, seed) for seed in range(num_texts)]
     own = [logits_of(model, "auto", ids) for ids in texts]
     bf16_bytes = dataclasses.replace(model.kv_shape, dtype=torch.bfloat16).token_bytes
-    rows = []
+    rows: list[Row] = []
     for kv_dtype in KV_DTYPES:
         try:
             shape = model.kv_shape.stored_as(kv_dtype)
         except ConfigError as error:
             print(f"{model.name}: {error}")
             continue
-        got = own if kv_dtype == "auto" else [logits_of(model, kv_dtype, ids) for ids in texts]
-        rows.append(
+        compared = [(model, own if kv_dtype == "auto" else [logits_of(model, kv_dtype, ids) for ids in texts])]
+        if kv_dtype == "auto" and rounded is not None:
+            compared.append((rounded, [logits_of(rounded, kv_dtype, ids) for ids in texts]))
+        rows += [
             {
                 "model": model.name,
+                "weights": computed.weights,
                 "head_dim": shape.head_dim,
                 "kv_dtype": f"auto ({shape.format.name})" if kv_dtype == "auto" else kv_dtype,
                 "token_bytes": shape.token_bytes,
@@ -152,7 +162,8 @@ def measure(model: Model, num_texts: int, num_tokens: int) -> list[Row]:
                 "std_of_logits": torch.cat(own).std().item(),
                 **compare(own, got, texts),
             }
-        )
+            for computed, got in compared
+        ]
     return rows
 
 
@@ -165,15 +176,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="layers of the random model; default 8")
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="tokens of each text; default 512")
+    parser.add_argument("--weights", choices=("auto", "int8"), default="auto", help="also measure these")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[Row] = []
     for name in options.models:
-        rows += measure(build_model(name, options.layers), options.texts, options.tokens)
-    print(f"{'model':>8} {'pool':>11} {'fits':>5} {'max':>8} {'mean':>8} {'KL':>9} {'top-1':>7} {'perplexity':>10}")
+        rounded = None if options.weights == "auto" else build_model(name, options.layers, options.weights)
+        rows += measure(build_model(name, options.layers), options.texts, options.tokens, rounded)
+    print(
+        f"{'model':>8} {'weights':>7} {'pool':>11} {'fits':>5} {'max':>8} {'mean':>8} {'KL':>9} {'top-1':>7} {'perplexity':>10}"
+    )
     for row in rows:
         print(
-            f"{row['model']:>8} {row['kv_dtype']:>11} {row['tokens_over_bf16']:5.2f}",
+            f"{row['model']:>8} {row['weights']:>7} {row['kv_dtype']:>11} {row['tokens_over_bf16']:5.2f}",
             f"{row['max_logit_difference']:8.4f} {row['mean_logit_difference']:8.4f} {row['kl']:9.2e}",
             f"{row['top1_agreement']:7.2%} {row['perplexity']:10.3f}",
         )

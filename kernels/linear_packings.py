@@ -5,6 +5,7 @@
     blocked        laid out by oneDNN for its products
     convolution    laid out by oneDNN for convolutions: rows are pixels, a product is a convolution of one pixel
     float32        for float16 only: converted once, so that machines without float16 arithmetic multiply in float32
+    int8           rounded to 8 bits, as the rows are: other numbers, so only where that is asked for
 
 A convolution adds up a pixel's channels in one order, however many pixels there are. On a CPU with AMX this gives rows
 the same bits in bfloat16, where oneDNN's products have another order from 33 rows on.
@@ -17,32 +18,34 @@ from typing import Any, NamedTuple
 
 import torch
 
+from radixkv.kernels.int8_linear import int8_product, pack_int8
+
 _ALIGNMENT_BYTES = 64  # of rows: where a row starts must not decide which vectors are loaded
 _MKLDNN: Any = torch.ops.mkldnn
 _HINTED_ROWS = 64  # rows for which oneDNN lays out a weight; measured: others read the same layout as fast
 
-Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Multiply = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 
 
 class LinearPacking(NamedTuple):
     """One way to compute `torch.nn.functional.linear`.
 
     Attributes:
-        pack: lays out a weight `[out_features, in_features]`.
+        pack: lays out a weight `[out_features, in_features]`. Only `multiply` understands the result.
         multiply: takes contiguous rows `[num_rows, in_features]`, the packed weight, and a bias `[out_features]` or
             None. Returns `[num_rows, out_features]` in the rows' dtype.
         dtypes: of the weights that it takes.
     """
 
-    pack: Callable[[torch.Tensor], torch.Tensor]
+    pack: Callable[[torch.Tensor], Any]
     multiply: Multiply
     dtypes: tuple[torch.dtype, ...]
 
 
 def packings_for(weight: torch.Tensor) -> tuple[str, ...]:
-    """Return the names of the packings that this machine can compute with a weight like this one."""
+    """Return the names of the packings that compute the same numbers on this machine, with a weight like this one."""
     dtype = weight.dtype
-    names = [name for name, packing in PACKINGS.items() if dtype in packing.dtypes]
+    names = [name for name, packing in PACKINGS.items() if dtype in packing.dtypes and name != "int8"]
     return tuple(name for name in names if name not in _ONEDNN or _onednn_computes(_ONEDNN[name] or dtype))
 
 
@@ -123,4 +126,5 @@ PACKINGS = {
     "blocked": LinearPacking(_blocked, _blocked_product, _FLOATS),
     "convolution": LinearPacking(_for_convolution, _convolution_product, (torch.bfloat16, torch.float16)),
     "float32": LinearPacking(_blocked_float32, _float32_product, (torch.float16,)),
+    "int8": LinearPacking(pack_int8, int8_product, _FLOATS),
 }

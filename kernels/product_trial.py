@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -102,9 +103,7 @@ def choose_product(
     return None if best is None else best[1]
 
 
-def _multiply(
-    packing: LinearPacking, packed: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor
-) -> torch.Tensor:
+def _multiply(packing: LinearPacking, packed: Any, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
     return packing.multiply(rows, packed, bias)
 
 

@@ -36,12 +36,16 @@ class ModelConfig:
         device: `auto`, `cpu` or `cuda`. `auto` takes a CUDA device if there is one.
         dtype: `auto` (what the checkpoint says), `float32`, `bfloat16` or `float16`.
         exactness: `exact`, where a hit never changes a bit of an answer, or `fast`.
+        weights: `auto` (as `dtype` says), or `int8` on a CPU: linear layers have 8 bits a weight, one scale for each
+            output feature, and round their inputs to 8 bits as well, one scale for each token. Embeddings, norms and
+            experts keep their dtype.
     """
 
     path: str = "tiny"
     device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     exactness: Annotated[str, OneOf("exact", "fast")] = "exact"
+    weights: Annotated[str, OneOf("auto", "int8")] = "auto"
 
     def __post_init__(self) -> None:
         require_fields("model", self)

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from radixkv.config import ModelConfig
 from radixkv.config.model_directory import check_servable
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
+from radixkv.kernels.int8_linear import adds_integers_exactly
 from radixkv.model.attention.paged_step import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.on_gpu import require_triton
@@ -31,6 +32,8 @@ def load_model(config: ModelConfig) -> Model:
     """
     start_s = time.perf_counter()
     device = _resolve_device(config.device)
+    if config.weights == "int8":
+        _require_int8(device)
     model = _make_tiny(config, device) if config.path == "tiny" else _load(config, device)
     _log.info(
         "loaded %s in %.1f s: %s with %.1f million parameters in %s on %s",
@@ -46,7 +49,7 @@ def load_model(config: ModelConfig) -> Model:
 
 def _make_tiny(config: ModelConfig, device: torch.device) -> Model:
     module = build_tiny_model(ATTENTION_NAME).to(_dtype(config) or torch.float32)
-    return Model("tiny", module, device, is_exact=config.exactness == "exact")
+    return Model("tiny", module, device, is_exact=config.exactness == "exact", weights=config.weights)
 
 
 def _load(config: ModelConfig, device: torch.device) -> Model:
@@ -55,7 +58,8 @@ def _load(config: ModelConfig, device: torch.device) -> Model:
     try:
         module = _load_module(directory, _dtype(config))
         _refuse_masks_we_do_not_make(module)
-        return Model(directory.resolve().name, module, device, is_exact=config.exactness == "exact")
+        name = directory.resolve().name
+        return Model(name, module, device, is_exact=config.exactness == "exact", weights=config.weights)
     except RadixKVError:
         raise
     except Exception as error:  # whatever transformers raises over a bad directory
@@ -105,6 +109,15 @@ def _refuse_masks_we_do_not_make(module: PreTrainedModel) -> None:
 def _dtype(config: ModelConfig) -> torch.dtype | None:
     """The dtype that is asked for; None for the checkpoint's own."""
     return None if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def _require_int8(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ConfigError(f'model.weights: expected "auto" on {device}, got "int8", which runs on a CPU only')
+    if not adds_integers_exactly():
+        raise ConfigError(
+            'model.weights: expected "auto" on this processor, got "int8": it does not add up products of 8 bits exactly'
+        )
 
 
 def _resolve_device(name: str) -> torch.device:

@@ -38,6 +38,7 @@ class Model:
         is_exact: whether it runs in exact mode.
         is_fused: whether its known parts run as one kernel each; None fuses them in fast mode on a GPU, and on a CPU
             lets products and known parts run in few calls.
+        weights: `auto`, or `int8` on a CPU; see `ModelConfig`.
 
     Attributes:
         name: `tiny` or the directory's name.
@@ -49,6 +50,7 @@ class Model:
         is_exact: whether a token's K, V and logits depend on its prefix alone, bit for bit.
         max_tokens: tokens of the longest sequence that the model is made for; None if its configuration does not say.
         eos_token_ids: tokens that end a generation.
+        weights: as given.
         fingerprint: equal for equal configuration and weights.
     """
 
@@ -60,6 +62,7 @@ class Model:
         *,
         is_exact: bool = True,
         is_fused: bool | None = None,
+        weights: str = "auto",
     ) -> None:
         assert not (is_exact and is_fused), "exact mode takes the place of torch's functions, which kernels do not call"
         self.name = name
@@ -67,12 +70,13 @@ class Model:
         self.is_exact = is_exact
         self.module = module.to(device).eval().requires_grad_(False)
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
-        self.fingerprint = _fingerprint(module)  # before weights are laid out otherwise
+        self.weights = weights
+        self.fingerprint = _fingerprint(module, weights)  # before weights are laid out otherwise
         self._unfused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
             self._unfused = fuse_modules(module)
         elif device.type == "cpu" and is_fused is None:
-            pack_linears(module, ProductChoices(is_exact=is_exact))
+            pack_linears(module, ProductChoices(is_exact=is_exact, weights=weights))
             self._unfused = JoinedParts(module, is_exact=is_exact).undone
         self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
         self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
@@ -211,9 +215,9 @@ def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[Atte
     return KVShape(num_layers, num_kv_heads, head_dim, dtype), tuple(probe.kinds)
 
 
-def _fingerprint(module: PreTrainedModel) -> str:
+def _fingerprint(module: PreTrainedModel, weights: str) -> str:
     """Digest the configuration, and 4 KiB from the start, the middle and the end of every parameter."""
-    digest = xxh3_128(module.config.to_json_string().encode())
+    digest = xxh3_128(f"{weights} {module.config.to_json_string()}".encode())
     for name, parameter in module.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         data = parameter.detach().reshape(-1).view(torch.uint8)

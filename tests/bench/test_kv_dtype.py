@@ -41,3 +41,16 @@ def test_a_text_is_what_the_model_expects():
         kv_dtype._perplexity(rows, [ids]) for rows, ids in zip(logits, (drawn, noise), strict=True)
     )
     assert drawn_perplexity < noise_perplexity
+
+
+def test_weights_of_8_bits_add_a_row(tmp_path, monkeypatch):
+    file = tmp_path / "weights.json"
+    arguments = ["--models", "tiny", "--texts", "1", "--tokens", "40", "--weights", "int8", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["kv_dtype", *arguments])
+    kv_dtype.main()
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert [row["weights"] for row in rows] == ["auto", "int8", *["auto"] * (len(KV_DTYPES) - 1)]
+    own, rounded = rows[:2]
+    assert own["kl"] == 0 < rounded["kl"]
+    assert rounded["kv_dtype"] == own["kv_dtype"] == "auto (float32)"
+    assert rounded["mean_logit_difference"] < 0.1 * rounded["std_of_logits"]

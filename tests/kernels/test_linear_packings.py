@@ -11,7 +11,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("name", list(PACKINGS))
+@pytest.mark.parametrize("name", [name for name in PACKINGS if name != "int8"])
 def test_every_packing_is_a_linear_layer(name: str, dtype: torch.dtype) -> None:
     rows, weight, bias = (each.to(dtype) for each in (random(33, 96), random(40, 96) / 10, random(40)))
     if name not in packings_for(weight):

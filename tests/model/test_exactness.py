@@ -52,6 +52,20 @@ def test_no_bit_of_a_quantized_pool_depends_on_the_cache(model: str, dtype: str,
     assert counts["partial hits"] >= 4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["qwen3", "mixtral", "gpt2"])
+def test_no_bit_of_int8_weights_depends_on_the_cache(model: str, dtype: str) -> None:
+    counts, first_difference = run_cases(model, dtype, "exact", num_cases=8, seed=len(model), weights="int8")
+    assert first_difference == ""
+    assert counts["partial hits"] >= 4
+
+
+def test_no_bit_of_float16_depends_on_the_cache() -> None:
+    counts, first_difference = run_cases("llama", "float16", "exact", num_cases=8, seed=1)
+    assert first_difference == ""
+    assert counts["partial hits"] >= 4
+
+
 def test_the_cases_see_what_fast_mode_does() -> None:
     counts, first_difference = run_cases("llama", "float32", "fast", num_cases=20)
     assert counts["different"] > 0

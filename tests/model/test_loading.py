@@ -166,3 +166,22 @@ class TestBadDirectories:
             pytest.skip("there is a CUDA device")
         with pytest.raises(ConfigError, match=r"model\.device: expected a CUDA device"):
             load_model(ModelConfig(device="cuda"))
+
+
+def test_int8_weights_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.model.loading._resolve_device", lambda _: torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r'^model\.weights: expected "auto" on cuda, got "int8"'):
+        load_model(ModelConfig(weights="int8"))
+
+
+def test_int8_weights_are_refused_where_sums_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.model.loading.adds_integers_exactly", lambda: False)
+    with pytest.raises(ConfigError, match=r'^model\.weights: expected "auto" on this processor, got "int8"'):
+        load_model(ModelConfig(weights="int8", device="cpu"))
+
+
+def test_int8_weights_make_another_model() -> None:
+    own, rounded = (load_model(ModelConfig(weights=weights, device="cpu")) for weights in ("auto", "int8"))
+    assert rounded.fingerprint != own.fingerprint
+    assert rounded.num_parameters == own.num_parameters
+    assert "model.layers.0.mlp.down_proj.weight" not in dict(rounded.module.named_parameters())

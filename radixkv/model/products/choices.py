@@ -35,11 +35,14 @@ class ProductChoices:
 
     Args:
         is_exact: whether rows must have the same bits, whatever their number.
+        weights: `auto`, or `int8` to round weights; see `ModelConfig`.
         directory: of the file; None takes `$XDG_CACHE_HOME/radixkv`, or else `~/.cache/radixkv`.
     """
 
-    def __init__(self, *, is_exact: bool, directory: Path | None = None) -> None:
-        self._is_exact = is_exact
+    def __init__(self, *, is_exact: bool, weights: str = "auto", directory: Path | None = None) -> None:
+        # Integers are exact for any number of rows. Some numbers are slow: a lone row takes 170 times as long as two.
+        self._is_exact = is_exact or weights == "int8"
+        self._weights = weights
         self._file = (directory or _cache_directory()) / _FILE
         self._known: dict[str, ProductChoice | None] = {}
         self._remembered = self._read()
@@ -56,13 +59,14 @@ class ProductChoices:
         Args:
             weight: `[out_features, in_features]` on a CPU.
             bias: `[out_features]`, or None.
-            packings: names of candidates; None for all of this machine.
+            packings: names of candidates; None for all that fit the configured weights.
             most_rows: rows of a call at most.
 
         Returns:
             The choice; None if rows are not computed alike.
         """
-        packings = packings_for(weight) if packings is None else packings
+        if packings is None:
+            packings = ("int8",) if self._weights == "int8" else packings_for(weight)
         key = self._key(weight, bias, packings, most_rows)
         if key not in self._known:
             choice = _parsed(self._remembered.get(key), packings, is_exact=self._is_exact)

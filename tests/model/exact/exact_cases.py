@@ -75,17 +75,25 @@ class Cases:
 
     Args:
         directory: a checkpoint.
-        dtype, exactness, device: see `ModelConfig`.
+        dtype, exactness, device, weights: see `ModelConfig`.
         kv_dtype: see `CacheConfig`.
         seed: of everything random.
     """
 
     def __init__(
-        self, directory: Path, dtype: str, kv_dtype: str, exactness: str, seed: int, device: str = "cpu"
+        self,
+        directory: Path,
+        dtype: str,
+        kv_dtype: str,
+        exactness: str,
+        seed: int,
+        device: str = "cpu",
+        weights: str = "auto",
     ) -> None:
         self.random = random.Random(seed)
         self.block_size = self.random.choice((16, 32))
-        self.model = load_model(ModelConfig(path=str(directory), dtype=dtype, exactness=exactness, device=device))
+        config = ModelConfig(path=str(directory), dtype=dtype, exactness=exactness, device=device, weights=weights)
+        self.model = load_model(config)
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
         kernels = attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
         is_by_layer = kernels.wants_pool_by_layer and self.random.random() < 0.8
@@ -204,11 +212,12 @@ def run_cases(
     seed: int = 0,
     kv_dtype: str = "auto",
     device: str = "cpu",
+    weights: str = "auto",
 ) -> tuple[Counter[str], str]:
     """Run cases of one model. Returns the counted events and the first difference."""
     first = ""
     with tempfile.TemporaryDirectory() as folder:
-        cases = Cases(write_checkpoint(MODELS[model], Path(folder)), dtype, kv_dtype, exactness, seed, device)
+        cases = Cases(write_checkpoint(MODELS[model], Path(folder)), dtype, kv_dtype, exactness, seed, device, weights)
         for index in range(num_cases):
             difference = cases.run()
             first = first or (difference and f"{model}, {kv_dtype}, seed {seed}, case {index}: {difference}")
@@ -218,9 +227,10 @@ def run_cases(
 def main() -> int:
     parser = argparse.ArgumentParser(description="Ask whether a hit changes a bit of the answer.")
     parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
     parser.add_argument("--exactness", choices=("exact", "fast"), default="exact")
+    parser.add_argument("--weights", choices=("auto", "int8"), default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -235,12 +245,15 @@ def main() -> int:
             100 * options.seed + index,
             options.kv_dtype,
             options.device,
+            options.weights,
         )
         print(f"{model}: {dict(met)}", flush=True)
         counts += met
         first = first or difference
     took_s = time.perf_counter() - start_s
-    print(f"{options.exactness}, {options.dtype}, pool {options.kv_dtype}, {took_s:.0f} s: {dict(counts)}")
+    print(
+        f"{options.exactness}, {options.dtype}, weights {options.weights}, pool {options.kv_dtype}, {took_s:.0f} s: {dict(counts)}"
+    )
     if first:
         print(f"first difference: {first}")
     has_reused = counts["partial hits"] >= 0.8 * counts["cases"]

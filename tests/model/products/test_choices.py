@@ -111,3 +111,12 @@ def test_the_file_is_where_caches_are(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ProductChoices(is_exact=True).choose(WEIGHT, None)
     assert [file.name for file in (tmp_path / "radixkv").iterdir()] == ["products.json"]
+
+
+def test_int8_weights_are_rounded_also_in_fast_mode(tmp_path: Path) -> None:
+    for is_exact in (True, False):
+        choice = ProductChoices(is_exact=is_exact, weights="int8", directory=tmp_path).choose(WEIGHT, None)
+        assert choice is not None
+        assert choice.packing == "int8"
+        assert {2, 512} <= set(dict(choice.costs))
+    assert len(json.loads((tmp_path / "products.json").read_text())) == 1
