@@ -184,7 +184,8 @@ def main() -> None:
         rounded = None if options.weights == "auto" else build_model(name, options.layers, options.weights)
         rows += measure(build_model(name, options.layers), options.texts, options.tokens, rounded)
     print(
-        f"{'model':>8} {'weights':>7} {'pool':>11} {'fits':>5} {'max':>8} {'mean':>8} {'KL':>9} {'top-1':>7} {'perplexity':>10}"
+        f"{'model':>8} {'weights':>7} {'pool':>11} {'fits':>5}",
+        f"{'max':>8} {'mean':>8} {'KL':>9} {'top-1':>7} {'perplexity':>10}",
     )
     for row in rows:
         print(

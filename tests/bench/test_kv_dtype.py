@@ -52,5 +52,5 @@ def test_weights_of_8_bits_add_a_row(tmp_path, monkeypatch):
     assert [row["weights"] for row in rows] == ["auto", "int8", *["auto"] * (len(KV_DTYPES) - 1)]
     own, rounded = rows[:2]
     assert own["kl"] == 0 < rounded["kl"]
-    assert rounded["kv_dtype"] == own["kv_dtype"] == "auto (float32)"
+    assert rounded["kv_dtype"] == own["kv_dtype"] == "auto (fp32)"
     assert rounded["mean_logit_difference"] < 0.1 * rounded["std_of_logits"]

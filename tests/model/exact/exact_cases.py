@@ -251,9 +251,8 @@ def main() -> int:
         counts += met
         first = first or difference
     took_s = time.perf_counter() - start_s
-    print(
-        f"{options.exactness}, {options.dtype}, weights {options.weights}, pool {options.kv_dtype}, {took_s:.0f} s: {dict(counts)}"
-    )
+    kinds = f"{options.exactness}, {options.dtype}, weights {options.weights}, pool {options.kv_dtype}"
+    print(f"{kinds}, {took_s:.0f} s: {dict(counts)}")
     if first:
         print(f"first difference: {first}")
     has_reused = counts["partial hits"] >= 0.8 * counts["cases"]
