@@ -22,8 +22,8 @@ from radixkv.kernels.quantization import dequantize
 from radixkv.kernels.row_pieces import ELEMENTS_A_CALL, VECTOR_ELEMENTS
 from radixkv.kernels.scoring import Scoring
 
-# Rows that the fused attention computes at once, at most.
-_LEAST_ROWS_AT_ONCE = 32
+# The fused attention shares out blocks of this many rows or more among threads: fewer are one block.
+_ROWS_A_BLOCK = 32
 
 # Scores held at once when a softcap rules out the fused attention: 64 MiB of float32.
 _SOFTCAP_SCORES = 1 << 24
@@ -95,9 +95,8 @@ def _rows_of(query: torch.Tensor, num_kv_heads: int, group: Group) -> torch.Tens
         own = query[group.first_token : group.first_token + group.num_tokens]
     else:
         own = query.index_select(0, group.tokens)
-    by_head = torch.unflatten(own, 1, (num_kv_heads, -1)).transpose(
-        0, 1
-    )  # [num_kv_heads, num_tokens, group_size, head_dim]
+    # [num_kv_heads, num_tokens, group_size, head_dim]
+    by_head = torch.unflatten(own, 1, (num_kv_heads, -1)).transpose(0, 1)
     num_rows = group.num_tokens * (num_query_heads // num_kv_heads)
     rows = query.new_empty(num_kv_heads, num_rows + ROWS_MULTIPLE - 1, head_dim)
     torch.unflatten(rows[:, :num_rows], 1, by_head.shape[1:3]).copy_(by_head)
@@ -128,7 +127,7 @@ def _attend_group(rows: torch.Tensor, pool: KVPool, layer: int, group: Group, sc
     if not group.strips:
         return tail
     num_kv_heads, num_rows = tail_lse.shape
-    # Filled up with rows of zeros, so that there are whole vectors.
+    # Zeros behind the rows fill up whole vectors.
     lses = tail_lse.new_zeros(group.num_pieces + 1, num_kv_heads, num_rows + -num_rows % VECTOR_ELEMENTS)
     lses[:-1, :, :num_rows] = float("-inf")
     lses[-1, :, :num_rows] = tail_lse
@@ -167,8 +166,9 @@ def _merge(
     of a number in the tensor.
 
     Args:
-        strips, partials: in order; each partial `[num_units, num_kv_heads, rows of the strip, head_dim]`, overwritten.
-        tail: `[num_kv_heads, num_rows, head_dim]`, the last piece of each row; overwritten.
+        strips, partials: in order; each partial `[num_units, num_kv_heads, rows of the strip, head_dim]`, may be
+            overwritten.
+        tail: `[num_kv_heads, num_rows, head_dim]`, the last piece of each row; may be overwritten.
         shares: float32 `[num_pieces, num_kv_heads, num_rows, 1]`.
 
     Returns:
@@ -207,7 +207,7 @@ def _attend_tails(
         own = torch.unflatten(own, 1, (tails.num_tiles, tails.num_rows))
         key, value = _tail_kv(pool, layer, tails, rows.dtype)
         attend = _attend if scoring.softcap is None else _attend_softcapped
-        partial, lse = attend(own.transpose(0, 1), key, value, tails.mask, scoring)
+        partial, lse = attend(own.transpose(0, 1), key, value, tails.mask(scoring.window, rows.dtype), scoring)
         partials.append(partial.transpose(0, 1).flatten(1, 2))
         lses.append(lse.transpose(0, 1).flatten(1, 2))
     partial = partials[0] if len(partials) == 1 else torch.cat(partials, dim=1)
@@ -268,7 +268,7 @@ def _attend(
     Returns:
         Rows like `query`, and the logarithms of their sums of weights, float32 `[n, num_kv_heads, num_rows]`.
     """
-    if query.shape[0] * query.shape[1] == 1 and query.shape[2] <= _LEAST_ROWS_AT_ONCE and torch.get_num_threads() > 1:
+    if query.shape[0] * query.shape[1] == 1 and query.shape[2] <= _ROWS_A_BLOCK and torch.get_num_threads() > 1:
         # The library would compute a lone product on all its threads, and its sums in parts.
         query, key, value = (tensor.expand(2, -1, -1, -1) for tensor in (query, key, value))
         rows, lse = _fused_attention(query, key, value, attn_mask=mask, scale=scoring.scale)

@@ -6,15 +6,15 @@ The keys of a row are cut into pieces at fixed positions, whoever attends and wh
     pieces     [ unit 0 ......)[ unit 1 ......)[ part  )[ tail  )       of the rows of the tile [1280, 1408)
 
 Rows see units of 512 keys and parts of 256 keys as a whole, so rows of many requests can stand in one product over
-them: those whose blocks are the same. Only what follows, up to the end of a
-row's tile of 128 positions, is masked. A row's pieces, and the order
-in which they are merged, depend on its position alone.
+them: those whose blocks are the same. Only the tail, which ends with a row's tile of 128 positions, is masked. A row's
+pieces, and the order in which they are merged, depend on its position alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +34,17 @@ from radixkv.kernels.cpu_attention_work import (
 )
 from radixkv.kernels.shared_prefix import prefix_order, runs_in_order
 
-# Rows of a group, beyond which a group is not worth more company, and numbers in the pieces of one: 64 MiB of float32.
+_PARTS_A_UNIT = UNIT_TOKENS // PART_TOKENS
+
+# Rows of a group, beyond which it is not worth more company, and numbers in its pieces or its mask: 64 MiB of float32.
 _GROUP_ROWS = 1024
 _GROUP_NUMBERS = 1 << 24
 
 # Tokens that are copied at once where K and V can't be read in place: 8 MiB of float32 for 2 heads of 64.
 _COPIED_TOKENS = 8192
+
+# Numbers in a mask that is kept for all layers; a larger one, of a tail with a long window, is made in each layer.
+_KEPT_MASK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,24 @@ class _Tile:
     first_token: int  # packed row of the token at `start`
 
 
+class _Members(NamedTuple):
+    """The tiles of a group, in `prefix_order`.
+
+    Attributes:
+        tiles: at least one.
+        tables: `[num_tiles, max_blocks]`, the blocks of each tile's request.
+        num_parts: whole parts before each tile, `[num_tiles]`.
+        same_parts: how many of them each shares with the next one, `[num_tiles - 1]`.
+        first_rows: the first row of each tile in the group, and the number of rows, `[num_tiles + 1]`.
+    """
+
+    tiles: Sequence[_Tile]
+    tables: npt.NDArray[np.int32]
+    num_parts: npt.NDArray[np.int64]
+    same_parts: npt.NDArray[np.int64]
+    first_rows: npt.NDArray[np.int64]
+
+
 def plan_cpu_attention(batch: PagedBatch, demand: Demand) -> list[Group]:
     """Lay out the attention of one step for the layers that make the same demand.
 
@@ -61,18 +84,17 @@ def plan_cpu_attention(batch: PagedBatch, demand: Demand) -> list[Group]:
         demand: what the layers have in common.
     """
     tiles = [*_tiles(batch, demand)]
-    counts = np.array([0 if demand.is_whole else tile.tile_start // PART_TOKENS for tile in tiles])
-    blocks_a_part = PART_TOKENS // batch.block_size
+    num_parts = np.array([_num_parts(tile, demand) for tile in tiles])
     tables = batch.host_tables[[tile.request for tile in tiles]]
-    if len(tiles) == 1:
-        order, same = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    else:
-        order, same = prefix_order(tables, counts, blocks_a_part)
-    tiles, tables, counts = [tiles[i] for i in order], tables[order], counts[order]
+    order, same_parts = prefix_order(tables, num_parts, PART_TOKENS // batch.block_size)
+    tiles, tables, num_parts = [tiles[i] for i in order], tables[order], num_parts[order]
     groups = []
-    for first, end in _cut_into_groups(tiles, counts, demand):
-        members = slice(first, end)
-        groups.append(_group(batch, demand, tiles[members], tables[members], counts[members], same[first : end - 1]))
+    for first, end in _cut_into_groups(tiles, demand):
+        own = slice(first, end)
+        num_rows = [(tile.end - tile.start) * demand.group_size for tile in tiles[own]]
+        first_rows = np.cumsum([0, *num_rows])
+        members = _Members(tiles[own], tables[own], num_parts[own], same_parts[first : end - 1], first_rows)
+        groups.append(_group(batch, demand, members))
     return groups
 
 
@@ -82,10 +104,15 @@ def _tiles(batch: PagedBatch, demand: Demand) -> Iterator[_Tile]:
         prefix_len = kv_len - (end_token - first_token)
         for tile_start in range(prefix_len // TILE_TOKENS * TILE_TOKENS, kv_len, TILE_TOKENS):
             start, tile_end = max(tile_start, prefix_len), min(tile_start + TILE_TOKENS, kv_len)
-            pieces = 1 if demand.is_whole else _num_pieces(tile_start // PART_TOKENS) + 1
-            step = max(1, _GROUP_NUMBERS // (pieces * demand.row_numbers * demand.group_size))
+            whole = _Tile(i, tile_start, start, tile_end, first_token + start - prefix_len)
+            step = max(1, _GROUP_NUMBERS // (_numbers_a_row(whole, demand) * demand.group_size))
             for at in range(start, tile_end, step):
                 yield _Tile(i, tile_start, at, min(at + step, tile_end), first_token + at - prefix_len)
+
+
+def _num_parts(tile: _Tile, demand: Demand) -> int:
+    """Return how many parts a tile sees as a whole, or in units."""
+    return 0 if demand.is_whole else tile.tile_start // PART_TOKENS
 
 
 def _num_pieces(num_parts: int) -> int:
@@ -93,42 +120,33 @@ def _num_pieces(num_parts: int) -> int:
     return num_parts // _PARTS_A_UNIT + num_parts % _PARTS_A_UNIT
 
 
-_PARTS_A_UNIT = UNIT_TOKENS // PART_TOKENS
+def _numbers_a_row(tile: _Tile, demand: Demand) -> int:
+    """Return the numbers in the pieces of a row or in its mask, whichever are more."""
+    pieces = _num_pieces(_num_parts(tile, demand)) + 1
+    return max(pieces * demand.row_numbers, _num_keys(tile, demand))
 
 
-def _cut_into_groups(
-    tiles: Sequence[_Tile], counts: npt.NDArray[np.int64], demand: Demand
-) -> Iterator[tuple[int, int]]:
+def _cut_into_groups(tiles: Sequence[_Tile], demand: Demand) -> Iterator[tuple[int, int]]:
     """Cut tiles in order into groups of bounded size, `[first, end)`."""
-    first, rows, pieces = 0, 0, 0
-    for i, (tile, count) in enumerate(zip(tiles, counts.tolist(), strict=True)):
-        own_rows = (tile.end - tile.start) * demand.group_size
-        most = max(pieces, _num_pieces(count) + 1)
-        numbers = (rows + own_rows) * most * demand.row_numbers
-        if rows and (rows + own_rows > _GROUP_ROWS or numbers > _GROUP_NUMBERS):
+    first, rows, most = 0, 0, 0
+    for i, tile in enumerate(tiles):
+        own_rows, own_numbers = (tile.end - tile.start) * demand.group_size, _numbers_a_row(tile, demand)
+        all_rows, most = rows + own_rows, max(most, own_numbers)
+        if rows and (all_rows > _GROUP_ROWS or all_rows * most > _GROUP_NUMBERS):
             yield first, i
-            first, rows, most = i, 0, _num_pieces(count) + 1
-        rows, pieces = rows + own_rows, most
+            first, all_rows, most = i, own_rows, own_numbers
+        rows = all_rows
     yield first, len(tiles)
 
 
-def _group(
-    batch: PagedBatch,
-    demand: Demand,
-    tiles: Sequence[_Tile],
-    tables: npt.NDArray[np.int32],
-    counts: npt.NDArray[np.int64],
-    same: npt.NDArray[np.int64],
-) -> Group:
-    tokens = np.concatenate([tile.first_token + np.arange(tile.end - tile.start) for tile in tiles])
-    num_tokens = len(tokens)
-    is_range = bool((tokens == tokens[0] + np.arange(num_tokens)).all())
-    starts = np.cumsum([0, *((tile.end - tile.start) * demand.group_size for tile in tiles)])
-    strips = [*_strips(batch.block_size, demand, tables, counts, same, starts)] if counts.any() else []
-    tails, tail_rows = _tails(batch, demand, tiles, tables, starts)
+def _group(batch: PagedBatch, demand: Demand, members: _Members) -> Group:
+    tokens = np.concatenate([tile.first_token + np.arange(tile.end - tile.start) for tile in members.tiles])
+    is_range = bool((tokens == tokens[0] + np.arange(len(tokens))).all())
+    strips = [*_strips(batch.block_size, demand, members)] if members.num_parts.any() else []
+    tails, tail_rows = _tails(batch, demand, members)
     return Group(
         int(tokens[0]),
-        num_tokens,
+        len(tokens),
         None if is_range else torch.from_numpy(tokens),
         max((strip.first_piece + strip.num_units for strip in strips), default=0),
         tuple(sorted(strips, key=lambda strip: strip.first_piece)),
@@ -137,28 +155,22 @@ def _group(
     )
 
 
-def _strips(
-    block_size: int,
-    demand: Demand,
-    tables: npt.NDArray[np.int32],
-    counts: npt.NDArray[np.int64],
-    same: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-) -> Iterator[Strip]:
-    units = counts // _PARTS_A_UNIT
-    for first_unit, end_unit, first, end in runs_in_order(units.tolist(), (same // _PARTS_A_UNIT).tolist()):
+def _strips(block_size: int, demand: Demand, members: _Members) -> Iterator[Strip]:
+    _, tables, num_parts, same_parts, first_rows = members
+    num_units = num_parts // _PARTS_A_UNIT
+    for first_unit, end_unit, first, end in runs_in_order(num_units.tolist(), (same_parts // _PARTS_A_UNIT).tolist()):
         blocks = tables[first, first_unit * UNIT_TOKENS // block_size : end_unit * UNIT_TOKENS // block_size]
-        rows = int(starts[first]), int(starts[end])
+        rows = int(first_rows[first]), int(first_rows[end])
         yield from _in_place_or_copied(blocks, first_unit, UNIT_TOKENS, rows, block_size, demand)
     # Tiles that see other units have other parts, although they may share the blocks.
-    same_parts = np.where(units[1:] == units[:-1], same, 0)
-    for first_part, end_part, first, end in runs_in_order(counts.tolist(), same_parts.tolist()):
-        num_units = int(units[first])
-        first_own = max(first_part, num_units * _PARTS_A_UNIT)
+    same_parts = np.where(num_units[1:] == num_units[:-1], same_parts, 0)
+    for first_part, end_part, first, end in runs_in_order(num_parts.tolist(), same_parts.tolist()):
+        parts_in_units = int(num_units[first]) * _PARTS_A_UNIT
+        first_own = max(first_part, parts_in_units)
         if first_own < end_part:
             blocks = tables[first, first_own * PART_TOKENS // block_size : end_part * PART_TOKENS // block_size]
-            first_piece = num_units + first_own - num_units * _PARTS_A_UNIT
-            rows = int(starts[first]), int(starts[end])
+            first_piece = int(num_units[first]) + first_own - parts_in_units
+            rows = int(first_rows[first]), int(first_rows[end])
             yield from _in_place_or_copied(blocks, first_piece, PART_TOKENS, rows, block_size, demand)
 
 
@@ -192,28 +204,28 @@ def _in_place_or_copied(
         first = end
 
 
-def _tails(
-    batch: PagedBatch,
-    demand: Demand,
-    tiles: Sequence[_Tile],
-    tables: npt.NDArray[np.int32],
-    starts: npt.NDArray[np.int64],
-) -> tuple[tuple[Tails, ...], torch.Tensor | None]:
+def _tails(batch: PagedBatch, demand: Demand, members: _Members) -> tuple[tuple[Tails, ...], torch.Tensor | None]:
+    first_rows = members.first_rows
     alike: dict[tuple[int, int], list[int]] = {}  # tiles by the number of their rows and of their keys
-    for i, tile in enumerate(tiles):
-        num_rows = -(-int(starts[i + 1] - starts[i]) // ROWS_MULTIPLE) * ROWS_MULTIPLE
-        alike.setdefault((num_rows, tile.tile_start + TILE_TOKENS - _first_key(tile, demand)), []).append(i)
-    tails, tail_rows, num_before = [], np.empty(int(starts[-1]), dtype=np.int64), 0
-    for (num_rows, num_keys), members in alike.items():
+    for i, tile in enumerate(members.tiles):
+        num_rows = -(-int(first_rows[i + 1] - first_rows[i]) // ROWS_MULTIPLE) * ROWS_MULTIPLE
+        alike.setdefault((num_rows, _num_keys(tile, demand)), []).append(i)
+    tails, tail_rows, num_before = [], np.empty(int(first_rows[-1]), dtype=np.int64), 0
+    for (num_rows, num_keys), indices in alike.items():
         most_tiles = max(1, _COPIED_TOKENS // num_keys)
-        for cut in range(0, len(members), most_tiles):
-            chosen = members[cut : cut + most_tiles]
-            tails.append(_tails_alike(batch, demand, tiles, tables, starts, chosen, num_rows, num_keys))
+        for cut in range(0, len(indices), most_tiles):
+            chosen = indices[cut : cut + most_tiles]
+            tails.append(_tails_alike(batch, demand, members, chosen, num_rows, num_keys))
             for i in chosen:
-                tail_rows[starts[i] : starts[i + 1]] = num_before + np.arange(starts[i + 1] - starts[i])
+                tail_rows[first_rows[i] : first_rows[i + 1]] = num_before + np.arange(first_rows[i + 1] - first_rows[i])
                 num_before += num_rows
     are_rows = num_before == len(tail_rows) and bool((tail_rows == np.arange(num_before)).all())
     return tuple(tails), None if are_rows else torch.from_numpy(tail_rows)
+
+
+def _num_keys(tile: _Tile, demand: Demand) -> int:
+    """Return the number of keys of a tile's own sums."""
+    return tile.tile_start + TILE_TOKENS - _first_key(tile, demand)
 
 
 def _first_key(tile: _Tile, demand: Demand) -> int:
@@ -229,42 +241,38 @@ def _first_visible(tile: _Tile, demand: Demand) -> int:
 
 
 def _tails_alike(
-    batch: PagedBatch,
-    demand: Demand,
-    tiles: Sequence[_Tile],
-    tables: npt.NDArray[np.int32],
-    starts: npt.NDArray[np.int64],
-    members: Sequence[int],
-    num_rows: int,
-    num_keys: int,
+    batch: PagedBatch, demand: Demand, members: _Members, chosen: Sequence[int], num_rows: int, num_keys: int
 ) -> Tails:
-    block_size = batch.block_size
-    first_keys = np.array([_first_key(tiles[i], demand) for i in members])  # [num_tiles]
-    tokens = np.arange(num_rows) // demand.group_size  # [num_rows]
-    own_tokens = np.array([tiles[i].end - tiles[i].start for i in members])[:, None]
-    positions = np.array([tiles[i].start for i in members])[:, None] + np.minimum(tokens, own_tokens - 1)
-    rows = starts[list(members)][:, None] + np.minimum(np.arange(num_rows), own_tokens * demand.group_size - 1)
-    keys = first_keys[:, None] + np.arange(num_keys)  # [num_tiles, num_keys]
-    is_hidden = keys[:, None, :] > positions[:, :, None]
-    if demand.window is not None:
-        is_hidden |= keys[:, None, :] <= positions[:, :, None] - demand.window
-    mask = torch.zeros(is_hidden.shape, dtype=demand.dtype).masked_fill_(torch.from_numpy(is_hidden), float("-inf"))
+    block_size, tiles = batch.block_size, [members.tiles[i] for i in chosen]
+    first_keys = np.array([_first_key(tile, demand) for tile in tiles])  # [num_tiles]
+    own_tokens = np.array([tile.end - tile.start for tile in tiles])[:, None]
+    starts = np.array([tile.start for tile in tiles])[:, None]
+    positions = starts + np.minimum(np.arange(num_rows) // demand.group_size, own_tokens - 1)
+    own_rows = np.minimum(np.arange(num_rows), own_tokens * demand.group_size - 1)
+    rows = members.first_rows[list(chosen)][:, None] + own_rows
 
     first_key = int(first_keys[0]) % block_size
     blocks_a_tile = -(-(first_key + num_keys) // block_size)
     places = first_keys[:, None] // block_size + np.arange(blocks_a_tile)
-    kv_lens = np.array([batch.kv_lens[tiles[i].request] for i in members])[:, None]
+    kv_lens = np.array([batch.kv_lens[tile.request] for tile in tiles])[:, None]
     in_table = np.minimum(places, (kv_lens - 1) // block_size)
     slots = (first_keys // block_size * block_size)[:, None] + np.arange(blocks_a_tile * block_size)
-    first_visible = np.array([_first_visible(tiles[i], demand) for i in members])[:, None]
+    first_visible = np.array([_first_visible(tile, demand) for tile in tiles])[:, None]
     is_written = (slots < kv_lens) & (slots >= first_visible)
-    return Tails(
-        torch.from_numpy(rows.reshape(-1)) if len(tiles) > 1 else None,
-        len(members),
+    tails = Tails(
+        torch.from_numpy(rows.reshape(-1)) if len(members.tiles) > 1 else None,
+        len(tiles),
         num_rows,
-        torch.from_numpy(tables[np.array(members)[:, None], in_table].reshape(-1).astype(np.int64)),
+        torch.from_numpy(members.tables[np.array(chosen)[:, None], in_table].reshape(-1).astype(np.int64)),
         first_key,
         num_keys,
         None if is_written.all() else torch.from_numpy(np.flatnonzero(~is_written)),
-        mask[:, None],
+        torch.from_numpy(positions),
+        torch.from_numpy(first_keys),
+        None,
+    )
+    return (
+        replace(tails, kept_mask=tails.mask(demand.window, demand.dtype))
+        if rows.size * num_keys <= _KEPT_MASK
+        else tails
     )

@@ -86,7 +86,9 @@ class Tails:
         first_key: keys to skip in the first block of each tile.
         num_keys: keys of each tile, a multiple of `SUM_MULTIPLE`.
         unwritten: int64, which of the slots of these blocks may hold anything; None if there are none.
-        mask: `[num_tiles, 1, num_rows, num_keys]` in the queries' dtype, 0 where a row sees a key and -inf elsewhere.
+        positions: int64 `[num_tiles, num_rows]`, of the rows.
+        first_keys: int64 `[num_tiles]`, the position of each tile's first key.
+        kept_mask: the `mask` of these tiles; None if it is too large to be kept.
     """
 
     rows: torch.Tensor | None
@@ -96,7 +98,25 @@ class Tails:
     first_key: int
     num_keys: int
     unwritten: torch.Tensor | None
-    mask: torch.Tensor
+    positions: torch.Tensor
+    first_keys: torch.Tensor
+    kept_mask: torch.Tensor | None
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return `[num_tiles, 1, num_rows, num_keys]`: 0 where a row sees a key, and -inf elsewhere.
+
+        Args:
+            window: the sliding window, None for full attention.
+            dtype: dtype of the queries.
+        """
+        if self.kept_mask is not None:
+            return self.kept_mask
+        keys = self.first_keys[:, None, None] + torch.arange(self.num_keys)  # [num_tiles, 1, num_keys]
+        positions = self.positions[:, :, None]  # [num_tiles, num_rows, 1]
+        is_hidden = keys > positions
+        if window is not None:
+            is_hidden |= keys <= positions - window
+        return torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, float("-inf"))[:, None]
 
 
 @dataclass(frozen=True, slots=True)

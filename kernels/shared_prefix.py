@@ -16,21 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 
-class SharedRun(NamedTuple):
+class OrderedRun(NamedTuple):
     """Units of consecutive blocks that the same requests begin with.
 
     Attributes:
         first_unit, end_unit: the units, half open.
-        requests: the requests whose tables agree up to `end_unit`; at least one.
+        first, end: the requests whose tables agree up to `end_unit`: places in `prefix_order`, half open.
     """
-
-    first_unit: int
-    end_unit: int
-    requests: tuple[int, ...]
-
-
-class OrderedRun(NamedTuple):
-    """Like `SharedRun`, of requests that follow each other in `prefix_order`: places `[first, end)` in it."""
 
     first_unit: int
     end_unit: int
@@ -38,47 +30,23 @@ class OrderedRun(NamedTuple):
     end: int
 
 
-def shared_runs(tables: npt.NDArray[np.int32], num_units: Sequence[int], blocks_a_unit: int) -> list[SharedRun]:
-    """Group the first units of requests by the physical blocks that they stand in.
-
-    Each unit of each request is in exactly one run, together with all requests that have the same blocks there and
-    everywhere before. Runs come depth first: after a run come all that continue it, and then others. Two requests that
-    hold equal tokens in different blocks share nothing.
-
-    >>> tables = np.array([[7, 2, 5, 1], [7, 2, 4, 0], [7, 2, 5, 3]], dtype=np.int32)
-    >>> for run in shared_runs(tables, num_units=[4, 3, 3], blocks_a_unit=1):
-    ...     print(run.first_unit, run.end_unit, run.requests)
-    0 2 (0, 1, 2)
-    2 3 (1,)
-    2 3 (0, 2)
-    3 4 (0,)
-
-    Args:
-        tables: `[num_requests, max_blocks]`, the blocks of each request.
-        num_units: units of each request to group, none of which reaches past its table.
-        blocks_a_unit: consecutive blocks that are shared together or not at all.
-
-    Complexity: O(num_requests x max_blocks) in numpy; in Python O(num_requests + runs).
-    """
-    order, same_units = prefix_order(tables, num_units, blocks_a_unit)
-    requests = order.tolist()
-    return [
-        SharedRun(run.first_unit, run.end_unit, tuple(sorted(requests[run.first : run.end])))
-        for run in runs_in_order([num_units[request] for request in requests], same_units.tolist())
-    ]
-
-
 def prefix_order(
     tables: npt.NDArray[np.int32], num_units: Sequence[int] | npt.NDArray[np.int64], blocks_a_unit: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Sort requests so that those which share a prefix follow each other, the longer ones first.
 
+    Two requests that hold equal tokens in different blocks share nothing.
+
     Args:
-        tables, num_units, blocks_a_unit: as for `shared_runs`; at least one request.
+        tables: `[num_requests, max_blocks]`, the blocks of each request; at least one request.
+        num_units: units of each request to group, none of which reaches past its table.
+        blocks_a_unit: consecutive blocks that are shared together or not at all.
 
     Returns:
         The requests in order, `[num_requests]`, and how many units each has in common with the next one,
         `[num_requests - 1]`.
+
+    Complexity: O(num_requests x max_blocks), in numpy.
     """
     counts = np.asarray(num_units, dtype=np.int64)
     width = max(1, int(counts.max()) * blocks_a_unit)
@@ -92,7 +60,21 @@ def prefix_order(
 
 
 def runs_in_order(num_units: Sequence[int], same_units: Sequence[int]) -> list[OrderedRun]:
-    """Return the runs of requests in `prefix_order`.
+    """Group the first units of requests in `prefix_order`.
+
+    Each unit of each request is in exactly one run, together with all requests that have the same blocks there and
+    everywhere before. A run comes before those that continue it.
+
+    >>> tables, num_units = np.array([[7, 2, 5, 1], [7, 2, 4, 0], [7, 2, 5, 3]], dtype=np.int32), [4, 3, 3]
+    >>> order, same_units = prefix_order(tables, num_units, blocks_a_unit=1)
+    >>> for run in runs_in_order([num_units[i] for i in order], same_units.tolist()):
+    ...     print(run.first_unit, run.end_unit, order[run.first : run.end])
+    0 2 [1 0 2]
+    2 3 [1]
+    2 3 [0 2]
+    3 4 [0]
+
+    Complexity: O(num_requests + runs).
 
     Args:
         num_units: units of each request, in that order; at least one request.

@@ -44,6 +44,9 @@ def load_model(config: ModelConfig) -> Model:
         str(model.module.dtype).removeprefix("torch."),
         device,
     )
+    if device.type == "cpu" and model.module.dtype == torch.float16:
+        # 512 tokens of a 0.5B shape on a Xeon with AMX: 1.28 s in float16, 1.22 in float32, 0.25 in bfloat16.
+        _log.warning("float16 may take as long as float32 on a CPU: model.dtype=bfloat16 may be several times faster")
     return model
 
 

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
     """Load the model, check it, and allocate the pool. Logs each stage and its duration.
 
-    On a CPU, the process keeps freed memory from then on, see `keep_freed_memory`.
+    The process keeps freed memory from then on, see `keep_freed_memory`.
 
     Returns:
         An engine that is not started yet.

@@ -20,10 +20,13 @@ from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.tokens import TOKEN_BYTES
 
 # The largest relative distance of logits that are computed in two ways. Another order of sums costs about 1e-6 in
-# float32. In bfloat16 transformers' own two ways are 0.024 apart in 24 layers of random weights of 0.02, and 0.093 of
-# 0.05. A lost window, mask or state costs 1e-1 and more (tests/startup/test_model_check.py); in those layers a lost
-# window of 128 costs 0.28 and 1.2 at the 133rd token.
-LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
+# float32 and 1e-2 in bfloat16; a lost window, mask or state costs 1e-1 and more (tests/startup/test_model_check.py).
+LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+# Some models in bfloat16 turn a last bit into more. In 24 layers of random weights of 0.02 transformers' own two ways
+# are 0.024 apart, and in 24 of 0.05 they are 0.093, where a lost window of 128 costs 1.2 at the 133rd token. Such a
+# model may be as far from eager attention as this many times transformers' other way, and twice the tolerance at most.
+_OWN_DISTANCES = 1.5
 
 # With weights of 8 bits: a last bit of attention decides to which integer an input is rounded.
 _INT8_TOLERANCE = 5e-2
@@ -33,9 +36,9 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
     """Compare a short prompt computed in parts with transformers' eager attention, and in exact mode also at once.
 
     The first part has no prefix and ends inside a block. The second is a single token, which depends on its prefix the
-    most. In exact mode the prompt is computed at once instead of the first part, whose K and V are copied from there.
-    The bits of the answer and of all K and V must then be the same both ways, also over a pool that stores K and V in
-    another dtype; in fast mode `check_attention` alone tries such a pool. The kernels are checked first.
+    most. In exact mode the bits of the answer and of all K and V must be the same at once and in parts, also over a
+    pool that stores K and V in another dtype; in fast mode `check_attention` alone tries such a pool. The kernels are
+    checked first.
 
     Args:
         model: the model.
@@ -50,7 +53,7 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
     num_tokens = 2 * block_size + 5
     tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
     ends = [block_size + 3, block_size + 4, num_tokens]
-    expected = dict(zip(ends, _eager_logits(model, tokens, ends), strict=True))
+    expected = dict(zip(ends, _own_logits(model, tokens, ends), strict=True))
     for shape in dict.fromkeys((model.kv_shape, kv_shape or model.kv_shape)):
         check_attention(kernels, model.attention_use(shape, block_size))
         if shape != model.kv_shape and not model.is_exact:
@@ -59,15 +62,13 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
         runner, middle = Runner(model, storage, kernels), storage.num_blocks // 2
         steps = [(start, end, middle) for start, end in itertools.pairwise([0, *ends])]
         if model.is_exact:
-            steps[0] = (0, num_tokens, 0)
+            steps.insert(0, (0, num_tokens, 0))
         answers = []
         for start, end, first_block in steps:
             answers.append(_compute(runner, tokens, start, end, first_block))
             if shape == model.kv_shape:
-                _require_close(model, start, answers[-1], expected[end])
-            if first_block == 0:
-                storage.pool.blocks[middle : middle + 2] = storage.pool.blocks[:2]
-        at_once, _, in_parts = answers
+                _require_close(model, tokens, start, end, answers[-1], expected[end])
+        at_once, *_, in_parts = answers
         if model.is_exact and not (torch.equal(at_once, in_parts) and torch.equal(*storage.pool.blocks.chunk(2))):
             raise UnsupportedModel(
                 f"{_first_inexact_module(runner, tokens)}: expected the same bits computed at once and in parts, got "
@@ -112,12 +113,12 @@ def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
 
 
 @torch.inference_mode()
-def _eager_logits(model: Model, tokens: bytes, ends: list[int]) -> torch.Tensor:
+def _own_logits(model: Model, tokens: bytes, ends: list[int], attention: str = "eager") -> torch.Tensor:
     """Compute a prompt the way transformers does. Returns float32 `[len(ends), vocab_size]`, before each of `ends`."""
     input_ids = torch.from_numpy(np.frombuffer(tokens, dtype="<u4").astype(np.int64)).to(model.device)
     rows = torch.tensor(ends, device=model.device) - 1
-    model.module.set_attn_implementation("eager")
     try:
+        model.module.set_attn_implementation(attention)
         with model.unfused():
             output = model.module(input_ids=input_ids[None], use_cache=False, logits_to_keep=rows)
             logits: torch.Tensor = output.logits[0].float()
@@ -125,17 +126,28 @@ def _eager_logits(model: Model, tokens: bytes, ends: list[int]) -> torch.Tensor:
         raise
     except Exception as error:  # whatever the model's code raises
         name = type(model.module).__name__
-        raise UnsupportedModel(f"{name}: transformers' eager attention fails: {reason_of(error)}") from error
+        raise UnsupportedModel(f"{name}: transformers' {attention} attention fails: {reason_of(error)}") from error
     finally:
         model.module.set_attn_implementation(ATTENTION_NAME)
     return logits
 
 
-def _require_close(model: Model, cached_tokens: int, got: torch.Tensor, expected: torch.Tensor) -> None:
-    distance = float((got - expected).norm() / expected.norm())
+def _require_close(
+    model: Model, tokens: bytes, start: int, end: int, got: torch.Tensor, expected: torch.Tensor
+) -> None:
+    """Refuse a model whose logits before `end`, computed over `start` cached tokens, are not transformers' own."""
+    distance = _distance(got, expected)
     tolerance = _INT8_TOLERANCE if model.weights == "int8" else LOGITS_TOLERANCE[model.kv_shape.dtype]
+    if tolerance < distance <= 2 * tolerance and model.kv_shape.dtype == torch.bfloat16:
+        own = _distance(_own_logits(model, tokens, [end], "sdpa")[0], expected)
+        tolerance = max(tolerance, min(2 * tolerance, _OWN_DISTANCES * own))
     if not distance <= tolerance:
         raise UnsupportedModel(
-            f"{type(model.module).__name__}: computed over {cached_tokens} cached tokens, the logits differ from those "
-            f"of transformers' own attention: expected a relative distance of at most {tolerance}, got {distance:.2g}"
+            f"{type(model.module).__name__}: computed over {start} cached tokens, the logits differ from those "
+            f"of transformers' own attention: expected a relative distance of at most {tolerance:.2g}, got "
+            f"{distance:.2g}"
         )
+
+
+def _distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())

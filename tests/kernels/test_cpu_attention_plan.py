@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from radixkv.kernels import cpu_attention_plan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.cpu_attention_plan import plan_cpu_attention
 from radixkv.kernels.cpu_attention_work import Demand, Group
@@ -24,7 +25,7 @@ def batch_of(lengths: list[tuple[int, int]], tables: list[np.ndarray] | None = N
     return PagedBatch.build([query for _, query in lengths], kv_lens, tables or own, BLOCK)
 
 
-def seen_keys(batch: PagedBatch, groups: list[Group], group_size: int) -> dict[int, list[int]]:
+def seen_keys(batch: PagedBatch, groups: list[Group], group_size: int, window: int | None) -> dict[int, list[int]]:
     """The slots that each row of the step sees, in the order in which its pieces are merged."""
     keys: dict[int, list[int]] = {}
     for group in groups:
@@ -55,9 +56,10 @@ def seen_keys(batch: PagedBatch, groups: list[Group], group_size: int) -> dict[i
             blocks = tails.block_ids.numpy().reshape(tails.num_tiles, -1)
             slots = (blocks[:, :, None] * BLOCK + np.arange(BLOCK)).reshape(tails.num_tiles, -1)
             slots = slots[:, tails.first_key : tails.first_key + tails.num_keys]
+            mask = tails.mask(window, torch.float32)
             for tile in range(tails.num_tiles):
                 for row in range(tails.num_rows):
-                    by_tail.append(slots[tile][(tails.mask[tile, 0, row] == 0).numpy()].tolist())
+                    by_tail.append(slots[tile][(mask[tile, 0, row] == 0).numpy()].tolist())
         places = range(len(rows)) if group.tail_rows is None else group.tail_rows.tolist()
         for row, place in enumerate(places):
             assert int(rows[row]) not in keys, "each row is in one group"
@@ -78,9 +80,8 @@ def test_each_row_sees_each_of_its_keys_once_in_order(window: int | None, reads_
             table[:100] = system
         tables.append(table)
     batch = batch_of(lengths, tables)
-    keys = seen_keys(
-        batch, plan_cpu_attention(batch, demand(window=window, reads_in_place=reads_in_place)), group_size=3
-    )
+    groups = plan_cpu_attention(batch, demand(window=window, reads_in_place=reads_in_place))
+    keys = seen_keys(batch, groups, 3, window)
     assert sorted(keys) == [*range(3 * batch.num_tokens)]
     token = 0
     for (prefix, query), table in zip(lengths, tables, strict=True):
@@ -136,3 +137,22 @@ def test_blocks_are_copied_only_where_they_are_not_adjacent() -> None:
         (1, 1, None),
         (2, 2, 65),
     ]
+
+
+def test_masks_of_long_windows_are_not_kept_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, of_window = batch_of([(1590, 20)]), demand(window=700)
+    (kept,) = plan_cpu_attention(batch, of_window)[0].tails
+    monkeypatch.setattr(cpu_attention_plan, "_KEPT_MASK", 100)
+    (made,) = plan_cpu_attention(batch, of_window)[0].tails
+    assert kept.kept_mask is not None
+    assert made.kept_mask is None
+    assert torch.equal(made.mask(700, torch.float32), kept.kept_mask)
+
+
+def test_no_mask_is_larger_than_a_group_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention_plan, "_GROUP_NUMBERS", 50_000)
+    batch = batch_of([(1500, 100)])
+    groups = plan_cpu_attention(batch, demand(window=1_000_000))
+    sizes = [tails.num_tiles * tails.num_rows * tails.num_keys for group in groups for tails in group.tails]
+    assert sum(group.num_tokens for group in groups) == 100
+    assert max(sizes) <= 50_000 + 16 * 1664, "but for rows that fill up sixteen"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +58,40 @@ def test_half_precision_passes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(model_check.LOGITS_TOLERANCE, model.kv_shape.dtype, -1.0)
     with pytest.raises(UnsupportedModel, match="over 0 cached tokens"):
         check_model(model, TorchKernels(), 16)
+
+
+@pytest.mark.parametrize(("own", "may_serve"), [(0.02, False), (0.06, True), (10.0, True)])
+@pytest.mark.parametrize("ours", [0.07, 0.12])
+def test_a_model_may_be_as_far_as_transformers_is_from_itself(
+    own: float, may_serve: bool, ours: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But never further than twice the tolerance."""
+    model = load_model(ModelConfig(dtype="bfloat16", device="cpu"))
+    own_logits = model_check._own_logits
+
+    def moved(model: Model, tokens: bytes, ends: list[int], attention: str = "eager") -> torch.Tensor:
+        logits = own_logits(model, tokens, ends)
+        return logits * (1 + own) if attention == "sdpa" else logits
+
+    def move(_: object, arguments: object, keywords: dict[str, Any], output: Any) -> None:
+        if keywords.get("radix_step") is not None:
+            output.logits.mul_(1 + ours)
+
+    monkeypatch.setattr(model_check, "_own_logits", moved)
+    model.module.register_forward_hook(move, with_kwargs=True)
+    if may_serve and ours < 0.1:
+        check_model(model, TorchKernels(), 16)
+    else:
+        with pytest.raises(UnsupportedModel, match="expected a relative distance"):
+            check_model(model, TorchKernels(), 16)
+
+
+def test_transformers_second_way_is_computed_where_it_is_needed() -> None:
+    model = load_model(ModelConfig(dtype="bfloat16", device="cpu"))
+    tokens = np.arange(20, dtype="<u4").tobytes()
+    eager, other = (model_check._own_logits(model, tokens, [20], attention) for attention in ("eager", "sdpa"))
+    assert 0 < model_check._distance(other, eager) < 0.05
+    assert model.module.config._attn_implementation == ATTENTION_NAME
 
 
 def test_a_model_that_eager_attention_can_not_compute_is_refused_by_name(gemma2: Model) -> None:

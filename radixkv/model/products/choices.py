@@ -112,11 +112,10 @@ class ProductChoices:
         tree = {**self._read(), key: {"packing": choice.packing, "costs": [list(pair) for pair in choice.costs]}}
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=self._file.parent, prefix=_FILE, delete=False
-            ) as file:
-                json.dump(tree, file, indent=1)
-            Path(file.name).replace(self._file)
+            with tempfile.TemporaryDirectory(dir=self._file.parent) as directory:
+                written = Path(directory) / _FILE
+                written.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+                written.replace(self._file)
         except OSError as error:
             _log.info("%s can't be written, so products are tried again next time: %s", self._file, error)
 
