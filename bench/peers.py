@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from bench.parts.environment import describe_run
 from bench.parts.peers.comparison import Result, compare
 from bench.parts.peers.engines import ENGINES, Checkpoints, Setting, build_worker
 from bench.parts.peers.environments import RECIPES, Environments, NotInstalledError
+from bench.parts.peers.machine_limits import Machine, least_time, measure_machine
 from bench.parts.peers.rows import Row, Sample, build_rows
 from bench.parts.peers.table import format_table
 from bench.parts.peers.worker_process import WorkerError, WorkerProcess
@@ -39,6 +41,7 @@ class Comparison:
         engines: versions and notes of each engine, by setting.
         skipped: engines that could not be installed, each with its reason.
         failures: engines that died or failed at a task.
+        machines: arithmetic and memory of the machine, by setting.
     """
 
     def __init__(self, cache: Path, engines: Sequence[str], repetitions: int) -> None:
@@ -51,14 +54,16 @@ class Comparison:
         self.engines: dict[str, dict[str, Any]] = {}
         self.skipped: dict[str, str] = {}
         self.failures: list[str] = []
+        self.machines: dict[str, Machine] = {}
 
     def measure(self, setting: Setting, rows: dict[str, Row]) -> None:
-        """Start the engines, measure the rows, and end the engines."""
+        """Measure the machine, start the engines, measure the rows, and end the engines."""
+        machine = self.machines[str(setting)] = measure_machine(setting.dtype, setting.threads)
         with ExitStack() as stack:
             workers = self._start(setting, stack)
             for name, row in rows.items():
                 start_s = time.monotonic()
-                result = compare(name, row, setting, self._measure_row(name, row, workers))
+                result = compare(name, row, setting, self._measure_row(name, row, workers), least_time(row, machine))
                 self.rows.append(result)
                 ratio = "no ratio" if result["ratio"] is None else f"{result['ratio']:.2f} of {result['best_peer']}"
                 _say(f"{setting}: {row.title}: {ratio}, in {time.monotonic() - start_s:.0f} s")
@@ -167,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "engines": comparison.engines,
             "skipped": comparison.skipped,
             "failures": comparison.failures,
+            "machine_limits": {setting: asdict(machine) for setting, machine in comparison.machines.items()},
             "repetitions": options.repetitions,
             "seconds": time.monotonic() - start_s,
             "load": os.getloadavg()[0],

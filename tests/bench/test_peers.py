@@ -11,6 +11,7 @@ import pytest
 from bench import peers
 from bench.parts.peers.engines import Setting
 from bench.parts.peers.environments import NotInstalledError
+from bench.parts.peers.machine_limits import Machine
 from bench.parts.peers.worker_process import WorkerProcess
 from tests.bench.parts.peers.fake_processes import fake_process
 
@@ -33,6 +34,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     answer = WorkerProcess.run
     monkeypatch.setattr(peers, "build_worker", build)
+    monkeypatch.setattr(peers, "measure_machine", lambda dtype, threads: Machine(1e10, threads * 1e11, 4))
     monkeypatch.setattr(WorkerProcess, "run", run)
     return asked
 

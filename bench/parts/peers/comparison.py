@@ -18,11 +18,14 @@ def is_ours(engine: str) -> bool:
     return engine.partition("-")[0] == OURS
 
 
-def compare(name: str, row: Row, setting: Setting, samples: Mapping[str, Sequence[Sample]]) -> Result:
+def compare(
+    name: str, row: Row, setting: Setting, samples: Mapping[str, Sequence[Sample]], least_s: float | None = None
+) -> Result:
     """Compare a row's engines.
 
     Args:
         samples: those of each engine by repetition; an engine that died has fewer, or none.
+        least_s: time of one unit that the machine allows, if it is known.
 
     Returns:
         The row with, for each engine, medians and all samples of both times in seconds, and how many of its first
@@ -48,6 +51,7 @@ def compare(name: str, row: Row, setting: Setting, samples: Mapping[str, Sequenc
         "at_once": row.at_once,
         "new_tokens": row.new_tokens,
         "engines": engines,
+        "least_s": least_s,
         "best_peer": best,
         "ratio": ratios.get(OURS),
         "ratios": ratios,

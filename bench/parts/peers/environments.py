@@ -37,9 +37,11 @@ class Recipe:
 
 
 RECIPES = {
-    # torch is only for the export, and pinned because a newer one comes with gigabytes for CUDA.
+    # torch is only for the export, and pinned because a newer one comes with gigabytes for CUDA; torchvision is built
+    # for CUDA and fails at import.
     "openvino": Recipe(
-        ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0")
+        ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0"),
+        ("torchvision",),
     ),
     # Its torchvision, torchaudio and torchcodec are built for CUDA and fail at import. It asks for a package `vllm`.
     "vllm": Recipe(

@@ -28,6 +28,7 @@ _COLORS = {
     "transformers": "#8a8f98",
     "transformers-batching": "#495057",
 }
+_LIMIT_MARK: dict[str, Any] = {"marker": "|", "linestyle": "", "color": INK, "markersize": 13}
 _ROW_INCHES = 0.42
 
 
@@ -54,8 +55,9 @@ def draw_comparison(path: Path, rows: Sequence[Result], machine: str) -> None:
             _draw_panel(axis, panel, setting)
         named = list(dict.fromkeys(engine for row in rows for engine in row["engines"]))
         handles = [Line2D([], [], marker="o", linestyle="", color=_color(each), label=each) for each in named]
+        handles.append(Line2D([], [], **_LIMIT_MARK, label="limit of the machine"))
         place = (0.01, 1 - 1.05 / inches)
-        figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=7, frameon=False, fontsize=9)
+        figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=8, frameon=False, fontsize=9)
         axes[-1, 0].set_xlabel("time / best peer's time")
         figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None})
         plt.close(figure)
@@ -71,6 +73,8 @@ def _draw_panel(axis: Any, rows: Sequence[Result], setting: tuple[str, str, int]
             size = 9 if is_ours(engine) else 7
             ratio = each["wall_s"] / best["wall_s"]
             axis.plot(ratio, place, "o", color=_color(engine), markersize=size, markeredgecolor="white", zorder=3)
+        if best and row["least_s"] is not None:
+            axis.plot(row["least_s"] / best["wall_s"], place, **_LIMIT_MARK)
     axis.set_yticks(range(len(rows)), [row["title"] for row in rows])
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_title(f"{model}, {dtype}, {threads} thread{'s' if threads > 1 else ''}", loc="left", fontsize=10.5)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bench.parts.peers.comparison import is_ours
+
 Result = dict[str, Any]
 
 
@@ -29,18 +31,37 @@ def _shortened(message: str) -> str:
 
 def _lines(rows: Sequence[Result]) -> list[str]:
     engines = list(dict.fromkeys(engine for row in rows for engine in row["engines"]))
-    cells = [["", *engines, "ours / best", "CPU"]]
+    cells = [["", *engines, "ours / best", "CPU", "limit", "ours / limit"]]
     for row in rows:
         times = [format_time(row["unit"], row["engines"].get(engine)) for engine in engines]
         wall, cpu = (
             "-" if ratio is None else f"{ratio:.2f} {best}"
             for ratio, best in ((row["ratio"], row["best_peer"]), (row["cpu_ratio"], row["cpu_best_peer"]))
         )
-        cells.append([row["title"], *times, wall, cpu])
+        cells.append([row["title"], *times, wall, cpu, *_limit(row)])
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
     rule = "-" * max(map(len, lines))
     return [rule, lines[0], rule, *lines[1:], rule]
+
+
+def _limit(row: Result) -> tuple[str, str]:
+    """Return the time that the machine allows, and how many times as long our faster mode takes."""
+    least_s = row["least_s"]
+    ours = [each["wall_s"] for engine, each in row["engines"].items() if is_ours(engine)]
+    if least_s is None:
+        return "-", "-"
+    shown = f"{1 / least_s:,.0f}/s" if row["unit"] == "call" else format_seconds(least_s)
+    return shown, f"{min(ours) / least_s:.2f}" if ours else "-"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a time, short ones in milliseconds.
+
+    >>> format_seconds(0.0576), format_seconds(5.2)
+    ('57.6 ms', '5.20 s')
+    """
+    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
 
 
 def format_time(unit: str, summary: Result | None) -> str:
