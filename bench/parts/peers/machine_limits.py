@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from transformers import LlamaConfig
@@ -100,7 +101,7 @@ def _measure(dtype: torch.dtype, threads: int) -> Machine:
     rates = []
     for rows, columns, outputs in _PRODUCT_SIZES:
         left, weight = torch.randn(rows, columns).to(dtype), torch.randn(outputs, columns).to(dtype)
-        seconds = _shortest_s(lambda left=left, weight=weight: torch.nn.functional.linear(left, weight))
+        seconds = _shortest_s(partial(torch.nn.functional.linear, left, weight))
         rates.append(2 * rows * columns * outputs / seconds)
     return Machine(_READ_BYTES / read_s, max(rates), dtype.itemsize)
 
