@@ -20,11 +20,12 @@ from radixkv.kernels.row_tiles import SIZES, RowTiles, in_tiles
 from radixkv.kernels.sum_order import cancelling_product
 
 # Numbers of rows whose times are weighed: decoding alone, decoding together, a short suffix and a long one.
-_WEIGHED = (2, 8, 64, 512)
+_WEIGHED = (1, 8, 64, 512)
 
-# Weights of a model come from memory, not from a cache: few rows are timed with copies of this size in turn.
-_COLD_BYTES = 64 * 2**20
-_MOST_COPIES = 6
+# Weights of a model come from memory, not from a cache: few rows are timed with copies of this size in turn. With one
+# copy of 35 MB MKL looked twice as fast for 16 rows as it was in a model.
+_COLD_BYTES = 256 * 2**20
+_FEWEST_COPIES, _MOST_COPIES = 2, 8
 _COLD_ROWS = 64  # more rows reuse a weight for longer than it takes to read
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 20
 _LEAST_S = 2e-3  # of all rounds together: shorter ones are lost in what else the machine does
@@ -78,29 +79,35 @@ def choose_product(
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     sizes = tuple(size for size in SIZES if size <= most_rows)
     rows, cancelling, small = cancelling_product(weight, bias, sizes[-1])
-    num_copies = max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, weight.numel() * weight.element_size())))
-    best: tuple[float, ProductChoice] | None = None
+    weight_bytes = max(1, weight.numel() * weight.element_size())
+    num_copies = max(_FEWEST_COPIES, min(_MOST_COPIES, _COLD_BYTES // weight_bytes))
+    weighed = [min(num_rows, sizes[-1]) for num_rows in _WEIGHED]
+
+    def calls_of(name: str) -> list[Multiply]:
+        packing = PACKINGS[name]
+        return [partial(_multiply, packing, packing.pack(cancelling.clone()), small) for _ in range(num_copies)]
+
+    scores: dict[str, float] = {}
     fastest_s = math.inf
     for name in packings:
-        packing = PACKINGS[name]
-        copies = [packing.pack(cancelling.clone()) for _ in range(num_copies)]
-        calls = [partial(_multiply, packing, copy, small) for copy in copies]
+        calls = calls_of(name)
         few_s = _time(calls[:1], rows[:2], clock)
-        if few_s > _HOPELESS * fastest_s:
-            continue
-        fastest_s = min(fastest_s, few_s)
-        weighed = [min(num_rows, sizes[-1]) for num_rows in _WEIGHED]
-        if not is_exact:
-            times = [_time(calls, rows[:num_rows], clock) for num_rows in weighed]
-            scored = [(_score(times), ProductChoice(name))]
-        else:
-            sets = _agreeing(calls, rows, sizes, clock)
-            scored = [
-                (_score([RowTiles(costs).cost(num_rows) for num_rows in weighed]), ProductChoice(name, _pairs(costs)))
-                for costs in sets
-            ]
-        best = min([*scored, *([] if best is None else [best])], key=lambda each: each[0], default=None)
-    return None if best is None else best[1]
+        if few_s <= _HOPELESS * fastest_s:
+            fastest_s = min(fastest_s, few_s)
+            scores[name] = _score([_time(calls, rows[:num_rows], clock) for num_rows in weighed])
+    in_order = sorted(scores, key=scores.__getitem__)
+    if not is_exact:
+        return ProductChoice(in_order[0])
+    best: ProductChoice | None = None
+    best_score = math.inf
+    for name in in_order:
+        if scores[name] >= best_score:
+            break  # it hardly gets faster where it may be called with some numbers of rows only
+        for costs in _agreeing(calls_of(name), rows, sizes, clock):
+            score = _score([RowTiles(costs).cost(num_rows) for num_rows in weighed])
+            if score < best_score:
+                best_score, best = score, ProductChoice(name, tuple(sorted(costs.items())))
+    return best
 
 
 def _multiply(packing: LinearPacking, packed: Any, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
@@ -110,10 +117,6 @@ def _multiply(packing: LinearPacking, packed: Any, bias: torch.Tensor | None, ro
 def _score(times: Sequence[float]) -> float:
     """The smaller the better: twice as fast counts the same for few rows and for many."""
     return sum(math.log(max(each, 1e-9)) for each in times)
-
-
-def _pairs(costs: dict[int, float]) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted(costs.items()))
 
 
 def _agreeing(
@@ -153,8 +156,7 @@ def _time(calls: Sequence[Multiply], rows: torch.Tensor, clock: Callable[[], flo
     """Seconds of a call, the first one apart. The shortest of some rounds: other programs only add to it."""
     rows = aligned_rows(rows)
     used = calls if rows.shape[0] <= _COLD_ROWS else calls[:1]
-    for call in used:
-        call(rows)
+    used[0](rows)
     rounds: list[float] = []
     while len(rounds) < _FEWEST_ROUNDS or (sum(rounds) < _LEAST_S and len(rounds) < _MOST_ROUNDS):
         start_s = clock()

@@ -23,7 +23,7 @@ from radixkv.model.loading import load_model
 from radixkv.model.model import Model
 from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.graph_check import drop_wrong_graphs
-from radixkv.startup.host_memory import keep_freed_memory
+from radixkv.startup.host_memory import keep_freed_memory, use_huge_pages
 from radixkv.startup.model_check import check_model
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks
 from radixkv.storage.device_pool import KVShape, KVStorage
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
     """Load the model, check it, and allocate the pool. Logs each stage and its duration.
 
-    The process keeps freed memory from then on, see `keep_freed_memory`.
+    The process keeps freed memory from then on, and asks for huge pages: see `radixkv.startup.host_memory`.
 
     Returns:
         An engine that is not started yet.
@@ -43,6 +43,7 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
         ConfigError: the model can't be loaded or served, or the pool does not fit into memory.
     """
     quotas = {name: _quota(name, bounds, config.cache.block_size) for name, bounds in config.tenants.items()}
+    use_huge_pages()
     keep_freed_memory()  # before loading, which copies each weight of a CPU's model
     model = load_model(config.model)
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)

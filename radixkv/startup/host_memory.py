@@ -1,9 +1,10 @@
-"""Settings of the C library's allocator, for a process that computes on a CPU."""
+"""Settings of the allocators, for a process that computes on a CPU."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 
 # Parameters of `mallopt`, from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -12,7 +13,19 @@ _M_MMAP_THRESHOLD = -3
 _MOST_KEPT_BYTES = (1 << 31) - 1
 _LARGEST_KEPT_BYTES = 1 << 30
 
+# PyTorch reads it at its first allocation on a CPU.
+_HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
+
 _log = logging.getLogger(__name__)
+
+
+def use_huge_pages() -> None:
+    """Let PyTorch ask Linux for pages of 2 MB, where an allocation is as large, unless the environment says otherwise.
+
+    Weights and K/V are read from one end to the other: with pages of 4 KB, products of a decoded token of a 0.5B model
+    take 15 to 20 % longer. Call it before the first tensor is made on a CPU; later it changes nothing.
+    """
+    os.environ.setdefault(_HUGE_PAGES_VARIABLE, "1")
 
 
 def keep_freed_memory() -> bool:

@@ -1,11 +1,15 @@
 import ctypes
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from radixkv.startup import host_memory
 from tests.patience import PATIENCE_S
+
+OFF = {"THP_MEM_ALLOC_ENABLE": "0"}
 
 _PROGRAM = """
 import resource, sys, torch
@@ -19,6 +23,22 @@ for _ in range(12):  # until the allocator has settled
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 use()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+_PAGES = """
+import sys, torch
+from radixkv.startup.host_memory import use_huge_pages
+if sys.argv[1] == "huge":
+    use_huge_pages()
+tensor, is_inside = torch.ones(1 << 24), False
+address = tensor.data_ptr() + tensor.nbytes // 2
+for line in open("/proc/self/smaps", encoding="utf-8"):
+    first, *others = line.split()
+    if "-" in first and not first.endswith(":"):
+        start, end = (int(each, 16) for each in first.split("-"))
+        is_inside = start <= address < end
+    elif is_inside and first == "VmFlags:":
+        print("hg" in others)  # huge pages are advised
 """
 
 
@@ -36,3 +56,20 @@ def test_freed_memory_is_used_again_without_page_faults() -> None:
 def test_a_c_library_without_the_setting_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda _: object())
     assert not host_memory.keep_freed_memory()
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="Linux without huge pages")
+@pytest.mark.parametrize(
+    ("what", "environment", "expected"), [("huge", {}, True), ("huge", OFF, False), ("", {}, False)]
+)
+def test_large_tensors_ask_for_huge_pages(what: str, environment: dict[str, str], *, expected: bool) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name not in OFF}
+    result = subprocess.run(
+        [sys.executable, "-c", _PAGES, what],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    assert result.stdout.split() == [str(expected)]
