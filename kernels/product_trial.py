@@ -25,7 +25,7 @@ _WEIGHED = (1, 8, 64, 512)
 # Weights of a model come from memory, not from a cache: few rows are timed with copies of this size in turn. With one
 # copy of 35 MB MKL looked twice as fast for 16 rows as it was in a model.
 _COLD_BYTES = 256 * 2**20
-_FEWEST_COPIES, _MOST_COPIES = 2, 8
+_FEWEST_COPIES, _MOST_COPIES = 2, 32
 _COLD_ROWS = 64  # more rows reuse a weight for longer than it takes to read
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 20
 _LEAST_S = 2e-3  # of all rounds together: shorter ones are lost in what else the machine does
@@ -83,27 +83,23 @@ def choose_product(
     num_copies = max(_FEWEST_COPIES, min(_MOST_COPIES, _COLD_BYTES // weight_bytes))
     weighed = [min(num_rows, sizes[-1]) for num_rows in _WEIGHED]
 
-    def calls_of(name: str) -> list[Multiply]:
-        packing = PACKINGS[name]
-        return [partial(_multiply, packing, packing.pack(cancelling.clone()), small) for _ in range(num_copies)]
-
-    scores: dict[str, float] = {}
-    fastest_s = math.inf
-    for name in packings:
-        calls = calls_of(name)
-        few_s = _time(calls[:1], rows[:2], clock)
-        if few_s <= _HOPELESS * fastest_s:
-            fastest_s = min(fastest_s, few_s)
-            scores[name] = _score([_time(calls, rows[:num_rows], clock) for num_rows in weighed])
-    in_order = sorted(scores, key=scores.__getitem__)
-    if not is_exact:
-        return ProductChoice(in_order[0])
     best: ProductChoice | None = None
-    best_score = math.inf
-    for name in in_order:
-        if scores[name] >= best_score:
-            break  # it hardly gets faster where it may be called with some numbers of rows only
-        for costs in _agreeing(calls_of(name), rows, sizes, clock):
+    best_score, fastest_s = math.inf, math.inf
+    for name in packings:
+        packing = PACKINGS[name]
+        copies = [packing.pack(cancelling.clone()) for _ in range(num_copies)]
+        calls = [partial(_multiply, packing, copy, small) for copy in copies]
+        few_s = _time(calls[:1], rows[:2], clock)
+        if few_s > _HOPELESS * fastest_s:
+            continue
+        fastest_s = min(fastest_s, few_s)
+        score = _score([_time(calls, rows[:num_rows], clock) for num_rows in weighed])
+        if score >= best_score:
+            continue  # where it may be called with some numbers of rows only, it hardly gets faster
+        if not is_exact:
+            best_score, best = score, ProductChoice(name)
+            continue
+        for costs in _agreeing(calls, rows, sizes, clock):
             score = _score([RowTiles(costs).cost(num_rows) for num_rows in weighed])
             if score < best_score:
                 best_score, best = score, ProductChoice(name, tuple(sorted(costs.items())))

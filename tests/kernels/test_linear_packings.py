@@ -36,8 +36,25 @@ def test_float16_can_be_multiplied_in_float32_and_others_need_not() -> None:
 
 def test_a_machine_without_arithmetic_in_a_dtype_leaves_onednn_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.kernels.linear_packings._onednn_computes", lambda dtype: dtype == torch.float32)
-    assert packings_for(torch.empty(4, 4, dtype=torch.float16)) == ("plain", "transposed", "float32")
-    assert packings_for(torch.empty(4, 4)) == ("plain", "transposed", "blocked")
+    assert packings_for(torch.empty(4, 4, dtype=torch.float16)) == ("plain", "float32")
+    assert set(packings_for(torch.empty(4, 4))) - {"packed"} == {"plain", "blocked"}
+
+
+def test_a_torch_without_mkl_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_available in (True, False):
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda answer=is_available: answer)
+        assert ("packed" in packings_for(torch.empty(4, 4))) == is_available
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="a torch without MKL")
+def test_mkl_multiplies_any_number_of_rows_with_a_weight_laid_out_for_one() -> None:
+    rows, weight = random(1030, 96), random(40, 96)
+    expected = rows.double() @ weight.double().t()
+    packing = PACKINGS["packed"]
+    packed = packing.pack(weight)
+    for num_rows in [*range(1, 66), 511, 512, 513, 1030]:
+        got = packing.multiply(rows[:num_rows], packed, None)
+        assert (got - expected[:num_rows]).abs().max() <= 1e-5 * expected.abs().max(), num_rows
 
 
 def test_rows_start_where_an_allocation_does() -> None:

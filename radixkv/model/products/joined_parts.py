@@ -217,7 +217,7 @@ def _unless_hooked(
 def _gated(rows: torch.Tensor, product: RowFunction, act: RowFunction, down: RowFunction) -> torch.Tensor:
     both = product(rows)
     width = both.shape[-1] // 2
-    return down(act(both[..., :width]) * both[..., width:])
+    return down(act(both[..., :width]).mul_(both[..., width:]))
 
 
 def _attended(

@@ -20,7 +20,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     def choose(weight: torch.Tensor, *_: object, is_exact: bool, **__: object) -> ProductChoice:
         tried.append(tuple(weight.shape))
-        return ProductChoice("transposed", ((2, 1.5e-6), (512, 2e-3)) if is_exact else ())
+        return ProductChoice("plain", ((2, 1.5e-6), (512, 2e-3)) if is_exact else ())
 
     monkeypatch.setattr("radixkv.model.products.choices.choose_product", choose)
     return tried
@@ -90,7 +90,7 @@ def test_an_entry_that_we_did_not_write_is_tried_again(
     file = tmp_path / "products.json"
     file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()), entry)))
     choice = ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
-    assert choice == ProductChoice("transposed", ((2, 1.5e-6), (512, 2e-3)))
+    assert choice == ProductChoice("plain", ((2, 1.5e-6), (512, 2e-3)))
     assert len(trials) == 2
 
 

@@ -58,7 +58,7 @@ def test_a_packed_model_answers_alike(name: str, packing: str, *, is_exact: bool
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("packing", ["transposed", "blocked"])
+@pytest.mark.parametrize("packing", ["plain", "blocked"])
 def test_a_packed_weight_is_not_held_twice(packing: str) -> None:
     module = built("llama")
     weights = {name: weakref.ref(weight) for name, weight in module.named_parameters() if "proj.weight" in name}
@@ -83,7 +83,7 @@ def test_hooks_and_layers_of_other_libraries_are_left_alone() -> None:
     module = built("llama")
     module.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     module.model.layers[0].mlp.gate_proj = Other(32, 48, bias=False)
-    pack_linears(module, Given("transposed", is_exact=False))
+    pack_linears(module, Given("blocked", is_exact=False))
     assert type(module.model.layers[0].mlp.up_proj) is nn.Linear
     assert type(module.model.layers[0].mlp.gate_proj) is Other
     assert type(module.model.layers[0].mlp.down_proj) is PackedLinear
@@ -112,7 +112,7 @@ def test_layers_of_the_same_rows_are_one_product(monkeypatch: pytest.MonkeyPatch
         mlp.gate_proj.bias, mlp.up_proj.bias = (nn.Parameter(torch.randn(48), requires_grad=False) for _ in range(2))
     rows = torch.randn(1, 5, 32)
     expected = [mlp.gate_proj(rows), mlp.up_proj(rows)]
-    pack_linears(module, Given("transposed", is_exact=False))
+    pack_linears(module, Given("blocked", is_exact=False))
     calls: list[int] = []
     product = Product.__call__
     monkeypatch.setattr(Product, "__call__", lambda self, rows: calls.append(self.out_features) or product(self, rows))
@@ -127,6 +127,6 @@ def test_layers_of_the_same_rows_are_one_product(monkeypatch: pytest.MonkeyPatch
 def test_layers_of_which_some_have_a_bias_stay_apart() -> None:
     module = built("llama")
     module.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(48), requires_grad=False)
-    pack_linears(module, Given("transposed", is_exact=False))
+    pack_linears(module, Given("blocked", is_exact=False))
     assert type(module.model.layers[0].mlp.up_proj) is PackedLinear
     assert type(module.model.layers[1].mlp.up_proj) is PackedSlice
