@@ -220,3 +220,41 @@ ENGINE_MUTANTS = (
     Mutant("engine/steps_ahead.py", " or self._has_news()", ""),
     Mutant("engine/delivery.py", "        if self._early_ends.is_failing(request):\n            return\n", ""),
 )
+
+KERNEL_MUTANTS = (
+    Mutant(
+        "kernels/shared_prefix.py",
+        "np.minimum(same_blocks // blocks_a_unit, np.minimum(ordered[1:], ordered[:-1]))",
+        "same_blocks // blocks_a_unit",
+    ),
+    Mutant("kernels/shared_prefix.py", "        if common > start:\n", "        if True:\n"),
+    Mutant(
+        "kernels/shared_prefix.py", "is_counted = np.arange(width) < counts", "is_counted = np.arange(width) <= counts"
+    ),
+    Mutant(
+        "kernels/cpu_attention_plan.py",
+        "    is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)\n",
+        "",
+    ),
+    Mutant("kernels/cpu_attention_plan.py", " == 1) & is_in_place[1:]\n", " == 1)\n"),
+    Mutant("kernels/cpu_attention_plan.py", "np.where(num_units[1:] == num_units[:-1], same_parts, 0)", "same_parts"),
+    Mutant(
+        "kernels/cpu_attention_plan.py",
+        "in_table = np.minimum(places, (kv_lens - 1) // block_size)",
+        "in_table = places",
+    ),
+    Mutant("kernels/cpu_attention_plan.py", "(slots < kv_lens) & (slots >= first_visible)", "slots < kv_lens"),
+    Mutant("kernels/cpu_attention_plan.py", "return 0 if demand.is_whole else", "return"),
+    Mutant(
+        "kernels/cpu_attention_plan.py", "first_piece = int(num_units[first]) + first_own", "first_piece = first_own"
+    ),
+    Mutant(
+        "kernels/cpu_attention_work.py", "            is_hidden |= keys <= positions - window\n", "            pass\n"
+    ),
+    Mutant("kernels/cpu_attention.py", '    lses[:-1, :, :num_rows] = float("-inf")\n', ""),
+    Mutant("kernels/cpu_attention.py", "        kv.index_fill_(2, tails.unwritten, 0)\n", "        pass\n"),
+    Mutant("kernels/cpu_attention.py", "    return merged.add_(tail.float().mul_(shares[-1]))", "    return merged"),
+    Mutant("kernels/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
+    Mutant("kernels/product_trial.py", "            if not agrees(whole):\n                continue\n", ""),
+    Mutant("kernels/product_trial.py", "expected[:size], expected[-size:], expected[order[:size]]", "answers"),
+)

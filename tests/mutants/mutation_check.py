@@ -1,4 +1,4 @@
-"""Mutation check: breaks cache and engine in small ways, one at a time. Tests must notice every mutant.
+"""Mutation check: breaks cache, engine and kernels in small ways, one at a time. Tests must notice every mutant.
 
     python -m tests.mutants.mutation_check
 
@@ -15,9 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.mutants.mutants import CACHE_MUTANTS, ENGINE_MUTANTS, Mutant
+from tests.mutants.mutants import CACHE_MUTANTS, ENGINE_MUTANTS, KERNEL_MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
+_AT_TOP = ("kernels", "service")
 CACHE_TESTS = (
     "tests/cache/test_block_pool.py",
     "tests/test_tokens.py",
@@ -49,7 +50,20 @@ ENGINE_TESTS = (
     "tests/engine/test_steps_ahead.py",
     "tests/scheduling/test_single_flight.py",
 )
-CHECKS = ((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS))
+KERNEL_TESTS = (
+    "tests/kernels/test_shared_prefix.py",
+    "tests/kernels/test_cpu_attention_plan.py",
+    "tests/kernels/test_row_tiles.py",
+    "tests/kernels/test_product_trial.py",
+    "tests/kernels/test_cpu_attention.py",
+)
+CHECKS = ((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS), (KERNEL_MUTANTS, KERNEL_TESTS))
+
+
+def path_of(mutant: Mutant) -> Path:
+    """Find a mutant's file: the folders of two packages are at the top of the project."""
+    is_at_top = mutant.file.partition("/")[0] in _AT_TOP
+    return ROOT / mutant.file if is_at_top else ROOT / "radixkv" / mutant.file
 
 
 def is_caught(mutant: Mutant, tests: tuple[str, ...]) -> bool:
@@ -58,7 +72,7 @@ def is_caught(mutant: Mutant, tests: tuple[str, ...]) -> bool:
         copy = Path(folder)
         for name in ("radixkv", "tests"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("kernels", "service"):
+        for name in _AT_TOP:
             shutil.copytree(ROOT / name, copy / "radixkv" / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         path = copy / "radixkv" / mutant.file
