@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ _WEIGHED = (1, 8, 64, 512)
 # copy of 35 MB MKL looked twice as fast for 16 rows as it was in a model.
 _COLD_BYTES = 256 * 2**20
 _FEWEST_COPIES, _MOST_COPIES = 2, 32
-_COLD_ROWS = 64  # more rows reuse a weight for longer than it takes to read
+_COLD_ROWS = 256  # more rows reuse a weight for longer than it takes to read
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 20
 _LEAST_S = 2e-3  # of all rounds together: shorter ones are lost in what else the machine does
 
@@ -93,13 +93,14 @@ def choose_product(
         if few_s > _HOPELESS * fastest_s:
             continue
         fastest_s = min(fastest_s, few_s)
-        score = _score([_time(calls, rows[:num_rows], clock) for num_rows in weighed])
+        known = {num_rows: _time(calls, rows[:num_rows], clock) for num_rows in weighed}
+        score = _score([known[num_rows] for num_rows in weighed])
         if score >= best_score:
             continue  # where it may be called with some numbers of rows only, it hardly gets faster
         if not is_exact:
             best_score, best = score, ProductChoice(name)
             continue
-        for costs in _agreeing(calls, rows, sizes, clock):
+        for costs in _agreeing(calls, rows, sizes, known, clock):
             score = _score([RowTiles(costs).cost(num_rows) for num_rows in weighed])
             if score < best_score:
                 best_score, best = score, ProductChoice(name, tuple(sorted(costs.items())))
@@ -116,9 +117,17 @@ def _score(times: Sequence[float]) -> float:
 
 
 def _agreeing(
-    calls: Sequence[Multiply], rows: torch.Tensor, sizes: Sequence[int], clock: Callable[[], float]
+    calls: Sequence[Multiply],
+    rows: torch.Tensor,
+    sizes: Sequence[int],
+    known: Mapping[int, float],
+    clock: Callable[[], float],
 ) -> list[dict[int, float]]:
-    """Sort numbers of rows into sets whose rows have equal bits. Returns what a call with each number costs."""
+    """Sort numbers of rows into sets whose rows have equal bits. Returns what a call with each number costs.
+
+    Args:
+        known: what some numbers cost.
+    """
     multiply = calls[0]
     order = torch.randperm(sizes[-1], generator=torch.Generator().manual_seed(0))
     shuffled = rows[order]
@@ -144,7 +153,10 @@ def _agreeing(
                 continue
             costs = {}
             sets.append((whole, costs))
-        costs[size] = min(times[1:]) if size > _COLD_ROWS else _time(calls, rows[:size], clock)
+        if size in known:
+            costs[size] = known[size]
+        else:
+            costs[size] = min(times[1:]) if size > _COLD_ROWS else _time(calls, rows[:size], clock)
     return [costs for _, costs in sets]
 
 
