@@ -18,6 +18,7 @@ from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.messages import (
     grant_message,
     last_response,
+    logprob_messages,
     prefill_response,
     read_caller,
     read_params,
@@ -63,6 +64,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             while news := await stream.get():
                 response = prefill_pb2.GenerateResponse(request_id=params.request_id)
                 response.token_ids.extend(token_id for tokens in news for token_id in tokens.token_ids)
+                response.logprobs.extend(logprob_messages(each for tokens in news for each in tokens.logprobs))
                 if num_told == 0:
                     response.usage.CopyFrom(usage_message(news[0].usage))
                 num_told += len(response.token_ids)
