@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import secrets
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ MAX_BIASED_TOKENS = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
 MAX_TOP_LOGPROBS = 100
+MAX_ANSWERS = 64
+_NUM_SEEDS = 2**64
 
 
 def random_seed() -> int:
@@ -63,6 +66,10 @@ class Sampling:
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+
+    def of_answer(self, index: int) -> Sampling:
+        """Return the options of one of several answers to a prompt: each draws with a seed of its own."""
+        return dataclasses.replace(self, seed=(self.seed + index) % _NUM_SEEDS) if index else self
 
     @property
     def takes_most_likely(self) -> bool:

@@ -88,6 +88,7 @@ class GenerateOptions(PromptOptions, total=False):
         logit_bias: added to the logits of these tokens; default none.
         logprobs: tell the log probability of each generated token, and those of this number of most likely ones;
             default none.
+        n: answers to the prompt, told apart by `index`; default 1.
     """
 
     max_new_tokens: int | None
@@ -104,6 +105,7 @@ class GenerateOptions(PromptOptions, total=False):
     min_tokens: int
     logit_bias: Mapping[int, float]
     logprobs: int | None
+    n: int | None
 
 
 WIRE_NAMES = {"urgency": "priority"}  # options whose field has another name in the .proto

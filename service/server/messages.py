@@ -16,6 +16,7 @@ from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, 
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import (
     DEFAULT_MAX_NEW_TOKENS,
+    MAX_ANSWERS,
     MAX_BIASED_TOKENS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
@@ -111,6 +112,19 @@ def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
     )
 
 
+def read_num_answers(request: prefill_pb2.GenerateRequest) -> int:
+    """Read how many answers a generation has.
+
+    Raises:
+        InvalidRequest: none, or too many.
+    """
+    if not request.HasField("n"):
+        return 1
+    if not 1 <= request.n <= MAX_ANSWERS:
+        raise InvalidRequest(f"n: expected 1 to {MAX_ANSWERS}, got {request.n}")
+    return request.n
+
+
 def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest) -> Retention | None:
     """Read a retention; None without one.
 
@@ -154,11 +168,12 @@ def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> pref
     return response
 
 
-def last_response(result: GenerateResult, num_told: int) -> prefill_pb2.GenerateResponse:
+def last_response(result: GenerateResult, num_told: int, index: int) -> prefill_pb2.GenerateResponse:
     """Write the last answer to a generation, of which `num_told` tokens were sent before."""
     return prefill_pb2.GenerateResponse(
         token_ids=result.token_ids[num_told:],
         logprobs=logprob_messages(result.logprobs[num_told:]),
+        index=index,
         finished=True,
         finish_reason=prefill_pb2.FinishReason.Name(result.finish_reason.value),
         usage=usage_message(result.usage),

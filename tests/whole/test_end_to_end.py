@@ -459,6 +459,17 @@ def test_seeds_draw_the_same_whoever_shares_the_batch_and_however_small_the_pool
         assert crowded.stats().tokens.recomputed > 0
 
 
+def test_answers_to_one_prompt_share_it_and_are_those_of_single_calls(client: Client, tenant: str) -> None:
+    prompt = random_ids(200).tolist()
+    options = {"temperature": 1.0, "max_new_tokens": 20, "tenant": tenant}
+    told = list(client.generate(prompt, n=4, seed=5, **options))
+    by_index = [[each for each in told if each.index == index] for index in range(4)]
+    answers = [[token_id for each in own for token_id in each.token_ids] for own in by_index]
+    assert answers == [read(client.generate(prompt, seed=5 + index, **options))[0] for index in range(4)]
+    usages = [own[-1].usage for own in by_index]
+    assert sorted(usage.computed_tokens for usage in usages) == [1, 1, 1, 200]
+
+
 def test_penalized_answers_and_their_log_probabilities_are_those_of_transformers(client: Client) -> None:
     prompt = random_ids(70).tolist()
     with torch.inference_mode():

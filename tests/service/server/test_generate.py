@@ -126,6 +126,42 @@ def pairs(answer):
     return zip(answer.token_ids, answer.logprobs, strict=True)
 
 
+def test_answers_to_one_prompt_are_told_apart_and_draw_with_seeds_of_their_own():
+    async def talk(client, engine):
+        answers = await read(client.generate([1, 2], max_new_tokens=6, n=3, seed=2**64 - 2, request_id="r"))
+        return answers, [sampling.seed for sampling in engine.samplings]
+
+    answers, seeds = calling(talk)
+    assert seeds == [2**64 - 2, 2**64 - 1, 0]
+    for index in range(3):
+        own = [answer for answer in answers if answer.index == index]
+        assert [token_id for answer in own for token_id in answer.token_ids] == continuation([1, 2], 6)
+        assert [answer.finished for answer in own] == [False] * (len(own) - 1) + [True]
+        assert own[-1].usage.generated_tokens == 6
+        assert {answer.request_id for answer in own} == {"r"}
+    assert {answer.index for answer in answers} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("n", "message"), [(0, "n: expected 1 to 64, got 0"), (65, "n: expected 1 to 64, got 65")])
+def test_a_number_of_answers_out_of_range_is_refused(n, message):
+    async def talk(client, engine):
+        return await refusal_of(client.generate([1], n=n)), engine.samplings
+
+    error, samplings = calling(talk)
+    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, message)
+    assert not samplings
+
+
+def test_a_caller_that_leaves_cancels_all_its_answers():
+    async def talk(client, engine):
+        stream = client.generate([1], max_new_tokens=50, n=4)
+        await anext(stream)
+        await stream.aclose()
+        return await becomes_true(lambda: [future.cancelled() for future in engine.futures] == [True] * 4)
+
+    assert calling(talk, FakeEngine(is_gated=True))
+
+
 def test_tokens_come_in_order_and_once_and_the_last_answer_says_why():
     async def talk(client, _):
         return await read(client.generate([1, 2, 3], max_new_tokens=40, request_id="mine", retention=Retention(80)))
