@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
@@ -19,7 +20,7 @@ from radixkv.scheduling.request import Generation, Request
 from tests.fake_runner import FakeRunner, tokens
 
 BLOCK_SIZE = 4
-_SAMPLING = {"temperature", "top_p", "seed", "stop_token_ids"}
+_SAMPLING = {field.name for field in dataclasses.fields(Sampling)} - {"max_new_tokens"}
 
 
 class Clock:

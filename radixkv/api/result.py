@@ -79,6 +79,19 @@ class Retained:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities where a token was generated, by the model's own logits: without penalties or temperature.
+
+    Attributes:
+        logprob: of the generated token.
+        top: `(token_id, logprob)` of the most likely tokens, most likely first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillResult:
     """The answer to one prefill.
 
@@ -124,6 +137,7 @@ class GenerateResult:
         miss_reason: why its prompt did not reuse more.
         timing: its phases.
         retained: None unless asked for.
+        logprobs: one for each token; empty unless asked for.
     """
 
     request_id: str
@@ -133,6 +147,7 @@ class GenerateResult:
     miss_reason: MissReason
     timing: Timing
     retained: Retained | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +157,12 @@ class GeneratedTokens:
     Attributes:
         token_ids: the new tokens, in order.
         usage: all its tokens so far.
+        logprobs: one for each new token; empty unless asked for.
     """
 
     token_ids: tuple[int, ...]
     usage: Usage
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

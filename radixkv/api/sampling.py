@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import secrets
 from dataclasses import dataclass, field
@@ -10,6 +11,12 @@ from radixkv.errors import InvalidRequest
 
 DEFAULT_MAX_NEW_TOKENS = 16
 MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASED_TOKENS = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_TOP_LOGPROBS = 100
+MAX_ANSWERS = 64
+_NUM_SEEDS = 2**64
 
 
 def random_seed() -> int:
@@ -29,6 +36,17 @@ class Sampling:
         temperature: divides the logits; 0 takes the most likely token.
         top_p: tokens are drawn from the smallest set whose probabilities add up to at least this; more than 0, at most
             1.
+        top_k: tokens are drawn from this number of the most likely ones, and those as likely as the last of them; 0
+            for all.
+        min_p: tokens are drawn from those with at least this share of the most likely one's probability, 0 to 1.
+        repetition_penalty: divides positive logits of tokens in the prompt or the answer, and multiplies negative ones;
+            more than 0, 1 for none.
+        presence_penalty: subtracted from the logits of tokens in the answer, -2 to 2.
+        frequency_penalty: the same, once for each time that the token is in the answer.
+        min_tokens: stop tokens, the model's own end-of-sequence tokens included, do not come before these many others.
+        logit_bias: `(token_id, bias)`, biases of -100 to 100, added to the logits.
+        logprobs: number of most likely tokens whose log probabilities are told with each token, beside the token's own;
+            0 for its own alone, None for none.
         seed: 0 to 2**64 - 1; a random one by default.
         stop_token_ids: each of them ends the generation, and is its last token.
         ignore_eos: whether to go on after the model's own end-of-sequence tokens.
@@ -40,6 +58,29 @@ class Sampling:
     seed: int = field(default_factory=random_seed)
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+    def of_answer(self, index: int) -> Sampling:
+        """Return the options of one of several answers to a prompt: each draws with a seed of its own."""
+        return dataclasses.replace(self, seed=(self.seed + index) % _NUM_SEEDS) if index else self
+
+    @property
+    def takes_most_likely(self) -> bool:
+        """Whether the token with the largest logit of the model is always chosen."""
+        return self.temperature == 0 and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether other tokens may become the most likely ones."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return bool(self.logit_bias or self.min_tokens or penalties != (1.0, 0.0, 0.0))
 
     def validate(self, vocab_size: int) -> None:
         """Refuse options out of their range.
@@ -53,6 +94,22 @@ class Sampling:
             raise InvalidRequest(f"temperature: expected a finite number from 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise InvalidRequest(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise InvalidRequest(f"top_k: expected at least 0, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise InvalidRequest(f"min_p: expected 0 to 1, got {self.min_p}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise InvalidRequest(f"repetition_penalty: expected a finite number above 0, got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -MAX_PENALTY <= (penalty := getattr(self, name)) <= MAX_PENALTY:
+                raise InvalidRequest(f"{name}: expected {-MAX_PENALTY:g} to {MAX_PENALTY:g}, got {penalty}")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise InvalidRequest(
+                f"min_tokens: expected 0 to max_new_tokens, {self.max_new_tokens}, got {self.min_tokens}"
+            )
+        if self.logprobs is not None and not 0 <= self.logprobs <= min(MAX_TOP_LOGPROBS, vocab_size):
+            raise InvalidRequest(f"logprobs: expected 0 to {min(MAX_TOP_LOGPROBS, vocab_size)}, got {self.logprobs}")
+        self._validate_bias(vocab_size)
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
             raise InvalidRequest(f"seed: expected 0 to 2**64 - 1, got {self.seed!r}")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -61,3 +118,16 @@ class Sampling:
             )
         if any(not 0 <= token_id < vocab_size for token_id in self.stop_token_ids):
             raise InvalidRequest(f"stop_token_ids: expected ids below the vocabulary size {vocab_size}, got more")
+        if self.min_tokens and len(self.stop_token_ids) >= vocab_size:
+            raise InvalidRequest("min_tokens: expected a token that is not in stop_token_ids, got none")
+
+    def _validate_bias(self, vocab_size: int) -> None:
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise InvalidRequest(f"logit_bias: expected at most {MAX_BIASED_TOKENS} tokens, got {len(self.logit_bias)}")
+        for token_id, bias in self.logit_bias:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(f"logit_bias: expected ids below the vocabulary size {vocab_size}, got {token_id}")
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                raise InvalidRequest(
+                    f"logit_bias: expected {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g} for token {token_id}, got {bias}"
+                )

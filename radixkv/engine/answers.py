@@ -47,6 +47,7 @@ class Answers:
             request_id=request.params.request_id,
             usage=request.usage,
             token_ids=tuple(request.generation.token_ids),
+            logprobs=tuple(request.generation.logprobs),
             finish_reason=finish_reason,
             miss_reason=request.miss_reason,
             timing=_timing(request, now_s),

@@ -12,6 +12,7 @@ from radixkv.cache.lease import Lease
 from radixkv.engine.answers import Answers
 from radixkv.engine.early_ends import EarlyEnds, deadline_passed
 from radixkv.engine.endings import Endings
+from radixkv.engine.sampler import Prediction
 from radixkv.engine.step import Computed
 from radixkv.engine.tally import Tally
 from radixkv.errors import StepFailed
@@ -80,6 +81,8 @@ class Delivery:
             request.prefilled_s = self._clock()
         if request.generation is not None:
             request.generation.token_ids.append(prediction.next_token_id)
+            if prediction.logprobs is not None:
+                request.generation.logprobs.append(prediction.logprobs)
 
     def _publish(self, computed: Computed) -> None:
         (request, _, upto), is_finite, prediction = computed
@@ -109,7 +112,7 @@ class Delivery:
         if publishable > request.open_lease.committed_tokens:
             self._commit(request, publishable)
         self._scheduler.resume(self._flights.leave(request))  # nobody waits for generated tokens
-        self._tell(request, generation, prediction.next_token_id)
+        self._tell(request, generation, prediction)
 
     def _commit(self, request: Request, upto: int) -> None:
         """Publish computed tokens: after each chunk, or all at the end if the request must not read from the cache.
@@ -123,9 +126,10 @@ class Delivery:
             request.written_tokens += lease.commit(upto)
             self._scheduler.resume(self._flights.published(request, lease.committed_tokens))
 
-    def _tell(self, request: Request, generation: Generation, token_id: int) -> None:
+    def _tell(self, request: Request, generation: Generation, prediction: Prediction) -> None:
+        logprobs = () if prediction.logprobs is None else (prediction.logprobs,)
         try:
-            generation.on_tokens(GeneratedTokens((token_id,), request.usage))
+            generation.on_tokens(GeneratedTokens((prediction.next_token_id,), request.usage, logprobs))
         except BaseException:  # noqa: BLE001 - a caller's code on the engine's thread; the other requests go on
             _log.exception("the callback of a generation raised")
             self._early_ends.fail(request, StepFailed("generation: the caller's callback raised"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,8 +11,9 @@ import numpy.typing as npt
 import torch
 from xxhash import xxh3_64
 
+from radixkv.api.result import TokenLogprobs
 from radixkv.api.sampling import Sampling
-from radixkv.scheduling.request import Request
+from radixkv.scheduling.request import Generation, Request
 
 
 class Prediction(NamedTuple):
@@ -21,17 +23,20 @@ class Prediction(NamedTuple):
         next_token_id: the most likely token, or one that was drawn.
         top_logprobs: `(token_id, logprob)`, most likely first.
         logits: float32 `[vocab_size]`; None unless asked for.
+        logprobs: of the next token of a generation; None unless asked for.
     """
 
     next_token_id: int
     top_logprobs: tuple[tuple[int, float], ...]
     logits: npt.NDArray[np.float32] | None
+    logprobs: TokenLogprobs | None
 
 
 def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence[Request]) -> list[Prediction]:
     """Choose the next token of each request, and read what else it asks for.
 
-    Waits for the device once for all tokens that are drawn, and once for each row that is asked for more than a token.
+    Waits for the device once for all tokens that are drawn or have other logits, and once for each row that is asked
+    for more than a token.
 
     Args:
         logits: float32 `[len(requests), vocab_size]`.
@@ -43,13 +48,13 @@ def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence
         One prediction for each request.
     """
     next_token_ids = list(most_likely)
-    drawn = {
-        row: draw(logits[row], request.generation.sampling, position=request.num_tokens)
+    chosen = {
+        row: _choose(logits[row], request, request.generation)
         for row, request in enumerate(requests)
-        if request.generation is not None and request.generation.sampling.temperature > 0
+        if request.generation is not None and not request.generation.sampling.takes_most_likely
     }
-    if drawn:
-        for row, token_id in zip(drawn, torch.stack([*drawn.values()]).tolist(), strict=True):
+    if chosen:
+        for row, token_id in zip(chosen, torch.stack([*chosen.values()]).tolist(), strict=True):
             next_token_ids[row] = token_id
     return [
         _prediction(logits, row, token_id, request)
@@ -57,13 +62,75 @@ def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence
     ]
 
 
+def _choose(logits: torch.Tensor, request: Request, generation: Generation) -> torch.Tensor:
+    """Choose the next token of a generation, int64 `[]`."""
+    sampling = generation.sampling
+    if sampling.changes_logits:
+        logits = penalize(logits, sampling, _prompt_ids(request), generation.token_ids, generation.stop_token_ids)
+    return draw(logits, sampling, position=request.num_tokens) if sampling.temperature > 0 else logits.argmax()
+
+
+def _prompt_ids(request: Request) -> npt.NDArray[np.int64]:
+    """Return the different tokens of a prompt, which are found once if a penalty asks for them."""
+    generation = request.generation
+    assert generation is not None
+    if generation.sampling.repetition_penalty == 1:
+        return np.empty(0, dtype=np.int64)
+    if generation.prompt_ids is None:
+        generation.prompt_ids = np.unique(np.frombuffer(request.params.tokens, dtype="<u4")).astype(np.int64)
+    return generation.prompt_ids
+
+
+def penalize(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    prompt_ids: npt.NDArray[np.int64],
+    token_ids: Sequence[int],
+    stop_token_ids: Collection[int],
+) -> torch.Tensor:
+    """Apply what a generation asks for to its logits: bias, the least length, then penalties, in this order.
+
+    Args:
+        logits: float32 `[vocab_size]`.
+        sampling: the options.
+        prompt_ids: the different tokens of the prompt; only a repetition penalty reads them.
+        token_ids: tokens generated so far.
+        stop_token_ids: tokens that would end the generation.
+
+    Returns:
+        New logits. Tokens that must not come have -inf.
+    """
+    logits = logits.clone()
+
+    def on_device(values: npt.ArrayLike, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(values), dtype=dtype).to(logits.device, non_blocking=True)
+
+    if sampling.logit_bias:
+        biased, biases = zip(*sampling.logit_bias, strict=True)
+        logits.scatter_add_(0, on_device(biased), on_device(biases, torch.float32))
+    if len(token_ids) < sampling.min_tokens and stop_token_ids:
+        logits.scatter_(0, on_device(sorted(stop_token_ids)), -torch.inf)
+    if sampling.repetition_penalty != 1:
+        seen = on_device(np.union1d(prompt_ids, np.asarray(token_ids, dtype=np.int64)))
+        scores = logits.gather(0, seen)
+        factor = sampling.repetition_penalty
+        logits.scatter_(0, seen, torch.where(scores > 0, scores / factor, scores * factor))
+    if token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
+        answered, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
+        penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
+        logits.scatter_add_(0, on_device(answered), on_device(-penalties, torch.float32))
+    return logits
+
+
 def _prediction(logits: torch.Tensor, row: int, next_token_id: int, request: Request) -> Prediction:
     """Make the prediction of one row. A view of the row is made only if more than a token is asked for."""
-    params = request.params
+    params, generation = request.params, request.generation
+    count = None if generation is None else generation.sampling.logprobs
     return Prediction(
         next_token_id,
         top_logprobs=_top_logprobs(logits[row], params.top_logprobs) if params.top_logprobs else (),
         logits=logits[row].cpu().numpy().copy() if params.return_logits else None,
+        logprobs=None if count is None else _token_logprobs(logits[row], next_token_id, count),
     )
 
 
@@ -75,23 +142,36 @@ def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tenso
     batch changes nothing.
 
     Args:
-        logits: float32 `[vocab_size]`, all finite.
-        sampling: temperature above 0, top_p and seed.
+        logits: float32 `[vocab_size]`, finite or -inf, and not all -inf.
+        sampling: temperature above 0, top_k, top_p, min_p and seed. Each narrows the choice of those before it.
         position: index of the drawn token in its sequence.
 
     Returns:
         Its id, int64 `[]`, where the logits are.
     """
     scores = (logits - logits.max()).double() / sampling.temperature
-    if sampling.top_p < 1:
+    if sampling.top_p < 1 or sampling.top_k:
         ordered, order = scores.sort(descending=True, stable=True)
-        probabilities = ordered.softmax(dim=0)
-        is_out = probabilities.cumsum(dim=0) - probabilities >= sampling.top_p
-        scores = scores.scatter(0, order, ordered.masked_fill(is_out, -torch.inf))
+        if sampling.top_k:
+            last = ordered[min(sampling.top_k, len(ordered)) - 1]
+            ordered = ordered.masked_fill(ordered < last, -torch.inf)
+        if sampling.top_p < 1:
+            probabilities = ordered.softmax(dim=0)
+            is_out = probabilities.cumsum(dim=0) - probabilities >= sampling.top_p
+            ordered = ordered.masked_fill(is_out, -torch.inf)
+        scores = scores.scatter(0, order, ordered)
+    if sampling.min_p:
+        scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)  # the most likely one has 0
     seed = xxh3_64(position.to_bytes(8, "little"), seed=sampling.seed).intdigest()
     generator = torch.Generator(logits.device).manual_seed(seed)
     noise = torch.empty_like(scores).exponential_(generator=generator)
     return (scores - noise.log()).argmax()
+
+
+def _token_logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
+    logprobs = logits.log_softmax(dim=-1)
+    values, ids = logprobs.topk(count)
+    return TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 def _top_logprobs(logits: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:

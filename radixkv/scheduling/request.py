@@ -8,10 +8,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
-from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult, Usage
+from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult, TokenLogprobs, Usage
 from radixkv.api.sampling import Sampling
 from radixkv.cache.lease import Lease
 from radixkv.namespace import Namespace
@@ -34,12 +35,16 @@ class Generation:
         stop_token_ids: tokens that end it, the model's own end-of-sequence tokens included.
         on_tokens: called on the engine's thread with each new token but the last, which comes with the result.
         token_ids: tokens generated so far.
+        logprobs: of these tokens; empty unless asked for.
+        prompt_ids: the different tokens of the prompt, int64 and sorted; None until a penalty asks for them.
     """
 
     sampling: Sampling
     stop_token_ids: frozenset[int]
     on_tokens: Callable[[GeneratedTokens], None]
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_ids: npt.NDArray[np.int64] | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -26,17 +26,19 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18radixkv/v1/prefill.proto\x12\nradixkv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc7\x02\n\x0ePrefillRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x17\n\nread_cache\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x0bwrite_cache\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12(\n\tretention\x18\x08 \x01(\x0b\x32\x15.radixkv.v1.Retention\x12\x14\n\x0ctop_logprobs\x18\t \x01(\r\x12\x15\n\rreturn_logits\x18\n \x01(\x08\x12\x12\n\nhold_lease\x18\x0b \x01(\x08\x12\x15\n\x08priority\x18\x0c \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_read_cacheB\x0e\n\x0c_write_cacheB\x0b\n\t_priority\"\x94\x03\n\x0fPrefillResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.radixkv.v1.Usage\x12\x15\n\rnext_token_id\x18\x03 \x01(\r\x12.\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x18.radixkv.v1.TokenLogprob\x12\x0e\n\x06logits\x18\x05 \x01(\x0c\x12+\n\x0bmiss_reason\x18\x06 \x01(\x0e\x32\x16.radixkv.v1.MissReason\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.radixkv.v1.Timing\x12\x10\n\x08lease_id\x18\x08 \x01(\t\x12\x34\n\x10lease_expires_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x62lock_table\x18\n \x03(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12#\n\x08retained\x18\r \x01(\x0b\x32\x11.radixkv.v1.Grant\"\x92\x01\n\tRetention\x12\x15\n\x08priority\x18\x01 \x01(\rH\x00\x88\x01\x01\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bstart_token\x18\x03 \x01(\r\x12\x16\n\tend_token\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_priorityB\x0c\n\n_end_token\"\x80\x01\n\x05Grant\x12\x16\n\x0egranted_tokens\x18\x01 \x01(\x04\x12\x16\n\x0erefused_tokens\x18\x02 \x01(\x04\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\x04\x12.\n\nexpires_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xe9\x01\n\x0fGenerateRequest\x12+\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.radixkv.v1.PrefillRequest\x12\x1b\n\x0emax_new_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x07\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x42\x11\n\x0f_max_new_tokensB\x08\n\x06_top_pB\x07\n\x05_seed\"\x94\x02\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.radixkv.v1.FinishReason\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.radixkv.v1.Usage\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12+\n\x0bmiss_reason\x18\x06 \x01(\x0e\x32\x16.radixkv.v1.MissReason\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.radixkv.v1.Timing\x12#\n\x08retained\x18\x08 \x01(\x0b\x32\x11.radixkv.v1.Grant\"\x9b\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x04\x12\x16\n\x0ewritten_tokens\x18\x04 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\x04\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"S\n\x06Timing\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nprefill_us\x18\x02 \x01(\x04\x12\x10\n\x08total_us\x18\x03 \x01(\x04\x12\x11\n\tdecode_us\x18\x04 \x01(\x04\"P\n\x0cProbeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\t\"j\n\rProbeResponse\x12\x15\n\rcached_tokens\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12+\n\x0bmiss_reason\x18\x03 \x01(\x0e\x32\x16.radixkv.v1.MissReason\"2\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse*4\n\x0c\x46inishReason\x12\x0e\n\nUNFINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02*p\n\nMissReason\x12\x08\n\x04NONE\x10\x00\x12\x08\n\x04\x43OLD\x10\x01\x12\x0c\n\x08\x44IVERGED\x10\x02\x12\x0b\n\x07\x45VICTED\x10\x03\x12\x0b\n\x07\x45XPIRED\x10\x04\x12\x11\n\rREAD_DISABLED\x10\x05\x12\x13\n\x0f\x41\x44\x41PTER_CHANGED\x10\x06\x32\x9f\x02\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x1a.radixkv.v1.PrefillRequest\x1a\x1b.radixkv.v1.PrefillResponse\x12G\n\x08Generate\x12\x1b.radixkv.v1.GenerateRequest\x1a\x1c.radixkv.v1.GenerateResponse0\x01\x12<\n\x05Probe\x12\x18.radixkv.v1.ProbeRequest\x1a\x19.radixkv.v1.ProbeResponse\x12\x42\n\x07Release\x12\x1a.radixkv.v1.ReleaseRequest\x1a\x1b.radixkv.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18radixkv/v1/prefill.proto\x12\nradixkv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc7\x02\n\x0ePrefillRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x17\n\nread_cache\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x0bwrite_cache\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12(\n\tretention\x18\x08 \x01(\x0b\x32\x15.radixkv.v1.Retention\x12\x14\n\x0ctop_logprobs\x18\t \x01(\r\x12\x15\n\rreturn_logits\x18\n \x01(\x08\x12\x12\n\nhold_lease\x18\x0b \x01(\x08\x12\x15\n\x08priority\x18\x0c \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_read_cacheB\x0e\n\x0c_write_cacheB\x0b\n\t_priority\"\x94\x03\n\x0fPrefillResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.radixkv.v1.Usage\x12\x15\n\rnext_token_id\x18\x03 \x01(\r\x12.\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x18.radixkv.v1.TokenLogprob\x12\x0e\n\x06logits\x18\x05 \x01(\x0c\x12+\n\x0bmiss_reason\x18\x06 \x01(\x0e\x32\x16.radixkv.v1.MissReason\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.radixkv.v1.Timing\x12\x10\n\x08lease_id\x18\x08 \x01(\t\x12\x34\n\x10lease_expires_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x62lock_table\x18\n \x03(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12#\n\x08retained\x18\r \x01(\x0b\x32\x11.radixkv.v1.Grant\"\x92\x01\n\tRetention\x12\x15\n\x08priority\x18\x01 \x01(\rH\x00\x88\x01\x01\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bstart_token\x18\x03 \x01(\r\x12\x16\n\tend_token\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_priorityB\x0c\n\n_end_token\"\x80\x01\n\x05Grant\x12\x16\n\x0egranted_tokens\x18\x01 \x01(\x04\x12\x16\n\x0erefused_tokens\x18\x02 \x01(\x04\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\x04\x12.\n\nexpires_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xb4\x04\n\x0fGenerateRequest\x12+\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.radixkv.v1.PrefillRequest\x12\x1b\n\x0emax_new_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x07\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\r\n\x05top_k\x18\x08 \x01(\r\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12>\n\nlogit_bias\x18\x0e \x03(\x0b\x32*.radixkv.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x04\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x05\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x11\n\x0f_max_new_tokensB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_n\"\xd0\x02\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.radixkv.v1.FinishReason\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.radixkv.v1.Usage\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12+\n\x0bmiss_reason\x18\x06 \x01(\x0e\x32\x16.radixkv.v1.MissReason\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.radixkv.v1.Timing\x12#\n\x08retained\x18\x08 \x01(\x0b\x32\x11.radixkv.v1.Grant\x12+\n\x08logprobs\x18\t \x03(\x0b\x32\x19.radixkv.v1.TokenLogprobs\x12\r\n\x05index\x18\n \x01(\r\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.radixkv.v1.TokenLogprob\"\x9b\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x04\x12\x16\n\x0ewritten_tokens\x18\x04 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\x04\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"S\n\x06Timing\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nprefill_us\x18\x02 \x01(\x04\x12\x10\n\x08total_us\x18\x03 \x01(\x04\x12\x11\n\tdecode_us\x18\x04 \x01(\x04\"P\n\x0cProbeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\t\"j\n\rProbeResponse\x12\x15\n\rcached_tokens\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12+\n\x0bmiss_reason\x18\x03 \x01(\x0e\x32\x16.radixkv.v1.MissReason\"2\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse*4\n\x0c\x46inishReason\x12\x0e\n\nUNFINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02*p\n\nMissReason\x12\x08\n\x04NONE\x10\x00\x12\x08\n\x04\x43OLD\x10\x01\x12\x0c\n\x08\x44IVERGED\x10\x02\x12\x0b\n\x07\x45VICTED\x10\x03\x12\x0b\n\x07\x45XPIRED\x10\x04\x12\x11\n\rREAD_DISABLED\x10\x05\x12\x13\n\x0f\x41\x44\x41PTER_CHANGED\x10\x06\x32\x9f\x02\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x1a.radixkv.v1.PrefillRequest\x1a\x1b.radixkv.v1.PrefillResponse\x12G\n\x08Generate\x12\x1b.radixkv.v1.GenerateRequest\x1a\x1c.radixkv.v1.GenerateResponse0\x01\x12<\n\x05Probe\x12\x18.radixkv.v1.ProbeRequest\x1a\x19.radixkv.v1.ProbeResponse\x12\x42\n\x07Release\x12\x1a.radixkv.v1.ReleaseRequest\x1a\x1b.radixkv.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixkv.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2192
-  _globals['_FINISHREASON']._serialized_end=2244
-  _globals['_MISSREASON']._serialized_start=2246
-  _globals['_MISSREASON']._serialized_end=2358
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=2656
+  _globals['_FINISHREASON']._serialized_end=2708
+  _globals['_MISSREASON']._serialized_start=2710
+  _globals['_MISSREASON']._serialized_end=2822
   _globals['_PREFILLREQUEST']._serialized_start=106
   _globals['_PREFILLREQUEST']._serialized_end=433
   _globals['_PREFILLRESPONSE']._serialized_start=436
@@ -46,23 +48,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GRANT']._serialized_start=992
   _globals['_GRANT']._serialized_end=1120
   _globals['_GENERATEREQUEST']._serialized_start=1123
-  _globals['_GENERATEREQUEST']._serialized_end=1356
-  _globals['_GENERATERESPONSE']._serialized_start=1359
-  _globals['_GENERATERESPONSE']._serialized_end=1635
-  _globals['_USAGE']._serialized_start=1638
-  _globals['_USAGE']._serialized_end=1793
-  _globals['_TOKENLOGPROB']._serialized_start=1795
-  _globals['_TOKENLOGPROB']._serialized_end=1844
-  _globals['_TIMING']._serialized_start=1846
-  _globals['_TIMING']._serialized_end=1929
-  _globals['_PROBEREQUEST']._serialized_start=1931
-  _globals['_PROBEREQUEST']._serialized_end=2011
-  _globals['_PROBERESPONSE']._serialized_start=2013
-  _globals['_PROBERESPONSE']._serialized_end=2119
-  _globals['_RELEASEREQUEST']._serialized_start=2121
-  _globals['_RELEASEREQUEST']._serialized_end=2171
-  _globals['_RELEASERESPONSE']._serialized_start=2173
-  _globals['_RELEASERESPONSE']._serialized_end=2190
-  _globals['_PREFILLSERVICE']._serialized_start=2361
-  _globals['_PREFILLSERVICE']._serialized_end=2648
+  _globals['_GENERATEREQUEST']._serialized_end=1687
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1559
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1607
+  _globals['_GENERATERESPONSE']._serialized_start=1690
+  _globals['_GENERATERESPONSE']._serialized_end=2026
+  _globals['_TOKENLOGPROBS']._serialized_start=2028
+  _globals['_TOKENLOGPROBS']._serialized_end=2099
+  _globals['_USAGE']._serialized_start=2102
+  _globals['_USAGE']._serialized_end=2257
+  _globals['_TOKENLOGPROB']._serialized_start=2259
+  _globals['_TOKENLOGPROB']._serialized_end=2308
+  _globals['_TIMING']._serialized_start=2310
+  _globals['_TIMING']._serialized_end=2393
+  _globals['_PROBEREQUEST']._serialized_start=2395
+  _globals['_PROBEREQUEST']._serialized_end=2475
+  _globals['_PROBERESPONSE']._serialized_start=2477
+  _globals['_PROBERESPONSE']._serialized_end=2583
+  _globals['_RELEASEREQUEST']._serialized_start=2585
+  _globals['_RELEASEREQUEST']._serialized_end=2635
+  _globals['_RELEASERESPONSE']._serialized_start=2637
+  _globals['_RELEASERESPONSE']._serialized_end=2654
+  _globals['_PREFILLSERVICE']._serialized_start=2825
+  _globals['_PREFILLSERVICE']._serialized_end=3112
 # @@protoc_insertion_point(module_scope)

@@ -78,6 +78,17 @@ class GenerateOptions(PromptOptions, total=False):
         seed: the same seed draws the same tokens for the same prompt; default a random one.
         stop_token_ids: each of them ends the generation, as its last token; default none.
         ignore_eos: continue after the model's own end-of-sequence tokens; default false.
+        top_k: draw from this number of the most likely tokens; default 0, all of them.
+        min_p: draw from tokens with at least this share of the most likely one's probability; default 0.
+        repetition_penalty: divides positive logits of tokens in the prompt or the answer, and multiplies negative ones;
+            default 1.
+        presence_penalty: subtracted from the logits of tokens in the answer; default 0.
+        frequency_penalty: the same, once for each time that the token is in the answer; default 0.
+        min_tokens: stop tokens do not come before these many others; default 0.
+        logit_bias: added to the logits of these tokens; default none.
+        logprobs: tell the log probability of each generated token, and those of this number of most likely ones;
+            default none.
+        n: answers to the prompt, told apart by `index`; default 1.
     """
 
     max_new_tokens: int | None
@@ -86,6 +97,15 @@ class GenerateOptions(PromptOptions, total=False):
     seed: int | None
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    top_k: int
+    min_p: float
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    min_tokens: int
+    logit_bias: Mapping[int, float]
+    logprobs: int | None
+    n: int | None
 
 
 WIRE_NAMES = {"urgency": "priority"}  # options whose field has another name in the .proto

@@ -66,6 +66,33 @@ def _add_generate(commands: argparse._SubParsersAction[Any]) -> None:
         help="draw from the fewest tokens whose probability is P together (default: 1)",
     )
     sampling.add_argument(
+        "--top-k",
+        metavar="K",
+        type=argument_types.count,
+        default=0,
+        help="draw from the K most likely tokens; 0 for all",
+    )
+    sampling.add_argument(
+        "--min-p", metavar="P", type=float, default=0.0, help="draw from tokens at least P times as likely as the first"
+    )
+    sampling.add_argument(
+        "--repetition-penalty",
+        metavar="X",
+        type=float,
+        help="makes tokens of prompt and answer less likely if above 1 (default: 1)",
+    )
+    for name, when in (("presence", "if they are in the answer"), ("frequency", "each time they are in the answer")):
+        sampling.add_argument(
+            f"--{name}-penalty", metavar="X", type=float, default=0.0, help=f"taken from logits of tokens {when}"
+        )
+    sampling.add_argument(
+        "--min-tokens",
+        metavar="N",
+        type=argument_types.count,
+        default=0,
+        help="tokens before which no stop token comes",
+    )
+    sampling.add_argument(
         "--seed", metavar="N", type=argument_types.seed, help="equal seeds draw equal tokens (default: random)"
     )
     sampling.add_argument(
@@ -137,6 +164,12 @@ def _generate(arguments: argparse.Namespace) -> None:
             seed=arguments.seed,
             stop_token_ids=arguments.stop_tokens,
             ignore_eos=arguments.ignore_eos,
+            top_k=arguments.top_k,
+            min_p=arguments.min_p,
+            repetition_penalty=arguments.repetition_penalty,
+            presence_penalty=arguments.presence_penalty,
+            frequency_penalty=arguments.frequency_penalty,
+            min_tokens=arguments.min_tokens,
             **options,
         ):
             answer.MergeFrom(news)  # which joins the tokens

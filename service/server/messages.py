@@ -5,22 +5,30 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
+from collections.abc import Iterable
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from radixkv.api.caller import Caller
 from radixkv.api.limits import Limits
 from radixkv.api.params import DEFAULT_URGENCY, PrefillParams
-from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, Usage
+from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, TokenLogprobs, Usage
 from radixkv.api.retention import Retention
-from radixkv.api.sampling import DEFAULT_MAX_NEW_TOKENS, MAX_STOP_TOKEN_IDS, Sampling, random_seed
+from radixkv.api.sampling import (
+    DEFAULT_MAX_NEW_TOKENS,
+    MAX_ANSWERS,
+    MAX_BIASED_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    Sampling,
+    random_seed,
+)
 from radixkv.api.stats import EngineStats
 from radixkv.errors import InvalidRequest
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, prefill_pb2
 
 MAX_NAME_CHARS = 256
-MAX_TOP_LOGPROBS = 100
 
 
 def require_names(**names: str) -> None:
@@ -78,12 +86,14 @@ def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
     """Read the options of a generation.
 
     Raises:
-        InvalidRequest: there are too many stop tokens.
+        InvalidRequest: there are too many stop tokens or biases.
     """
     if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
             f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(request.stop_token_ids)}"
         )
+    if len(request.logit_bias) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(f"logit_bias: expected at most {MAX_BIASED_TOKENS} tokens, got {len(request.logit_bias)}")
     return Sampling(
         max_new_tokens=request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_MAX_NEW_TOKENS,
         temperature=request.temperature,
@@ -91,7 +101,28 @@ def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
         seed=request.seed if request.HasField("seed") else random_seed(),
         stop_token_ids=frozenset(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty if request.HasField("repetition_penalty") else 1.0,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        min_tokens=request.min_tokens,
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
+        logit_bias=tuple(sorted(request.logit_bias.items())),
     )
+
+
+def read_num_answers(request: prefill_pb2.GenerateRequest) -> int:
+    """Read how many answers a generation has.
+
+    Raises:
+        InvalidRequest: none, or too many.
+    """
+    if not request.HasField("n"):
+        return 1
+    if not 1 <= request.n <= MAX_ANSWERS:
+        raise InvalidRequest(f"n: expected 1 to {MAX_ANSWERS}, got {request.n}")
+    return request.n
 
 
 def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest) -> Retention | None:
@@ -121,9 +152,7 @@ def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> pref
         request_id=result.request_id,
         usage=usage_message(result.usage),
         next_token_id=result.next_token_id,
-        top_logprobs=[
-            prefill_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in result.top_logprobs
-        ],
+        top_logprobs=_top_messages(result.top_logprobs),
         logits=b"" if result.logits is None else result.logits.astype("<f4", copy=False).tobytes(),
         miss_reason=result.miss_reason.value,
         timing=_timing_message(result.timing),
@@ -139,10 +168,12 @@ def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> pref
     return response
 
 
-def last_response(result: GenerateResult, num_told: int) -> prefill_pb2.GenerateResponse:
+def last_response(result: GenerateResult, num_told: int, index: int) -> prefill_pb2.GenerateResponse:
     """Write the last answer to a generation, of which `num_told` tokens were sent before."""
     return prefill_pb2.GenerateResponse(
         token_ids=result.token_ids[num_told:],
+        logprobs=logprob_messages(result.logprobs[num_told:]),
+        index=index,
         finished=True,
         finish_reason=prefill_pb2.FinishReason.Name(result.finish_reason.value),
         usage=usage_message(result.usage),
@@ -151,6 +182,15 @@ def last_response(result: GenerateResult, num_told: int) -> prefill_pb2.Generate
         timing=_timing_message(result.timing),
         retained=None if result.retained is None else grant_message(result.retained),
     )
+
+
+def logprob_messages(logprobs: Iterable[TokenLogprobs]) -> list[prefill_pb2.TokenLogprobs]:
+    """Write the log probabilities of generated tokens."""
+    return [prefill_pb2.TokenLogprobs(logprob=each.logprob, top=_top_messages(each.top)) for each in logprobs]
+
+
+def _top_messages(top: Iterable[tuple[int, float]]) -> list[prefill_pb2.TokenLogprob]:
+    return [prefill_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top]
 
 
 def usage_message(usage: Usage) -> prefill_pb2.Usage:

@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from radixkv.api.caller import Caller
-from radixkv.api.result import GeneratedTokens
+from radixkv.api.result import GeneratedTokens, GenerateResult
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.messages import (
     grant_message,
     last_response,
+    logprob_messages,
     prefill_response,
     read_caller,
+    read_num_answers,
     read_params,
     read_retention,
     read_sampling,
@@ -53,23 +56,38 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Generate(  # noqa: N802
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
-        """Generate tokens after a prompt. If the caller reads slowly, tokens wait and are sent together."""
+        """Generate tokens after a prompt. If the caller reads slowly, tokens wait and are sent together.
+
+        Several answers to one prompt are several requests, of which one computes the prompt for all.
+        """
         params = read_params(request.prefill, context.time_remaining(), _traceparent(context))
+        sampling, num_left = read_sampling(request), read_num_answers(request)
         stream = _TokenStream(self._mailbox)
-        future = self._engine.generate(params, read_sampling(request), stream.put)
-        future.add_done_callback(stream.end)
-        num_told = 0
+        num_told = [0] * num_left
+        futures: list[Future[GenerateResult]] = []
         try:
-            while news := await stream.get():
-                response = prefill_pb2.GenerateResponse(request_id=params.request_id)
-                response.token_ids.extend(token_id for tokens in news for token_id in tokens.token_ids)
-                if num_told == 0:
-                    response.usage.CopyFrom(usage_message(news[0].usage))
-                num_told += len(response.token_ids)
-                yield response
-            yield last_response(await _answer_of(self._engine, self._mailbox, future), num_told)
+            for index in range(num_left):
+                futures.append(self._engine.generate(params, sampling.of_answer(index), partial(stream.put, index)))
+                futures[index].add_done_callback(partial(stream.end, index))
+            while num_left:
+                news, ended = await stream.get()
+                for index, tokens in news.items():
+                    response = prefill_pb2.GenerateResponse(request_id=params.request_id, index=index)
+                    response.token_ids.extend(token_id for each in tokens for token_id in each.token_ids)
+                    response.logprobs.extend(
+                        logprob_messages(logprobs for each in tokens for logprobs in each.logprobs)
+                    )
+                    if num_told[index] == 0:
+                        response.usage.CopyFrom(usage_message(tokens[0].usage))
+                    num_told[index] += len(response.token_ids)
+                    yield response
+                for index in ended:
+                    result = await _answer_of(self._engine, self._mailbox, futures[index])
+                    yield last_response(result, num_told[index], index)
+                num_left -= len(ended)
         finally:
-            future.cancel()
+            for future in futures:
+                future.cancel()
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
         """Say what a prefill of this prompt would reuse."""
@@ -123,35 +141,41 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
 
 class _TokenStream:
-    """Hands tokens from the engine's thread to the event loop."""
+    """Hands tokens of a call's answers from the engine's thread to the event loop."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        self._news: list[GeneratedTokens] = []
+        self._news: dict[int, list[GeneratedTokens]] = {}
+        self._ended: list[int] = []
         self._has_come = asyncio.Event()
-        self._is_over = False
 
-    def put(self, tokens: GeneratedTokens) -> None:
-        """Add tokens. Called on the engine's thread."""
-        self._mailbox.post(self._add, tokens)
+    def put(self, index: int, tokens: GeneratedTokens) -> None:
+        """Add tokens of an answer. Called on the engine's thread."""
+        self._mailbox.post(self._add, index, tokens)
 
-    def end(self, _: Future[Any]) -> None:
-        """End the stream when the answer is known, which has all tokens that were not read. Called on any thread."""
-        self._mailbox.post(self._end)
+    def end(self, index: int, _: Future[Any]) -> None:
+        """End an answer. It is known, with all tokens that were not read. Called on any thread."""
+        self._mailbox.post(self._end, index)
 
-    async def get(self) -> list[GeneratedTokens]:
-        """Wait for tokens and return all that came since the last call; an empty list at the end."""
+    async def get(self) -> tuple[dict[int, list[GeneratedTokens]], list[int]]:
+        """Wait, and return all tokens that came since the last call, by answer, and the answers that ended.
+
+        Tokens of an answer that ended are left out.
+        """
         await self._has_come.wait()
         self._has_come.clear()
-        news, self._news = self._news, []
-        return [] if self._is_over else news
+        news, self._news = self._news, {}
+        ended, self._ended = self._ended, []
+        for index in ended:
+            news.pop(index, None)
+        return news, ended
 
-    def _add(self, tokens: GeneratedTokens) -> None:
-        self._news.append(tokens)
+    def _add(self, index: int, tokens: GeneratedTokens) -> None:
+        self._news.setdefault(index, []).append(tokens)
         self._has_come.set()
 
-    def _end(self) -> None:
-        self._is_over = True
+    def _end(self, index: int) -> None:
+        self._ended.append(index)
         self._has_come.set()
 
 

@@ -1,12 +1,22 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from radixkv.api.result import GeneratedTokens
 from radixkv.api.sampling import Sampling
-from radixkv.engine.sampler import draw
+from radixkv.engine.sampler import draw, penalize
 from tests.core_bench import Bench
 
 PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
@@ -50,6 +60,73 @@ def test_a_low_temperature_is_nearly_greedy_and_a_huge_logit_harmless() -> None:
     assert {int(draw(PROBABILITIES.log(), Sampling(temperature=0.01, seed=s), 0)) for s in range(50)} == {0}
 
 
+def allowed(**fields: float) -> set[int]:
+    """Tokens that are ever drawn from `PROBABILITIES`."""
+    return set(draws(600, temperature=1.0, **fields))
+
+
+@pytest.mark.parametrize(("top_k", "expected"), [(1, {0}), (3, {0, 1, 2}), (5, set(range(5))), (99, set(range(5)))])
+def test_top_k_keeps_the_most_likely_tokens(top_k: int, expected: set[int]) -> None:
+    assert allowed(top_k=top_k) == expected
+
+
+@pytest.mark.parametrize(("min_p", "expected"), [(0.05, set(range(5))), (0.1, {0, 1, 2, 3}), (0.4, {0, 1}), (1.0, {0})])
+def test_min_p_is_a_share_of_the_largest_probability(min_p: float, expected: set[int]) -> None:
+    assert allowed(min_p=min_p) == expected
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_choice_is_narrowed_as_by_transformers(seed: int) -> None:
+    """All three at once, in transformers' order, ties included."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(40, generator=generator).mul(8).round().div(4)  # many are equal
+    top_k, top_p, min_p, temperature = 3 + 4 * seed, 0.5 + seed / 20, 0.02 * seed + 0.01, 0.5 + seed / 4
+    scores = logits[None] / temperature
+    for warper in (TopKLogitsWarper(top_k), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)):
+        scores = warper(torch.zeros(1, 1, dtype=torch.long), scores)
+    expected = set(torch.flatten(torch.nonzero(scores[0] > -torch.inf)).tolist())
+    sampling = Sampling(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    seen = {int(draw(logits, sampling, position)) for position in range(3000)}
+    assert seen <= expected | tied(logits, expected)
+    assert len(seen) == len(expected)
+
+
+def tied(logits: torch.Tensor, kept: set[int]) -> set[int]:
+    """Tokens as likely as the least likely one that is kept: which of them top_p keeps depends on the sort."""
+    least = min(float(logits[token_id]) for token_id in kept)
+    return set(torch.flatten(torch.nonzero(logits == least)).tolist())
+
+
+def test_penalties_are_those_of_transformers_and_of_the_openai_api() -> None:
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(0))
+    prompt, answer, stops = [3, 3, 9, 4], [4, 7, 7, 7, 12], [7, 29]
+    everything = torch.tensor([prompt + answer])
+    prompt_ids = np.unique(prompt)
+
+    def penalized(**fields: Any) -> torch.Tensor:
+        return penalize(logits, Sampling(**fields), prompt_ids, answer, stops)
+
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(everything, logits[None].clone())[0]
+    assert torch.equal(penalized(repetition_penalty=1.7), expected)
+    counts = torch.bincount(torch.tensor(answer), minlength=30)
+    expected = logits - 0.5 * (counts > 0) - 0.25 * counts
+    assert torch.allclose(penalized(presence_penalty=0.5, frequency_penalty=0.25), expected)
+    biased = SequenceBiasLogitsProcessor({(5,): 3.0, (7,): -2.0})(everything, logits[None].clone())[0]
+    assert torch.equal(penalized(logit_bias=((5, 3.0), (7, -2.0))), biased)
+    for min_tokens, is_short in ((5, False), (6, True)):
+        processor = MinNewTokensLengthLogitsProcessor(len(prompt), min_tokens, stops)
+        assert torch.equal(penalized(min_tokens=min_tokens), processor(everything, logits[None].clone())[0])
+        assert bool(penalized(min_tokens=min_tokens)[29].isinf()) == is_short
+
+
+def test_the_models_logits_are_left_as_they_are() -> None:
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    sampling = Sampling(repetition_penalty=2.0, presence_penalty=1.0, min_tokens=9, logit_bias=((1, 5.0),))
+    assert not torch.equal(penalize(logits, sampling, np.arange(5), [1, 2], [3]), before)
+    assert torch.equal(logits, before)
+
+
 class _Calls(TorchDispatchMode):
     """Notes which functions are called on tensors."""
 
@@ -62,11 +139,11 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_a_draw_asks_the_device_for_nothing(top_p: float) -> None:
+@pytest.mark.parametrize("narrowed", [{}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1}])
+def test_a_draw_asks_the_device_for_nothing(narrowed: dict[str, Any]) -> None:
     """A tensor whose shape depends on values has to wait for them, and so has reading a value."""
     with _Calls() as calls:
-        draw(PROBABILITIES.log(), Sampling(temperature=1.0, top_p=top_p, seed=1), 0)
+        draw(PROBABILITIES.log(), Sampling(temperature=1.0, **narrowed, seed=1), 0)
     assert len(calls.names) > 5
     assert not [name for name in calls.names if "_local_scalar" in name or "nonzero" in name or "index" in name]
 
@@ -79,3 +156,41 @@ def test_a_generation_draws_by_its_position_and_others_take_the_most_likely_toke
     bench.run()
     assert len(set(drawn.result(0).token_ids)) > 20
     assert set(greedy.result(0).token_ids) == {0}
+
+
+def test_penalties_hold_in_a_greedy_generation_and_a_stop_token_waits() -> None:
+    bench = Bench(num_blocks=256)
+    bench.runner.logits_scale = 0.0  # every token is as likely as any other, so the lowest id is taken
+    plain = bench.generate(range(8), 5)
+    without_repetition = bench.generate(range(8), 5, presence_penalty=1.0)
+    without_prompt = bench.generate([0, 1, 5], 3, logit_bias=((0, -5.0), (1, -5.0), (2, -5.0)))
+    late = bench.generate(range(8), 5, min_tokens=2, stop_token_ids=frozenset({0}))
+    bench.run()
+    assert plain.result(0).token_ids == (0,) * 5
+    assert without_repetition.result(0).token_ids == (0, 1, 2, 3, 4)
+    assert without_prompt.result(0).token_ids == (3, 3, 3)
+    assert late.result(0).token_ids == (1, 1, 0)
+
+
+def test_log_probabilities_are_the_models_own_whatever_is_chosen() -> None:
+    bench = Bench(num_blocks=256)
+    news: list[GeneratedTokens] = []
+    plain = bench.generate(range(8), 6, news.append, logprobs=3)
+    penalized = bench.generate(range(8), 6, temperature=1.0, seed=2, presence_penalty=2.0, logprobs=0)
+    silent = bench.generate(range(8), 6)
+    bench.run()
+    result = plain.result(0)
+    told = [logprobs for each in news for logprobs in each.logprobs]
+    assert [*told, result.logprobs[-1]] == list(result.logprobs)
+    assert len(result.logprobs) == 6
+    assert [each.top[0] for each in result.logprobs] == [
+        (token_id, each.logprob) for token_id, each in zip(result.token_ids, result.logprobs, strict=True)
+    ]
+    assert all(len(each.top) == 3 and each.top[0][1] >= each.top[1][1] >= each.top[2][1] for each in result.logprobs)
+    first = bench.submit(range(8), return_logits=True)
+    bench.run()
+    row = torch.from_numpy(first.result(0).logits).log_softmax(0)
+    chosen, alone = penalized.result(0).token_ids[0], penalized.result(0).logprobs[0]
+    assert alone.logprob == pytest.approx(float(row[chosen]))
+    assert alone.top == ()
+    assert silent.result(0).logprobs == ()

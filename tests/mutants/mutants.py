@@ -171,7 +171,7 @@ ENGINE_MUTANTS = (
     Mutant("engine/step.py", "        del self._wait", "        pass"),
     Mutant("engine/step.py", "        traceback.clear_frames(error.__traceback__)", "        pass"),
     Mutant("engine/early_ends.py", "            if not request.is_over:\n", "            if False:\n"),
-    Mutant("engine/sampler.py", "generation.sampling.temperature > 0", "False"),
+    Mutant("engine/sampler.py", " and not request.generation.sampling.takes_most_likely", " and False"),
     Mutant("engine/sampler.py", "probabilities.cumsum(dim=0) - probabilities >=", "probabilities.cumsum(dim=0) >="),
     Mutant("engine/sampler.py", "position=request.num_tokens", "position=0"),
     Mutant("scheduling/tenant_queue.py", "max(self._fair_share + tokens / weights, least_served)", "least_served"),
@@ -217,6 +217,10 @@ ENGINE_MUTANTS = (
     Mutant(
         "engine/early_ends.py", "self._failed or (self._deadlines and self._deadlines[0][0] <= now_s)", "self._failed"
     ),
+    Mutant("engine/sampler.py", "torch.where(scores > 0, scores / factor, scores * factor)", "scores / factor"),
+    Mutant("engine/sampler.py", "ordered.masked_fill(ordered < last, -torch.inf)", "ordered"),
+    Mutant("engine/sampler.py", "len(token_ids) < sampling.min_tokens", "len(token_ids) <= sampling.min_tokens"),
+    Mutant("engine/sampler.py", "sampling.presence_penalty + sampling.frequency_penalty", "sampling.frequency_penalty"),
     Mutant("engine/steps_ahead.py", " or self._has_news()", ""),
     Mutant("engine/delivery.py", "        if self._early_ends.is_failing(request):\n            return\n", ""),
 )

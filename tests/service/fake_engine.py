@@ -20,6 +20,7 @@ from radixkv.api.result import (
     ProbeResult,
     Retained,
     Timing,
+    TokenLogprobs,
     Usage,
 )
 from radixkv.api.retention import Grant
@@ -109,7 +110,7 @@ class FakeEngine:
             if generated[-1] in sampling.stop_token_ids:
                 break
             if len(generated) < sampling.max_new_tokens:
-                on_tokens(GeneratedTokens((generated[-1],), usage))
+                on_tokens(GeneratedTokens((generated[-1],), usage, _logprobs_of(generated[-1:], sampling)))
         while self.is_gated and not future.cancelled():
             time.sleep(0.001)
         if not future.set_running_or_notify_cancel():
@@ -121,7 +122,14 @@ class FakeEngine:
         retained = None if params.retention is None else _retained(params.retention)
         future.set_result(
             GenerateResult(
-                params.request_id, usage, tuple(generated), reason, MissReason.COLD, Timing(1, 2, 3, 6), retained
+                params.request_id,
+                usage,
+                tuple(generated),
+                reason,
+                MissReason.COLD,
+                Timing(1, 2, 3, 6),
+                retained,
+                _logprobs_of(generated, sampling),
             )
         )
 
@@ -285,3 +293,10 @@ def _miss_reason(cached: int, num_tokens: int) -> MissReason:
     if cached == num_tokens - 1:
         return MissReason.NONE
     return MissReason.DIVERGED if cached else MissReason.COLD
+
+
+def _logprobs_of(token_ids, sampling) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities that tell the token, if they are asked for."""
+    if sampling.logprobs is None:
+        return ()
+    return tuple(TokenLogprobs(-float(each), ((each, -float(each)),) * sampling.logprobs) for each in token_ids)

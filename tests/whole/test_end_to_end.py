@@ -24,6 +24,7 @@ from transformers import LlamaConfig
 
 from radixkv.api.retention import Retention
 from radixkv.config import EngineConfig
+from radixkv.model.tiny_model import build_tiny_model
 from radixkv.planning.trace import load_trace, prompt_tokens
 from radixkv.service.client import AsyncClient, Client, logits_of
 from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, PrefillResponse
@@ -443,6 +444,8 @@ def test_the_next_turn_of_a_conversation_reuses_the_answer(client: Client, tenan
 def test_seeds_draw_the_same_whoever_shares_the_batch_and_however_small_the_pool(client: Client) -> None:
     def ask(client: Client, seed: int) -> list[int]:
         options = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 60}
+        if seed % 2:
+            options |= {"top_k": 50, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "min_tokens": 60}
         return read(client.generate(random_ids(60, seed), seed=seed, **options))[0]
 
     alone = [ask(client, seed) for seed in range(4)]
@@ -454,6 +457,48 @@ def test_seeds_draw_the_same_whoever_shares_the_batch_and_however_small_the_pool
         assert list(threads.map(lambda seed: ask(crowded, seed), range(4))) == alone
         assert crowded.stats().requests.pauses > 0
         assert crowded.stats().tokens.recomputed > 0
+
+
+def test_answers_to_one_prompt_share_it_and_are_those_of_single_calls(client: Client, tenant: str) -> None:
+    prompt = random_ids(200).tolist()
+    options = {"temperature": 1.0, "max_new_tokens": 20, "tenant": tenant}
+    told = list(client.generate(prompt, n=4, seed=5, **options))
+    by_index = [[each for each in told if each.index == index] for index in range(4)]
+    answers = [[token_id for each in own for token_id in each.token_ids] for own in by_index]
+    assert answers == [read(client.generate(prompt, seed=5 + index, **options))[0] for index in range(4)]
+    usages = [own[-1].usage for own in by_index]
+    assert sorted(usage.computed_tokens for usage in usages) == [1, 1, 1, 200]
+
+
+def test_penalized_answers_and_their_log_probabilities_are_those_of_transformers(client: Client) -> None:
+    prompt = random_ids(70).tolist()
+    with torch.inference_mode():
+        expected = build_tiny_model("eager").generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, 70, dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=40,
+            repetition_penalty=1.3,
+            sequence_bias=[[[7], 4.0], [[9], -4.0]],
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    expected_ids = expected.sequences[0, 70:].tolist()
+    answers = [
+        list(
+            client.generate(prompt, max_new_tokens=40, repetition_penalty=1.3, logit_bias={7: 4.0, 9: -4.0}, logprobs=2)
+        )
+        for _ in range(2)
+    ]
+    for told in answers:  # cold and cached
+        assert [token_id for each in told for token_id in each.token_ids] == expected_ids
+        logprobs = [each for answer in told for each in answer.logprobs]
+        for token_id, each, logits in zip(expected_ids, logprobs, expected.logits, strict=True):
+            row = logits[0].log_softmax(0)
+            assert each.logprob == pytest.approx(float(row[token_id]), abs=1e-3)
+            assert [top.logprob for top in each.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-3)
+    assert answers[0][-1].logprobs[-1] == answers[1][-1].logprobs[-1]
+    assert answers[1][0].usage.cached_tokens > 0
 
 
 def test_a_caller_that_stops_reading_ends_its_generation(client: Client, tenant: str) -> None:

@@ -63,6 +63,7 @@ class Ask(_Value):
     Attributes:
         key: the name that other events use for it.
         max_new_tokens: of a generation; 0 for a prefill.
+        penalty: of presence, and what a repetition penalty is above 1.
         raises_at, cancels_at: the callback raises, or cancels, when it takes the token of this number; 0 for never.
     """
 
@@ -82,6 +83,8 @@ class Ask(_Value):
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    penalty: float = 0.0
+    min_tokens: int = 0
     raises_at: int = 0
     cancels_at: int = 0
 
@@ -96,7 +99,14 @@ class Ask(_Value):
     @property
     def sampling(self) -> Sampling:
         return Sampling(
-            max(1, self.max_new_tokens), self.temperature, self.top_p, self.seed, frozenset(self.stop_token_ids)
+            max(1, self.max_new_tokens),
+            self.temperature,
+            self.top_p,
+            self.seed,
+            frozenset(self.stop_token_ids),
+            repetition_penalty=1 + self.penalty,
+            presence_penalty=self.penalty,
+            min_tokens=self.min_tokens,
         )
 
 

@@ -19,7 +19,7 @@ from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk, pack_tokens
 from radixkv.compute.runner import Launch, StepResult, Wait
-from radixkv.engine.sampler import draw
+from radixkv.engine.sampler import draw, penalize
 from radixkv.namespace import Namespace
 from tests.fake_runner import with_tokens
 from tests.fakes import FakeClock
@@ -65,9 +65,12 @@ def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tup
     """Return the tokens generated after a prompt: up to a stop token, or the number that was asked for."""
     tokens, token_ids = prompt, list[int]()
     while len(token_ids) < sampling.max_new_tokens and not set(token_ids[-1:]) & sampling.stop_token_ids:
-        row = logits_of(content_of(namespace, tokens))
+        row = torch.from_numpy(logits_of(content_of(namespace, tokens)))
+        if sampling.changes_logits:
+            prompt_ids = np.unique(np.frombuffer(prompt, dtype="<u4")).astype(np.int64)
+            row = penalize(row, sampling, prompt_ids, token_ids, sampling.stop_token_ids)
         if sampling.temperature:
-            token_ids.append(int(draw(torch.from_numpy(row), sampling, position=len(tokens) // 4)))
+            token_ids.append(int(draw(row, sampling, position=len(tokens) // 4)))
         else:
             token_ids.append(int(row.argmax()))
         tokens += token_ids[-1].to_bytes(4, "little")

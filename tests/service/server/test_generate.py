@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import json
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 
 from radixkv.api.caller import Caller
 from radixkv.api.retention import Retention
+from radixkv.api.sampling import Sampling
 from radixkv.errors import OutOfBlocks, StepFailed
 from radixkv.service.client import AsyncClient, Client
 from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP
@@ -58,6 +60,14 @@ def test_every_field_of_a_generation_reaches_the_engine():
                 seed=2**64 - 1,
                 stop_token_ids=[7, 8],
                 ignore_eos=True,
+                top_k=9,
+                min_p=0.125,
+                repetition_penalty=1.5,
+                presence_penalty=-0.5,
+                frequency_penalty=0.75,
+                min_tokens=4,
+                logit_bias={8: -1.5, 3: 2.0},
+                logprobs=7,
                 tenant="ten",
                 adapter="ada",
                 salt="sal",
@@ -73,6 +83,9 @@ def test_every_field_of_a_generation_reaches_the_engine():
     params, sampling = calling(talk)
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p) == (5, 0.5, 0.25)
     assert (sampling.seed, sampling.stop_token_ids, sampling.ignore_eos) == (2**64 - 1, {7, 8}, True)
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (9, 0.125, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.min_tokens) == (-0.5, 0.75, 4)
+    assert (sampling.logit_bias, sampling.logprobs) == (((3, 2.0), (8, -1.5)), 7)
     assert (params.caller, params.request_id) == (Caller("ten", "ada", "sal"), "req")
     assert (params.read_cache, params.write_cache, params.urgency) == (False, False, 0)
     assert params.retention == Retention(80)
@@ -87,8 +100,66 @@ def test_what_is_not_said_is_greedy_and_sixteen_tokens():
     params, (first, second) = calling(talk)
     assert (first.max_new_tokens, first.temperature, first.top_p, first.ignore_eos) == (16, 0.0, 1.0, False)
     assert first.stop_token_ids == frozenset()
+    assert first.takes_most_likely
+    assert first == dataclasses.replace(Sampling(), seed=first.seed)
     assert first.seed != second.seed
     assert params.urgency == 50
+
+
+def test_each_token_has_its_log_probabilities():
+    async def talk(client, _):
+        asked = [await read(client.generate([1], max_new_tokens=9, logprobs=count)) for count in (0, 2)]
+        return [*asked, await read(client.generate([1], max_new_tokens=9))]
+
+    own, top, none = calling(talk)
+    for answers in (own, top):
+        told = [(token_id, each.logprob) for answer in answers for token_id, each in pairs(answer)]
+        assert told == [(token_id, -token_id) for token_id in continuation([1], 9)]
+    assert {len(each.top) for answer in own for each in answer.logprobs} == {0}
+    assert {tuple(t.token_id for t in each.top) for answer in top for token, each in pairs(answer)} == {
+        (token_id, token_id) for token_id in continuation([1], 9)
+    }
+    assert not any(answer.logprobs for answer in none)
+
+
+def pairs(answer):
+    return zip(answer.token_ids, answer.logprobs, strict=True)
+
+
+def test_answers_to_one_prompt_are_told_apart_and_draw_with_seeds_of_their_own():
+    async def talk(client, engine):
+        answers = await read(client.generate([1, 2], max_new_tokens=6, n=3, seed=2**64 - 2, request_id="r"))
+        return answers, [sampling.seed for sampling in engine.samplings]
+
+    answers, seeds = calling(talk)
+    assert seeds == [2**64 - 2, 2**64 - 1, 0]
+    for index in range(3):
+        own = [answer for answer in answers if answer.index == index]
+        assert [token_id for answer in own for token_id in answer.token_ids] == continuation([1, 2], 6)
+        assert [answer.finished for answer in own] == [False] * (len(own) - 1) + [True]
+        assert own[-1].usage.generated_tokens == 6
+        assert {answer.request_id for answer in own} == {"r"}
+    assert {answer.index for answer in answers} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("n", "message"), [(0, "n: expected 1 to 64, got 0"), (65, "n: expected 1 to 64, got 65")])
+def test_a_number_of_answers_out_of_range_is_refused(n, message):
+    async def talk(client, engine):
+        return await refusal_of(client.generate([1], n=n)), engine.samplings
+
+    error, samplings = calling(talk)
+    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, message)
+    assert not samplings
+
+
+def test_a_caller_that_leaves_cancels_all_its_answers():
+    async def talk(client, engine):
+        stream = client.generate([1], max_new_tokens=50, n=4)
+        await anext(stream)
+        await stream.aclose()
+        return await becomes_true(lambda: [future.cancelled() for future in engine.futures] == [True] * 4)
+
+    assert calling(talk, FakeEngine(is_gated=True))
 
 
 def test_tokens_come_in_order_and_once_and_the_last_answer_says_why():
@@ -285,6 +356,9 @@ def test_the_command_prints_one_json_object(capsys):
 def test_the_command_passes_every_option(capsys):
     engine = FakeEngine()
     options = "--max-new-tokens 3 --temperature 0.5 --top-p 0.9 --seed 18446744073709551615 --stop-tokens 9,8"
+    options += (
+        " --top-k 5 --min-p 0.5 --repetition-penalty 1.5 --presence-penalty 1 --frequency-penalty -1 --min-tokens 2"
+    )
     code, _, _ = run_cli(
         capsys, engine, "generate", "--text", "hi", *options.split(), "--ignore-eos", "--tenant", "t", "--no-read-cache"
     )
@@ -293,6 +367,8 @@ def test_the_command_passes_every_option(capsys):
     assert (sampling.max_new_tokens, sampling.temperature, sampling.seed) == (3, 0.5, 2**64 - 1)
     assert sampling.top_p == pytest.approx(0.9)
     assert (sampling.stop_token_ids, sampling.ignore_eos) == ({9, 8}, True)
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (5, 0.5, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.min_tokens) == (1.0, -1.0, 2)
     assert (params.caller.tenant, params.read_cache, params.write_cache) == ("t", False, True)
 
 
