@@ -111,7 +111,8 @@ def penalize(
     if len(token_ids) < sampling.min_tokens and stop_token_ids:
         logits.scatter_(0, on_device(sorted(stop_token_ids)), -torch.inf)
     if sampling.repetition_penalty != 1:
-        seen = on_device(np.union1d(prompt_ids, np.asarray(token_ids, dtype=np.int64)))
+        ids = np.union1d(prompt_ids, np.asarray(token_ids, dtype=np.int64))
+        seen = on_device(ids[ids < len(logits)])  # a model may read more tokens than it writes
         scores = logits.gather(0, seen)
         factor = sampling.repetition_penalty
         logits.scatter_(0, seen, torch.where(scores > 0, scores / factor, scores * factor))

@@ -119,6 +119,12 @@ def test_penalties_are_those_of_transformers_and_of_the_openai_api() -> None:
         assert bool(penalized(min_tokens=min_tokens)[29].isinf()) == is_short
 
 
+def test_tokens_that_the_model_reads_and_never_writes_have_no_penalty() -> None:
+    logits = torch.ones(30)
+    penalized = penalize(logits, Sampling(repetition_penalty=2.0), np.array([3, 30, 500]), [], [])
+    assert penalized.tolist() == [0.5 if token_id == 3 else 1.0 for token_id in range(30)]
+
+
 def test_the_models_logits_are_left_as_they_are() -> None:
     logits = torch.randn(30, generator=torch.Generator().manual_seed(0))
     before = logits.clone()

@@ -136,7 +136,7 @@ class _Author:
             top_p=rng.choice((1.0, 0.9)),
             seed=rng.randrange(100),
             stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), 10)) if self._chance(0.2) else (),
-            penalty=0.0 if is_greedy else key % 2,
+            penalty=0.0 if is_greedy else float(key % 2),
             min_tokens=0 if is_greedy else min(max_new_tokens, key % 3),
             raises_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
             cancels_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
