@@ -233,9 +233,6 @@ KERNEL_MUTANTS = (
     ),
     Mutant("kernels/shared_prefix.py", "        if common > start:\n", "        if True:\n"),
     Mutant(
-        "kernels/shared_prefix.py", "is_counted = np.arange(width) < counts", "is_counted = np.arange(width) <= counts"
-    ),
-    Mutant(
         "kernels/cpu_attention_plan.py",
         "    is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)\n",
         "",
@@ -247,7 +244,6 @@ KERNEL_MUTANTS = (
         "in_table = np.minimum(places, (kv_lens - 1) // block_size)",
         "in_table = places",
     ),
-    Mutant("kernels/cpu_attention_plan.py", "(slots < kv_lens) & (slots >= first_visible)", "slots < kv_lens"),
     Mutant("kernels/cpu_attention_plan.py", "return 0 if demand.is_whole else", "return"),
     Mutant(
         "kernels/cpu_attention_plan.py", "first_piece = int(num_units[first]) + first_own", "first_piece = first_own"
