@@ -1,9 +1,9 @@
 """Products of rows with one weight, by several libraries, each with the weight laid out once as that library likes it.
 
-    plain          the weight as it is: MKL in float32, oneDNN in half precision
     packed         laid out by MKL for its products, in float32
     blocked        laid out by oneDNN for its products
     convolution    laid out by oneDNN for convolutions: rows are pixels, a product is a convolution of one pixel
+    plain          the weight as it is: MKL in float32, oneDNN in half precision
     float32        for float16 only: converted once, so that machines without float16 arithmetic multiply in float32
     int8           rounded to 8 bits, as the rows are: other numbers, so only where that is asked for
 

@@ -10,12 +10,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
-from radixkv.kernels.linear_packings import PACKINGS, LinearPacking, aligned_rows
+from radixkv.kernels.linear_packings import PACKINGS, aligned_rows
 from radixkv.kernels.row_tiles import SIZES, RowTiles, in_tiles
 from radixkv.kernels.sum_order import cancelling_product
 
@@ -86,13 +84,12 @@ def choose_product(
     best: ProductChoice | None = None
     best_score, fastest_s = math.inf, math.inf
     for name in packings:
-        packing = PACKINGS[name]
-        copies = [packing.pack(cancelling.clone()) for _ in range(num_copies)]
-        calls = [partial(_multiply, packing, copy, small) for copy in copies]
-        few_s = _time(calls[:1], rows[:2], clock)
+        calls = [_packed(name, cancelling, small)]
+        few_s = _time(calls, rows[:2], clock)
         if few_s > _HOPELESS * fastest_s:
             continue
         fastest_s = min(fastest_s, few_s)
+        calls += [_packed(name, cancelling, small) for _ in range(num_copies - 1)]
         known = {num_rows: _time(calls, rows[:num_rows], clock) for num_rows in weighed}
         score = _score([known[num_rows] for num_rows in weighed])
         if score >= best_score:
@@ -107,8 +104,11 @@ def choose_product(
     return best
 
 
-def _multiply(packing: LinearPacking, packed: Any, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    return packing.multiply(rows, packed, bias)
+def _packed(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
+    """Lay out a copy of a weight. Returns its product."""
+    packing = PACKINGS[name]
+    packed = packing.pack(weight.clone())
+    return lambda rows: packing.multiply(rows, packed, bias)
 
 
 def _score(times: Sequence[float]) -> float:

@@ -79,8 +79,8 @@ class Sampling:
     @property
     def changes_logits(self) -> bool:
         """Whether other tokens may become the most likely ones."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return bool(self.logit_bias or self.min_tokens or penalties != (1.0, 0.0, 0.0))
+        has_penalty = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return has_penalty or self.min_tokens > 0 or bool(self.logit_bias)
 
     def validate(self, vocab_size: int) -> None:
         """Refuse options out of their range.

@@ -32,7 +32,7 @@ class Answers:
             request_id=request.params.request_id,
             usage=request.usage,
             next_token_id=prediction.next_token_id,
-            top_logprobs=prediction.top_logprobs,
+            top_logprobs=() if prediction.logprobs is None else prediction.logprobs.top,
             logits=prediction.logits,
             miss_reason=request.miss_reason,
             timing=_timing(request, now_s),

@@ -20,16 +20,14 @@ class Prediction(NamedTuple):
     """The part of an answer that comes from the model.
 
     Attributes:
-        next_token_id: the most likely token, or one that was drawn.
-        top_logprobs: `(token_id, logprob)`, most likely first.
+        next_token_id: the most likely token, or one that was chosen otherwise.
+        logprobs: its own, and those of the most likely tokens; None unless asked for.
         logits: float32 `[vocab_size]`; None unless asked for.
-        logprobs: of the next token of a generation; None unless asked for.
     """
 
     next_token_id: int
-    top_logprobs: tuple[tuple[int, float], ...]
-    logits: npt.NDArray[np.float32] | None
     logprobs: TokenLogprobs | None
+    logits: npt.NDArray[np.float32] | None
 
 
 def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence[Request]) -> list[Prediction]:
@@ -66,14 +64,14 @@ def _choose(logits: torch.Tensor, request: Request, generation: Generation) -> t
     """Choose the next token of a generation, int64 `[]`."""
     sampling = generation.sampling
     if sampling.changes_logits:
-        logits = penalize(logits, sampling, _prompt_ids(request), generation.token_ids, generation.stop_token_ids)
+        logits = penalize(
+            logits, sampling, _prompt_ids(request, generation), generation.token_ids, generation.stop_token_ids
+        )
     return draw(logits, sampling, position=request.num_tokens) if sampling.temperature > 0 else logits.argmax()
 
 
-def _prompt_ids(request: Request) -> npt.NDArray[np.int64]:
+def _prompt_ids(request: Request, generation: Generation) -> npt.NDArray[np.int64]:
     """Return the different tokens of a prompt, which are found once if a penalty asks for them."""
-    generation = request.generation
-    assert generation is not None
     if generation.sampling.repetition_penalty == 1:
         return np.empty(0, dtype=np.int64)
     if generation.prompt_ids is None:
@@ -111,11 +109,11 @@ def penalize(
     if len(token_ids) < sampling.min_tokens and stop_token_ids:
         logits.scatter_(0, on_device(sorted(stop_token_ids)), -torch.inf)
     if sampling.repetition_penalty != 1:
-        ids = np.union1d(prompt_ids, np.asarray(token_ids, dtype=np.int64))
-        seen = on_device(ids[ids < len(logits)])  # a model may read more tokens than it writes
-        scores = logits.gather(0, seen)
-        factor = sampling.repetition_penalty
-        logits.scatter_(0, seen, torch.where(scores > 0, scores / factor, scores * factor))
+        before, factor = logits.clone(), sampling.repetition_penalty
+        for ids in (prompt_ids, np.asarray(token_ids, dtype=np.int64)):  # a token of both gets the same score twice
+            seen = on_device(ids[ids < len(logits)])  # a model may read more tokens than it writes
+            scores = before.gather(0, seen)
+            logits.scatter_(0, seen, torch.where(scores > 0, scores / factor, scores * factor))
     if token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
         answered, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
         penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
@@ -126,12 +124,11 @@ def penalize(
 def _prediction(logits: torch.Tensor, row: int, next_token_id: int, request: Request) -> Prediction:
     """Make the prediction of one row. A view of the row is made only if more than a token is asked for."""
     params, generation = request.params, request.generation
-    count = None if generation is None else generation.sampling.logprobs
+    count = (params.top_logprobs or None) if generation is None else generation.sampling.logprobs
     return Prediction(
         next_token_id,
-        top_logprobs=_top_logprobs(logits[row], params.top_logprobs) if params.top_logprobs else (),
+        logprobs=None if count is None else _logprobs(logits[row], next_token_id, count),
         logits=logits[row].cpu().numpy().copy() if params.return_logits else None,
-        logprobs=None if count is None else _token_logprobs(logits[row], next_token_id, count),
     )
 
 
@@ -169,12 +166,9 @@ def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tenso
     return (scores - noise.log()).argmax()
 
 
-def _token_logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
-    logprobs = logits.log_softmax(dim=-1)
+def _logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
+    """Read the log probabilities of a token and of the most likely ones, in one piece: ids are exact in float64."""
+    logprobs = logits.log_softmax(dim=-1).double()
     values, ids = logprobs.topk(count)
-    return TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
-
-
-def _top_logprobs(logits: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    values, ids = logits.log_softmax(dim=-1).topk(count)
-    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    own, *told = torch.cat((logprobs[token_id : token_id + 1], values, ids.double())).tolist()
+    return TokenLogprobs(own, tuple(zip(map(int, told[count:]), told[:count], strict=True)))

@@ -17,7 +17,6 @@ from radixkv.api.retention import Retention
 from radixkv.api.sampling import (
     DEFAULT_MAX_NEW_TOKENS,
     MAX_ANSWERS,
-    MAX_BIASED_TOKENS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     Sampling,
@@ -86,14 +85,12 @@ def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
     """Read the options of a generation.
 
     Raises:
-        InvalidRequest: there are too many stop tokens or biases.
+        InvalidRequest: there are too many stop tokens.
     """
     if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
             f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(request.stop_token_ids)}"
         )
-    if len(request.logit_bias) > MAX_BIASED_TOKENS:
-        raise InvalidRequest(f"logit_bias: expected at most {MAX_BIASED_TOKENS} tokens, got {len(request.logit_bias)}")
     return Sampling(
         max_new_tokens=request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_MAX_NEW_TOKENS,
         temperature=request.temperature,

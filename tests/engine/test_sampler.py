@@ -16,6 +16,7 @@ from transformers.generation import (
 
 from radixkv.api.result import GeneratedTokens
 from radixkv.api.sampling import Sampling
+from radixkv.engine import sampler
 from radixkv.engine.sampler import draw, penalize
 from tests.core_bench import Bench
 
@@ -200,3 +201,19 @@ def test_log_probabilities_are_the_models_own_whatever_is_chosen() -> None:
     assert alone.logprob == pytest.approx(float(row[chosen]))
     assert alone.top == ()
     assert silent.result(0).logprobs == ()
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_log_probabilities_of_a_row_are_read_in_one_piece(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read waits for the device."""
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    reads: list[torch.Tensor] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))
+    with _Calls() as calls:
+        read = sampler._logprobs(logits, 7, count)
+    assert len(reads) == 1
+    assert not [name for name in calls.names if "_local_scalar" in name]
+    expected = logits.log_softmax(0)
+    assert read.logprob == float(expected[7])
+    assert read.top == tuple((int(i), float(expected[i])) for i in logits.argsort(descending=True)[:count])

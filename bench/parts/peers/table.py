@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.parts.peers.comparison import is_ours
+from bench.parts.peers.engines import OURS
 
 Result = dict[str, Any]
 
@@ -46,13 +46,12 @@ def _lines(rows: Sequence[Result]) -> list[str]:
 
 
 def _limit(row: Result) -> tuple[str, str]:
-    """Return the time that the machine allows, and how many times as long our faster mode takes."""
-    least_s = row["least_s"]
-    ours = [each["wall_s"] for engine, each in row["engines"].items() if is_ours(engine)]
+    """Return the time that the machine allows, and how many times as long ours takes."""
+    least_s, ours = row["least_s"], row["engines"].get(OURS)
     if least_s is None:
         return "-", "-"
     shown = f"{1 / least_s:,.0f}/s" if row["unit"] == "call" else format_seconds(least_s)
-    return shown, f"{min(ours) / least_s:.2f}" if ours else "-"
+    return shown, "-" if ours is None else f"{ours['wall_s'] / least_s:.2f}"
 
 
 def format_seconds(seconds: float) -> str:
