@@ -6,15 +6,15 @@ cancels its future, and with it the request. `radixkv.service.server.status` tur
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from radixkv.api.caller import Caller
-from radixkv.api.result import GeneratedTokens, GenerateResult
+from radixkv.api.result import GenerateResult
 from radixkv.errors import InvalidRequest
+from radixkv.service.server.calls import answer_of, traceparent_of
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.messages import (
     grant_message,
@@ -30,14 +30,13 @@ from radixkv.service.server.messages import (
     stats_response,
     usage_message,
 )
+from radixkv.service.server.token_stream import TokenStream
 from radixkv.service.server.unfinished_calls import Context
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
-
-Answer = TypeVar("Answer")
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -49,8 +48,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
         """Compute the part of a prompt that is not cached, and answer with the next token."""
-        params = read_params(request, context.time_remaining(), _traceparent(context))
-        result = await _answer_of(self._engine, self._mailbox, self._engine.prefill(params))
+        params = read_params(request, context.time_remaining(), traceparent_of(context))
+        result = await answer_of(self._engine, self._mailbox, self._engine.prefill(params))
         return prefill_response(result, self._engine.limits.block_size, self._engine.limits.epoch)
 
     async def Generate(  # noqa: N802
@@ -60,9 +59,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
         Several answers to one prompt are several requests, of which one computes the prompt for all.
         """
-        params = read_params(request.prefill, context.time_remaining(), _traceparent(context))
+        params = read_params(request.prefill, context.time_remaining(), traceparent_of(context))
         sampling, num_left = read_sampling(request), read_num_answers(request)
-        stream = _TokenStream(self._mailbox)
+        stream = TokenStream(self._mailbox)
         num_told = [0] * num_left
         futures: list[Future[GenerateResult]] = []
         try:
@@ -82,7 +81,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     num_told[index] += len(response.token_ids)
                     yield response
                 for index in ended:
-                    result = await _answer_of(self._engine, self._mailbox, futures[index])
+                    result = await answer_of(self._engine, self._mailbox, futures[index])
                     yield last_response(result, num_told[index], index)
                 num_left -= len(ended)
         finally:
@@ -92,7 +91,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
         """Say what a prefill of this prompt would reuse."""
         future = self._engine.probe(read_token_ids(request), read_caller(request))
-        result = await _answer_of(self._engine, self._mailbox, future)
+        result = await answer_of(self._engine, self._mailbox, future)
         return prefill_pb2.ProbeResponse(
             cached_tokens=result.cached_tokens,
             prompt_tokens=result.prompt_tokens,
@@ -103,7 +102,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """Give back a held lease."""
         require_names(tenant=request.tenant, lease_id=request.lease_id)
         future = self._engine.release(request.lease_id, Caller(request.tenant))
-        await _answer_of(self._engine, self._mailbox, future)
+        await answer_of(self._engine, self._mailbox, future)
         return prefill_pb2.ReleaseResponse()
 
 
@@ -120,7 +119,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         if retention is None:
             raise InvalidRequest("retention: expected one, got none")
         future = self._engine.retain(read_token_ids(request), retention, caller)
-        retained = await _answer_of(self._engine, self._mailbox, future)
+        retained = await answer_of(self._engine, self._mailbox, future)
         return cache_pb2.RetainResponse(retained=grant_message(retained))
 
     async def Purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:  # noqa: N802
@@ -131,71 +130,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             adapter=request.adapter if request.HasField("adapter") else None,
             salt=request.salt if request.HasField("salt") else None,
         )
-        purged = await _answer_of(self._engine, self._mailbox, future)
+        purged = await answer_of(self._engine, self._mailbox, future)
         return cache_pb2.PurgeResponse(freed_blocks=purged.freed_blocks, pinned_blocks=purged.pinned_blocks)
 
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
         """Count what the engine holds and has done."""
-        limits, stats = self._engine.limits, await _answer_of(self._engine, self._mailbox, self._engine.stats())
+        limits, stats = self._engine.limits, await answer_of(self._engine, self._mailbox, self._engine.stats())
         return stats_response(limits, stats)
-
-
-class _TokenStream:
-    """Hands tokens of a call's answers from the engine's thread to the event loop."""
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-        self._news: dict[int, list[GeneratedTokens]] = {}
-        self._ended: list[int] = []
-        self._has_come = asyncio.Event()
-
-    def put(self, index: int, tokens: GeneratedTokens) -> None:
-        """Add tokens of an answer. Called on the engine's thread."""
-        self._mailbox.post(self._add, index, tokens)
-
-    def end(self, index: int, _: Future[Any]) -> None:
-        """End an answer. It is known, with all tokens that were not read. Called on any thread."""
-        self._mailbox.post(self._end, index)
-
-    async def get(self) -> tuple[dict[int, list[GeneratedTokens]], list[int]]:
-        """Wait, and return all tokens that came since the last call, by answer, and the answers that ended.
-
-        Tokens of an answer that ended are left out.
-        """
-        await self._has_come.wait()
-        self._has_come.clear()
-        news, self._news = self._news, {}
-        ended, self._ended = self._ended, []
-        for index in ended:
-            news.pop(index, None)
-        return news, ended
-
-    def _add(self, index: int, tokens: GeneratedTokens) -> None:
-        self._news.setdefault(index, []).append(tokens)
-        self._has_come.set()
-
-    def _end(self, index: int) -> None:
-        self._ended.append(index)
-        self._has_come.set()
-
-
-def _traceparent(context: Context) -> str:
-    """Return the caller's span, which tracing libraries put into the metadata of a call; empty without one."""
-    for name, value in context.invocation_metadata() or ():
-        if name == "traceparent":
-            return str(value)
-    return ""
-
-
-async def _answer_of(engine: Engine, mailbox: Mailbox, future: Future[Answer]) -> Answer:
-    """Await the engine's answer. If the awaiting task is cancelled, `future` is too."""
-    is_known = asyncio.Event()
-    future.add_done_callback(lambda _: mailbox.post(is_known.set))
-    try:
-        await is_known.wait()
-    except asyncio.CancelledError:
-        future.cancel()  # the caller went away
-        raise
-    if future.cancelled():
-        raise engine.cancellation
-    return future.result()

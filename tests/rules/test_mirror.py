@@ -74,8 +74,10 @@ TESTED_IN = {
     "radixkv.service.commands.hit_rate_plot": "service/commands/test_simulate_command.py",
     "radixkv.service.commands.missing_package": "service/commands/test_serve_command.py",
     "radixkv.service.commands.plan_report": "service/commands/test_plan_command.py",
+    "radixkv.service.server.calls": "service/server/test_servicer.py",
     "radixkv.service.server.listen_address": "service/server/test_server.py",
     "radixkv.service.server.messages": "service/server/test_servicer.py",
+    "radixkv.service.server.token_stream": "service/server/test_generate.py",
     "radixkv.startup.graph_check": "compute/graphs/test_graphs.py",
     "radixkv.storage.kv_layout": "planning/test_plan.py",
 }
