@@ -6,7 +6,8 @@
     │   ├── PromptTooLong
     │   ├── BeyondCeiling
     │   ├── UnknownAdapter
-    │   └── UnknownLease
+    │   ├── UnknownLease
+    │   └── UnknownTokenizer
     ├── CapacityError                the service is full now; `retry_after_s` says when to come back
     │   ├── OutOfBlocks
     │   ├── OutOfMemory
@@ -56,6 +57,10 @@ class UnknownAdapter(RequestError):
 
 class UnknownLease(RequestError):
     """No held lease of this id belongs to this tenant: never given, released, or expired."""
+
+
+class UnknownTokenizer(RequestError):
+    """The served model has no tokenizer: it is served to callers who know its token ids."""
 
 
 class CapacityError(RadixKVError):

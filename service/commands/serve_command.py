@@ -103,7 +103,7 @@ def _serve(arguments: argparse.Namespace) -> None:
             limits.block_size,
         )
         with telemetry.serving(engine):
-            run(engine, config.server)
+            run(engine, config.server, config.model.path)
     finally:
         gc.unfreeze()  # as `run` does, also if there is nothing to run
 

@@ -19,10 +19,12 @@ from grpc_reflection.v1alpha import reflection
 from radixkv.config import ServerConfig
 from radixkv.errors import InvariantViolation
 from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.model_servicer import ModelServicer
+from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.servicer import CacheServicer, PrefillServicer
 from radixkv.service.server.status import StatusInterceptor
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
-from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from radixkv.v1 import cache_pb2, cache_pb2_grpc, model_pb2, model_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 SERVICES = (
     prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
     cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
+    model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
 )
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -42,9 +45,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Server:
-    """A gRPC server over one engine, which it does not own. To be made inside the event loop that runs it."""
+    """A gRPC server over one engine, which it does not own. To be made inside the event loop that runs it.
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    Args:
+        engine: answers requests.
+        config: where to listen, and for how long to drain.
+        model_path: where the files beside the model's weights are: `tiny` or a directory; None for none.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig, model_path: str | None = None) -> None:
         self._engine = engine
         self._config = config
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # behind a version check
@@ -63,6 +72,8 @@ class Server:
         )
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(engine), self._grpc)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine), self._grpc)  # type: ignore[no-untyped-call]
+        model_servicer = ModelServicer(ModelTokenizer(model_path))
+        model_pb2_grpc.add_ModelServiceServicer_to_server(model_servicer, self._grpc)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
@@ -121,8 +132,8 @@ class Server:
             await self._health.set(service, status)
 
 
-def run(engine: Engine, config: ServerConfig) -> None:
-    """Serve until SIGTERM or SIGINT, drain, and return.
+def run(engine: Engine, config: ServerConfig, model_path: str | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, drain, and return. The arguments are those of `Server`.
 
     Starts the engine, and stops it at every exit. Prints one line, `listening on HOST:PORT`, on stdout when ready.
     Objects that exist at the start are exempt from garbage collection until the end.
@@ -135,18 +146,18 @@ def run(engine: Engine, config: ServerConfig) -> None:
     gc.freeze()  # a collection that walks modules and model stops every request for 0.2 s
     engine.start()
     try:
-        asyncio.run(_serve_until_signal(engine, config))
+        asyncio.run(_serve_until_signal(engine, config, model_path))
     finally:
         engine.stop()
         gc.unfreeze()  # otherwise nanobind, which Triton uses, reports leaks on stderr at exit
 
 
-async def _serve_until_signal(engine: Engine, config: ServerConfig) -> None:
+async def _serve_until_signal(engine: Engine, config: ServerConfig, model_path: str | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)  # further signals change nothing: the drain ends by itself
-    server = Server(engine, config)
+    server = Server(engine, config, model_path)
     address = await server.start()
     print(f"listening on {address}", flush=True)
     while not stop.is_set() and engine.is_alive:

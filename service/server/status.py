@@ -28,6 +28,7 @@ from radixkv.errors import (
     StepHangs,
     UnknownAdapter,
     UnknownLease,
+    UnknownTokenizer,
 )
 from radixkv.service.server.unfinished_calls import Context, UnfinishedCalls
 
@@ -37,6 +38,7 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     BeyondCeiling: grpc.StatusCode.FAILED_PRECONDITION,  # the request is valid, and trying again does not help
     UnknownAdapter: grpc.StatusCode.NOT_FOUND,
     UnknownLease: grpc.StatusCode.NOT_FOUND,
+    UnknownTokenizer: grpc.StatusCode.NOT_FOUND,
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     LifecycleError: grpc.StatusCode.INTERNAL,  # the service itself misused something
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -27,9 +27,9 @@ sys.meta_path.insert(0, Refuse())
 
 
 @contextlib.asynccontextmanager
-async def serving(engine, **config: Any) -> AsyncIterator[tuple[Server, str]]:
+async def serving(engine, *, model_path: str | None = None, **config: Any) -> AsyncIterator[tuple[Server, str]]:
     """Yield a started server and its address; drain it at the end."""
-    server = Server(engine, ServerConfig(port=0, **config))
+    server = Server(engine, ServerConfig(port=0, **config), model_path)
     address = await server.start()
     try:
         yield server, address

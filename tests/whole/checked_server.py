@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     is_over = threading.Event()
     thread = threading.Thread(target=recount, args=(engine, is_over))
     thread.start()
-    run(engine, config.server)
+    run(engine, config.server, config.model.path)
     is_over.set()
     thread.join()
     cache = engine._core.cache

@@ -22,6 +22,7 @@ EXPECTED = {
     "BeyondCeiling": "FAILED_PRECONDITION",
     "UnknownAdapter": "NOT_FOUND",
     "UnknownLease": "NOT_FOUND",
+    "UnknownTokenizer": "NOT_FOUND",
     "OutOfBlocks": "RESOURCE_EXHAUSTED",
     "OutOfMemory": "RESOURCE_EXHAUSTED",
     "QueueFull": "RESOURCE_EXHAUSTED",

@@ -1,0 +1,31 @@
+"""The gRPC service that hands out what belongs to the served model beside its weights: its tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+
+from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.unfinished_calls import Context
+from radixkv.v1 import model_pb2, model_pb2_grpc
+
+CHUNK_BYTES = 65_536
+
+
+class ModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """Answers with the files of a model's tokenizer."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: model_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[model_pb2.TokenizerChunk]:
+        """Stream the zip, and its digest with the last piece."""
+        archive = await asyncio.to_thread(self._tokenizer.archive)
+        digest = (await asyncio.to_thread(hashlib.sha256, archive)).hexdigest()
+        for start in range(0, len(archive), CHUNK_BYTES):
+            end = start + CHUNK_BYTES
+            is_last = end >= len(archive)
+            yield model_pb2.TokenizerChunk(data=archive[start:end], sha256=digest if is_last else "")

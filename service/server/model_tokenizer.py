@@ -1,0 +1,56 @@
+"""The tokenizer of the served model, read when somebody asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from radixkv.errors import UnknownTokenizer
+from radixkv.service.server.tokenizer_archive import tokenizer_archive
+
+
+@contextlib.contextmanager
+def files_of_model(model_path: str) -> Iterator[Path]:
+    """Yield the directory with a model's config.json and tokenizer; that of the embedded model is made for the time.
+
+    Args:
+        model_path: `tiny` or a directory.
+    """
+    if model_path != "tiny":
+        yield Path(model_path)
+        return
+    from radixkv.model.tiny_files import write_tiny_files
+
+    with tempfile.TemporaryDirectory(prefix="radixkv-") as name:
+        write_tiny_files(Path(name))
+        yield Path(name)
+
+
+class ModelTokenizer:
+    """Reads a model's tokenizer at most once, on the thread that asks first. Safe to share between threads.
+
+    Args:
+        model_path: `tiny` or a directory; None for a model without files.
+    """
+
+    def __init__(self, model_path: str | None) -> None:
+        self._model_path = model_path
+        self._lock = threading.Lock()
+        self._archive: bytes | None = None
+
+    def archive(self) -> bytes:
+        """Return the tokenizer's files as a zip, see `tokenizer_archive`. Takes milliseconds the first time.
+
+        Raises:
+            UnknownTokenizer: the model has none.
+        """
+        with self._lock:
+            if self._archive is None:
+                if self._model_path is None:
+                    raise UnknownTokenizer("tokenizer: expected one with the model, got a model without files")
+                with files_of_model(self._model_path) as directory:
+                    self._archive = tokenizer_archive(directory)
+            return self._archive

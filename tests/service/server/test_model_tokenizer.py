@@ -1,0 +1,45 @@
+import pytest
+
+from radixkv.errors import UnknownTokenizer
+from radixkv.service.server.model_tokenizer import ModelTokenizer, files_of_model
+
+
+def test_the_files_of_a_directory_are_where_they_are(tmp_path):
+    with files_of_model(str(tmp_path)) as directory:
+        assert directory == tmp_path
+    assert tmp_path.is_dir()
+
+
+def test_the_files_of_the_embedded_model_are_made_for_the_time():
+    with files_of_model("tiny") as directory:
+        assert sorted(path.name for path in directory.iterdir()) == [
+            "config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
+    assert not directory.exists()
+
+
+def test_files_are_read_once(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    tokenizer = ModelTokenizer(str(tmp_path))
+    archive = tokenizer.archive()
+    (tmp_path / "tokenizer.json").unlink()
+    assert tokenizer.archive() is archive
+
+
+def test_a_refusal_is_not_kept(tmp_path):
+    tokenizer = ModelTokenizer(str(tmp_path))
+    with pytest.raises(UnknownTokenizer):
+        tokenizer.archive()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert tokenizer.archive()
+
+
+def test_a_model_without_files_has_no_tokenizer():
+    with pytest.raises(UnknownTokenizer, match="got a model without files"):
+        ModelTokenizer(None).archive()
+
+
+def test_the_embedded_model_has_the_same_files_everywhere():
+    assert ModelTokenizer("tiny").archive() == ModelTokenizer("tiny").archive()
