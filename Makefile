@@ -18,7 +18,7 @@ help:
 	@echo "make mutants   break cache and engine in small ways: a test must fail each time; about 20 minutes"
 	@echo "make bench     all benchmarks that need no GPU, into build/bench/; with TRACE=FILE also those that replay a trace"
 	@echo "make gpu       answers, kernels, time to first token and exact mode on a GPU, into build/gpu/; nine minutes"
-	@echo "make proto     regenerate radixkv/v1 from proto/"
+	@echo "make proto     regenerate radixkv/v1 and radixkv/gateway from proto/"
 	@echo "make clean     remove build/ and $(VENV)"
 
 $(STAMP): pyproject.toml
@@ -91,7 +91,7 @@ check: $(STAMP)
 	cd build/types && $(CURDIR)/$(PY) -m mypy --config-file $(CURDIR)/pyproject.toml -p radixkv -p bench
 
 proto: $(STAMP)
-	$(PY) -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/radixkv/v1/*.proto
+	$(PY) -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/radixkv/v1/*.proto proto/radixkv/gateway/*.proto
 
 clean:
 	rm -rf build $(VENV)

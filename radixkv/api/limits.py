@@ -101,6 +101,12 @@ class Limits:
                 f"token_ids[{index}]: expected an id below the vocabulary size {self.vocab_size}, got more"
             )
 
+    def most_new_tokens(self, num_tokens: int, tenant: str) -> int:
+        """Return the length of the longest generation after a prompt; less than 1 if there is room for none."""
+        most = self.ceiling_tokens.get(tenant)
+        # The last token needs no block.
+        return min(self.max_sequence_tokens, self.max_sequence_tokens if most is None else most + 1) - num_tokens
+
     def require_prefill(self, params: PrefillParams) -> None:
         """Refuse a prefill that is wrong, or could never be served.
 

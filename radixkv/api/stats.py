@@ -29,6 +29,11 @@ class BlockStats:
     retained: int
     retainable: int
 
+    @property
+    def in_use(self) -> int:
+        """Blocks that can't be evicted now: those of running requests and held leases."""
+        return self.leased + self.pinned
+
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:

@@ -1,6 +1,7 @@
 """Configuration: frozen dataclasses, read from TOML and then from `section.key=value` settings.
 
-Face: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `TenantConfig`.
+Face: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `GatewayConfig`,
+`TenantConfig`.
 """
 
 from radixkv.config.sections import (
@@ -10,6 +11,7 @@ from radixkv.config.sections import (
     CacheConfig,
     Config,
     EngineConfig,
+    GatewayConfig,
     ModelConfig,
     ServerConfig,
     TenantConfig,
@@ -22,6 +24,7 @@ __all__ = [
     "CacheConfig",
     "Config",
     "EngineConfig",
+    "GatewayConfig",
     "ModelConfig",
     "ServerConfig",
     "TenantConfig",

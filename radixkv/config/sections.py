@@ -137,6 +137,24 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """The service for the SMG gateway, vLLM's engine protocol, on the server's port.
+
+    Attributes:
+        enabled: whether there is one.
+        tenant: owner of all data of the gateway's requests. A gateway passes no tenants, salts or users.
+        model_name: the model's name in the gateway's requests; the model's own by default.
+    """
+
+    enabled: bool = False
+    tenant: str = ""
+    model_name: str = ""
+
+    def __post_init__(self) -> None:
+        require_fields("gateway", self)
+
+
+@dataclass(frozen=True, slots=True)
 class TenantConfig:
     """Bounds of one tenant, and its share of the steps; a section `tenants.NAME`.
 
@@ -175,6 +193,7 @@ class Config:
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    gateway: GatewayConfig = GatewayConfig()
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -56,6 +56,7 @@ class Engine:
     Attributes:
         limits: what the engine serves and accepts.
         pool_tokens: tokens that the block pool holds.
+        eos_token_ids: the model's own tokens that end a generation.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Engine:
             ceiling_blocks={tenant: usage.quota.ceiling_blocks for tenant, usage in cache.tenants.with_quota.items()},
         )
         self._model_fingerprint = model.fingerprint
-        self._eos_token_ids = model.eos_token_ids
+        self.eos_token_ids = model.eos_token_ids
         self._gate = Gate(config)
         self._inbox = Inbox()
         self._core = EngineCore(
@@ -154,7 +155,7 @@ class Engine:
         with self._reporting_refusal():
             namespace = self._namespace(params.caller)
             self.limits.require_generation(params, sampling)
-            stop_token_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
+            stop_token_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
             generation = Generation(sampling, stop_token_ids, on_tokens)
             self._submit(Request(params, namespace, future, time.monotonic(), generation))
         return future

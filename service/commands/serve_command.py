@@ -87,6 +87,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         with _without_collections():
             # Imported only here: clients need neither a model nor a server, and torch takes seconds.
             from radixkv.service.server.metrics_port import Telemetry
+            from radixkv.service.server.optional_services import optional_services
             from radixkv.service.server.server import run
             from radixkv.startup.build_engine import build_engine
 
@@ -103,7 +104,7 @@ def _serve(arguments: argparse.Namespace) -> None:
             limits.block_size,
         )
         with telemetry.serving(engine):
-            run(engine, config.server, config.model.path)
+            run(engine, config.server, config.model.path, optional_services(engine, config))
     finally:
         gc.unfreeze()  # as `run` does, also if there is nothing to run
 

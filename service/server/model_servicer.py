@@ -23,9 +23,18 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[model_pb2.TokenizerChunk]:
         """Stream the zip, and its digest with the last piece."""
-        archive = await asyncio.to_thread(self._tokenizer.archive)
-        digest = (await asyncio.to_thread(hashlib.sha256, archive)).hexdigest()
-        for start in range(0, len(archive), CHUNK_BYTES):
-            end = start + CHUNK_BYTES
-            is_last = end >= len(archive)
-            yield model_pb2.TokenizerChunk(data=archive[start:end], sha256=digest if is_last else "")
+        async for data, digest in pieces_of(self._tokenizer):
+            yield model_pb2.TokenizerChunk(data=data, sha256=digest)
+
+
+async def pieces_of(tokenizer: ModelTokenizer) -> AsyncIterator[tuple[bytes, str]]:
+    """Yield the zip piece by piece; beside the last piece the digest of the whole, beside others an empty string.
+
+    Raises:
+        UnknownTokenizer: the model has none.
+    """
+    archive = await asyncio.to_thread(tokenizer.archive)
+    digest = (await asyncio.to_thread(hashlib.sha256, archive)).hexdigest()
+    for start in range(0, len(archive), CHUNK_BYTES):
+        end = start + CHUNK_BYTES
+        yield archive[start:end], digest if end >= len(archive) else ""

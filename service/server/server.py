@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import signal
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -21,6 +22,7 @@ from radixkv.errors import InvariantViolation
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.service.server.model_servicer import ModelServicer
 from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.optional_services import AddService
 from radixkv.service.server.servicer import CacheServicer, PrefillServicer
 from radixkv.service.server.status import StatusInterceptor
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
@@ -51,9 +53,16 @@ class Server:
         engine: answers requests.
         config: where to listen, and for how long to drain.
         model_path: where the files beside the model's weights are: `tiny` or a directory; None for none.
+        services: add more services; see `optional_services`.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig, model_path: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        model_path: str | None = None,
+        services: Iterable[AddService] = (),
+    ) -> None:
         self._engine = engine
         self._config = config
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # behind a version check
@@ -75,7 +84,8 @@ class Server:
         model_servicer = ModelServicer(ModelTokenizer(model_path))
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_servicer, self._grpc)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        self._services = (*SERVICES, *(add(self._grpc) for add in services))
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
 
     async def start(self) -> str:
@@ -128,11 +138,13 @@ class Server:
 
     async def _set_health(self) -> None:
         status = _SERVING if self._engine.is_healthy else _NOT_SERVING
-        for service in ("", *SERVICES):
+        for service in ("", *self._services):
             await self._health.set(service, status)
 
 
-def run(engine: Engine, config: ServerConfig, model_path: str | None = None) -> None:
+def run(
+    engine: Engine, config: ServerConfig, model_path: str | None = None, services: Iterable[AddService] = ()
+) -> None:
     """Serve until SIGTERM or SIGINT, drain, and return. The arguments are those of `Server`.
 
     Starts the engine, and stops it at every exit. Prints one line, `listening on HOST:PORT`, on stdout when ready.
@@ -146,18 +158,20 @@ def run(engine: Engine, config: ServerConfig, model_path: str | None = None) -> 
     gc.freeze()  # a collection that walks modules and model stops every request for 0.2 s
     engine.start()
     try:
-        asyncio.run(_serve_until_signal(engine, config, model_path))
+        asyncio.run(_serve_until_signal(engine, config, model_path, services))
     finally:
         engine.stop()
         gc.unfreeze()  # otherwise nanobind, which Triton uses, reports leaks on stderr at exit
 
 
-async def _serve_until_signal(engine: Engine, config: ServerConfig, model_path: str | None) -> None:
+async def _serve_until_signal(
+    engine: Engine, config: ServerConfig, model_path: str | None, services: Iterable[AddService]
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)  # further signals change nothing: the drain ends by itself
-    server = Server(engine, config, model_path)
+    server = Server(engine, config, model_path, services)
     address = await server.start()
     print(f"listening on {address}", flush=True)
     while not stop.is_set() and engine.is_alive:

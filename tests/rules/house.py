@@ -8,7 +8,14 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# Made by `make proto`.
+GENERATED = ("radixkv.v1", "radixkv.gateway")
 _FOLDERS = {"kernels": "radixkv.kernels", "radixkv": "radixkv", "service": "radixkv.service"}
+
+
+def is_generated(name: str) -> bool:
+    """Whether a module, or a package, is generated code."""
+    return any(f"{name}.".startswith(f"{package}.") for package in GENERATED)
 
 
 @cache

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig, TenantConfig
+from radixkv.config import CacheConfig, EngineConfig, GatewayConfig, ModelConfig, ServerConfig, TenantConfig
 
 from .house import ROOT
 
@@ -21,17 +21,22 @@ PAGES = sorted(
 )
 DOCUMENTS = (Path("README.md"), Path("docs/DESIGN.md"), Path("docs/METRICS.md"), *PAGES)
 PACKAGES = sorted(path.parent.relative_to(ROOT) for path in (ROOT / "radixkv").glob("*/__init__.py"))
-WITHOUT_PAGE = {Path("radixkv/v1"), Path("radixkv/config")}  # generated; says all beside its keys
+WITHOUT_PAGE = {
+    Path("radixkv/v1"),
+    Path("radixkv/gateway"),
+    Path("radixkv/config"),
+}  # generated; says all beside its keys
 SOURCE = re.compile(r"^(?:radixkv|kernels|service|bench|tests|docs|proto)/[\w./]+$")
 COMMAND = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]\w*)+)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 NAME = re.compile(r"^([A-Z][a-z]+\w*)(?:\.(\w+))?(?:\(\))?$")
-KEY = re.compile(r"^(model|cache|engine|server|tenants\.NAME)\.(\w+)(?: = .+)?$")
+KEY = re.compile(r"^(model|cache|engine|server|gateway|tenants\.NAME)\.(\w+)(?: = .+)?$")
 SECTIONS = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "engine": EngineConfig,
     "server": ServerConfig,
+    "gateway": GatewayConfig,
     "tenants.NAME": TenantConfig,
 }
 OUTSIDE = ("http://", "https://")

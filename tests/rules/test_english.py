@@ -7,15 +7,18 @@ import re
 
 import pytest
 
-from .house import ROOT
+from .house import GENERATED, ROOT
 
 FOLDERS = ("radixkv", "kernels", "service", "bench", "tests")
-GENERATED = ROOT / "radixkv" / "v1"
+GENERATED_FOLDERS = [ROOT.joinpath(*package.split(".")) for package in GENERATED]
 RIDDLES = re.compile(r"\bso (?:many|much|often)\b", re.IGNORECASE)
 NO_SUBJECT = re.compile(r"(?:Who|Whom|Whose|What|Which|Those|That|How|When|Where)\b")
 BANNER = re.compile(r"^\s*# *[-=]{2,}.*$", re.MULTILINE)
 SOURCES = sorted(
-    path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if not path.is_relative_to(GENERATED)
+    path
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*.py")
+    if not set(path.parents) & set(GENERATED_FOLDERS)
 )
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "build"} & set(path.relative_to(ROOT).parts))
 

@@ -9,12 +9,13 @@ import pytest
 
 import radixkv.service.client
 
-from .house import modules
+from .house import is_generated, modules
 
 PACKAGES = [
     name
     for name, path in modules().items()
-    if path.name == "__init__.py" and name.count(".") and not name.endswith((".v1", ".kernels", ".service"))
+    if path.name == "__init__.py" and name.count(".") and not name.endswith((".kernels", ".service"))
+    if not is_generated(name)
 ]
 
 

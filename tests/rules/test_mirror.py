@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .house import ROOT, imports, modules, reachable
+from .house import ROOT, imports, is_generated, modules, reachable
 
 # Modules that are tested through another one: through a face, or together with their neighbors.
 TESTED_IN = {
@@ -77,6 +77,7 @@ TESTED_IN = {
     "radixkv.service.server.calls": "service/server/test_servicer.py",
     "radixkv.service.server.listen_address": "service/server/test_server.py",
     "radixkv.service.server.messages": "service/server/test_servicer.py",
+    "radixkv.service.server.optional_services": "service/server/gateway/test_servicer.py",
     "radixkv.service.server.token_stream": "service/server/test_generate.py",
     "radixkv.startup.graph_check": "compute/graphs/test_graphs.py",
     "radixkv.storage.kv_layout": "planning/test_plan.py",
@@ -90,7 +91,9 @@ def own_test(name: str) -> Path:
 
 
 SOURCES = sorted(
-    name for name, path in modules().items() if path.name not in ("__init__.py", "__main__.py") and ".v1." not in name
+    name
+    for name, path in modules().items()
+    if path.name not in ("__init__.py", "__main__.py") and not is_generated(name)
 )
 
 

@@ -1,4 +1,4 @@
-"""The generated code in radixkv/v1 is what `make proto` makes of proto/."""
+"""The generated code in radixkv/v1 and radixkv/gateway is what `make proto` makes of proto/."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 RECIPE = (
-    "-m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/radixkv/v1/*.proto"
+    "-m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. "
+    "proto/radixkv/v1/*.proto proto/radixkv/gateway/*.proto"
 )
 
 
@@ -21,11 +24,12 @@ def test_make_proto_runs_the_command_that_is_tested_here() -> None:
     assert RECIPE in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
-    sources = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "proto/radixkv/v1").glob("*.proto"))]
-    options = [option.replace("_out=.", f"_out={tmp_path}") for option in RECIPE.split()[:-1]]
+@pytest.mark.parametrize("folder", ["radixkv/v1", "radixkv/gateway"])
+def test_generated_code_is_up_to_date(folder: str, tmp_path: Path) -> None:
+    sources = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "proto" / folder).glob("*.proto"))]
+    options = [option.replace("_out=.", f"_out={tmp_path}") for option in RECIPE.split()[:-2]]
     subprocess.run([sys.executable, *options, *sources], cwd=ROOT, check=True)
-    fresh, committed = generated(tmp_path / "radixkv/v1"), generated(ROOT / "radixkv/v1")
+    fresh, committed = generated(tmp_path / folder), generated(ROOT / folder)
     assert len(fresh) == 3 * len(sources)
     assert sorted(fresh) == sorted(committed)
     assert [name for name in fresh if fresh[name] != committed[name]] == [], "run `make proto`"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import numpy as np
 
 from radixkv.api.caller import Caller
+from radixkv.api.limits import Limits
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import (
     FinishReason,
@@ -29,8 +29,15 @@ from radixkv.cache.prefix_cache import Purged
 from radixkv.errors import Draining, InvalidRequest, UnknownLease
 
 VOCAB_SIZE = 256
-LIMITS = SimpleNamespace(
-    model="fake", device="cpu", vocab_size=VOCAB_SIZE, max_prompt_tokens=2_000_000, block_size=16, epoch=2**53 + 1
+LIMITS = Limits(
+    model="fake",
+    device="cpu",
+    vocab_size=VOCAB_SIZE,
+    max_prompt_tokens=2_000_000,
+    max_sequence_tokens=2_000_000,
+    block_size=16,
+    epoch=2**53 + 1,
+    ceiling_tokens={"bounded": 32},
 )
 
 
@@ -48,6 +55,7 @@ class FakeEngine:
     def __init__(self, *, is_gated: bool = False, delay_s: float = 0.0, num_logits: int = VOCAB_SIZE) -> None:
         self.limits = LIMITS
         self.pool_tokens = 4096
+        self.eos_token_ids = frozenset({2, 3})
         self.num_logits = num_logits
         self.is_healthy = self.is_alive = True
         self.is_gated = is_gated
@@ -89,6 +97,8 @@ class FakeEngine:
 
     def generate(self, params, sampling, on_tokens) -> Future:
         """Tell token after token from a thread of its own; while gated, all but the last."""
+        if self.is_draining:
+            raise Draining("service: expected to be serving, got draining")
         if self.refusal is not None:
             raise self.refusal
         sampling.validate(VOCAB_SIZE)

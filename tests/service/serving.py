@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
 import pytest
 
 from radixkv.config import ServerConfig
+from radixkv.service.server.optional_services import AddService
 from radixkv.service.server.server import Server
 from tests.patience import PATIENCE_S
 
@@ -27,9 +28,11 @@ sys.meta_path.insert(0, Refuse())
 
 
 @contextlib.asynccontextmanager
-async def serving(engine, *, model_path: str | None = None, **config: Any) -> AsyncIterator[tuple[Server, str]]:
+async def serving(
+    engine, *, model_path: str | None = None, services: Iterable[AddService] = (), **config: Any
+) -> AsyncIterator[tuple[Server, str]]:
     """Yield a started server and its address; drain it at the end."""
-    server = Server(engine, ServerConfig(port=0, **config), model_path)
+    server = Server(engine, ServerConfig(port=0, **config), model_path, services)
     address = await server.start()
     try:
         yield server, address

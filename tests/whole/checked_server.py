@@ -10,6 +10,7 @@ import threading
 
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
+from radixkv.service.server.optional_services import optional_services
 from radixkv.service.server.server import run
 from radixkv.startup.build_engine import build_engine
 
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> None:
     is_over = threading.Event()
     thread = threading.Thread(target=recount, args=(engine, is_over))
     thread.start()
-    run(engine, config.server, config.model.path)
+    run(engine, config.server, config.model.path, optional_services(engine, config))
     is_over.set()
     thread.join()
     cache = engine._core.cache

@@ -1,0 +1,1 @@
+"""Generated from proto/radixkv/gateway by `make proto`: messages under other projects' names."""

@@ -1,0 +1,88 @@
+"""Tells the gateway what is served, and how full it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from radixkv import __version__
+from radixkv.api.limits import Limits
+from radixkv.api.stats import EngineLoad, EngineStats
+from radixkv.config import Config, ModelConfig
+from radixkv.config.model_directory import read_object
+from radixkv.gateway import vllm_engine_pb2
+from radixkv.service.server.gateway.traffic import Traffic
+
+_MAX_INT32 = 2**31 - 1
+
+
+def model_info(limits: Limits, eos_token_ids: Iterable[int], config: Config) -> vllm_engine_pb2.GetModelInfoResponse:
+    """Describe the model: `config.json`'s words where there is one."""
+    described = _described(config.model)
+    return vllm_engine_pb2.GetModelInfoResponse(
+        model_path=_path_of(config.model),
+        is_generation=True,
+        max_context_length=limits.max_sequence_tokens,
+        vocab_size=limits.vocab_size,
+        served_model_name=config.gateway.model_name or limits.model,
+        tokenizer_path=_path_of(config.model),
+        model_type=str(described.get("model_type", "")),
+        architectures=map(str, described.get("architectures") or ()),
+        eos_token_ids=sorted(eos_token_ids),
+        pad_token_id=_token_id(described, "pad_token_id"),
+        bos_token_id=_token_id(described, "bos_token_id"),
+        max_req_input_len=min(_MAX_INT32, limits.max_sequence_tokens - 1),
+    )
+
+
+def server_info(limits: Limits, stats: EngineStats, config: Config) -> vllm_engine_pb2.GetServerInfoResponse:
+    """Describe the process."""
+    requests = stats.load.requests
+    return vllm_engine_pb2.GetServerInfoResponse(
+        active_requests=requests.running + requests.waiting + requests.following,
+        uptime_seconds=stats.uptime_s,
+        server_type="radixkv",
+        data_parallel_size=1,
+        kv_cache_dtype=stats.kv_dtype,
+        block_size=limits.block_size,
+        max_num_seqs=min(_MAX_INT32, config.engine.max_running_requests),
+    )
+
+
+def loads(limits: Limits, load: EngineLoad, traffic: Traffic, config: Config) -> vllm_engine_pb2.GetLoadsResponse:
+    """Tell how full the engine is. Blocks that can be evicted count as free: a warm cache takes more requests."""
+    requests = load.requests
+    num_waiting = requests.waiting + requests.following
+    used = vllm_engine_pb2.SchedulerLoad(
+        num_running_reqs=requests.running,
+        num_waiting_reqs=num_waiting,
+        num_total_reqs=requests.running + num_waiting,
+        num_used_tokens=min(_MAX_INT32, load.blocks.in_use * limits.block_size),
+        max_total_num_tokens=min(_MAX_INT32, load.blocks.total * limits.block_size),
+        token_usage=load.blocks.in_use / load.blocks.total,
+        gen_throughput=traffic.tokens_per_s(),
+        cache_hit_rate=traffic.hit_rate,
+        utilization=load.blocks.in_use / load.blocks.total,
+        max_running_requests=min(_MAX_INT32, config.engine.max_running_requests),
+    )
+    return vllm_engine_pb2.GetLoadsResponse(
+        timestamp=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        version=__version__,
+        dp_rank_count=1,
+        loads=[used],
+    )
+
+
+def _path_of(model: ModelConfig) -> str:
+    return model.path if model.path == "tiny" else str(Path(model.path).resolve())
+
+
+def _described(model: ModelConfig) -> dict[str, Any]:
+    return {} if model.path == "tiny" else read_object(Path(model.path) / "config.json")
+
+
+def _token_id(described: dict[str, Any], name: str) -> int:
+    token_id = described.get(name)
+    return token_id if isinstance(token_id, int) and 0 <= token_id <= _MAX_INT32 else 0

@@ -1,0 +1,157 @@
+"""vLLM's engine protocol over an engine: each method reads a message of the gateway and asks the engine.
+
+All of the gateway's requests are those of one tenant, the configuration's. Statuses are those of
+`radixkv.service.server.status`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from radixkv.api.result import GeneratedTokens, Usage
+from radixkv.config import Config
+from radixkv.gateway import engine_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
+from radixkv.service.server.calls import answer_of, traceparent_of
+from radixkv.service.server.gateway.descriptions import loads, model_info, server_info
+from radixkv.service.server.gateway.requests import Asked, read_generation
+from radixkv.service.server.gateway.responses import aborted_response, chunk_response, complete_response
+from radixkv.service.server.gateway.running_calls import RunningCall, RunningCalls
+from radixkv.service.server.gateway.traffic import Traffic
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.model_servicer import pieces_of
+from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.token_stream import TokenStream
+from radixkv.service.server.unfinished_calls import Context
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.engine import Engine
+
+_SERVICE: str = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+
+
+def add_gateway(server: grpc.aio.Server, engine: Engine, config: Config) -> str:
+    """Add the gateway's service to a server. To be called inside the event loop that runs it.
+
+    Returns:
+        The service's name.
+    """
+    servicer = GatewayServicer(engine, config)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    return _SERVICE
+
+
+class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """Answers a gateway that has the tokenizer and chooses among servers."""
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        self._engine = engine
+        self._config = config
+        self._mailbox = Mailbox()
+        self._tokenizer = ModelTokenizer(config.model.path)
+        self._calls = RunningCalls()
+        self._traffic = Traffic()
+
+    async def Generate(  # noqa: N802
+        self, request: vllm_engine_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse]:
+        """Generate tokens after a prompt. A call that ends early cancels its requests, and so does `Abort`."""
+        asked = read_generation(
+            request,
+            self._engine.limits,
+            self._config.gateway.tenant,
+            context.time_remaining(),
+            traceparent_of(context),
+        )
+        with self._calls.running(asked.params.request_id) as call:
+            async with contextlib.aclosing(self._answers(asked, call)) as responses:
+                async for response in responses:
+                    yield response
+
+    async def _answers(self, asked: Asked, call: RunningCall) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse]:
+        stream = TokenStream(self._mailbox)
+        for index in range(asked.num_answers):
+            on_tokens = partial(stream.put, index) if asked.is_streamed else _tell_nobody
+            call.futures.append(self._engine.generate(asked.params, asked.sampling.of_answer(index), on_tokens))
+            call.futures[index].add_done_callback(partial(stream.end, index))
+        num_told = [0] * asked.num_answers
+        usages = [Usage(asked.params.num_tokens, 0, asked.params.num_tokens, 0)] * asked.num_answers
+        num_left = asked.num_answers
+        while num_left:
+            news, ended = await stream.get()
+            for index, tokens in news.items():
+                token_ids = [token_id for each in tokens for token_id in each.token_ids]
+                logprobs = [logprobs for each in tokens for logprobs in each.logprobs]
+                usages[index] = tokens[-1].usage
+                num_told[index] += len(token_ids)
+                self._traffic.generated(len(token_ids))
+                yield chunk_response(token_ids, logprobs, usages[index], index)
+            for index in ended:
+                if call.is_aborted and call.futures[index].cancelled():
+                    yield aborted_response(usages[index].prompt_tokens, usages[index].cached_tokens, index)
+                    continue
+                result = await answer_of(self._engine, self._mailbox, call.futures[index])
+                start = num_told[index]
+                self._traffic.generated(len(result.token_ids) - start)
+                self._traffic.answered(result.usage)
+                if asked.is_streamed:
+                    yield chunk_response(result.token_ids[start:], result.logprobs[start:], result.usage, index)
+                yield complete_response(result, start, index)
+            num_left -= len(ended)
+
+    async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:  # noqa: N802
+        """End running requests; each is answered with what it has told."""
+        self._calls.abort(request.request_ids)
+        return vllm_engine_pb2.AbortResponse()
+
+    async def HealthCheck(  # noqa: N802
+        self, request: vllm_engine_pb2.HealthCheckRequest, context: Context
+    ) -> vllm_engine_pb2.HealthCheckResponse:
+        """Say whether new requests are taken and steps work."""
+        if self._engine.is_healthy:
+            return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
+        return vllm_engine_pb2.HealthCheckResponse(healthy=False, message="draining, or steps hang or keep failing")
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
+    ) -> vllm_engine_pb2.GetModelInfoResponse:
+        """Describe the model."""
+        return model_info(self._engine.limits, self._engine.eos_token_ids, self._config)
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
+    ) -> vllm_engine_pb2.GetServerInfoResponse:
+        """Describe the process."""
+        stats = await answer_of(self._engine, self._mailbox, self._engine.stats())
+        return server_info(self._engine.limits, stats, self._config)
+
+    async def GetLoads(  # noqa: N802
+        self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
+    ) -> vllm_engine_pb2.GetLoadsResponse:
+        """Say how full the engine is."""
+        load = await answer_of(self._engine, self._mailbox, self._engine.load())
+        return loads(self._engine.limits, load, self._traffic, self._config)
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: engine_common_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[engine_common_pb2.GetTokenizerChunk]:
+        """Stream the zip of the tokenizer's files, and its digest with the last piece."""
+        async for data, digest in pieces_of(self._tokenizer):
+            yield engine_common_pb2.GetTokenizerChunk(data=data, sha256=digest)
+
+    async def FlushCache(  # noqa: N802
+        self, request: engine_common_pb2.FlushCacheRequest, context: Context
+    ) -> engine_common_pb2.FlushCacheResponse:
+        """Forget what is cached for the gateway's tenant. Other tenants keep theirs."""
+        future = self._engine.purge(tenant=self._config.gateway.tenant, adapter=None, salt=None)
+        purged = await answer_of(self._engine, self._mailbox, future)
+        message = f"freed {purged.freed_blocks} blocks; {purged.pinned_blocks} more are in use until requests end"
+        return engine_common_pb2.FlushCacheResponse(success=True, message=message)
+
+
+def _tell_nobody(tokens: GeneratedTokens) -> None:
+    """Drop news of an answer that is told as a whole."""

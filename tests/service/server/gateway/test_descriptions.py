@@ -1,0 +1,70 @@
+"""Descriptions of model, process and load, as the gateway is told them."""
+
+import dataclasses
+import json
+
+from radixkv.api.stats import BlockStats
+from radixkv.config import Config
+from radixkv.service.server.gateway.descriptions import loads, model_info, server_info
+from radixkv.service.server.gateway.traffic import Traffic
+from tests.service.fake_engine import LIMITS, FakeEngine
+
+
+def loads_of(engine_load):
+    answer = loads(LIMITS, engine_load, Traffic(), Config())
+    assert (answer.dp_rank_count, len(answer.loads), answer.loads[0].dp_rank) == (1, 1, 0)
+    return answer.loads[0]
+
+
+def with_blocks(**blocks):
+    load = FakeEngine().load().result()
+    return dataclasses.replace(load, blocks=dataclasses.replace(load.blocks, **blocks))
+
+
+def test_the_embedded_model():
+    info = model_info(LIMITS, frozenset({3, 2}), Config())
+    assert (info.model_path, info.tokenizer_path, info.served_model_name) == ("tiny", "tiny", "fake")
+    assert (info.is_generation, info.max_context_length, info.vocab_size) == (True, LIMITS.max_sequence_tokens, 256)
+    assert (list(info.eos_token_ids), info.max_req_input_len) == ([2, 3], LIMITS.max_sequence_tokens - 1)
+
+
+def test_a_model_directory_is_described_by_its_own_words(tmp_path):
+    described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "bos_token_id": 7, "pad_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config = Config.load(None, [f"model.path={tmp_path}", "gateway.model_name=chat"])
+    info = model_info(LIMITS, (), config)
+    assert (info.model_path, info.tokenizer_path) == (str(tmp_path), str(tmp_path))
+    assert (info.served_model_name, info.model_type, list(info.architectures)) == (
+        "chat",
+        "llama",
+        ["LlamaForCausalLM"],
+    )
+    assert (info.bos_token_id, info.pad_token_id) == (7, 0)
+
+
+def test_the_process():
+    info = server_info(LIMITS, FakeEngine().stats().result(), Config.load(None, ["engine.max_running_requests=9"]))
+    assert (info.active_requests, info.uptime_seconds, info.server_type) == (6, 1.5, "radixkv")
+    assert (info.data_parallel_size, info.kv_cache_dtype, info.block_size, info.max_num_seqs) == (1, "int8", 16, 9)
+
+
+def test_a_warm_full_cache_is_no_load():
+    load = loads_of(with_blocks(free=0, leased=0, published=10, pinned=0, retained=0))
+    assert (load.token_usage, load.utilization, load.num_used_tokens) == (0.0, 0.0, 0)
+    assert load.max_total_num_tokens == 160
+
+
+def test_blocks_in_use_are_load():
+    load = loads_of(with_blocks(free=1, leased=2, published=7, pinned=3))
+    assert (load.token_usage, load.num_used_tokens) == (0.5, 80)
+
+
+def test_requests_that_follow_another_one_wait():
+    load = loads_of(FakeEngine().load().result())
+    assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (0, 6, 6)
+
+
+def test_a_pool_beyond_the_numbers_of_the_message():
+    blocks = BlockStats(total=2**31 - 1, free=0, leased=2**31 - 1, published=0, pinned=0, retained=0, retainable=0)
+    load = loads_of(dataclasses.replace(with_blocks(), blocks=blocks))
+    assert (load.num_used_tokens, load.max_total_num_tokens, load.token_usage) == (2**31 - 1, 2**31 - 1, 1.0)

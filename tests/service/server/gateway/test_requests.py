@@ -1,0 +1,179 @@
+"""The gateway's fields, one by one: other defaults than ours, and refusals by name."""
+
+import numpy as np
+import pytest
+
+from radixkv.api.caller import Caller
+from radixkv.errors import InvalidRequest
+from radixkv.gateway.vllm_engine_pb2 import (
+    ChoiceConstraint,
+    GenerateRequest,
+    KvTransferParams,
+    MediaRefs,
+    MultimodalInputs,
+    SamplingParams,
+    TokenizedInput,
+)
+from radixkv.service.server.gateway.requests import read_generation
+from tests.service.fake_engine import LIMITS
+
+PROMPT = TokenizedInput(original_text="ignored", input_ids=[1, 2, 300])
+
+
+def asked(sampling=None, tenant="ten", **fields):
+    fields.setdefault("tokenized", PROMPT)
+    request = GenerateRequest(request_id="req", sampling_params=SamplingParams(**sampling or {}), **fields)
+    return read_generation(GenerateRequest.FromString(request.SerializeToString()), LIMITS, tenant, None, "span")
+
+
+def sampling_of(**fields):
+    return asked(fields).sampling
+
+
+def test_the_prompt_is_of_the_gateways_tenant():
+    params = asked().params
+    assert np.frombuffer(params.tokens, "<u4").tolist() == [1, 2, 300]
+    assert params.caller == Caller("ten")
+    assert (params.request_id, params.traceparent, params.deadline_s) == ("req", "span", None)
+    assert (params.read_cache, params.write_cache) == (True, True)
+
+
+def test_a_request_without_an_id_gets_one():
+    ids = [read_generation(GenerateRequest(tokenized=PROMPT), LIMITS, "", None, "").params.request_id for _ in range(2)]
+    assert all(ids)
+    assert ids[0] != ids[1]
+
+
+def test_every_option_reaches_the_engine():
+    sampling = sampling_of(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=9,
+        min_p=0.125,
+        frequency_penalty=0.75,
+        presence_penalty=-0.5,
+        repetition_penalty=1.5,
+        max_tokens=40,
+        min_tokens=4,
+        stop_token_ids=[8, 7, 8],
+        ignore_eos=True,
+        logprobs=3,
+        seed=17,
+        logit_bias={8: -1.5, 3: 2.0},
+    )
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.25, 9, 0.125)
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.75, -0.5, 1.5)
+    assert (sampling.max_new_tokens, sampling.min_tokens, sampling.ignore_eos) == (40, 4, True)
+    assert (sampling.stop_token_ids, sampling.logprobs, sampling.seed) == (frozenset({7, 8}), 3, 17)
+    assert sampling.logit_bias == ((3, 2.0), (8, -1.5))
+
+
+def test_an_absent_temperature_is_one_and_zero_takes_the_most_likely():
+    assert sampling_of().temperature == 1.0
+    assert sampling_of(temperature=0.0).temperature == 0.0
+
+
+def test_zeros_that_stand_for_none():
+    sampling = sampling_of(top_p=0.0, top_k=0, repetition_penalty=0.0)
+    assert (sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (1.0, 0, 1.0)
+    assert sampling_of(repetition_penalty=1.0).repetition_penalty == 1.0
+    sampling.validate(LIMITS.vocab_size)
+
+
+@pytest.mark.parametrize(("seed", "ours"), [(0, 0), (2**31 - 1, 2**31 - 1), (-1, 2**64 - 1), (-(2**31), 2**64 - 2**31)])
+def test_a_signed_seed_becomes_an_unsigned_one(seed, ours):
+    assert sampling_of(seed=seed).seed == ours
+
+
+def test_without_a_seed_each_request_draws_its_own():
+    assert sampling_of().seed != sampling_of().seed
+
+
+def test_without_a_length_the_answer_is_as_long_as_fits():
+    assert sampling_of().max_new_tokens == LIMITS.max_sequence_tokens - 3
+    assert asked(tenant="bounded").sampling.max_new_tokens == LIMITS.ceiling_tokens["bounded"] + 1 - 3
+    assert sampling_of(max_tokens=5).max_new_tokens == 5
+
+
+def test_a_prompt_that_fills_everything_asks_for_one_token_which_the_engine_refuses():
+    full = asked(tenant="bounded", tokenized=TokenizedInput(input_ids=[1] * 40))
+    assert full.sampling.max_new_tokens == 1
+
+
+def test_logprobs_of_zero_are_those_of_the_tokens_alone():
+    assert sampling_of().logprobs is None
+    assert sampling_of(logprobs=0).logprobs == 0
+
+
+def test_the_number_of_answers():
+    assert [asked({"n": n}).num_answers for n in (0, 1, 64)] == [1, 1, 64]
+
+
+def test_whether_tokens_are_told_as_they_come():
+    assert [asked(stream=each).is_streamed for each in (False, True)] == [False, True]
+
+
+def test_neutral_values_pass():
+    neutral = {
+        "n": 1,
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "include_stop_str_in_output": True,
+        "grammar_from_first_token": True,
+    }
+    assert asked(neutral, data_parallel_rank=0).num_answers == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kv_transfer_params", KvTransferParams()),
+        ("kv_transfer_params_json", "{}"),
+        ("mm_inputs", MultimodalInputs()),
+        ("extra_mm_inputs", [MultimodalInputs()]),
+        ("media_refs", MediaRefs()),
+        ("data_parallel_rank", 1),
+        ("data_parallel_rank", -1),
+    ],
+)
+def test_what_a_request_may_not_ask_for(field, value):
+    with pytest.raises(InvalidRequest, match=rf"^{field}: expected .*, got "):
+        asked(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt_logprobs", 0),
+        ("prompt_logprobs", 2),
+        ("truncate_prompt_tokens", -1),
+        ("json_schema", "{}"),
+        ("regex", "a+"),
+        ("grammar", "root ::= x"),
+        ("structural_tag", "{}"),
+        ("json_object", True),
+        ("choice", ChoiceConstraint()),
+        ("n", 65),
+        ("max_tokens", 0),
+        ("stop_token_ids", [1] * 1025),
+    ],
+)
+def test_what_sampling_may_not_ask_for(field, value):
+    with pytest.raises(InvalidRequest, match=rf"^{field}: expected .*, got "):
+        sampling_of(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("logprobs", -1), ("logprobs", 101), ("min_p", 1.5), ("top_p", -0.5)])
+def test_values_out_of_range_are_left_to_the_engine_which_names_them(field, value):
+    with pytest.raises(InvalidRequest, match=rf"^{field}: expected .*, got "):
+        sampling_of(**{field: value}).validate(LIMITS.vocab_size)
+
+
+def test_text_is_refused_since_the_gateway_has_the_tokenizer():
+    with pytest.raises(InvalidRequest, match=r"^text: expected token ids in tokenized\.input_ids"):
+        read_generation(GenerateRequest(text="hello"), LIMITS, "", None, "")
+
+
+def test_a_long_request_id_is_refused():
+    with pytest.raises(InvalidRequest, match=r"^request_id: expected at most 256 characters, got 257"):
+        read_generation(GenerateRequest(request_id="x" * 257, tokenized=PROMPT), LIMITS, "", None, "")

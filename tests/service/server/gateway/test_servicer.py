@@ -1,0 +1,290 @@
+"""vLLM's engine protocol over a real server and a fake engine."""
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from radixkv.config import Config
+from radixkv.errors import OutOfBlocks, StepFailed
+from radixkv.gateway import engine_common_pb2, vllm_engine_pb2
+from radixkv.gateway.vllm_engine_pb2 import GenerateRequest, SamplingParams, TokenizedInput
+from radixkv.gateway.vllm_engine_pb2_grpc import VllmEngineStub
+from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.optional_services import optional_services
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine, next_token_of
+from tests.service.serving import becomes_true, refused_late, serving
+
+SERVICE = "vllm.grpc.engine.VllmEngine"
+
+
+def talking(talk, engine=None, **config):
+    """Run `talk(stub, engine, server)` against a server and return what it returns."""
+    engine = FakeEngine() if engine is None else engine
+    whole = Config.load(None, ["gateway.enabled=true", "gateway.tenant=gate"])
+
+    async def run():
+        async with (
+            serving(engine, services=optional_services(engine, whole), **config) as (server, address),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            stub = VllmEngineStub(channel)
+            stub.channel = channel
+            return await asyncio.wait_for(talk(stub, engine, server), PATIENCE_S)
+
+    return asyncio.run(run())
+
+
+def request(ids=(1, 2, 3), *, stream=False, request_id="req", **sampling):
+    sampling.setdefault("max_tokens", 4)
+    return GenerateRequest(
+        request_id=request_id,
+        tokenized=TokenizedInput(input_ids=ids),
+        sampling_params=SamplingParams(**sampling),
+        stream=stream,
+    )
+
+
+def continuation(ids, count):
+    path = list(ids)
+    for _ in range(count):
+        path.append(next_token_of(np.array(path)))
+    return path[len(ids) :]
+
+
+async def read(call):
+    return [response async for response in call]
+
+
+async def refusal_of(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (read(call) if hasattr(call, "__aiter__") else call)
+    return caught.value
+
+
+def test_an_answer_as_a_whole_is_one_message():
+    responses = talking(lambda stub, *_: read(stub.Generate(request())))
+    assert [response.WhichOneof("response") for response in responses] == ["complete"]
+    complete = responses[0].complete
+    assert list(complete.output_ids) == continuation([1, 2, 3], 4)
+    assert (complete.finish_reason, complete.prompt_tokens, complete.completion_tokens) == ("length", 3, 4)
+
+
+def test_a_streamed_answer_comes_in_chunks_of_news_and_ends_with_the_last_of_them():
+    responses = talking(lambda stub, *_: read(stub.Generate(request(stream=True, logprobs=1))))
+    *chunks, last = responses
+    assert last.WhichOneof("response") == "complete"
+    assert {response.WhichOneof("response") for response in chunks} == {"chunk"}
+    told = [token_id for response in chunks for token_id in response.chunk.token_ids]
+    assert told == continuation([1, 2, 3], 4)
+    assert sum(response.chunk.completion_tokens for response in chunks) == 4
+    assert last.complete.output_ids == chunks[-1].chunk.token_ids
+    assert last.complete.output_logprobs == chunks[-1].chunk.output_logprobs
+    rows = [row for response in chunks for row in response.chunk.output_logprobs.top_logprobs]
+    assert [list(row.token_ids) for row in rows] == [[token_id] for token_id in told]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_are_told_apart_by_their_index(stream):
+    async def talk(stub, engine, _):
+        return await read(stub.Generate(request(n=3, seed=-2, temperature=1.0, stream=stream))), engine.samplings
+
+    responses, samplings = talking(talk)
+    completes = [response.complete for response in responses if response.HasField("complete")]
+    assert sorted(complete.index for complete in completes) == [0, 1, 2]
+    assert [sampling.seed for sampling in samplings] == [2**64 - 2, 2**64 - 1, 0]
+    for index in range(3):
+        chunks = [each.chunk for each in responses if each.HasField("chunk") and each.chunk.index == index]
+        told = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        assert told == (continuation([1, 2, 3], 4) if stream else [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_token_ends_the_answer_and_is_named(stream):
+    stop = continuation([1, 2, 3], 2)[-1]
+    last = talking(lambda stub, *_: read(stub.Generate(request(stop_token_ids=[stop], stream=stream))))[-1].complete
+    assert (last.finish_reason, last.matched_token_id, last.output_ids[-1]) == ("stop", stop, stop)
+
+
+def test_requests_are_those_of_the_gateways_tenant():
+    async def talk(stub, engine, _):
+        await read(stub.Generate(request()))
+        return engine.params[0]
+
+    params = talking(talk)
+    assert (params.caller.tenant, params.caller.salt, params.caller.adapter) == ("gate", "", "")
+    assert params.request_id == "req"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_abort_ends_every_answer_of_its_request(stream):
+    async def talk(stub, engine, _):
+        aborted = asyncio.create_task(read(stub.Generate(request(n=2, stream=stream))))
+        other = asyncio.create_task(read(stub.Generate(request(request_id="other"))))
+        assert await becomes_true(lambda: len(engine.futures) == 3)
+        await stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["req", "unknown"]))
+        ends = [response.complete for response in await aborted if response.HasField("complete")]
+        assert not other.done()
+        engine.is_gated = False
+        return ends, await other
+
+    ends, other = talking(talk, FakeEngine(is_gated=True))
+    assert sorted(end.index for end in ends) == [0, 1]
+    assert {(end.finish_reason, end.prompt_tokens, len(end.output_ids)) for end in ends} == {("abort", 3, 0)}
+    assert other[-1].complete.finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_gateway_that_leaves_cancels_its_requests(stream):
+    async def talk(stub, engine, _):
+        call = stub.Generate(request(n=2, stream=stream))
+        assert await becomes_true(lambda: len(engine.futures) == 2)
+        call.cancel()
+        return await becomes_true(lambda: all(future.cancelled() for future in engine.futures))
+
+    assert talking(talk, FakeEngine(is_gated=True))
+
+
+def test_a_deadline_reaches_the_engine():
+    async def talk(stub, engine, _):
+        refusal = await refused_late(engine, lambda timeout_s: read(stub.Generate(request(), timeout=timeout_s)))
+        return refusal.code(), engine.params[0].deadline_s is not None
+
+    assert talking(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OutOfBlocks("no blocks", retry_after_s=0.25), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (StepFailed("the step failed"), grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_errors_have_the_statuses_of_the_table(error, code):
+    async def talk(stub, engine, _):
+        engine.failure = error
+        return await refusal_of(stub.Generate(request()))
+
+    refusal = talking(talk)
+    assert (refusal.code(), refusal.details()) == (code, str(error))
+
+
+def test_an_unexpected_error_keeps_its_text_to_itself():
+    async def talk(stub, engine, _):
+        engine.failure = ValueError("tokens of somebody")
+        failed = await refusal_of(stub.Generate(request()))
+        engine.failure = None
+        return failed, await read(stub.Generate(request()))
+
+    refusal, later = talking(talk)
+    assert refusal.code() is grpc.StatusCode.INTERNAL
+    assert "somebody" not in refusal.details()
+    assert later[-1].complete.finish_reason == "length"
+
+
+def test_a_refusal_names_the_field():
+    refusal = talking(lambda stub, *_: refusal_of(stub.Generate(request(regex="a+"))))
+    assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refusal.details().startswith("regex: expected none")
+
+
+@pytest.mark.parametrize("method", ["Embed", "StartProfile", "StopProfile"])
+def test_other_methods_are_unimplemented(method):
+    refusal = talking(lambda stub, *_: refusal_of(stub.channel.unary_unary(f"/{SERVICE}/{method}")(b"")))
+    assert refusal.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_health_is_the_engines():
+    async def talk(stub, engine, _):
+        seen = []
+        for engine.is_healthy in (True, False):
+            seen.append((await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest())).healthy)
+        return seen
+
+    assert talking(talk) == [True, False]
+
+
+def test_a_drain_finishes_what_runs_and_refuses_the_rest():
+    async def talk(stub, engine, server):
+        running = asyncio.create_task(read(stub.Generate(request())))
+        assert await becomes_true(lambda: len(engine.futures) == 1)
+        draining = asyncio.create_task(server.drain())
+        assert await becomes_true(lambda: engine.is_draining)
+        refusal = await refusal_of(stub.Generate(request()))
+        engine.is_gated = False
+        return refusal.code(), (await running)[-1].complete.finish_reason, await draining
+
+    assert talking(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.UNAVAILABLE, "length", True)
+
+
+def test_grpc_health_knows_the_service():
+    async def talk(stub, *_):
+        return await health_pb2_grpc.HealthStub(stub.channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
+
+    assert talking(talk).status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection_lists_and_describes_the_service():
+    async def ask(stub, **question):
+        requests = iter([reflection_pb2.ServerReflectionRequest(**question)])
+        return await anext(aiter(reflection_pb2_grpc.ServerReflectionStub(stub.channel).ServerReflectionInfo(requests)))
+
+    async def talk(stub, *_):
+        return await ask(stub, list_services=""), await ask(stub, file_containing_symbol=SERVICE)
+
+    listed, described = talking(talk)
+    assert SERVICE in {service.name for service in listed.list_services_response.service}
+    assert described.file_descriptor_response.file_descriptor_proto
+
+
+def test_descriptions_come_over_the_wire():
+    async def talk(stub, *_):
+        return (
+            await stub.GetModelInfo(vllm_engine_pb2.GetModelInfoRequest()),
+            await stub.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest()),
+            await stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(include=["core"])),
+        )
+
+    model, server, loads = talking(talk)
+    assert (model.served_model_name, list(model.eos_token_ids)) == ("fake", [2, 3])
+    assert (server.server_type, server.kv_cache_dtype) == ("radixkv", "int8")
+    assert loads.loads[0].token_usage == 0.3
+
+
+def test_the_tokenizer_is_handed_out_with_the_digest_of_the_whole_at_its_end():
+    chunks = talking(lambda stub, *_: read(stub.GetTokenizer(engine_common_pb2.GetTokenizerRequest())))
+    archive = b"".join(chunk.data for chunk in chunks)
+    assert archive == ModelTokenizer("tiny").archive()
+    assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(archive).hexdigest()]
+
+
+def test_a_flush_forgets_the_gateways_tenant_alone():
+    async def talk(stub, engine, _):
+        return await stub.FlushCache(engine_common_pb2.FlushCacheRequest(timeout_s=3)), engine.purges
+
+    answer, purges = talking(talk)
+    assert purges == [("gate", None, None)]
+    assert answer.success
+    assert answer.message.startswith("freed 7 blocks; 2 more")
+
+
+def test_without_the_gateway_its_messages_are_not_loaded():
+    program = (
+        "import sys, radixkv.service.server.server, radixkv.service.commands.cli\n"
+        "from radixkv.config import Config\n"
+        "from radixkv.service.server.optional_services import optional_services\n"
+        "assert optional_services(None, Config()) == []\n"
+        "assert not [name for name in sys.modules if name.startswith('radixkv.gateway')]\n"
+        "from google.protobuf import descriptor_pool\n"
+        "try:\n    descriptor_pool.Default().FindMessageTypeByName('vllm.grpc.engine.SamplingParams')\n"
+        "except KeyError:\n    print('free')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "free\n", done.stderr
