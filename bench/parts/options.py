@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.parts.workloads import MAX_SEED, WorkItem, mooncake, poisson_arrivals, shared_prefix, trace_arrivals
 from radixkv.planning.trace import load_trace, tokens_per_scaled_id
-from radixkv.service.commands.missing_package import missing_package
+from radixkv.service.missing_package import missing_package
 
 DEFAULT_CONCURRENCY = 4
 DEFAULT_REQUESTS = 1000

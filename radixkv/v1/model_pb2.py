@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16radixkv/v1/model.proto\x12\nradixkv.v1\"\x15\n\x13GetTokenizerRequest\".\n\x0eTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t2]\n\x0cModelService\x12M\n\x0cGetTokenizer\x12\x1f.radixkv.v1.GetTokenizerRequest\x1a\x1a.radixkv.v1.TokenizerChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16radixkv/v1/model.proto\x12\nradixkv.v1\"*\n\x13GetTokenizerRequest\x12\x13\n\x0b\x64igest_only\x18\x01 \x01(\x08\".\n\x0eTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t2]\n\x0cModelService\x12M\n\x0cGetTokenizer\x12\x1f.radixkv.v1.GetTokenizerRequest\x1a\x1a.radixkv.v1.TokenizerChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixkv.v1.model_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETTOKENIZERREQUEST']._serialized_start=38
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=59
-  _globals['_TOKENIZERCHUNK']._serialized_start=61
-  _globals['_TOKENIZERCHUNK']._serialized_end=107
-  _globals['_MODELSERVICE']._serialized_start=109
-  _globals['_MODELSERVICE']._serialized_end=202
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=80
+  _globals['_TOKENIZERCHUNK']._serialized_start=82
+  _globals['_TOKENIZERCHUNK']._serialized_end=128
+  _globals['_MODELSERVICE']._serialized_start=130
+  _globals['_MODELSERVICE']._serialized_end=223
 # @@protoc_insertion_point(module_scope)

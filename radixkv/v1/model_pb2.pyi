@@ -5,8 +5,10 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetTokenizerRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("digest_only",)
+    DIGEST_ONLY_FIELD_NUMBER: _ClassVar[int]
+    digest_only: bool
+    def __init__(self, digest_only: bool = ...) -> None: ...
 
 class TokenizerChunk(_message.Message):
     __slots__ = ("data", "sha256")

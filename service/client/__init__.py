@@ -13,5 +13,6 @@ from radixkv.api.retention import Retention
 from radixkv.service.client.async_client import AsyncClient
 from radixkv.service.client.client import Client
 from radixkv.service.client.requests import logits_of
+from radixkv.service.text.tokenizer import Tokenizer
 
-__all__ = ["AsyncClient", "Client", "Retention", "logits_of"]
+__all__ = ["AsyncClient", "Client", "Retention", "Tokenizer", "logits_of"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -20,7 +21,10 @@ from radixkv.service.client.requests import (
     purge_request,
     retain_request,
 )
+from radixkv.service.client.tokenizer_files import ArchiveReader, kept
+from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import PurgeResponse, RetainResponse, StatsRequest, StatsResponse
+from radixkv.v1.model_pb2 import GetTokenizerRequest
 from radixkv.v1.prefill_pb2 import (
     GenerateResponse,
     PrefillResponse,
@@ -39,7 +43,7 @@ class AsyncClient:
         """Connect lazily; see `Client`."""
         self._timeout_s = timeout(timeout_s)
         self._channel = grpc.aio.insecure_channel(target(address), options=channel_options(options, retries))
-        self._prefill, self._cache = stubs(self._channel)
+        self._prefill, self._cache, self._model = stubs(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,6 +111,17 @@ class AsyncClient:
         """Read the contents of the cache and the counters of the service."""
         answer: StatsResponse = await self._cache.Stats(StatsRequest(), timeout=self._timeout_s)
         return answer
+
+    async def tokenizer(self) -> Tokenizer:
+        """Load the tokenizer of the served model, on a thread of its own; see `Client.tokenizer`."""
+        reader = ArchiveReader()
+        async for chunk in self._model.GetTokenizer(GetTokenizerRequest(digest_only=True), timeout=self._timeout_s):
+            reader.put(chunk)
+        if (directory := kept(reader.digest)) is None:
+            async for chunk in self._model.GetTokenizer(GetTokenizerRequest(), timeout=self._timeout_s):
+                reader.put(chunk)
+            directory = await asyncio.to_thread(reader.keep)
+        return await asyncio.to_thread(Tokenizer.load, directory)
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)

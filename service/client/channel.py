@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
+from radixkv.v1.model_pb2_grpc import ModelServiceStub
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 
 Options = Sequence[tuple[str, Any]]
@@ -26,6 +27,7 @@ _UNLIMITED: Options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_
 _IDEMPOTENT = {
     "radixkv.v1.PrefillService": ("Prefill", "Generate", "Probe"),
     "radixkv.v1.CacheService": ("Stats", "Retain"),
+    "radixkv.v1.ModelService": ("GetTokenizer",),
 }
 
 
@@ -71,10 +73,12 @@ def channel_options(options: Options, retries: int) -> list[tuple[str, Any]]:
     return list({**ours, **dict(options)}.items())  # gRPC keeps the first of two equal names
 
 
-def stubs(channel: grpc.Channel | grpc.aio.Channel) -> tuple[PrefillServiceStub, CacheServiceStub]:
-    """Make the generated stubs of both services."""
+def stubs(
+    channel: grpc.Channel | grpc.aio.Channel,
+) -> tuple[PrefillServiceStub, CacheServiceStub, ModelServiceStub]:
+    """Make the generated stubs of all services."""
     # They serve both kinds of channel and carry no annotations.
-    return PrefillServiceStub(channel), CacheServiceStub(channel)  # type: ignore[no-untyped-call]
+    return PrefillServiceStub(channel), CacheServiceStub(channel), ModelServiceStub(channel)  # type: ignore[no-untyped-call]
 
 
 def _service_config(retries: int) -> str:

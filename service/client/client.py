@@ -20,7 +20,10 @@ from radixkv.service.client.requests import (
     purge_request,
     retain_request,
 )
+from radixkv.service.client.tokenizer_files import ArchiveReader, kept
+from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import PurgeResponse, RetainResponse, StatsRequest, StatsResponse
+from radixkv.v1.model_pb2 import GetTokenizerRequest
 from radixkv.v1.prefill_pb2 import (
     GenerateResponse,
     PrefillResponse,
@@ -53,7 +56,7 @@ class Client:
         """
         self._timeout_s = timeout(timeout_s)
         self._channel = grpc.insecure_channel(target(address), options=channel_options(options, retries))
-        self._prefill, self._cache = stubs(self._channel)
+        self._prefill, self._cache, self._model = stubs(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -149,6 +152,25 @@ class Client:
         """Read the contents of the cache and the counters of the service."""
         answer: StatsResponse = self._cache.Stats(StatsRequest(), timeout=self._timeout_s)
         return answer
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the tokenizer of the served model. Its files are asked for once, and kept for later processes.
+
+        They are in `$XDG_CACHE_HOME/radixkv/tokenizers`, or else in `~/.cache`, by their digest.
+
+        Raises:
+            MissingPackage: the extra `text` is not installed.
+            ValueError: the answer is no zip of tokenizer files with the digest that it has, or can't be loaded.
+            grpc.RpcError: the service can't be reached, or has no tokenizer (NOT_FOUND).
+        """
+        reader = ArchiveReader()
+        for chunk in self._model.GetTokenizer(GetTokenizerRequest(digest_only=True), timeout=self._timeout_s):
+            reader.put(chunk)
+        if (directory := kept(reader.digest)) is None:
+            for chunk in self._model.GetTokenizer(GetTokenizerRequest(), timeout=self._timeout_s):
+                reader.put(chunk)
+            directory = reader.keep()
+        return Tokenizer.load(directory)
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)

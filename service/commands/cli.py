@@ -17,10 +17,10 @@ import grpc
 from radixkv import __version__
 from radixkv.errors import ConfigError, RadixKVError
 from radixkv.service.commands.client_commands import add_client_commands
-from radixkv.service.commands.missing_package import missing_package
 from radixkv.service.commands.plan_command import add_plan_command
 from radixkv.service.commands.serve_command import add_serve_command
 from radixkv.service.commands.simulate_command import add_simulate_command
+from radixkv.service.missing_package import missing_package
 
 # Top-level modules that the extra `engine` brings.
 _ENGINE_MODULES = frozenset(

@@ -16,8 +16,8 @@ from radixkv.errors import ConfigError
 from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, check_simulation, simulate
 from radixkv.planning.trace import TraceRequest, load_trace
 from radixkv.service.commands.argument_types import COUNTS, capacities, names, positive
-from radixkv.service.commands.missing_package import missing_package
 from radixkv.service.commands.tables import aligned
+from radixkv.service.missing_package import missing_package
 
 
 def add_simulate_command(commands: argparse._SubParsersAction[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator
 
 from radixkv.service.server.model_tokenizer import ModelTokenizer
@@ -23,6 +22,10 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[model_pb2.TokenizerChunk]:
         """Stream the zip, and its digest with the last piece."""
+        if request.digest_only:
+            _, digest = await asyncio.to_thread(self._tokenizer.archive)
+            yield model_pb2.TokenizerChunk(sha256=digest)
+            return
         async for data, digest in pieces_of(self._tokenizer):
             yield model_pb2.TokenizerChunk(data=data, sha256=digest)
 
@@ -33,8 +36,7 @@ async def pieces_of(tokenizer: ModelTokenizer) -> AsyncIterator[tuple[bytes, str
     Raises:
         UnknownTokenizer: the model has none.
     """
-    archive = await asyncio.to_thread(tokenizer.archive)
-    digest = (await asyncio.to_thread(hashlib.sha256, archive)).hexdigest()
+    archive, digest = await asyncio.to_thread(tokenizer.archive)
     for start in range(0, len(archive), CHUNK_BYTES):
         end = start + CHUNK_BYTES
         yield archive[start:end], digest if end >= len(archive) else ""

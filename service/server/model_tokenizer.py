@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -39,10 +40,12 @@ class ModelTokenizer:
     def __init__(self, model_path: str | None) -> None:
         self._model_path = model_path
         self._lock = threading.Lock()
-        self._archive: bytes | None = None
+        self._archive: tuple[bytes, str] | None = None
 
-    def archive(self) -> bytes:
-        """Return the tokenizer's files as a zip, see `tokenizer_archive`. Takes milliseconds the first time.
+    def archive(self) -> tuple[bytes, str]:
+        """Return the tokenizer's files as a zip, see `tokenizer_archive`, and its SHA-256 in hexadecimal digits.
+
+        Reads the files the first time, which takes milliseconds.
 
         Raises:
             UnknownTokenizer: the model has none.
@@ -52,5 +55,6 @@ class ModelTokenizer:
                 if self._model_path is None:
                     raise UnknownTokenizer("tokenizer: expected one with the model, got a model without files")
                 with files_of_model(self._model_path) as directory:
-                    self._archive = tokenizer_archive(directory)
+                    data = tokenizer_archive(directory)
+                self._archive = data, hashlib.sha256(data).hexdigest()
             return self._archive

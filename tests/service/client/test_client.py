@@ -19,6 +19,7 @@ from radixkv.service.client import AsyncClient, Client, logits_of
 from radixkv.service.client.channel import channel_options
 from radixkv.service.client.requests import WIRE_NAMES, GenerateOptions, PrefillOptions, PromptOptions
 from radixkv.v1.cache_pb2 import DESCRIPTOR as CACHE
+from radixkv.v1.model_pb2 import DESCRIPTOR as MODEL
 from radixkv.v1.prefill_pb2 import DESCRIPTOR as PREFILL
 from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest, PrefillResponse
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
@@ -238,7 +239,7 @@ def test_a_release_is_never_tried_again():
 
 def test_retries_name_only_calls_that_exist():
     config = json.loads(dict(channel_options((), 2))["grpc.service_config"])
-    services = {each.full_name: each for each in (*PREFILL.services_by_name.values(), *CACHE.services_by_name.values())}
+    services = {each.full_name: each for file in (PREFILL, CACHE, MODEL) for each in file.services_by_name.values()}
     for name in config["methodConfig"][0]["name"]:
         assert name["method"] in services[name["service"]].methods_by_name
 

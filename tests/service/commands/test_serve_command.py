@@ -12,8 +12,8 @@ import pytest
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.service.client import Client
 from radixkv.service.commands.cli import main
-from radixkv.service.commands.missing_package import missing_package
 from radixkv.service.commands.serve_command import JsonLines
+from radixkv.service.missing_package import missing_package
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 

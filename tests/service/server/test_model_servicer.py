@@ -43,6 +43,15 @@ def test_the_embedded_model_has_a_tokenizer():
     assert hashlib.sha256(b"".join(chunk.data for chunk in chunks)).hexdigest() == chunks[-1].sha256
 
 
+def test_the_digest_can_be_asked_for_alone():
+    async def ask(stub):
+        request = GetTokenizerRequest(digest_only=True)
+        return [chunk async for chunk in stub.GetTokenizer(request, timeout=PATIENCE_S)]
+
+    (alone,) = asking("tiny", ask)
+    assert (alone.data, alone.sha256) == (b"", asking("tiny")[-1].sha256)
+
+
 def test_a_model_without_a_tokenizer_is_not_found(tmp_path):
     async def refused(stub):
         return await refusal_of(chunks_of(stub))

@@ -1,3 +1,5 @@
+import hashlib
+
 import pytest
 
 from radixkv.errors import UnknownTokenizer
@@ -23,9 +25,10 @@ def test_the_files_of_the_embedded_model_are_made_for_the_time():
 def test_files_are_read_once(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     tokenizer = ModelTokenizer(str(tmp_path))
-    archive = tokenizer.archive()
+    archive, digest = tokenizer.archive()
+    assert digest == hashlib.sha256(archive).hexdigest()
     (tmp_path / "tokenizer.json").unlink()
-    assert tokenizer.archive() is archive
+    assert tokenizer.archive()[0] is archive
 
 
 def test_a_refusal_is_not_kept(tmp_path):

@@ -1,6 +1,10 @@
-"""The message for a package that is not installed."""
+"""The error of a package that is not installed."""
 
 from __future__ import annotations
+
+
+class MissingPackage(ModuleNotFoundError):
+    """A package of an extra is not installed; the message says how to install it."""
 
 
 def missing_package(package: str, extra: str) -> str:

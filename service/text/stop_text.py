@@ -1,0 +1,57 @@
+"""Strings that end a text which comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopText:
+    """Looks for the first of some strings in a text that comes in pieces.
+
+    Args:
+        stops: strings, none of them empty.
+
+    Attributes:
+        matched: the string that was found; None before.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.matched: str | None = None
+        self._stops = stops
+        self._num_kept = max(map(len, stops), default=1) - 1
+        self._kept = ""
+
+    def put(self, piece: str, *, may_end: bool = True) -> str:
+        """Take a piece of text, and return the text that no string can begin in any more, up to the string if found.
+
+        A string is found where it ends in this piece. Of two, the one that begins first is; of those, the longest.
+
+        Args:
+            piece: the next text; none may come after a string was found.
+            may_end: whether strings that end in this piece count.
+        """
+        text = self._kept + piece
+        found = self._first(text) if may_end else None
+        if found is not None:
+            start, self.matched = found
+            self._kept = ""
+            return text[:start]
+        cut = max(0, len(text) - self._num_kept)
+        self._kept = text[cut:]
+        return text[:cut]
+
+    def end(self) -> str:
+        """Return what was kept back, after the last piece."""
+        kept, self._kept = self._kept, ""
+        return kept
+
+    def _first(self, text: str) -> tuple[int, str] | None:
+        found = []
+        for stop in self._stops:
+            start = text.find(stop, max(0, len(self._kept) - len(stop) + 1))
+            if start >= 0:
+                found.append((start, -len(stop), stop))
+        if not found:
+            return None
+        start, _, stop = min(found)
+        return start, stop

@@ -1,0 +1,146 @@
+import asyncio
+import hashlib
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import grpc
+import pytest
+
+from radixkv.service.client import AsyncClient, Client
+from radixkv.service.client import tokenizer_files as module
+from radixkv.service.client.tokenizer_files import MAX_FILES, ArchiveReader, kept
+from radixkv.v1.model_pb2 import TokenizerChunk
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import serving
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "radixkv" / "tokenizers"
+
+
+def zip_of(files, compression=zipfile.ZIP_STORED):
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", compression) as zipped:
+        for name, text in files.items():
+            zipped.writestr(name, text)
+    return data.getvalue()
+
+
+def keep(data, digest=None):
+    reader = ArchiveReader()
+    reader.put(TokenizerChunk(data=data[:10]))
+    reader.put(TokenizerChunk(data=data[10:], sha256=digest or hashlib.sha256(data).hexdigest()))
+    return reader.keep()
+
+
+def test_files_are_kept_by_their_digest(folder):
+    data = zip_of({"tokenizer.json": "{}", "chat_template.jinja": "x"}, zipfile.ZIP_DEFLATED)
+    digest = hashlib.sha256(data).hexdigest()
+    assert kept(digest) is None
+    directory = keep(data)
+    assert directory == kept(digest) == folder / digest
+    assert sorted(path.name for path in directory.iterdir()) == ["chat_template.jinja", "tokenizer.json"]
+    assert keep(data) == directory, "another process was faster"
+    assert os.listdir(folder) == [digest], "nothing is left behind"
+
+
+def test_another_digest_is_refused(folder):
+    data = zip_of({"tokenizer.json": "{}"})
+    with pytest.raises(ValueError, match="tokenizer: expected a zip with the digest 0000"):
+        keep(data, "0" * 64)
+    with pytest.raises(ValueError, match="expected a zip with the digest that follows it"):
+        ArchiveReader().keep()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 63, "../" + "0" * 61, "0" * 63 + "\n", "A" * 64])
+def test_what_is_no_digest_names_no_folder(digest):
+    with pytest.raises(ValueError, match="expected a digest of 64 hexadecimal digits"):
+        kept(digest)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../tokenizer.json",
+        "/etc/tokenizer.json",
+        "a/tokenizer.json",
+        "a\\b.json",
+        ".json",
+        "code.py",
+        "x.so",
+        "a.json\n",
+    ],
+)
+def test_names_that_lead_elsewhere_and_code_are_refused(folder, name):
+    with pytest.raises(ValueError, match="tokenizer: expected plain names of data files, got "):
+        keep(zip_of({name: "x"}))
+    assert os.listdir(folder) == []
+    assert sorted(path.name for path in folder.parent.parent.rglob("*")) == ["radixkv", "tokenizers"]
+
+
+def test_too_many_or_too_large_files_are_refused(folder, monkeypatch):
+    with pytest.raises(ValueError, match="tokenizer: expected at most 50 files, got 51"):
+        keep(zip_of({f"{number}.json": "" for number in range(MAX_FILES + 1)}))
+    monkeypatch.setattr(module, "MAX_BYTES", 2000)
+    with pytest.raises(ValueError, match="tokenizer: expected at most 2000 bytes of files, got more"):
+        keep(zip_of({"a.json": "x" * 1000, "b.json": "x" * 1001}, zipfile.ZIP_DEFLATED))
+    with pytest.raises(ValueError, match="tokenizer: expected a zip of at most 2000 bytes, got more"):
+        keep(bytes(2001))
+    assert os.listdir(folder) == []
+
+
+def test_a_broken_zip_is_refused(folder):
+    data = bytearray(zip_of({"tokenizer.json": "text" * 100}, zipfile.ZIP_DEFLATED))
+    data[45] ^= 255
+    for broken in (b"no zip at all", bytes(data)):
+        with pytest.raises(ValueError, match=f"tokenizer: expected a zip, got {len(broken)} other bytes"):
+            keep(broken)
+    assert os.listdir(folder) == []
+
+
+def test_a_relative_cache_home_is_ignored(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", "/nowhere")
+    assert module._folder() == Path("/nowhere/.cache/radixkv/tokenizers")
+
+
+def asking(model_path):
+    """Tokenizers as both clients load them from a server."""
+
+    def blocking(address):
+        with Client(address, timeout_s=PATIENCE_S) as client:
+            return client.tokenizer()
+
+    async def run():
+        async with (
+            serving(FakeEngine(), model_path=model_path) as (_, address),
+            AsyncClient(address, timeout_s=PATIENCE_S) as client,
+        ):
+            return [await client.tokenizer(), await asyncio.to_thread(blocking, address)]
+
+    return asyncio.run(run())
+
+
+def test_both_clients_load_the_tokenizer_of_the_served_model(folder):
+    for tokenizer in asking("tiny"):
+        assert tokenizer.decode(tokenizer.encode("a prompt é")) == "a prompt é"
+        assert tokenizer.has_chat_template
+    assert len(os.listdir(folder)) == 1
+
+
+def test_files_are_asked_for_once(monkeypatch):
+    asking("tiny")
+    monkeypatch.setattr(ArchiveReader, "keep", lambda _: pytest.fail("they are there"))
+    asking("tiny")
+
+
+def test_a_model_without_a_tokenizer_is_not_found():
+    with pytest.raises(grpc.RpcError) as caught:
+        asking(None)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND

@@ -1,0 +1,97 @@
+import random
+
+import pytest
+
+from tests.service.text.tokenizers import byte_fallback, byte_level
+
+FIRST_BYTE, HELLO, WORLD = 3, 260, 261  # of the vocabulary with a token for each byte
+BROKEN = "\ufffd"
+
+
+def pieces_of(tokenizer, token_ids, prompt_ids=()):
+    stream = tokenizer.stream(prompt_ids)
+    return [*(stream.put(token_id) for token_id in token_ids), stream.end()]
+
+
+def characters(dice, count):
+    ranges = ((32, 127), (0xA1, 0x800), (0x800, 0xD7FF), (0x10000, 0x10FFFF))
+    return "".join(chr(dice.randrange(*dice.choice(ranges))) for _ in range(count)).replace(BROKEN, "x")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_text_is_that_of_all_tokens_together(seed):
+    dice = random.Random(seed)
+    tokenizer = byte_level()
+    token_ids = tokenizer.encode(characters(dice, 60))
+    pieces = pieces_of(tokenizer, token_ids)
+    assert "".join(pieces) == tokenizer.decode(token_ids)
+    assert not any(BROKEN in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_tokens_that_are_no_text_give_what_decoding_them_together_gives(seed):
+    dice = random.Random(seed)
+    tokenizer = byte_level()
+    most = dice.choice((512, 256, 128))  # all pieces, any bytes, plain text
+    least = dice.choice((0, 128)) if most == 256 else 0
+    token_ids = [dice.randrange(least, most) for _ in range(300)]
+    assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+
+def test_a_character_comes_whole_with_its_last_byte():
+    pieces = pieces_of(byte_level(), "a🎉b€".encode())
+    assert pieces == ["a", "", "", "", "🎉", "b", "", "", "€", ""]
+
+
+def test_bytes_that_lack_others_at_the_end_are_given_at_the_end():
+    assert pieces_of(byte_level(), b"a\xe2\x82") == ["a", "", "", BROKEN]
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback])
+def test_bytes_that_never_become_text_are_not_held_for_ever(tokenizer):
+    stream = tokenizer().stream()
+    first = 0 if tokenizer is byte_level else FIRST_BYTE
+    told = [stream.put(first + 0xFF) for _ in range(500)]
+    assert len("".join(told)) > 480
+    assert len(stream._ids) <= 32
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_characters_of_single_bytes_come_whole_from_a_vocabulary_of_words(seed):
+    dice = random.Random(seed)
+    tokenizer = byte_fallback()
+    text = "Hello" + characters(dice, 30) + " world"
+    token_ids = tokenizer.encode(text)
+    pieces = pieces_of(tokenizer, token_ids)
+    assert "".join(pieces) == tokenizer.decode(token_ids)
+    assert not any(BROKEN in piece for piece in pieces)
+
+
+def test_a_blank_at_the_start_depends_on_what_is_before():
+    tokenizer = byte_fallback()
+    assert pieces_of(tokenizer, [HELLO, WORLD]) == ["Hello", " world", ""]
+    assert pieces_of(tokenizer, [WORLD], prompt_ids=[HELLO]) == [" world", ""]
+    assert pieces_of(tokenizer, [WORLD]) == ["world", ""]
+
+
+def test_special_tokens_have_no_text_and_change_nothing():
+    tokenizer = byte_level()
+    token_ids = [*b"a\xe2", 511, *b"\x82\xac", 509, 510, *b"b", 511]
+    assert tokenizer.decode(token_ids) == "a€b"
+    assert "".join(pieces_of(tokenizer, token_ids)) == "a€b"
+    fallback = byte_fallback()
+    assert "".join(pieces_of(fallback, [HELLO, 2, 2, 1, WORLD])) == "Hello world"
+
+
+def test_the_prompt_is_not_given_again():
+    tokenizer = byte_level()
+    prompt = tokenizer.encode("a prompt that is long enough to be cut €")
+    assert "".join(pieces_of(tokenizer, [*b"b"], prompt)) == "b"
+    assert "".join(pieces_of(tokenizer, [*b"\x82\xac"], [*b"x\xe2"])) == "€"
+
+
+def test_many_special_tokens_are_not_kept():
+    stream = byte_level().stream()
+    assert {stream.put(511) for _ in range(200)} == {""}
+    assert len(stream._ids) <= 32
+    assert stream.put(ord("a")) == "a"
