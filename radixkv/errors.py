@@ -7,6 +7,7 @@
     │   ├── BeyondCeiling
     │   ├── UnknownAdapter
     │   ├── UnknownLease
+    │   ├── UnknownSequence
     │   └── UnknownTokenizer
     ├── CapacityError                the service is full now; `retry_after_s` says when to come back
     │   ├── OutOfBlocks
@@ -18,6 +19,7 @@
     │   ├── DoubleRelease
     │   ├── DeadlineExceeded
     │   ├── Draining
+    │   ├── EventsLost
     │   └── StepHangs
     ├── ConfigError                  the service can't start like this
     │   └── UnsupportedModel
@@ -57,6 +59,10 @@ class UnknownAdapter(RequestError):
 
 class UnknownLease(RequestError):
     """No held lease of this id belongs to this tenant: never given, released, or expired."""
+
+
+class UnknownSequence(RequestError):
+    """No event batches follow this number: it is of another life of the service, or they are forgotten."""
 
 
 class UnknownTokenizer(RequestError):
@@ -109,6 +115,10 @@ class DeadlineExceeded(LifecycleError):
 
 class Draining(LifecycleError):
     """The service is shutting down and takes no new requests."""
+
+
+class EventsLost(LifecycleError):
+    """A reader of events fell behind: the next batch is forgotten. It has to begin again with a snapshot."""
 
 
 class StepHangs(LifecycleError):

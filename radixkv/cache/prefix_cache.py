@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -156,7 +156,11 @@ class PrefixCache:
     @property
     def num_segments(self) -> int:
         """Nodes of all trees. Complexity: O(nodes)."""
-        return sum(1 for tree in self._trees.values() for _ in tree.nodes())
+        return sum(1 for _ in self.nodes())
+
+    def nodes(self) -> Iterator[Node]:
+        """Iterate over the nodes of all trees, parents before children. They may not change meanwhile."""
+        return (node for tree in self._trees.values() for node in tree.nodes())
 
     def match(self, namespace: Namespace, tokens: bytes) -> Match:
         """Find the longest prefix that can be reused, to the token. Changes nothing.
@@ -263,18 +267,14 @@ class PrefixCache:
         Returns:
             Blocks freed: `num_blocks`, or fewer if no more are evictable.
 
-        Complexity: O(log leaves + tenants with a quota) for each leaf, and one pass over the path's tokens if the last
-        one is only shortened.
+        Complexity: O(log leaves + tenants with a quota) for each leaf, and a pass over the path of a shortened one.
         """
         return self._evictor.evict(num_blocks, tenant)
 
     def purge(self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None) -> Purged:
         """Forget whole namespaces at once. No later request finds anything of them.
 
-        Requests that use them go on with the blocks that they have, and publish nothing more.
-
-        Args:
-            tenant, adapter, salt: the namespaces to forget; None matches any.
+        Requests that use them go on with the blocks that they have, and publish nothing more. None matches any name.
 
         Complexity: O(namespaces + open leases + nodes purged * log leaves).
         """

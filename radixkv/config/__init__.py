@@ -1,6 +1,6 @@
 """Configuration: frozen dataclasses, read from TOML and then from `section.key=value` settings.
 
-Face: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `GatewayConfig`,
+Face: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `EventsConfig`, `GatewayConfig`,
 `TenantConfig`.
 """
 
@@ -11,6 +11,7 @@ from radixkv.config.sections import (
     CacheConfig,
     Config,
     EngineConfig,
+    EventsConfig,
     GatewayConfig,
     ModelConfig,
     ServerConfig,
@@ -24,6 +25,7 @@ __all__ = [
     "CacheConfig",
     "Config",
     "EngineConfig",
+    "EventsConfig",
     "GatewayConfig",
     "ModelConfig",
     "ServerConfig",

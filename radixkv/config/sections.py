@@ -137,6 +137,27 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EventsConfig:
+    """The events of what is cached, and where they are published over ZMQ beside gRPC.
+
+    Attributes:
+        zmq_endpoint: address of a ZMQ PUB socket, such as `tcp://127.0.0.1:5557`. Without it there is none.
+        replay_endpoint: address of a ZMQ ROUTER socket that sends batches again; needs `zmq_endpoint`.
+        form: `array` or `map`, of the events in a ZMQ message. Arrays have no field that isolates, so only what may be
+            matched by tokens is published in them.
+        block_size: tokens of an event block, whatever blocks the pool has.
+    """
+
+    zmq_endpoint: str | None = None
+    replay_endpoint: str | None = None
+    form: Annotated[str, OneOf("array", "map")] = "array"
+    block_size: Annotated[int, Range(1, 1024)] = 16
+
+    def __post_init__(self) -> None:
+        require_fields("events", self)
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """The service for the SMG gateway, vLLM's engine protocol, on the server's port.
 
@@ -193,6 +214,7 @@ class Config:
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    events: EventsConfig = EventsConfig()
     gateway: GatewayConfig = GatewayConfig()
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
 

@@ -25,6 +25,7 @@ from radixkv.engine.step_budget import StepBudget
 from radixkv.engine.steps_ahead import StepsAhead
 from radixkv.engine.tally import Tally
 from radixkv.errors import OutOfMemory, RadixKVError, StepFailed
+from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import Namespace
 from radixkv.scheduling.admission import Admitter
 from radixkv.scheduling.held_leases import HeldLeases
@@ -56,6 +57,7 @@ class EngineCore:
         weights: shares of each step by tenant; 1 for a tenant that is not there.
         has_news: whether anything waits to be submitted or called between two steps. Asked before a step is prepared
             or started ahead.
+        events: listens to the cache, and publishes after each step.
 
     Attributes:
         cache: the one that was passed in.
@@ -75,12 +77,14 @@ class EngineCore:
         observers: Iterable[Observer] = (),
         weights: dict[str, float] | None = None,
         has_news: Callable[[], bool] = lambda: False,
+        events: TreeFeed | None = None,
     ) -> None:
         storage = runner.storage
         self.cache = cache
         self.held_leases = held_leases = HeldLeases(config.held_lease_ttl_s)
         self.observer = observer = Observers(observers)
         self.num_failed_steps = 0
+        self._events = events
         self._runner = runner
         self._clock = clock
         self._under_way: Step | None = None  # the step that was started ahead
@@ -107,7 +111,7 @@ class EngineCore:
         self._early_ends.watch(request)
 
     def step(self) -> None:
-        """Compute one step, unless there is nothing to compute.
+        """Compute one step, unless there is nothing to compute. Publish the events since the last call in any case.
 
             begin: sweep, grow, admit ─▶ wait ─▶ advance ─────▶ publish: commit, answer or tell the next token
                                       └ prepare the next step └ start it
@@ -117,8 +121,12 @@ class EngineCore:
         """
         step = self._under_way or self._begin()
         self._under_way = None
-        if step is None:
-            return
+        if step is not None:
+            self._compute(step)
+        if self._events is not None:
+            self._events.publish()
+
+    def _compute(self, step: Step) -> None:
         next_step = self._steps_ahead.prepare(step)
         computed = self._wait_for(step)
         self._delivery.advance(computed)
@@ -137,8 +145,10 @@ class EngineCore:
         else:
             self.num_failed_steps = 0 if all(step.is_finite) else self.num_failed_steps
 
-    def seconds_to_next_expiry(self) -> float | None:
-        """Seconds until a held lease expires; None if none is held."""
+    def seconds_to_rest(self) -> float | None:
+        """Seconds until a held lease expires; 0 while events wait to be published; None if there is neither."""
+        if self._events is not None and self._events.has_backlog:
+            return 0.0
         expires_s = self.held_leases.next_expiry_s()
         return None if expires_s is None else max(0.0, expires_s - self._clock())
 
@@ -148,6 +158,8 @@ class EngineCore:
         for request in self._scheduler.requests():
             self._endings.fail(request, error)
         self.held_leases.close()
+        if self._events is not None:
+            self._events.close(error)
 
     def probe(self, namespace: Namespace, tokens: bytes) -> ProbeResult:
         """Say what a prefill of this prompt would reuse now. Changes nothing."""

@@ -26,6 +26,8 @@ from radixkv.engine.inbox import Inbox
 from radixkv.engine.observer import Observer
 from radixkv.engine.watchdog import Watchdog
 from radixkv.errors import Draining, LifecycleError, RadixKVError, StepHangs, UnknownAdapter
+from radixkv.events.readers import EventSource
+from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Generation, Request
 from radixkv.tokens import TOKEN_BYTES
@@ -52,11 +54,13 @@ class Engine:
         config: budgets and limits.
         weights: shares of each step by tenant; 1 for a tenant that is not there.
         observers: are told of requests and steps, on the engine's thread.
+        events: listens to the cache.
 
     Attributes:
         limits: what the engine serves and accepts.
         pool_tokens: tokens that the block pool holds.
         eos_token_ids: the model's own tokens that end a generation.
+        events: the log of what is cached; None if nothing listens.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Engine:
         *,
         weights: dict[str, float] | None = None,
         observers: Iterable[Observer] = (),
+        events: TreeFeed | None = None,
     ) -> None:
         model = runner.model
         self.pool_tokens = cache.pool.num_blocks * cache.block_size
@@ -91,10 +96,12 @@ class Engine:
             observers=observers,
             weights=weights,
             has_news=lambda: not self._inbox.is_empty,
+            events=events,
         )
+        self.events = None if events is None else EventSource(events, cache.nodes, self._call)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
-        self._is_stopping = False
+        self._is_stopping = threading.Event()
         self._next_try_s = 0.0
 
     @property
@@ -148,8 +155,7 @@ class Engine:
             on_tokens: called on the engine's thread with every new token but the last, which comes with the result. It
                 must be quick; if it raises, the request fails.
 
-        Raises:
-            The same errors as `prefill`, at the same times.
+        Raises the same errors as `prefill`, at the same times.
         """
         future: Future[GenerateResult] = Future()
         with self._reporting_refusal():
@@ -177,8 +183,7 @@ class Engine:
     def retain(self, tokens: bytes, retention: Retention, caller: Caller = ANONYMOUS) -> Future[Retained]:
         """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`.
 
-        Raises:
-            InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
+        Raises the same errors as `probe`.
         """
         namespace = self._namespace(caller)
         self.limits.require_tokens(tokens)
@@ -212,8 +217,7 @@ class Engine:
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the others; cancel those that are left after `timeout_s` seconds.
 
-        Returns:
-            Whether all of them finished in time.
+        Returns whether all of them finished in time.
         """
         self._gate.close()
         is_answered = self._gate.wait_until_answered(timeout_s)
@@ -223,14 +227,11 @@ class Engine:
     def stop(self) -> None:
         """Cancel all requests and end the thread. A thread whose step does not end is left behind."""
         self.drain(0)
-        self._inbox.put(self._leave_loop)
+        self._inbox.put(self._is_stopping.set)
         self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():
             _log.error("a step does not end; its thread is left behind")
         self._watchdog.stop()
-
-    def _leave_loop(self) -> None:
-        self._is_stopping = True
 
     def _on_hang(self) -> None:
         """Cancel everything, so that nobody waits for a step that hangs.
@@ -275,7 +276,7 @@ class Engine:
 
     def _loop(self) -> None:
         try:
-            while not self._is_stopping:
+            while not self._is_stopping.is_set():
                 self._read_inbox()
                 self._watchdog.step_begins()
                 self._core.step()
@@ -296,5 +297,5 @@ class Engine:
         """Run what is in the inbox. While there is nothing to compute, wait for the next function."""
         if not self._core.has_work:
             is_failing = self._core.num_failed_steps >= _MAX_FAILED_STEPS
-            self._inbox.run_next(_RETRY_PERIOD_S if is_failing else self._core.seconds_to_next_expiry())
+            self._inbox.run_next(_RETRY_PERIOD_S if is_failing else self._core.seconds_to_rest())
         self._inbox.run_all()

@@ -18,6 +18,9 @@ from radixkv.config import CacheConfig, Config, TenantConfig
 from radixkv.engine.engine import Engine
 from radixkv.engine.observer import Observer
 from radixkv.errors import ConfigError
+from radixkv.events.block_identity import Identities
+from radixkv.events.event_log import EventLog
+from radixkv.events.tree_feed import MAX_STEP_BLOCKS, TreeFeed
 from radixkv.model.attention.interface import AttentionKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
@@ -68,10 +71,11 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
             "the pool takes its memory as it fills, and only %.1f MB are available: lower cache.capacity_tokens",
             available / 1e6,
         )
-    cache = _make_cache(config.cache, quotas, num_blocks)
+    events = _make_feed(config)
+    cache = _make_cache(config.cache, quotas, num_blocks, events)
     runner = make_runner(model, storage, kernels, recorder)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
-    return Engine(runner, cache, config.engine, weights=weights, observers=observers)
+    return Engine(runner, cache, config.engine, weights=weights, observers=observers, events=events)
 
 
 def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, recorder: GraphRecorder) -> Runner:
@@ -108,7 +112,18 @@ def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int) -> Attent
     return kernels
 
 
-def _make_cache(cache: CacheConfig, quotas: Mapping[str, Quota], num_blocks: int) -> PrefixCache:
+def _make_feed(config: Config) -> TreeFeed:
+    block_size = config.events.block_size
+    return TreeFeed(
+        EventLog(),
+        block_size,
+        config.cache.block_size,
+        Identities(config.gateway.tenant),
+        max(MAX_STEP_BLOCKS, 2 * config.engine.max_step_tokens // block_size),
+    )
+
+
+def _make_cache(cache: CacheConfig, quotas: Mapping[str, Quota], num_blocks: int, events: TreeFeed) -> PrefixCache:
     return PrefixCache(
         num_blocks,
         cache.block_size,
@@ -116,6 +131,7 @@ def _make_cache(cache: CacheConfig, quotas: Mapping[str, Quota], num_blocks: int
         quotas=quotas,
         max_retained_blocks=int(cache.max_retained_share * num_blocks),
         evicted_prefixes=cache.evicted_prefixes,
+        listeners=[events],
     )
 
 

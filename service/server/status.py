@@ -19,6 +19,7 @@ from radixkv.errors import (
     ConfigError,
     DeadlineExceeded,
     Draining,
+    EventsLost,
     InvalidRequest,
     InvariantViolation,
     LifecycleError,
@@ -28,6 +29,7 @@ from radixkv.errors import (
     StepHangs,
     UnknownAdapter,
     UnknownLease,
+    UnknownSequence,
     UnknownTokenizer,
 )
 from radixkv.service.server.unfinished_calls import Context, UnfinishedCalls
@@ -38,11 +40,13 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     BeyondCeiling: grpc.StatusCode.FAILED_PRECONDITION,  # the request is valid, and trying again does not help
     UnknownAdapter: grpc.StatusCode.NOT_FOUND,
     UnknownLease: grpc.StatusCode.NOT_FOUND,
+    UnknownSequence: grpc.StatusCode.OUT_OF_RANGE,
     UnknownTokenizer: grpc.StatusCode.NOT_FOUND,
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     LifecycleError: grpc.StatusCode.INTERNAL,  # the service itself misused something
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Draining: grpc.StatusCode.UNAVAILABLE,
+    EventsLost: grpc.StatusCode.DATA_LOSS,
     StepHangs: grpc.StatusCode.UNAVAILABLE,
     ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     StepFailed: grpc.StatusCode.INTERNAL,

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.config import CacheConfig, EngineConfig, GatewayConfig, ModelConfig, ServerConfig, TenantConfig
+from radixkv.config import (
+    CacheConfig,
+    EngineConfig,
+    EventsConfig,
+    GatewayConfig,
+    ModelConfig,
+    ServerConfig,
+    TenantConfig,
+)
 
 from .house import ROOT
 
@@ -30,12 +38,13 @@ SOURCE = re.compile(r"^(?:radixkv|kernels|service|bench|tests|docs|proto)/[\w./]
 COMMAND = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]\w*)+)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 NAME = re.compile(r"^([A-Z][a-z]+\w*)(?:\.(\w+))?(?:\(\))?$")
-KEY = re.compile(r"^(model|cache|engine|server|gateway|tenants\.NAME)\.(\w+)(?: = .+)?$")
+KEY = re.compile(r"^(model|cache|engine|server|events|gateway|tenants\.NAME)\.(\w+)(?: = .+)?$")
 SECTIONS = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "engine": EngineConfig,
     "server": ServerConfig,
+    "events": EventsConfig,
     "gateway": GatewayConfig,
     "tenants.NAME": TenantConfig,
 }

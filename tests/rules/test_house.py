@@ -19,14 +19,15 @@ MAY_IMPORT = {
     "storage": "kernels",
     "model": "storage kernels",
     "compute": "model storage kernels",
-    "engine": "api cache scheduling compute",
+    "events": "api cache",
+    "engine": "api cache scheduling compute events",
     "planning": "cache storage",
     "telemetry": "api scheduling engine",
-    "startup": "api cache storage model compute engine kernels",
+    "startup": "api cache storage model compute events engine kernels",
     "kernels": "",
 }
 WORDS = ("errors", "config", "namespace", "tokens", "blocks")  # what everybody but kernels may import
-WITHOUT_TORCH = ("api", "cache", "scheduling", "planning")
+WITHOUT_TORCH = ("api", "cache", "events", "scheduling", "planning")
 FREE_FOR_KERNELS = {"torch", "triton", "numpy", "radixkv"} | sys.stdlib_module_names
 TORCH = {"torch", "triton", "transformers", "safetensors", "peft"}
 WIRE = {"grpc", "grpc_health", "grpc_reflection", "google"}

@@ -1,0 +1,100 @@
+"""Values of the event log: the blocks of tokens that became matchable, and those that left the cache.
+
+An event block is a run of `events.block_size` tokens at a multiple of that depth in the tree, whatever blocks the pool
+has. Its hash stands for all tokens up to its end. Hashes and tokens are packed, so no event holds an object a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HASH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Consecutive blocks that can be matched now.
+
+    Attributes:
+        parent_hash: hash of the block before the first of them; None at the beginning of a prompt.
+        block_hashes: little-endian uint64 hashes, in order.
+        tokens: little-endian uint32 token ids of all of them.
+        block_size: tokens a block.
+        cache_salt: opaque name of the namespace, for readers that isolate by it. Empty for the only namespace whose
+            blocks may be matched by tokens alone.
+    """
+
+    parent_hash: int | None
+    block_hashes: bytes
+    tokens: bytes
+    block_size: int
+    cache_salt: str
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.block_hashes) // HASH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks of one namespace that can't be matched any more.
+
+    Attributes:
+        block_hashes: little-endian uint64 hashes.
+        cache_salt: as they were stored.
+    """
+
+    block_hashes: bytes
+    cache_salt: str
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.block_hashes) // HASH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class AllCleared:
+    """Nothing is cached any more, in no namespace; or, in a snapshot, forget what you know."""
+
+
+Event = BlocksStored | BlocksRemoved | AllCleared
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPart:
+    """The place of a batch among those that list all current blocks.
+
+    Attributes:
+        index: position, from 0.
+        count: batches of the snapshot.
+        num_blocks: blocks of the whole snapshot.
+    """
+
+    index: int
+    count: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EventBatch:
+    """The events of one step, in order; parents are stored before their children.
+
+    Attributes:
+        sequence_number: rises by 1 from batch to batch. All parts of a snapshot have the number of the batch after
+            which their blocks were cached.
+        time_s: Unix time at which it was published.
+        events: in the order in which they happened.
+        snapshot: the place in a snapshot; None for a batch of changes.
+    """
+
+    sequence_number: int
+    time_s: float
+    events: tuple[Event, ...]
+    snapshot: SnapshotPart | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that its events name."""
+        return sum(event.num_blocks for event in self.events if not isinstance(event, AllCleared))

@@ -1,0 +1,176 @@
+"""Reads the event log from an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from radixkv.api.events import EventBatch
+from radixkv.cache.node import Node
+from radixkv.errors import EventsLost, RadixKVError, StepHangs
+from radixkv.events.event_log import EventLog
+from radixkv.events.snapshot import Snapshot
+from radixkv.events.tree_feed import TreeFeed
+
+
+class EventSource:
+    """The event log of an engine, for any thread.
+
+    Args:
+        feed: belongs to the engine's thread.
+        nodes: yields all nodes of the cache, parents before children.
+        call: calls a function on the engine's thread between two steps.
+
+    Attributes:
+        log: the batches.
+    """
+
+    def __init__(
+        self,
+        feed: TreeFeed,
+        nodes: Callable[[], Iterable[Node]],
+        call: Callable[[Callable[[], None]], Future[Any]],
+    ) -> None:
+        self.log: EventLog = feed.log
+        self._feed = feed
+        self._nodes = nodes
+        self._call = call
+
+    def switch_on(self) -> Future[Any]:
+        """Record events from now on; see `TreeFeed.switch_on`.
+
+        Raises:
+            Draining, StepHangs: the engine takes no calls.
+        """
+        return self._call(lambda: self._feed.switch_on(self._nodes))
+
+    def snapshot(self) -> Future[Snapshot]:
+        """Ask for all blocks that are cached. Records events from now on.
+
+        Raises:
+            Draining, StepHangs: the engine takes no calls.
+            Later, through the future: Draining; it may also be cancelled.
+        """
+        answer: Future[Snapshot] = Future()
+
+        def ask() -> None:
+            self._feed.switch_on(self._nodes)
+            self._feed.ask(answer)
+
+        call = self._call(ask)
+        call.add_done_callback(lambda done: answer.cancel() if done.cancelled() else None)
+        return answer
+
+
+class EventReaders:
+    """The readers of one event loop. A new batch wakes the loop once, however many they are.
+
+    A reader is a number: the last batch that it has. Nothing is queued for it, so one that reads slowly or not at all
+    costs nobody anything; it gets `EventsLost` when the batch after its own is forgotten.
+
+    To be made and used inside the event loop.
+
+    Attributes:
+        num_readers: readers that read now.
+        num_lost: readers that got `EventsLost`.
+    """
+
+    def __init__(self, source: EventSource) -> None:
+        self.num_readers = 0
+        self.num_lost = 0
+        self._source = source
+        self._log = source.log
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._is_waking = False
+        self._error: RadixKVError | None = None
+        self._stop_listening = self._log.listen(self._wake)
+
+    def subscribe(self, start: int) -> AsyncGenerator[EventBatch, None]:
+        """Read batches until the log ends.
+
+        Args:
+            start: the last number that the reader has; 0 to begin with a snapshot, a batch or several.
+
+        Returns:
+            An iterator. It raises EventsLost if the reader falls too far behind, or Draining when the service ends.
+            Close it, or cancel the task that waits for it.
+
+        Raises:
+            UnknownSequence: `start` is a number of another life, or the batches after it are forgotten. Subscribe
+                from 0 then.
+        """
+        if start:
+            self._log.require(start)
+        return self._read(start)
+
+    def close(self, error: RadixKVError) -> None:
+        """End all readers with `error`."""
+        self._stop_listening()
+        self._error = error
+        self._tell()
+
+    async def _read(self, number: int) -> AsyncGenerator[EventBatch, None]:
+        self.num_readers += 1
+        try:
+            if self._error is not None:
+                raise self._error
+            if not number:
+                snapshot = await self._snapshot()
+                for batch in snapshot.batches:
+                    yield batch
+                number = snapshot.sequence_number
+            while True:
+                news = self._news  # before looking, so that a batch that comes from now on is noticed
+                if self._error is not None:
+                    raise self._error
+                batch_or_none = self._log.after(number)
+                if batch_or_none is not None:
+                    number += 1
+                    yield batch_or_none
+                elif self._log.error is not None:
+                    raise self._log.error
+                else:
+                    await news.wait()
+        except EventsLost:
+            self.num_lost += 1
+            raise
+        finally:
+            self.num_readers -= 1
+
+    async def _snapshot(self) -> Snapshot:
+        asked = asyncio.wrap_future(self._source.snapshot())
+        ended = asyncio.ensure_future(self._ended())
+        try:
+            await asyncio.wait((asked, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                ended.result()
+            if asked.cancelled():
+                raise StepHangs("engine: a step takes too long; no snapshot was made")
+            snapshot = asked.result()
+        finally:
+            asked.cancel()
+            ended.cancel()
+        await asyncio.to_thread(lambda: snapshot.batches)  # of a large cache it takes a while
+        return snapshot
+
+    async def _ended(self) -> None:
+        """Wait for the end of the readers, and raise its error."""
+        while self._error is None:
+            await self._news.wait()
+        raise self._error
+
+    def _wake(self) -> None:
+        """Wake the event loop. Called on the engine's thread."""
+        if not self._is_waking and not self._loop.is_closed():
+            self._is_waking = True
+            with contextlib.suppress(RuntimeError):  # it was closed since
+                self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        self._is_waking = False  # before the readers look, so that a batch that comes from now on wakes the loop again
+        news, self._news = self._news, asyncio.Event()
+        news.set()

@@ -1,0 +1,100 @@
+"""All blocks that are cached at one moment."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+from typing import NamedTuple
+
+from radixkv.api.events import HASH_BYTES, AllCleared, BlocksStored, Event, EventBatch, SnapshotPart
+
+MAX_PART_BLOCKS = 512  # 37 kB of a message, which each reader that does not read may hold back
+
+
+class StoredRun(NamedTuple):
+    """The event blocks that end in one node.
+
+    Attributes:
+        root: packed root of the namespace.
+        cache_salt: as in `BlocksStored`.
+        before: packed hash of the block before the run, or `root`.
+        hashes: packed hashes.
+        num_shared: number of blocks, from the first on, that other runs may have as well.
+        tail: tokens before the node in the event block in which it begins.
+        tokens: tokens of the node.
+    """
+
+    root: bytes
+    cache_salt: str
+    before: bytes
+    hashes: bytes
+    num_shared: int
+    tail: bytes
+    tokens: bytes
+
+
+class Snapshot:
+    """The blocks that are cached after one batch. It is made of what the trees hold, without a copy.
+
+    Args:
+        sequence_number: the number of that batch.
+        runs: parents before children.
+        block_size: tokens of an event block.
+
+    Attributes:
+        sequence_number: the same.
+    """
+
+    def __init__(self, sequence_number: int, runs: list[StoredRun], block_size: int) -> None:
+        self.sequence_number = sequence_number
+        self._runs = runs
+        self._block_size = block_size
+        self._time_s = time.time()
+
+    @cached_property
+    def batches(self) -> tuple[EventBatch, ...]:
+        """The snapshot as batches, all with its number; the first one begins with `AllCleared`.
+
+        Complexity: O(nodes + tokens), the first time. Any thread may ask.
+        """
+        parts: list[list[Event]] = [[AllCleared()]]
+        num_blocks, room = 0, MAX_PART_BLOCKS
+        known: set[bytes] = set()
+        for run in self._runs:
+            position, end = _num_known(run, known), len(run.hashes) // HASH_BYTES
+            num_blocks += end - position
+            while position < end:
+                if not room:
+                    parts.append([])
+                    room = MAX_PART_BLOCKS
+                piece = self._piece(run, position, min(end, position + room))
+                parts[-1].append(piece)
+                position += piece.num_blocks
+                room -= piece.num_blocks
+        return tuple(
+            EventBatch(self.sequence_number, self._time_s, tuple(events), SnapshotPart(index, len(parts), num_blocks))
+            for index, events in enumerate(parts)
+        )
+
+    def _piece(self, run: StoredRun, start: int, end: int) -> BlocksStored:
+        """Return the blocks `[start, end)` of a run."""
+        before = run.hashes[(start - 1) * HASH_BYTES : start * HASH_BYTES] if start else run.before
+        block_bytes = 4 * self._block_size
+        tokens = run.tail + run.tokens if run.tail else run.tokens
+        return BlocksStored(
+            None if before == run.root else int.from_bytes(before, "little"),
+            run.hashes[start * HASH_BYTES : end * HASH_BYTES],
+            tokens[start * block_bytes : end * block_bytes],
+            self._block_size,
+            run.cache_salt,
+        )
+
+
+def _num_known(run: StoredRun, known: set[bytes]) -> int:
+    """Count the blocks at the front of a run that an earlier one had, and note those that a later one may have."""
+    num_known = 0
+    for start in range(0, run.num_shared * HASH_BYTES, HASH_BYTES):
+        block = run.hashes[start : start + HASH_BYTES]
+        num_known += block in known
+        known.add(block)
+    return num_known

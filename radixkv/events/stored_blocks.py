@@ -1,0 +1,233 @@
+"""The event blocks that readers know to be stored: their hashes, by node of the trees."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from radixkv.api.events import HASH_BYTES, AllCleared, BlocksRemoved, BlocksStored, Event
+from radixkv.cache.node import Node
+from radixkv.events.block_identity import Identities, hash_blocks
+from radixkv.tokens import TOKEN_BYTES
+
+
+class Stored(NamedTuple):
+    """A leaf that is new or has grown, as it was then.
+
+    Attributes:
+        node: the leaf.
+        tokens: all its tokens.
+        parent: the node before it; None if it has grown.
+        tail: tokens before it in the event block in which it begins; empty if it begins one.
+    """
+
+    node: Node
+    tokens: bytes
+    parent: Node | None
+    tail: bytes
+
+
+class Split(NamedTuple):
+    """A node that was cut in two.
+
+    Attributes:
+        lower: the object that there was before.
+        upper: the new node before it.
+        num_upper_tokens: tokens of `upper` then.
+    """
+
+    lower: Node
+    upper: Node
+    num_upper_tokens: int
+
+
+class Shortened(NamedTuple):
+    """A leaf that keeps its first tokens only; none if it is gone."""
+
+    node: Node
+    num_kept_tokens: int
+
+
+class Purged(NamedTuple):
+    """A node whose tree was taken out."""
+
+    node: Node
+
+
+Change = Stored | Split | Shortened | Purged
+
+
+class _Run:
+    """The event blocks that end in one node.
+
+    Attributes:
+        before: packed hash of the last event block that ends before the node, or the root of its namespace.
+        hashes: packed hashes of those that end in it.
+        phase: tokens between the beginning of an event block and that of the node.
+    """
+
+    __slots__ = ("before", "hashes", "phase")
+
+    def __init__(self, before: bytes, hashes: bytes, phase: int) -> None:
+        self.before = before
+        self.hashes = hashes
+        self.phase = phase
+
+    @property
+    def end(self) -> bytes:
+        """Packed hash of the last event block up to the node's end."""
+        return self.hashes[-HASH_BYTES:] or self.before
+
+
+class _Removal(NamedTuple):
+    """Blocks of one namespace that left one after the other, as packed hashes."""
+
+    salt: str
+    runs: list[bytes]
+
+
+class StoredBlocks:
+    """Turns changes of nodes into events, and remembers the hashes that it takes to go on.
+
+        node    [ tokens ........................ )       64 bytes of tokens and 8 bytes of hash an event block of 16
+        run      #before [ # ][ # ][ # ][ # ][ #          the last one ends in a child
+
+    A block belongs to the node in which it ends. Only siblings can hold the same one, in the first pool block of each,
+    where they have not parted yet: such copies are counted, and readers are told of the first and of the last.
+
+    Changes name what they need of a node as it was at that moment, so they may be worked off later, in their order.
+
+    Args:
+        block_size: tokens of an event block.
+        pool_block_size: tokens of a block of the pool.
+        identities: names of namespaces.
+
+    Attributes:
+        num_blocks: distinct blocks that are stored.
+    """
+
+    def __init__(self, block_size: int, pool_block_size: int, identities: Identities) -> None:
+        self.num_blocks = 0
+        self._block_size = block_size
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._pool_block_size = pool_block_size
+        self._identities = identities
+        self._runs: dict[Node, _Run] = {}
+        self._copies: dict[bytes, int] = {}  # of blocks that end inside the first pool block of a node
+
+    def work_off(self, changes: deque[Change], max_blocks: int) -> tuple[Event, ...]:
+        """Take changes off the front until `max_blocks` blocks are hashed or none is left. Returns what they mean.
+
+        Complexity: O(tokens that were added + blocks that left).
+        """
+        events: list[BlocksStored | _Removal] = []
+        is_purged = False
+        while changes and max_blocks > 0:
+            change = changes.popleft()
+            max_blocks -= 1
+            if isinstance(change, Stored):
+                max_blocks -= self._store(change, events)
+            elif isinstance(change, Split):
+                self._split(change)
+            elif isinstance(change, Shortened):
+                self._shorten(change.node, change.num_kept_tokens, events)
+            else:
+                self._shorten(change.node, 0, events)
+                is_purged = True
+        if is_purged and self.num_blocks == 0:
+            return (AllCleared(),) if events else ()
+        return tuple(
+            BlocksRemoved(b"".join(each.runs), each.salt) if isinstance(each, _Removal) else each for each in events
+        )
+
+    def run_of(self, node: Node) -> tuple[bytes, bytes, int]:
+        """Return what is stored of a node none of whose changes is left to be worked off.
+
+        Returns:
+            The packed hash before its event blocks, their packed hashes, and how many of these, from the first on,
+            siblings may hold as well.
+        """
+        run = self._runs[node]
+        return run.before, run.hashes, self._num_counted(run.phase, len(run.hashes) // HASH_BYTES)
+
+    def _num_counted(self, phase: int, num_hashes: int) -> int:
+        """Count the blocks of a run of which siblings may hold copies: those that end inside the first pool block."""
+        first_end = self._block_size - phase
+        if first_end >= self._pool_block_size:
+            return 0
+        return min(num_hashes, (self._pool_block_size - 1 - first_end) // self._block_size + 1)
+
+    def _store(self, change: Stored, events: list[BlocksStored | _Removal]) -> int:
+        """Hash the blocks that are whole now. Returns how many blocks that were."""
+        run = self._runs.get(change.node)
+        if run is None:
+            parent = self._runs.get(change.parent) if change.parent is not None else None
+            before = self._identities.of(change.node.owner.namespace).root if parent is None else parent.end
+            run = self._runs[change.node] = _Run(before, b"", len(change.tail) // TOKEN_BYTES)
+        num_known = len(run.hashes) // HASH_BYTES
+        # Where the first new block begins: before the node, if it is the one in which the node begins.
+        start = num_known * self._block_bytes - run.phase * TOKEN_BYTES
+        tokens = change.tail + change.tokens if start < 0 else change.tokens[start:]
+        before = run.end
+        new = hash_blocks(before, tokens, self._block_bytes)
+        if not new:
+            return 0
+        run.hashes += new
+        num_new = len(new) // HASH_BYTES
+        num_copies = self._count_copies(new, self._num_counted(run.phase, num_known + num_new) - num_known)
+        if num_copies:
+            before = new[(num_copies - 1) * HASH_BYTES : num_copies * HASH_BYTES]
+            new = new[num_copies * HASH_BYTES :]
+        if new:
+            identity = self._identities.of(change.node.owner.namespace)
+            parent_hash = None if before == identity.root else int.from_bytes(before, "little")
+            stored = tokens[num_copies * self._block_bytes : num_new * self._block_bytes]
+            events.append(BlocksStored(parent_hash, new, stored, self._block_size, identity.cache_salt))
+            self.num_blocks += num_new - num_copies
+        return num_new
+
+    def _count_copies(self, hashes: bytes, num_counted: int) -> int:
+        """Count one copy more of the first blocks. Returns how many of them, all at the front, there were before."""
+        num_known = 0
+        for start in range(0, num_counted * HASH_BYTES, HASH_BYTES):
+            block = hashes[start : start + HASH_BYTES]
+            copies = self._copies.get(block, 0)
+            self._copies[block] = copies + 1
+            num_known += copies > 0
+        return num_known
+
+    def _split(self, change: Split) -> None:
+        """Divide the blocks of a node. Readers see nothing of it."""
+        lower = self._runs[change.lower]
+        num_tokens = lower.phase + change.num_upper_tokens
+        cut = num_tokens // self._block_size * HASH_BYTES
+        upper = self._runs[change.upper] = _Run(lower.before, lower.hashes[:cut], lower.phase)
+        lower.before = upper.end
+        lower.hashes = lower.hashes[cut:]
+        lower.phase = num_tokens % self._block_size
+        self._count_copies(lower.hashes, self._num_counted(lower.phase, len(lower.hashes) // HASH_BYTES))
+
+    def _shorten(self, node: Node, num_kept_tokens: int, events: list[BlocksStored | _Removal]) -> None:
+        """Take the blocks off a node of which a token leaves."""
+        run = self._runs[node]
+        num_hashes = len(run.hashes) // HASH_BYTES
+        num_kept = (run.phase + num_kept_tokens) // self._block_size if num_kept_tokens else 0
+        removed = run.hashes[num_kept * HASH_BYTES :]
+        for start in range(num_kept * HASH_BYTES, self._num_counted(run.phase, num_hashes) * HASH_BYTES, HASH_BYTES):
+            block = run.hashes[start : start + HASH_BYTES]
+            if self._copies[block] > 1:
+                self._copies[block] -= 1
+                removed = removed[HASH_BYTES:]
+            else:
+                del self._copies[block]
+        if num_kept_tokens:
+            run.hashes = run.hashes[: num_kept * HASH_BYTES]
+        else:
+            del self._runs[node]
+        if removed:
+            self.num_blocks -= len(removed) // HASH_BYTES
+            salt = self._identities.of(node.owner.namespace).cache_salt
+            if events and isinstance(last := events[-1], _Removal) and last.salt == salt:
+                last.runs.append(removed)
+            else:
+                events.append(_Removal(salt, [removed]))

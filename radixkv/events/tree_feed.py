@@ -1,0 +1,183 @@
+"""Records what happens to the trees, and turns it into numbered batches between two steps."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.cache.changes import Listener
+from radixkv.cache.node import Node
+from radixkv.errors import InvariantViolation, RadixKVError
+from radixkv.events.block_identity import Identities
+from radixkv.events.event_log import EventLog
+from radixkv.events.snapshot import Snapshot, StoredRun
+from radixkv.events.stored_blocks import Change, Purged, Shortened, Split, Stored, StoredBlocks
+from radixkv.tokens import TOKEN_BYTES
+
+MAX_STEP_BLOCKS = 2048  # 0.6 ms
+_MAX_SNAPSHOT_AGE = 1000  # batches that a reader of an old snapshot reads instead of a new one
+
+_logger = logging.getLogger(__name__)
+
+
+class TreeFeed(Listener):
+    """Feeds an event log from the trees of one cache. One thread owns both.
+
+        commit, evict, purge ── note ──▶ [ change, change ... ] ── publish, after a step ──▶ batch ──▶ log
+        first reader ── every node ─────────▲
+
+    Nothing is recorded before `switch_on`: until then it costs a test of a flag. After that, a change of a tree notes a
+    few references, and `publish` hashes the tokens that are new. What it hashes between two steps is bounded; the rest
+    waits for the next step.
+
+    Args:
+        log: where batches go.
+        block_size: tokens of an event block.
+        pool_block_size: tokens of a block of the pool.
+        identities: names of namespaces.
+        max_step_blocks: blocks that are hashed at once. More than steps compute, or the rest would grow.
+
+    Attributes:
+        log: the same.
+    """
+
+    def __init__(
+        self,
+        log: EventLog,
+        block_size: int,
+        pool_block_size: int,
+        identities: Identities,
+        max_step_blocks: int = MAX_STEP_BLOCKS,
+    ) -> None:
+        self.log = log
+        self._block_size = block_size
+        self._pool_block_size = pool_block_size
+        self._identities = identities
+        self._max_step_blocks = max_step_blocks
+        self._is_aligned = pool_block_size % block_size == 0  # each node begins an event block
+        self._is_on = False
+        self._changes: deque[Change] = deque()
+        self._blocks = StoredBlocks(block_size, pool_block_size, identities)
+        self._nodes: Callable[[], Iterable[Node]] = tuple
+        self._snapshot: Snapshot | None = None
+        self._asking: list[Future[Snapshot]] = []
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether something waits to be published."""
+        return bool(self._changes) or bool(self._asking)
+
+    def switch_on(self, nodes: Callable[[], Iterable[Node]]) -> None:
+        """Record changes from now on, and what is cached already. Doing so again changes nothing.
+
+        Args:
+            nodes: yields all nodes of the cache, parents before children.
+
+        Complexity: O(nodes).
+        """
+        if not self._is_on and self.log.error is None:
+            self._is_on = True
+            self._nodes = nodes
+            self._changes.extend(Stored(node, node.tokens, node.parent, self._tail(node)) for node in nodes())
+
+    def ask(self, answer: Future[Snapshot]) -> None:
+        """Have `publish` answer with a snapshot, once it has published all that is recorded."""
+        self._asking.append(answer)
+        if self.log.error is not None:
+            self.close(self.log.error)
+
+    def publish(self) -> None:
+        """Publish what happened since the last time as one batch, if anything did. Call it after each step.
+
+        Should this fail, which would be a bug, it is logged and the log ends; requests go on.
+        """
+        if self._is_on and (self._changes or self._asking):
+            try:
+                self._publish()
+            except Exception:
+                _logger.exception("events end: they could not be published")
+                self.close(InvariantViolation("events: they could not be published; the server's log has the cause"))
+
+    def _publish(self) -> None:
+        events = self._blocks.work_off(self._changes, self._max_step_blocks)
+        if events:
+            self.log.append(events)
+        if self._snapshot is not None and self._age_of(self._snapshot) > _MAX_SNAPSHOT_AGE:
+            self._snapshot = None
+        if self._asking and not self._changes:
+            if self._snapshot is None or self._snapshot.sequence_number + 1 < self.log.first:
+                self._snapshot = self._take_snapshot()
+            asking, self._asking = self._asking, []
+            for answer in asking:
+                if answer.set_running_or_notify_cancel():
+                    answer.set_result(self._snapshot)
+
+    def close(self, error: RadixKVError) -> None:
+        """Record nothing more. Readers get `error`."""
+        self._is_on = False
+        self._changes.clear()
+        self.log.close(error)
+        asking, self._asking = self._asking, []
+        for answer in asking:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
+
+    def inserted(self, leaf: Node, now_s: float) -> None:
+        """Note a new leaf."""
+        if self._is_on:
+            self._changes.append(Stored(leaf, leaf.tokens, leaf.parent, b"" if self._is_aligned else self._tail(leaf)))
+
+    def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
+        """Note the tokens of a leaf that has grown."""
+        if self._is_on:
+            self._changes.append(Stored(leaf, leaf.tokens, None, b"" if self._is_aligned else self._tail(leaf)))
+
+    def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
+        """Note where a node was cut."""
+        self.cut(lower)
+
+    def cut(self, lower: Node) -> None:
+        """Note where a node was cut."""
+        if self._is_on:
+            upper = lower.parent
+            assert upper is not None
+            self._changes.append(Split(lower, upper, len(upper.tokens) // TOKEN_BYTES))
+
+    def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
+        """Note how much a leaf keeps."""
+        if self._is_on:
+            self._changes.append(Shortened(leaf, (leaf.num_blocks - num_blocks) * self._pool_block_size))
+
+    def purged(self, node: Node) -> None:
+        """Note a node that is gone."""
+        if self._is_on:
+            self._changes.append(Purged(node))
+
+    def _age_of(self, snapshot: Snapshot) -> int:
+        return self.log.last - snapshot.sequence_number
+
+    def _take_snapshot(self) -> Snapshot:
+        """List the blocks of all nodes. Complexity: O(nodes); no token is read."""
+        runs = []
+        for node in self._nodes():
+            before, hashes, num_shared = self._blocks.run_of(node)
+            root, cache_salt = self._identities.of(node.owner.namespace)
+            tail = b"" if self._is_aligned else self._tail(node)
+            runs.append(StoredRun(root, cache_salt, before, hashes, num_shared, tail, node.tokens))
+        return Snapshot(self.log.last, runs, self._block_size)
+
+    def _tail(self, node: Node) -> bytes:
+        """Return the tokens before a node in the event block in which it begins. Complexity: O(depth)."""
+        if self._is_aligned:
+            return b""
+        above, num_bytes = node.parent, 0
+        runs: list[bytes] = []
+        while above is not None:
+            runs.append(above.tokens)
+            num_bytes += len(above.tokens)
+            above = above.parent
+        size = num_bytes % (self._block_size * TOKEN_BYTES)
+        return b"".join(reversed(runs))[num_bytes - size :]

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from radixkv.api.events import EventBatch
+from radixkv.errors import Draining, EventsLost, StepHangs, UnknownSequence
+from radixkv.events.readers import EventReaders
+from tests.events.event_oracle import Knowledge
+from tests.events.fake_source import SALTED, FakeSource
+from tests.patience import PATIENCE_S
+
+
+def run(test: Callable[[], Awaitable[Any]]) -> Any:
+    return asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+async def read(readers: EventReaders, start: int, last: int) -> list[EventBatch]:
+    """Read until the batch `last`, and close the reader."""
+    batches = []
+    async with contextlib.aclosing(readers.subscribe(start)) as stream:
+        async for batch in stream:
+            batches.append(batch)
+            if batch.sequence_number == last and (batch.snapshot is None or start == 0):
+                return batches
+    raise AssertionError("the stream ended")
+
+
+def test_a_reader_begins_with_a_snapshot_and_goes_on() -> None:
+    async def test() -> None:
+        source = FakeSource()
+        readers = EventReaders(source)
+        source.store(1, 2, 3, 4, 5, 6, 7, 8)
+        knowledge = Knowledge()
+        async with contextlib.aclosing(readers.subscribe(0)) as stream:
+            first = await anext(stream)
+            assert first.snapshot is not None
+            assert (first.snapshot.count, first.snapshot.num_blocks) == (1, 2)
+            knowledge.read(first)
+            source.store(1, 2, 3, 4, 9, 9, 9, 9)
+            source.evict(1)
+            for _ in range(2):
+                knowledge.read(await anext(stream))
+        assert len(knowledge.blocks) == 2
+        assert first.sequence_number == source.log.last - 2
+        assert readers.num_readers == 0
+
+    run(test)
+
+
+def test_an_empty_cache_has_a_snapshot_too() -> None:
+    async def test() -> None:
+        source = FakeSource()
+        stream = EventReaders(source).subscribe(0)
+        first = await anext(stream)
+        assert (first.sequence_number, first.snapshot is not None) == (source.log.start, True)
+        await stream.aclose()
+
+    run(test)
+
+
+def test_a_large_snapshot_comes_in_parts() -> None:
+    async def test() -> None:
+        source = FakeSource()
+        source.store(*range(4 * 1300))
+        source.store(*range(8), namespace=SALTED)
+        stream, knowledge, parts = EventReaders(source).subscribe(0), Knowledge(), []
+        async for batch in stream:
+            knowledge.read(batch)
+            assert batch.snapshot is not None
+            assert batch.sequence_number == source.log.last
+            parts.append((batch.snapshot.index, batch.snapshot.count, batch.snapshot.num_blocks))
+            if batch.snapshot.index + 1 == batch.snapshot.count:
+                break
+        assert parts == [(index, 3, 1302) for index in range(3)]
+        assert len(knowledge.blocks) == 1302
+        await stream.aclose()
+
+    run(test)
+
+
+def test_a_reader_replays_from_its_number() -> None:
+    async def test() -> None:
+        source = FakeSource()
+        readers = EventReaders(source)
+        source.switch_on()
+        for token in range(5):
+            source.store(token, 1, 2, 3)
+        middle = source.log.last - 3
+        batches = await read(readers, middle, source.log.last)
+        assert [batch.sequence_number for batch in batches] == [middle + n for n in range(1, 4)]
+        assert all(batch.snapshot is None for batch in batches)
+
+    run(test)
+
+
+def test_a_number_of_another_life_is_refused_at_once() -> None:
+    async def test() -> None:
+        source = FakeSource()
+        readers = EventReaders(source)
+        for number in (1, source.log.start - 1, source.log.last + 1):
+            with pytest.raises(UnknownSequence, match=r"^start_sequence_number: expected"):
+                readers.subscribe(number)
+
+    run(test)
+
+
+def test_a_slow_reader_is_told_and_others_go_on() -> None:
+    async def test() -> None:
+        source = FakeSource(max_batches=4)
+        readers = EventReaders(source)
+        slow, quick = readers.subscribe(0), readers.subscribe(0)
+        await anext(slow)
+        await anext(quick)
+        for token in range(9):
+            source.store(token, 1, 2, 3)
+            assert (await anext(quick)).sequence_number == source.log.last
+        with pytest.raises(EventsLost):
+            await anext(slow)
+        assert (readers.num_lost, readers.num_readers) == (1, 1)
+        source.store(9, 1, 2, 3)
+        assert (await anext(quick)).sequence_number == source.log.last
+        await quick.aclose()
+        again = await read(readers, 0, source.log.last)
+        assert again[0].snapshot is not None
+        assert again[0].snapshot.num_blocks == 10
+
+    run(test)
+
+
+def test_a_thousand_readers_share_each_batch_and_one_snapshot() -> None:
+    async def test() -> None:
+        source = FakeSource()
+        readers = EventReaders(source)
+        source.store(1, 2, 3, 4)
+        source.switch_on()
+        streams = [readers.subscribe(0) for _ in range(1000)]
+        firsts = await asyncio.gather(*(anext(stream) for stream in streams))
+        assert len({id(batch) for batch in firsts}) == 1
+        waiting = [asyncio.ensure_future(anext(stream)) for stream in streams[:500]]
+        source.store(5, 2, 3, 4)
+        assert len({id(batch) for batch in await asyncio.gather(*waiting)}) == 1
+        assert readers.num_readers == 1000
+        for stream in streams:
+            await stream.aclose()
+        assert readers.num_readers == 0
+
+    run(test)
+
+
+def test_batches_come_from_another_thread() -> None:
+    async def test() -> None:
+        source = FakeSource()
+        readers = EventReaders(source)
+        stream = readers.subscribe(0)
+        await anext(stream)
+        engine = threading.Thread(target=lambda: [source.store(token, 1, 2, 3) for token in range(50)])
+        engine.start()
+        numbers = [(await anext(stream)).sequence_number for _ in range(50)]
+        engine.join()
+        assert numbers == [source.log.start + n for n in range(1, 51)]
+        await stream.aclose()
+
+    run(test)
+
+
+def test_readers_end_with_the_service() -> None:
+    async def test() -> None:
+        source = FakeSource()
+        readers = EventReaders(source)
+        streams = [readers.subscribe(0) for _ in range(3)]
+        for stream in streams:
+            await anext(stream)
+        waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await asyncio.sleep(0)
+        readers.close(Draining("service: draining"))
+        for each in waiting:
+            with pytest.raises(Draining):
+                await each
+        with pytest.raises(Draining):
+            await anext(readers.subscribe(0))
+        assert readers.num_readers == 0
+
+    run(test)
+
+
+def test_readers_end_with_the_log_after_its_last_batch() -> None:
+    async def test() -> None:
+        source = FakeSource()
+        stream = EventReaders(source).subscribe(0)
+        await anext(stream)
+        source.store(1, 2, 3, 4)
+        source.feed.close(Draining("engine: stopped"))
+        assert (await anext(stream)).num_blocks == 1
+        with pytest.raises(Draining):
+            await anext(stream)
+
+    run(test)
+
+
+def test_a_step_that_hangs_gives_no_snapshot() -> None:
+    async def test() -> None:
+        source = FakeSource()
+        source.is_hanging = True
+        with pytest.raises(StepHangs):
+            await anext(EventReaders(source).subscribe(0))
+
+    run(test)

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from radixkv.api.retention import Retention
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.errors import Draining, InvariantViolation, OutOfBlocks
+from radixkv.events.snapshot import Snapshot
+from radixkv.namespace import Namespace
+from tests.events.event_oracle import Knowledge, WatchedCache
+
+BASE, SALTED = Namespace("m"), Namespace("m", salt="secret")
+
+
+def tokens(*ids: int) -> bytes:
+    return np.array(ids, dtype="<u4").tobytes()
+
+
+def publish(cache: PrefixCache, prompt: bytes, namespace: Namespace = BASE) -> None:
+    with cache.lease(namespace, prompt) as lease:
+        lease.commit(lease.num_tokens)
+
+
+def watched(block_size: int, pool_block_size: int, num_blocks: int = 64) -> tuple[WatchedCache, PrefixCache]:
+    watch = WatchedCache(block_size, pool_block_size)
+    cache = PrefixCache(num_blocks, pool_block_size, listeners=[watch.feed])
+    watch.feed.switch_on(cache.nodes)
+    return watch, cache
+
+
+def snapshot_of(watch: WatchedCache) -> Snapshot:
+    answer: Future[Snapshot] = Future()
+    watch.feed.ask(answer)
+    watch.feed.publish()
+    return answer.result(0)
+
+
+def test_nothing_is_recorded_until_it_is_switched_on() -> None:
+    watch = WatchedCache(2, 4)
+    cache = PrefixCache(64, 4, listeners=[watch.feed])
+    publish(cache, tokens(1, 2, 3, 4, 5))
+    watch.feed.publish()
+    assert not watch.feed.has_backlog
+    assert watch.log.num_batches == 0
+
+
+def test_what_was_cached_before_is_published_when_it_is_switched_on() -> None:
+    watch = WatchedCache(2, 4)
+    cache = PrefixCache(64, 4, listeners=[watch.feed])
+    publish(cache, tokens(1, 2, 3, 4, 5, 6))
+    publish(cache, tokens(1, 2, 3, 4, 7, 8))
+    watch.feed.switch_on(cache.nodes)
+    assert watch.verify(cache) == 4
+
+
+def test_a_block_is_stored_when_its_last_token_is_cached() -> None:
+    watch, cache = watched(4, 8)
+    publish(cache, tokens(1, 2, 3))
+    assert watch.verify(cache) == 0
+    publish(cache, tokens(1, 2, 3, 4, 5))
+    assert watch.verify(cache) == 1
+    publish(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    assert watch.verify(cache) == 2
+    assert watch.log.num_batches == 2
+
+
+def test_a_split_is_nothing_to_readers() -> None:
+    watch, cache = watched(2, 2)
+    publish(cache, tokens(1, 2, 3, 4, 5, 6))
+    assert watch.verify(cache) == 3
+    cache.retain(BASE, tokens(1, 2), Retention(priority=80))
+    assert cache.num_segments == 2
+    before = watch.log.num_batches
+    assert watch.verify(cache) == 3
+    assert watch.log.num_batches == before
+
+
+def test_siblings_that_begin_alike_share_their_first_blocks() -> None:
+    watch, cache = watched(2, 8)
+    publish(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9, 9))
+    publish(cache, tokens(1, 2, 3, 4, 0, 0, 0, 0, 9, 9))
+    assert cache.num_segments == 2
+    assert watch.verify(cache) == 8
+    cache.evict(2)
+    assert watch.verify(cache) == 5
+    cache.evict(2)
+    assert watch.verify(cache) == 0
+
+
+def test_blocks_larger_than_those_of_the_pool_end_in_children() -> None:
+    watch, cache = watched(6, 4)
+    publish(cache, tokens(*range(12)))
+    publish(cache, tokens(0, 1, 2, 3, 9, 9, 9, 9, 9, 9, 9, 9))
+    assert cache.num_segments == 3
+    assert watch.verify(cache) == 4
+    cache.evict(2)
+    watch.verify(cache)
+    publish(cache, tokens(*range(13)))
+    assert watch.verify(cache) >= 2
+
+
+def test_all_gone_is_one_event() -> None:
+    watch, cache = watched(2, 4)
+    publish(cache, tokens(1, 2, 3, 4))
+    publish(cache, tokens(1, 2, 3, 4), SALTED)
+    watch.verify(cache)
+    cache.purge(salt="secret")
+    assert watch.verify(cache) == 2
+    cache.purge()
+    assert watch.verify(cache) == 0
+    batch = watch.log.after(watch.log.last - 1)
+    assert batch is not None
+    assert [type(event).__name__ for event in batch.events] == ["AllCleared"]
+
+
+def test_namespaces_share_no_hash_and_only_one_has_no_salt() -> None:
+    watch, cache = watched(2, 4)
+    others = [SALTED, Namespace("m", tenant="acme"), Namespace("m", adapter="acme"), Namespace("m", tenant="secret")]
+    for namespace in (BASE, *others):
+        publish(cache, tokens(1, 2, 3, 4), namespace)
+    assert watch.verify(cache) == 10
+    salts = Counter(salt for _, _, salt in watch.reader.blocks.values())
+    assert salts.pop("") == 2
+    assert list(salts.values()) == [2] * 4
+    assert not any("acme" in salt or "secret" in salt for salt in salts)
+
+
+def test_a_step_hashes_a_bounded_number_of_blocks() -> None:
+    watch = WatchedCache(2, 4, max_step_blocks=3)
+    cache = PrefixCache(64, 4, listeners=[watch.feed])
+    watch.feed.switch_on(cache.nodes)
+    for first in range(4):
+        publish(cache, tokens(first, 1, 2, 3))
+    assert watch.verify(cache) == -1
+    assert watch.log.num_blocks == 2
+    while watch.feed.has_backlog:
+        watch.feed.publish()
+    assert watch.verify(cache) == 8
+    assert watch.log.num_batches == 4
+
+
+def test_a_snapshot_lists_what_is_cached_after_its_batch() -> None:
+    watch, cache = watched(2, 8)
+    publish(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9, 9))
+    publish(cache, tokens(1, 2, 3, 4, 0, 0, 0, 0, 9, 9))
+    publish(cache, tokens(1, 2, 3, 4), SALTED)
+    snapshot = snapshot_of(watch)
+    assert snapshot.sequence_number == watch.log.last
+    reader = Knowledge()
+    for batch in snapshot.batches:
+        reader.read(batch)
+    watch.verify(cache)
+    assert reader.blocks == watch.reader.blocks
+    assert len(reader.blocks) == 10
+
+
+def test_snapshots_are_shared_while_the_batches_after_them_are_kept() -> None:
+    watch, cache = watched(2, 4)
+    publish(cache, tokens(1, 2, 3, 4))
+    first = snapshot_of(watch)
+    publish(cache, tokens(5, 2, 3, 4))
+    assert snapshot_of(watch) is first
+    for last in range(1001):
+        publish(cache, tokens(1, 2, 3, 4, 100 + last, 0))
+        watch.feed.publish()
+    assert snapshot_of(watch) is not first
+
+
+def test_a_bug_ends_the_log_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, cache = watched(2, 4)
+    answer: Future[Snapshot] = Future()
+    watch.feed.ask(answer)
+    publish(cache, tokens(1, 2, 3, 4))
+    monkeypatch.setattr(watch.feed._blocks, "work_off", lambda *_: 1 / 0)
+    watch.feed.publish()
+    assert isinstance(watch.log.error, InvariantViolation)
+    assert isinstance(answer.exception(0), InvariantViolation)
+    publish(cache, tokens(2, 2, 3, 4))
+    assert not watch.feed.has_backlog
+
+
+def test_whoever_asks_after_the_end_is_told() -> None:
+    watch, cache = watched(2, 4)
+    watch.feed.close(Draining("engine: stopped"))
+    watch.feed.switch_on(cache.nodes)
+    answer: Future[Snapshot] = Future()
+    watch.feed.ask(answer)
+    assert isinstance(answer.exception(0), Draining)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "pool_block_size"), [(1, 1), (2, 4), (3, 4), (4, 4), (5, 4), (8, 2), (6, 4), (7, 16), (16, 16)]
+)
+def test_stored_minus_removed_is_what_is_cached(block_size: int, pool_block_size: int) -> None:
+    dice = random.Random(block_size * 100 + pool_block_size)
+    watch, cache = watched(block_size, pool_block_size, num_blocks=max(6, 60 // pool_block_size))
+    prompts = [[0]]
+    for _ in range(400):
+        old = dice.choice(prompts)
+        prompt = old[: dice.randint(0, len(old))] + [dice.randrange(2) for _ in range(dice.randint(1, 12))]
+        prompts = [*prompts[-20:], prompt]
+        namespace = dice.choice((BASE, SALTED))
+        try:
+            lease = cache.lease(namespace, tokens(*prompt[:40]))
+        except OutOfBlocks:
+            continue
+        for upto in (dice.randint(0, lease.num_tokens), lease.num_tokens):
+            lease.commit(upto)
+        lease.close()
+        if dice.random() < 0.2:
+            cache.evict(dice.randint(1, 6))
+        if dice.random() < 0.2:
+            cache.retain(namespace, tokens(*prompt), Retention(priority=80, start=0, end=dice.randint(1, len(prompt))))
+        if dice.random() < 0.02:
+            cache.purge(salt=dice.choice(("", "secret", None)))
+        if dice.random() < 0.6:
+            assert watch.verify(cache) >= 0
+    cache.evict(1000)
+    cache.purge()
+    assert watch.verify(cache) == 0
