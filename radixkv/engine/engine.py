@@ -195,8 +195,7 @@ class Engine:
     ) -> Future[Purged]:
         """Forget all namespaces with these names; None stands for any name. See `PrefixCache.purge`.
 
-        Raises:
-            UnknownAdapter: there is no adapter of this name.
+        Raises UnknownAdapter if there is no adapter of this name.
         """
         if adapter is not None:
             self._namespace(Caller(adapter=adapter))
