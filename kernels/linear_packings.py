@@ -31,7 +31,11 @@ _MKLDNN: Any = torch.ops.mkldnn
 _HINTED_ROWS = 64
 _HINTED_ROWS_OF_MKL = 512
 
+# Padding, stride, dilation and groups of a convolution of one pixel.
+_ONE_PIXEL = ([0, 0], [1, 1], [1, 1], 1)
+
 Multiply = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
+Gate = Callable[[torch.Tensor, Any, torch.Tensor | None, Any, torch.Tensor | None], torch.Tensor]
 
 
 class LinearPacking(NamedTuple):
@@ -42,11 +46,15 @@ class LinearPacking(NamedTuple):
         multiply: takes contiguous rows `[num_rows, in_features]`, the packed weight, and a bias `[out_features]` or
             None. Returns `[num_rows, out_features]` in the rows' dtype.
         dtypes: of the weights that it takes.
+        gate: takes rows, a packed weight and its bias, another one and its bias. Returns SiLU of the first product
+            times the second, rounded once each: nothing between the two is written to memory and read again. None
+            where the library can't.
     """
 
     pack: Callable[[torch.Tensor], Any]
     multiply: Multiply
     dtypes: tuple[torch.dtype, ...]
+    gate: Gate | None = None
 
 
 def packings_for(weight: torch.Tensor) -> tuple[str, ...]:
@@ -109,6 +117,18 @@ def _blocked_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tenso
     return product
 
 
+def _blocked_gate(
+    rows: torch.Tensor,
+    gate: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    up: torch.Tensor,
+    up_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    gates = _MKLDNN._linear_pointwise(rows, gate, gate_bias, "swish", [], "")
+    gated: torch.Tensor = _MKLDNN._linear_pointwise.binary(rows, gates, up, up_bias, "mul")
+    return gated
+
+
 def _for_convolution(weight: torch.Tensor) -> torch.Tensor:
     kernel = weight.contiguous()[:, :, None, None]
     size = [1, weight.shape[1], 1, _HINTED_ROWS]
@@ -117,12 +137,31 @@ def _for_convolution(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _convolution_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = _MKLDNN._convolution_pointwise(_pixels(rows), packed, bias, *_ONE_PIXEL, "none", [], "")
+    return _rows(product)
+
+
+def _convolution_gate(
+    rows: torch.Tensor,
+    gate: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    up: torch.Tensor,
+    up_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    pixels = _pixels(rows)
+    gates = _MKLDNN._convolution_pointwise(pixels, gate, gate_bias, *_ONE_PIXEL, "swish", [], "")
+    gated = _MKLDNN._convolution_pointwise.binary(pixels, gates, up, up_bias, *_ONE_PIXEL, "mul", None, None, [], None)
+    return _rows(gated)
+
+
+def _pixels(rows: torch.Tensor) -> torch.Tensor:
+    """View rows `[num_rows, width]` as an image of one line: `[1, width, 1, num_rows]`, channels last."""
     num_rows, width = rows.shape
-    pixels = rows.as_strided((1, width, 1, num_rows), (num_rows * width, 1, num_rows * width, width))
-    product: torch.Tensor = _MKLDNN._convolution_pointwise(
-        pixels, packed, bias, [0, 0], [1, 1], [1, 1], 1, "none", [], ""
-    )
-    return product.permute(0, 2, 3, 1).reshape(num_rows, -1)
+    return rows.as_strided((1, width, 1, num_rows), (num_rows * width, 1, num_rows * width, width))
+
+
+def _rows(pixels: torch.Tensor) -> torch.Tensor:
+    return pixels.permute(0, 2, 3, 1).reshape(pixels.shape[3], -1)
 
 
 def _blocked_float32(weight: torch.Tensor) -> torch.Tensor:
@@ -141,8 +180,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Those that are likely to be fast come first: others are soon given up.
 PACKINGS = {
     "packed": LinearPacking(_packed, _packed_product, (torch.float32,)),
-    "blocked": LinearPacking(_blocked, _blocked_product, _FLOATS),
-    "convolution": LinearPacking(_for_convolution, _convolution_product, (torch.bfloat16,)),
+    "blocked": LinearPacking(_blocked, _blocked_product, _FLOATS, _blocked_gate),
+    "convolution": LinearPacking(_for_convolution, _convolution_product, (torch.bfloat16,), _convolution_gate),
     "plain": LinearPacking(_as_it_is, _matrix_product, _FLOATS),
     "float32": LinearPacking(_blocked_float32, _float32_product, (torch.float16,)),
     "int8": LinearPacking(pack_int8, int8_product, _FLOATS),

@@ -14,6 +14,8 @@ from functools import cache, cached_property
 import torch
 from torch.nn.functional import pad
 
+RowFunction = Callable[[torch.Tensor], torch.Tensor]
+
 # Numbers of rows that a call may have. Numbers between cost up to a third more, and each costs 1 to 10 ms to prepare.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
@@ -68,7 +70,7 @@ def tiles_of(costs: tuple[tuple[int, float], ...]) -> RowTiles:
     return RowTiles(dict(costs))
 
 
-def in_tiles(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+def in_tiles(function: RowFunction, rows: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
     """Compute a function of rows, each by itself, in calls of the numbers of rows that `tiles` knows.
 
     Args:

@@ -92,3 +92,13 @@ def agree(own: Forward, fused: Forward, like: torch.Tensor) -> bool:
         num_different += int((got != expected).sum())
         num_numbers += got.numel()
     return like.dtype == torch.float32 or num_different <= _LARGEST_SHARE * num_numbers
+
+
+def require(agrees: bool) -> None:
+    """Refuse a replacement that does not agree with its part.
+
+    Raises:
+        Refused: `agrees` is false.
+    """
+    if not agrees:
+        raise Refused("it computes something else")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from radixkv.kernels.row_tiles import RowFunction
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionStep
-
-RowFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Runs known parts of a model on a CPU in few calls: norms, gated MLPs, attention, and the layer around them.
 
     RMS norm     weight, eps                                              row_norm
-    gated MLP    gate_proj, up_proj (joined), act_fn, down_proj           two products
+    gated MLP    gate_proj, up_proj (joined, or one gates the other       two or three products
+                 in the library), act_fn, down_proj
     attention    q_proj, k_proj, v_proj (joined), o_proj, perhaps norms   two products, one rotation
     layer        input_layernorm, self_attn,                              all of the above, without a module's call
                  post_attention_layernorm, mlp
@@ -17,29 +18,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import activations
 
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH
 from radixkv.kernels.row_norm import row_norm
-from radixkv.kernels.row_pieces import in_row_pieces
+from radixkv.kernels.row_tiles import RowFunction
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.part_trial import Forward, Refused, agree, eps_of, has_hooks, is_norm, with_stand_ins
-from radixkv.model.products.joined_attention import JoinedAttention, RowFunction
-from radixkv.model.products.packed_linear import PackedLinear, PackedSlice
+from radixkv.model.part_trial import Forward, Refused, agree, eps_of, has_hooks, is_norm, require, with_stand_ins
+from radixkv.model.products.gated_mlp import MLP_PARTS, is_gated, is_joined, tried_mlp
+from radixkv.model.products.joined_attention import JoinedAttention
+from radixkv.model.products.packed_linear import PackedSlice
 from radixkv.model.refusals import reason_of
 from radixkv.model.replaced_parts import ReplacedParts
 
-_MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-
-# Activations of single numbers, which exact mode may compute row by row.
-_ACTIVATIONS = (
-    *(nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid, activations.SiLUActivation, activations.GELUActivation),
-    *(activations.GELUTanh, activations.NewGELUActivation, activations.QuickGELUActivation),
-    activations.ReLUSquaredActivation,
-)
 
 
 class JoinedParts(ReplacedParts):
@@ -56,6 +49,7 @@ class JoinedParts(ReplacedParts):
         self._norms: dict[nn.Module, RowFunction] = {}
         self._mlps: dict[nn.Module, RowFunction] = {}
         self._attentions: dict[nn.Module, JoinedAttention] = {}
+        self._tried_gates: set[tuple[int, int]] = set()  # by features in and out
         super().__init__(module, self._known_forward)
 
     def _known_forward(self, part: Any) -> Forward | None:
@@ -67,10 +61,12 @@ class JoinedParts(ReplacedParts):
                 if is_norm(part, self._dtype):
                     self._norms[part] = _tried_norm(part)
                     return partial(_unless_hooked, inside=(), replacement=self._norms[part])
-                if children.keys() == _MLP_PARTS and _is_joined(part.gate_proj, part.up_proj, last=part.down_proj):
-                    self._mlps[part] = self._tried_mlp(part)
+                if children.keys() == MLP_PARTS and (
+                    is_joined(part.gate_proj, part.up_proj, last=part.down_proj) or is_gated(part)
+                ):
+                    self._mlps[part] = tried_mlp(part, self._dtype, is_exact=self._is_exact, gates=self._tried_gates)
                     return partial(_unless_hooked, inside=tuple(children.values()), replacement=self._mlps[part])
-                if children.keys() - _HEAD_NORMS == _ATTENTION_PARTS and _is_joined(
+                if children.keys() - _HEAD_NORMS == _ATTENTION_PARTS and is_joined(
                     part.q_proj, part.k_proj, part.v_proj, last=part.o_proj
                 ):
                     self._attentions[part] = self._tried_attention(part)
@@ -82,20 +78,6 @@ class JoinedParts(ReplacedParts):
         except Exception as error:  # what a module raises that wants to be called otherwise
             raise Refused(reason_of(error)) from error
         return None
-
-    def _tried_mlp(self, mlp: Any) -> RowFunction:
-        if type(mlp.act_fn) not in _ACTIVATIONS:
-            raise Refused(f"it gates with {type(mlp.act_fn).__name__}")
-        act = partial(in_row_pieces, mlp.act_fn.forward) if self._is_exact else mlp.act_fn.forward
-
-        played = with_stand_ins(
-            mlp, {"gate_proj": lambda rows: rows, "up_proj": lambda rows: rows.flip(-1), "down_proj": lambda rows: rows}
-        )
-        joined = partial(
-            _gated, product=lambda rows: torch.cat((rows, rows.flip(-1)), -1), act=act, down=lambda rows: rows
-        )
-        _require(agree(played.forward, joined, torch.empty(mlp.down_proj.in_features, dtype=self._dtype)))
-        return partial(_gated, product=mlp.gate_proj.joined.product, act=act, down=mlp.down_proj.product)
 
     def _tried_attention(self, module: Any) -> JoinedAttention:
         steps = _Heard(), _Heard()
@@ -132,7 +114,7 @@ class JoinedParts(ReplacedParts):
             )  # fmt: skip
 
         like = torch.empty(module.q_proj.in_features, dtype=self._dtype)
-        _require(agree(own, joined, like) and steps[0].scoring == steps[1].scoring and steps[0].layers == {layer_idx})
+        require(agree(own, joined, like) and steps[0].scoring == steps[1].scoring and steps[0].layers == {layer_idx})
         return make(module.o_proj.product)
 
     def _knows(self, children: dict[str, nn.Module]) -> bool:
@@ -155,7 +137,7 @@ class JoinedParts(ReplacedParts):
             return _layered(rows, first, lambda rows: attend(rows)[0], second, lambda rows: rows.flip(-1) / 4)
 
         own = partial(played.forward, position_embeddings=None, attention_mask=None, past_key_values=None)
-        _require(agree(own, joined, layer.post_attention_layernorm.weight))
+        require(agree(own, joined, layer.post_attention_layernorm.weight))
         return partial(
             _added,
             inside=tuple(part for part in layer.modules() if part is not layer),
@@ -183,18 +165,6 @@ class _Heard:
         return query.flip(-1)
 
 
-def _is_joined(*layers: nn.Module, last: nn.Module) -> bool:
-    """Whether layers are the parts of one product, in this order, and another one is packed."""
-    if not isinstance(last, PackedLinear) or not all(isinstance(layer, PackedSlice) for layer in layers):
-        return False
-    return len({id(layer.joined) for layer in layers}) == 1
-
-
-def _require(agrees: bool) -> None:
-    if not agrees:
-        raise Refused("it computes something else")
-
-
 def _tried_norm(norm: Any) -> RowFunction:
     eps = torch.tensor([eps_of(norm)])
     for style in (LLAMA, GEMMA, TORCH):
@@ -212,12 +182,6 @@ def _unless_hooked(
         return type(part).forward(part, rows)
     with torch._C.DisableTorchFunction():  # what is called is exact by itself
         return replacement(rows)
-
-
-def _gated(rows: torch.Tensor, product: RowFunction, act: RowFunction, down: RowFunction) -> torch.Tensor:
-    both = product(rows)
-    width = both.shape[-1] // 2
-    return down(act(both[..., :width]).mul_(both[..., width:]))
 
 
 def _attended(

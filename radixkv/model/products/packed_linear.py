@@ -9,11 +9,12 @@ from collections import Counter
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from radixkv.kernels.linear_packings import PACKINGS, aligned_rows
 from radixkv.kernels.product_trial import ProductChoice
-from radixkv.kernels.row_tiles import SIZES, in_tiles, tiles_of
+from radixkv.kernels.row_tiles import SIZES, RowFunction, in_tiles, tiles_of
 from radixkv.model.part_trial import has_hooks
 from radixkv.model.products.choices import ProductChoices
 
@@ -23,7 +24,11 @@ _log = logging.getLogger(__name__)
 _LOGIT_ROWS = 64
 
 # Children of a part that multiply the same rows.
-JOINS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GATED = ("gate_proj", "up_proj")
+JOINS = (("q_proj", "k_proj", "v_proj"), GATED)
+
+# Activations that a library computes with the product.
+SILU = (nn.SiLU, SiLUActivation)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,7 +47,7 @@ class Product:
         self.out_features, self.in_features = weight.shape
         self._packed = packing.pack(weight)
         self._bias = bias
-        self._multiply = packing.multiply
+        self._multiply, self._gate = packing.multiply, packing.gate
         self._tiles = tiles_of(choice.costs) if choice.costs else None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -50,14 +55,37 @@ class Product:
         flat = aligned_rows(rows)
         if not len(flat):  # a step that wants no logits
             return rows.new_empty(*rows.shape[:-1], self.out_features)
-        if self._tiles is None:
-            product = self._multiply(flat, self._packed, self._bias)
-        else:
-            product = in_tiles(self._call, flat, self._tiles)
-        return product.view(*rows.shape[:-1], self.out_features)
+        return self._in_calls(self._call, flat).view(*rows.shape[:-1], self.out_features)
+
+    @property
+    def can_gate(self) -> bool:
+        """Whether its library computes a gate and what it gates without writing either to memory."""
+        return self._gate is not None
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows of its calls; none if any will do."""
+        return () if self._tiles is None else tuple(self._tiles.costs)
+
+    def gate(self, rows: torch.Tensor, up: Product) -> torch.Tensor:
+        """Return SiLU of the product with rows `[..., in_features]`, times `up`'s product with them.
+
+        Args:
+            rows: at least one.
+            up: a product of the same choice and shape; both can be gated.
+        """
+
+        def gated(piece: torch.Tensor) -> torch.Tensor:
+            assert self._gate is not None, "its packing gates"
+            return self._gate(aligned_rows(piece), self._packed, self._bias, up._packed, up._bias)
+
+        return self._in_calls(gated, aligned_rows(rows)).view(*rows.shape[:-1], self.out_features)
 
     def _call(self, piece: torch.Tensor) -> torch.Tensor:
         return self._multiply(aligned_rows(piece), self._packed, self._bias)
+
+    def _in_calls(self, function: RowFunction, flat: torch.Tensor) -> torch.Tensor:
+        return function(flat) if self._tiles is None else in_tiles(function, flat, self._tiles)
 
 
 class PackedLinear(nn.Module):
@@ -123,7 +151,8 @@ class PackedSlice(nn.Module):
 def pack_linears(module: PreTrainedModel, choices: ProductChoices) -> None:
     """Replace the linear layers of a model on a CPU. Logs how they are computed.
 
-    Layers of the same rows become one product: queries, keys and values, and a gate and what it gates. A weight is
+    Layers of the same rows become one product: queries, keys and values, and a gate and what it gates, unless the
+    library computes these two together anyway. A weight is
     freed once it is packed. One that is also an embedding stays beside its packed copy. A layer whose rows can't be
     computed alike stays as it is.
 
@@ -141,6 +170,8 @@ def pack_linears(module: PreTrainedModel, choices: ProductChoices) -> None:
             layers = [children[name] for name in names if name in children]
             if len(layers) < len(names) or any(uses[id(layer)] > 1 for layer in layers):
                 continue
+            if names == GATED and type(children.get("act_fn")) in SILU and _can_gate(layers, choices):
+                continue
             for layer, replacement in zip(layers, _joined(layers, choices, counts), strict=False):
                 packed[layer] = replacement
         for name, child in children.items():
@@ -152,6 +183,19 @@ def pack_linears(module: PreTrainedModel, choices: ProductChoices) -> None:
             setattr(part, name, packed[child])
     if counts:
         _log.info("products: %s", ", ".join(f"{count} {name}" for name, count in counts.most_common()))
+
+
+def _can_gate(layers: list[nn.Module], choices: ProductChoices) -> bool:
+    """Whether products with two weights are better left apart, since one can be the other's gate.
+
+    In bfloat16, 512 rows of a 0.2B model spend a fifth of their MLP between its products. In float32 it is 2 %, less
+    than the joined product gains.
+    """
+    parameters = [_parameters(layer) for layer in layers]
+    if any(each is None or each[0].dtype != torch.bfloat16 for each in parameters):
+        return False
+    chosen = [choices.choose(*each) for each in parameters if each is not None]
+    return chosen[0] is not None and chosen[0] == chosen[1] and PACKINGS[chosen[0].packing].gate is not None
 
 
 def _joined(layers: list[nn.Module], choices: ProductChoices, counts: Counter[str]) -> list[PackedSlice]:

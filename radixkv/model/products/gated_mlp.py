@@ -1,0 +1,105 @@
+"""Computes a gated MLP in two products, or in three where the library gates one product by another.
+
+joined     gate and up in one product, SiLU or another activation, times, down       any library and activation
+gated      gate with SiLU, up times that, down                                       oneDNN in bfloat16
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import activations
+
+from radixkv.kernels.row_pieces import in_row_pieces
+from radixkv.kernels.row_tiles import RowFunction
+from radixkv.model.part_trial import Refused, agree, require, with_stand_ins
+from radixkv.model.products.packed_linear import SILU, PackedLinear, PackedSlice, Product
+
+MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
+
+# Activations of single numbers, which exact mode may compute row by row.
+_ACTIVATIONS = (
+    *(*SILU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid, activations.GELUActivation, activations.GELUTanh),
+    *(activations.NewGELUActivation, activations.QuickGELUActivation, activations.ReLUSquaredActivation),
+)
+
+# A trial of a gate: rows where any number will do, and a tolerance relative to a row's largest number. The library
+# rounds once where the module rounds after the product, after SiLU and after the multiplication.
+_GATED_ROWS = 64
+_ROUNDINGS = 4
+
+
+def is_joined(*layers: nn.Module, last: nn.Module) -> bool:
+    """Whether layers are the parts of one product, in this order, and another one is packed."""
+    if not isinstance(last, PackedLinear) or not all(isinstance(layer, PackedSlice) for layer in layers):
+        return False
+    return len({id(layer.joined) for layer in layers}) == 1
+
+
+def is_gated(mlp: Any) -> bool:
+    """Whether a library computes SiLU of an MLP's gate with the one product, and multiplies by it with the other."""
+    layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return (
+        type(mlp.act_fn) in SILU
+        and all(isinstance(layer, PackedLinear) for layer in layers)
+        and mlp.gate_proj.product.can_gate
+        and mlp.up_proj.product.can_gate
+    )
+
+
+def tried_mlp(mlp: Any, dtype: torch.dtype, *, is_exact: bool, gates: set[tuple[int, int]]) -> RowFunction:
+    """Return a faster function of rows for an MLP that `is_joined` or `is_gated`.
+
+    Args:
+        mlp: the module.
+        dtype: of its rows.
+        is_exact: whether bits of a row must not depend on other rows.
+        gates: features in and out of gates that were tried already. The MLP's is added.
+
+    Raises:
+        Refused: the MLP computes something else, or the function does.
+    """
+    if type(mlp.act_fn) not in _ACTIVATIONS:
+        raise Refused(f"it gates with {type(mlp.act_fn).__name__}")
+    act = partial(in_row_pieces, mlp.act_fn.forward) if is_exact else mlp.act_fn.forward
+    played = with_stand_ins(
+        mlp, {"gate_proj": lambda rows: rows, "up_proj": lambda rows: rows.flip(-1), "down_proj": lambda rows: rows}
+    )
+    joined = partial(
+        _joined, product=lambda rows: torch.cat((rows, rows.flip(-1)), -1), act=act, down=lambda rows: rows
+    )
+    require(agree(played.forward, joined, torch.empty(mlp.down_proj.in_features, dtype=dtype)))
+    if not is_gated(mlp):
+        return partial(_joined, product=mlp.gate_proj.joined.product, act=act, down=mlp.down_proj.product)
+    gate, up = mlp.gate_proj.product, mlp.up_proj.product
+    shape = (gate.in_features, gate.out_features)
+    if shape not in gates:
+        _try_gate(gate, up)
+        gates.add(shape)
+    return partial(_gated, gate=gate, up=up, down=mlp.down_proj.product)
+
+
+def _try_gate(gate: Product, up: Product) -> None:
+    """Refuse two products that give other numbers, or rows unlike others, when one gates the other."""
+    counts = gate.row_counts or (1, _GATED_ROWS)
+    rows = torch.randn(max(counts), gate.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    whole = gate.gate(rows, up)
+    expected = nn.functional.silu(gate(rows).float()) * up(rows).float()
+    bound = _ROUNDINGS * torch.finfo(rows.dtype).eps * expected.abs().amax(-1, keepdim=True)
+    require(bool(((whole.float() - expected).abs() <= bound).all()))
+    for count in gate.row_counts:
+        require(torch.equal(gate.gate(rows[:count], up), whole[:count]))
+        require(torch.equal(gate.gate(rows[-count:], up), whole[-count:]))
+
+
+def _gated(rows: torch.Tensor, gate: Product, up: Product, down: RowFunction) -> torch.Tensor:
+    return down(gate.gate(rows, up))
+
+
+def _joined(rows: torch.Tensor, product: RowFunction, act: RowFunction, down: RowFunction) -> torch.Tensor:
+    both = product(rows)
+    width = both.shape[-1] // 2
+    return down(act(both[..., :width]).mul_(both[..., width:]))

@@ -1,0 +1,127 @@
+"""Gated MLPs in few products: the module's numbers, rows alike, and what gives others is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from radixkv.kernels.linear_packings import PACKINGS, packings_for
+from radixkv.kernels.product_trial import ProductChoice, choose_product
+from radixkv.model.part_trial import Refused
+from radixkv.model.products.gated_mlp import is_gated, is_joined, tried_mlp
+from radixkv.model.products.packed_linear import PackedLinear, Product, pack_linears
+from tests.model.products.test_packed_linear import Given
+
+WIDTHS = {"hidden_size": 96, "intermediate_size": 160}
+GATING = [name for name in packings_for(torch.empty(1, 1, dtype=torch.bfloat16)) if PACKINGS[name].gate is not None]
+pytestmark = pytest.mark.skipif(not GATING, reason="no library multiplies bfloat16 on this machine")
+
+
+def made(*, bias: bool = False, activation: str = "silu", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A layer's MLP with random weights, as a child of a module that has an output layer to ask for."""
+    torch.manual_seed(0)
+    mlp = LlamaMLP(LlamaConfig(**WIDTHS, mlp_bias=bias, hidden_act=activation)).eval().requires_grad_(False).to(dtype)
+    for parameter in mlp.parameters():
+        parameter.data = torch.randn(parameter.shape).to(dtype) / 4
+    return mlp
+
+
+def packed(mlp: Any, packing: str, *, is_exact: bool) -> Any:
+    parent = nn.ModuleDict({"mlp": mlp})
+    parent.get_output_embeddings = lambda: None
+    pack_linears(parent, Given(packing, is_exact=is_exact))
+    return mlp
+
+
+def rows_of(count: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(1, count, WIDTHS["hidden_size"], generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("packing", GATING)
+def test_a_gate_in_the_library_gives_the_modules_numbers(packing: str, *, bias: bool, is_exact: bool) -> None:
+    wide = made(bias=bias).float()
+    gates: set[tuple[int, int]] = set()
+    mlp = packed(made(bias=bias), packing, is_exact=is_exact)
+    assert is_gated(mlp)
+    function = tried_mlp(mlp, torch.bfloat16, is_exact=is_exact, gates=gates)
+    assert gates == {(96, 160)}
+    for count in (1, 2, 17, 100):
+        rows = rows_of(count)
+        got, expected = function(rows).float(), wide(rows.float())
+        assert got.shape == expected.shape
+        assert ((got - expected).abs() <= 0.02 * expected.abs().amax(-1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 15, 17, 64, 101, 512, 700])
+@pytest.mark.parametrize("packing", GATING)
+def test_rows_of_a_gate_are_alike_whatever_their_number(packing: str, count: int) -> None:
+    weight = torch.randn(160, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    choice = choose_product(weight, None, (packing,), is_exact=True)
+    if choice is None:
+        pytest.skip("this machine does not compute rows of this packing alike")
+    gate, up = Product(weight, None, choice), Product(weight.flip(0).contiguous(), None, choice)
+    rows = rows_of(700)[0]
+    assert torch.equal(gate.gate(rows[:count], up), gate.gate(rows, up)[:count])
+    assert torch.equal(gate.gate(rows[-count:], up), gate.gate(rows, up)[-count:])
+
+
+def test_float32_and_other_activations_keep_one_product_for_gate_and_up() -> None:
+    for mlp in (made(dtype=torch.float32), made(activation="gelu")):
+        packed(mlp, "blocked", is_exact=True)
+        assert is_joined(mlp.gate_proj, mlp.up_proj, last=mlp.down_proj)
+        assert not is_gated(mlp)
+
+
+def test_a_library_that_gates_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in (lambda gated: 1.05 * gated, lambda gated: gated + gated.shape[0]):
+        mlp = packed(made(), "blocked", is_exact=True)
+        product = mlp.gate_proj.product
+        own = product._gate
+        product._gate = lambda *args, own=own, change=change: change(own(*args))
+        with pytest.raises(Refused, match="something else"):
+            tried_mlp(mlp, torch.bfloat16, is_exact=True, gates=set())
+
+
+def test_a_library_that_gates_few_rows_otherwise_is_refused_in_exact_mode() -> None:
+    mlp = packed(made(), "blocked", is_exact=True)
+    product = mlp.gate_proj.product
+    own = product._gate
+
+    def gate(rows: torch.Tensor, *args: Any) -> torch.Tensor:
+        gated: torch.Tensor = own(rows, *args)
+        return gated if len(rows) > 2 else gated * (1 + torch.finfo(gated.dtype).eps)
+
+    product._gate = gate
+    with pytest.raises(Refused, match="something else"):
+        tried_mlp(mlp, torch.bfloat16, is_exact=True, gates=set())
+
+
+def test_a_shape_is_tried_once() -> None:
+    mlp = packed(made(), "blocked", is_exact=True)
+    product, calls = mlp.gate_proj.product, []
+    own = product._gate
+    product._gate = lambda *args: calls.append(len(args[0])) or own(*args)
+    gates: set[tuple[int, int]] = set()
+    tried_mlp(mlp, torch.bfloat16, is_exact=True, gates=gates)
+    assert calls
+    calls.clear()
+    tried_mlp(mlp, torch.bfloat16, is_exact=True, gates=gates)
+    assert calls == []
+
+
+def test_layers_that_are_not_packed_are_neither_joined_nor_gated() -> None:
+    mlp = made()
+    assert not is_gated(mlp)
+    assert not is_joined(mlp.gate_proj, mlp.up_proj, last=mlp.down_proj)
+    part = SimpleNamespace(act_fn=nn.Tanh(), gate_proj=mlp.gate_proj, up_proj=mlp.up_proj, down_proj=mlp.down_proj)
+    assert not is_gated(part)
+    weight = torch.randn(4, 4).bfloat16()
+    assert not PackedLinear(Product(weight, None, ProductChoice("plain"))).product.can_gate
