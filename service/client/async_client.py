@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.channel import Options, channel_options, stubs, target, timeout
+from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
@@ -38,10 +39,17 @@ class AsyncClient:
     """Awaited calls over one connection, with the arguments of `Client`. Make it inside the event loop that uses it."""
 
     def __init__(
-        self, address: str, *, timeout_s: float | None = None, retries: int = 0, options: Options = ()
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = None,
+        retries: int = 0,
+        prefix_key_tokens: int = 0,
+        options: Options = (),
     ) -> None:
         """Connect lazily; see `Client`."""
         self._timeout_s = timeout(timeout_s)
+        self._prefix_key = PrefixKey(prefix_key_tokens)
         self._channel = grpc.aio.insecure_channel(target(address), options=channel_options(options, retries))
         self._prefill, self._cache, self._model = stubs(self._channel)
 
@@ -62,7 +70,9 @@ class AsyncClient:
     ) -> PrefillResponse:
         """Prefill one prompt; see `Client.prefill`. Cancelling the awaiting task cancels the request."""
         request = prefill_request(token_ids, options)
-        answer: PrefillResponse = await self._prefill.Prefill(request, timeout=self._timeout(timeout_s))
+        answer: PrefillResponse = await self._prefill.Prefill(
+            request, timeout=self._timeout(timeout_s), metadata=self._prefix_key.metadata(request)
+        )
         return answer
 
     def generate(
@@ -70,14 +80,17 @@ class AsyncClient:
     ) -> AsyncIterator[GenerateResponse]:
         """Continue a prompt; see `Client.generate`. `async for` reads the answers."""
         request = generate_request(token_ids, options)
-        return _closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s)))
+        metadata = self._prefix_key.metadata(request.prefill)
+        return _closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
 
     async def probe(
         self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> ProbeResponse:
         """Ask how many tokens a prefill would reuse now; see `Client.probe`."""
         request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
-        answer: ProbeResponse = await self._prefill.Probe(request, timeout=self._timeout_s)
+        answer: ProbeResponse = await self._prefill.Probe(
+            request, timeout=self._timeout_s, metadata=self._prefix_key.metadata(request)
+        )
         return answer
 
     async def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
@@ -91,7 +104,9 @@ class AsyncClient:
     ) -> RetainResponse:
         """Set the priority of a cached range; see `Client.retain`."""
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
-        answer: RetainResponse = await self._cache.Retain(request, timeout=self._timeout_s)
+        answer: RetainResponse = await self._cache.Retain(
+            request, timeout=self._timeout_s, metadata=self._prefix_key.metadata(request)
+        )
         return answer
 
     async def purge(

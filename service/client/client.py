@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.channel import Options, channel_options, stubs, target, timeout
+from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
@@ -37,7 +38,13 @@ class Client:
     """Blocking calls over one connection. Safe to share between threads."""
 
     def __init__(
-        self, address: str, *, timeout_s: float | None = None, retries: int = 0, options: Options = ()
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = None,
+        retries: int = 0,
+        prefix_key_tokens: int = 0,
+        options: Options = (),
     ) -> None:
         """Connect lazily; nothing is sent before the first call.
 
@@ -47,14 +54,18 @@ class Client:
             retries: number of further attempts, 0 to 4, after an attempt that fails with UNAVAILABLE; gRPC waits up to
                 0.1 s before the first and twice as long before each next. The deadline covers all attempts. `prefill`,
                 `generate` (before its first tokens), `probe`, `retain` and `stats` are tried again; the others never.
+            prefix_key_tokens: calls with a prompt carry the header `x-prefix-key`, a digest of tenant, adapter, salt
+                and this number of first tokens; 0 for no header. A proxy that hashes it sends prompts that begin alike
+                to one server.
             options: further gRPC channel options; they win over ours.
 
         Raises:
             TypeError: the address is no text.
-            ValueError: the address has no port from 1 to 65535, `timeout_s` is not a positive number, or `retries` is
-                out of range.
+            ValueError: the address has no port from 1 to 65535, `timeout_s` is not a positive number, or `retries` or
+                `prefix_key_tokens` is out of range.
         """
         self._timeout_s = timeout(timeout_s)
+        self._prefix_key = PrefixKey(prefix_key_tokens)
         self._channel = grpc.insecure_channel(target(address), options=channel_options(options, retries))
         self._prefill, self._cache, self._model = stubs(self._channel)
 
@@ -86,7 +97,9 @@ class Client:
             grpc.RpcError: the service refused, or can't be reached.
         """
         request = prefill_request(token_ids, options)
-        answer: PrefillResponse = self._prefill.Prefill(request, timeout=self._timeout(timeout_s))
+        answer: PrefillResponse = self._prefill.Prefill(
+            request, timeout=self._timeout(timeout_s), metadata=self._prefix_key.metadata(request)
+        )
         return answer
 
     def generate(
@@ -108,12 +121,15 @@ class Client:
             grpc.RpcError: the service refused, or can't be reached; also while tokens are read.
         """
         request = generate_request(token_ids, options)
-        return _closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s)))
+        metadata = self._prefix_key.metadata(request.prefill)
+        return _closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
 
     def probe(self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
         """Ask how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
         request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
-        answer: ProbeResponse = self._prefill.Probe(request, timeout=self._timeout_s)
+        answer: ProbeResponse = self._prefill.Probe(
+            request, timeout=self._timeout_s, metadata=self._prefix_key.metadata(request)
+        )
         return answer
 
     def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
@@ -127,7 +143,9 @@ class Client:
     ) -> RetainResponse:
         """Set the priority of a cached range, whatever it was before. Raises like `prefill`."""
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
-        answer: RetainResponse = self._cache.Retain(request, timeout=self._timeout_s)
+        answer: RetainResponse = self._cache.Retain(
+            request, timeout=self._timeout_s, metadata=self._prefix_key.metadata(request)
+        )
         return answer
 
     def purge(

@@ -1,0 +1,110 @@
+"""The header by which proxies keep prompts that begin alike together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from radixkv.api.retention import Retention
+from radixkv.service.client import AsyncClient, Client
+from radixkv.service.client.prefix_key import HEADER, PrefixKey
+from radixkv.service.client.requests import prefill_request, probe_request
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import serving
+
+
+def key_of(token_ids: list[int], num_tokens: int = 4, **names: Any) -> str:
+    metadata = PrefixKey(num_tokens).metadata(prefill_request(token_ids, names))
+    assert metadata is not None
+    ((header, key),) = metadata
+    assert header == HEADER == "x-prefix-key"
+    return key
+
+
+def test_prompts_that_begin_alike_have_one_key() -> None:
+    assert key_of([1, 2, 3, 4, 5]) == key_of([1, 2, 3, 4]) == key_of([1, 2, 3, 4], request_id="other", read_cache=False)
+    assert key_of([1, 2, 3, 4, 5], 5) != key_of([1, 2, 3, 4, 6], 5)
+    assert key_of([1, 2]) != key_of([1, 2, 3]), "a short prompt is covered whole"
+
+
+def test_callers_that_share_nothing_have_other_keys() -> None:
+    prompt = [1, 2, 3, 4]
+    keys = [
+        key_of(prompt),
+        *(key_of(prompt, **{name: "a"}) for name in ("tenant", "adapter", "salt")),
+        key_of(prompt, tenant="ab"),
+        key_of(prompt, tenant="a", adapter="b"),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_probe_goes_where_its_prompt_goes() -> None:
+    probe = probe_request([7, 8, 9], tenant="t", adapter="", salt="")
+    assert PrefixKey(4).metadata(probe) == ((HEADER, key_of([7, 8, 9], tenant="t")),)
+
+
+def test_keys_are_the_same_everywhere() -> None:
+    """Two clients in two processes must agree, also after an upgrade: else each release moves all prompts."""
+    assert key_of([1, 2, 3, 4], tenant="acme") == "ff20ef872d66b4cb"
+
+
+def test_without_tokens_there_is_no_header() -> None:
+    assert PrefixKey(0).metadata(prefill_request([1, 2], {})) is None
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "8", None])
+def test_a_wrong_number_of_tokens_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="prefix_key_tokens: expected a whole number from 0, got"):
+        Client("127.0.0.1:1", prefix_key_tokens=wrong)
+
+
+class Headers(grpc.aio.ServerInterceptor):
+    """Keeps the key of each call."""
+
+    def __init__(self) -> None:
+        self.came: list[tuple[str, str | None]] = []
+
+    async def intercept_service(self, continuation, details):  # type: ignore[no-untyped-def]
+        headers = dict(details.invocation_metadata)
+        self.came.append((details.method.rpartition("/")[2], headers.get(HEADER)))
+        return await continuation(details)
+
+
+def test_every_call_with_a_prompt_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = Headers()
+    make_server = grpc.aio.server
+    monkeypatch.setattr(
+        grpc.aio,
+        "server",
+        lambda *args, **kwargs: make_server(
+            *args, **{**kwargs, "interceptors": (headers, *(kwargs.get("interceptors") or ()))}
+        ),
+    )
+
+    def talk(address: str) -> None:
+        with Client(address, prefix_key_tokens=2) as client:
+            client.prefill([1, 2, 3])
+            list(client.generate([1, 2, 4], max_new_tokens=1))
+            client.probe([1, 2])
+            client.retain([1, 2, 3], Retention(60))
+            client.stats()
+
+    async def run() -> None:
+        async with serving(FakeEngine()) as (_, address):
+            await asyncio.to_thread(talk, address)
+            async with AsyncClient(address, prefix_key_tokens=2) as client:
+                await client.prefill([1, 2, 3])
+                _ = [each async for each in client.generate([1, 2, 4], max_new_tokens=1)]
+                await client.probe([1, 2])
+                await client.retain([1, 2, 3], Retention(60))
+                await client.stats()
+            async with AsyncClient(address) as client:
+                await client.prefill([1, 2, 3])
+
+    asyncio.run(run())
+    key = key_of([1, 2], 2)
+    once = [("Prefill", key), ("Generate", key), ("Probe", key), ("Retain", key), ("Stats", None)]
+    assert headers.came == [*once, *once, ("Prefill", None)]
