@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 .PHONY: help demo demo-intro test stress exact campaign mutants check bench gpu proto clean
 
 help:
-	@echo "The first target installs about 2.5 GB into $(VENV), more where torch comes with CUDA."
+	@echo "The first target installs about 3 GB into $(VENV), more where torch comes with CUDA."
 	@echo
 	@echo "make demo      replay 1,000 requests with and without the cache, draw build/demo/ttft.png; about 3 minutes"
 	@echo "make test      run the tests"
@@ -22,7 +22,7 @@ help:
 	@echo "make clean     remove build/ and $(VENV)"
 
 $(STAMP): pyproject.toml
-	@echo "installing into $(VENV): about 2.5 GB, more where torch comes with CUDA; once, for some minutes"
+	@echo "installing into $(VENV): about 3 GB, more where torch comes with CUDA; once, for some minutes"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[all]'
 	@touch $@

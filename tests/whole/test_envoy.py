@@ -47,7 +47,7 @@ def free_port() -> int:
 
 
 def configured(addresses: Sequence[str], port: int) -> dict[str, Any]:
-    """The configuration of docs/deploy, with other addresses and no page for operators."""
+    """Return the configuration of docs/deploy with other addresses, and without its page for operators."""
     tree: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text(encoding="utf-8"))
     del tree["admin"]
     listener, cluster = tree["static_resources"]["listeners"][0], tree["static_resources"]["clusters"][0]
@@ -145,7 +145,7 @@ def test_every_field_passes_and_so_does_every_refusal(tmp_path: Path) -> None:
 
 
 def fields_of(params: Sequence[Any]) -> list[tuple[str, Any]]:
-    """What came, but for the time that is left to it."""
+    """Return what came, but for the time that is left to it."""
     fields = [(field.name, getattr(each, field.name)) for each in params for field in dataclasses.fields(each)]
     return [(name, value) for name, value in fields if "deadline" not in name]
 
