@@ -4,12 +4,13 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo demo-intro test stress exact campaign mutants check bench gpu proto clean
+.PHONY: help demo demo-intro gateway-demo test stress exact campaign mutants check bench gpu proto clean
 
 help:
 	@echo "The first target installs about 3 GB into $(VENV), more where torch comes with CUDA."
 	@echo
 	@echo "make demo      replay 1,000 requests with and without the cache, draw build/demo/ttft.png; about 3 minutes"
+	@echo "make gateway-demo  two servers behind the SMG gateway, OpenAI's client, and a server that is killed; 20 seconds"
 	@echo "make test      run the tests"
 	@echo "make check     lint, format check, types"
 	@echo "make stress    random walks against oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
@@ -34,6 +35,9 @@ demo: demo-intro $(STAMP)
 	@mkdir -p build/demo
 	@$(PY) -m bench.replay --workload shared-prefix --requests 1000 --prefix-tokens 2048 --suffix-tokens 64 \
 		--progress --json build/demo/replay.json --plot build/demo/ttft.png
+
+gateway-demo: $(STAMP)
+	@$(PY) -m bench.gateway_demo
 
 # Files of tests side by side, each process on a core of its own. A process that dies ends the run.
 test: $(STAMP)

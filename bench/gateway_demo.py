@@ -1,0 +1,162 @@
+"""Shows the SMG gateway before two servers: OpenAI's API, reuse by conversation, and a server that is killed.
+
+python -m bench.gateway_demo
+
+Starts two servers of the embedded model and the gateway on free local ports, asks through OpenAI's client, and stops
+them all at the end. Exit status: 0 if every question was answered, 1 if not, 2 if something did not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.parts.gateway.gateway_process import GatewayProcess
+from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.errors import ConfigError
+from radixkv.service.client import Client
+from radixkv.service.commands.missing_package import missing_package
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+_SETTINGS = ("gateway.enabled=true", "cache.capacity_tokens=32768", "server.drain_timeout_s=2")
+_MODEL = "tiny"
+_NUM_CONVERSATIONS = 8
+_NUM_TURNS = 6
+_NUM_AT_ONCE = 4
+_TIMEOUT_S = 60.0
+_SYSTEM = (
+    "You are the guide of conversation {0}. You answer in short sentences, in plain English, and never guess. " * 3
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Questions of a round, and what became of them.
+
+    Attributes:
+        prompt_tokens, cached_tokens: of all answers.
+        num_answers: answers that came.
+        failures: one message for each that did not.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    num_answers: int
+    failures: tuple[str, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo.
+
+    Returns:
+        The exit status.
+    """
+    argparse.ArgumentParser(description="Show the SMG gateway before two servers.").parse_args(arguments)
+    try:
+        from openai import OpenAI
+    except ModuleNotFoundError:
+        print(f"error: {missing_package('openai', 'gateway')}", file=sys.stderr)
+        return 2
+    try:
+        with ExitStack() as stack:
+            servers = [ServerProcess(serve_command(_MODEL, "cpu", _SETTINGS)) for _ in range(2)]
+            with ThreadPoolExecutor(len(servers)) as threads:  # they load at the same time
+                addresses = list(threads.map(stack.enter_context, servers))
+            _say("servers", f"{' and '.join(addresses)}: radixkv serve --model {_MODEL} --set gateway.enabled=true")
+            url = stack.enter_context(GatewayProcess(addresses))
+            _say("gateway", f"{url}/v1: smg, which routes by cached prefixes")
+            with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_TIMEOUT_S) as client:
+                return _show(client, servers, addresses)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _show(client: OpenAI, servers: Sequence[ServerProcess], addresses: Sequence[str]) -> int:
+    question = _messages(0, 0)
+    first, again = (_ask(client, question) for _ in range(2))
+    _say("chat", f"{first.choices[0].message.content!r}, {_usage(first.usage)}")
+    _say("again", f"{again.choices[0].message.content!r}, {_usage(again.usage)}")
+    pieces = client.chat.completions.create(model=_MODEL, messages=question, max_tokens=8, temperature=0, stream=True)
+    told = [piece.choices[0].delta.content for piece in pieces if piece.choices and piece.choices[0].delta.content]
+    _say("stream", " | ".join(map(repr, told)))
+    calm = _converse(client, range(_NUM_TURNS))
+    _say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {_shown(calm)}")
+    _say("shared by", ", ".join(f"{address}: {_num_finished(address)}" for address in addresses))
+    os.kill(servers[1].pid or 0, signal.SIGKILL)
+    _say("kill -9", f"{addresses[1]} is gone; questions go on")
+    hurt = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
+    _say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {_shown(hurt)}")
+    failures = (*calm.failures, *hurt.failures)
+    same = first.choices[0].message.content == again.choices[0].message.content
+    _say("end", "every question was answered" if not failures else f"{len(failures)} failed, first: {failures[0]}")
+    return 0 if same and not failures else 1
+
+
+def _converse(client: OpenAI, turns: range) -> Answered:
+    """Ask every conversation these questions, a few at a time."""
+
+    def ask(turn: int, conversation: int) -> Any:
+        from openai import OpenAIError
+
+        try:
+            return _ask(client, _messages(conversation, turn)).usage
+        except OpenAIError as error:
+            return str(error)
+
+    asked = [(turn, conversation) for turn in turns for conversation in range(_NUM_CONVERSATIONS)]
+    with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:
+        outcomes = list(threads.map(lambda each: ask(*each), asked))
+    usages = [each for each in outcomes if not isinstance(each, str)]
+    return Answered(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        cached_tokens=sum(usage.prompt_tokens_details.cached_tokens for usage in usages),
+        num_answers=len(usages),
+        failures=tuple(each for each in outcomes if isinstance(each, str)),
+    )
+
+
+def _messages(conversation: int, num_turns: int) -> Any:
+    """Write a conversation up to a turn's question; all but the last question was asked before."""
+    said = [{"role": "system", "content": _SYSTEM.format(conversation)}]
+    for turn in range(num_turns + 1):
+        said.append({"role": "user", "content": f"Question {turn} of conversation {conversation}: and then?"})
+        if turn < num_turns:
+            said.append({"role": "assistant", "content": f"Answer {turn}."})
+    return said
+
+
+def _ask(client: OpenAI, messages: Any) -> Any:
+    return client.chat.completions.create(model=_MODEL, messages=messages, max_tokens=8, temperature=0)
+
+
+def _num_finished(address: str) -> int:
+    with Client(address, timeout_s=_TIMEOUT_S) as client:
+        finished: int = client.stats().requests.finished
+        return finished
+
+
+def _usage(usage: Any) -> str:
+    return f"{usage.prompt_tokens_details.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
+
+
+def _shown(answered: Answered) -> str:
+    share = answered.cached_tokens / max(1, answered.prompt_tokens)
+    return f"{answered.num_answers} answers, {len(answered.failures)} errors, {share:.0%} of prompt tokens cached"
+
+
+def _say(name: str, text: str) -> None:
+    print(f"{name:<10}{text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Processes of a gateway before servers."""

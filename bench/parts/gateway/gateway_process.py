@@ -1,0 +1,136 @@
+"""An SMG gateway in front of servers, started for one run and stopped with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from types import TracebackType
+from typing import IO, Any
+
+from radixkv.errors import ConfigError
+from radixkv.service.commands.missing_package import missing_package
+
+_PERIOD_S = 0.1
+_PAGE_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 20.0
+_SHOWN_LOG_BYTES = 4000
+
+
+class GatewayProcess:
+    """A gateway subprocess as a context manager. After the block the process is gone, whatever happened inside.
+
+    It listens on two free local ports, for requests and for metrics, and routes by cached prefixes.
+
+    Args:
+        servers: addresses of servers with `gateway.enabled`, `HOST:PORT` each.
+        start_timeout_s: seconds until all of them must be registered.
+    """
+
+    def __init__(self, servers: Sequence[str], *, start_timeout_s: float = 120.0) -> None:
+        self._servers = list(servers)
+        self._start_timeout_s = start_timeout_s
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop(); a pipe could fill up
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="radixkv-gateway-")
+
+    def __enter__(self) -> str:
+        """Start the gateway and wait until every server is healthy and the model's tokenizer is there.
+
+        Returns:
+            Its URL, `http://HOST:PORT`.
+
+        Raises:
+            ConfigError: the package is missing, or the servers were not registered in time. The message ends with the
+                gateway's log.
+        """
+        try:
+            return self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Send SIGTERM, wait, and kill what is left after the timeout. Safe to call again."""
+        if self._process is not None:
+            try:
+                self._process.terminate()
+                self._process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:  # also on a second Ctrl-C
+                self._process.kill()
+                self._process.wait()
+        self._log.close()
+        self._folder.cleanup()
+
+    def _start(self) -> str:
+        if importlib.util.find_spec("smg") is None:
+            raise ConfigError(missing_package("smg", "gateway"))
+        port, metrics_port = _free_ports(2)
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "smg", "launch", "--policy", "cache_aware"),
+                *("--host", "127.0.0.1", "--port", str(port)),
+                *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
+                *("--health-check-interval-secs", "2", "--shutdown-grace-period-secs", "1"),
+                *("--worker-startup-check-interval", "1"),
+                *("--worker-urls", *(f"grpc://{server}" for server in self._servers)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=self._folder.name,  # a model's path that is no folder here makes it ask the server for the tokenizer
+        )
+        url = f"http://127.0.0.1:{port}"
+        end_s = time.monotonic() + self._start_timeout_s
+        while num_healthy_servers(url) < len(self._servers) or not _answer(url, "/v1/tokenizers").get("tokenizers"):
+            if self._process.poll() is not None:
+                raise ConfigError(self._failure(f"its end, with exit status {self._process.returncode}"))
+            if time.monotonic() > end_s:
+                raise ConfigError(self._failure(f"{num_healthy_servers(url)} within {self._start_timeout_s:g} s"))
+            time.sleep(_PERIOD_S)
+        return url
+
+    def _failure(self, got: str) -> str:
+        end = self._log.seek(0, 2)
+        self._log.seek(max(0, end - _SHOWN_LOG_BYTES))
+        log = self._log.read().decode(errors="replace").strip() or "(nothing)"
+        return f"gateway: expected {len(self._servers)} healthy servers, got {got}; its log:\n{log}"
+
+
+def num_healthy_servers(url: str) -> int:
+    """Return the number of servers that a gateway sends requests to; 0 while it does not answer."""
+    workers = _answer(url, "/workers").get("workers", [])
+    return sum(worker["is_healthy"] and worker["status"] == "ready" for worker in workers)
+
+
+def _answer(url: str, path: str) -> dict[str, Any]:
+    """Read a page of a gateway; empty while it does not answer."""
+    try:
+        with urllib.request.urlopen(url + path, timeout=_PAGE_TIMEOUT_S) as response:
+            page: dict[str, Any] = json.load(response)
+            return page
+    except OSError:
+        return {}
+
+
+def _free_ports(count: int) -> list[int]:
+    """Find ports that nobody listens on now, different ones."""
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in taken]
+    for each in taken:
+        each.close()
+    return ports

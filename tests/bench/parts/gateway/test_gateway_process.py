@@ -1,0 +1,43 @@
+"""A gateway runs inside the block and is gone after it, and a failure to start says why."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import urllib.request
+
+import pytest
+
+from bench.parts.gateway.gateway_process import GatewayProcess, num_healthy_servers
+from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.errors import ConfigError
+
+HAS_GATEWAY = (sys.platform, platform.machine()) == ("linux", "x86_64")
+needs_gateway = pytest.mark.skipif(not HAS_GATEWAY, reason="the gateway is built for Linux on x86-64 alone")
+
+
+@needs_gateway
+def test_every_server_and_the_tokenizer_are_there_inside_the_block() -> None:
+    with ServerProcess(serve_command("tiny", "cpu", ("gateway.enabled=true", "gateway.model_name=chat"))) as address:
+        gateway = GatewayProcess([address])
+        with gateway as url:
+            assert num_healthy_servers(url) == 1
+            with urllib.request.urlopen(f"{url}/v1/models") as response:
+                assert b'"chat"' in response.read()
+        assert num_healthy_servers(url) == 0
+        gateway.stop()
+
+
+@needs_gateway
+def test_servers_that_never_come_are_an_error_with_the_log() -> None:
+    gateway = GatewayProcess(["127.0.0.1:1"], start_timeout_s=1)
+    with pytest.raises(ConfigError, match=r"(?s)expected 1 healthy servers, got 0 within 1 s; its log:\n.+"), gateway:
+        pass
+    assert gateway._process is not None
+    assert gateway._process.poll() is not None
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"the package smg is missing.*\[gateway\]"), GatewayProcess(["127.0.0.1:1"]):
+        pass

@@ -1,0 +1,230 @@
+"""The SMG gateway, as it is installed, before two servers: answers, reuse, clients that leave, a server that dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+
+from bench.parts.gateway.gateway_process import GatewayProcess
+from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.service.client import Client
+from tests.patience import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="the gateway is built for Linux on x86-64 alone"
+)
+
+SETTINGS = ("gateway.enabled=true", "gateway.tenant=gate", "cache.capacity_tokens=16384", "server.drain_timeout_s=1")
+MODEL = "tiny"
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # of a letter whose last bytes did not come
+
+
+@dataclass
+class Fleet:
+    """Two servers and the gateway before them. Tests that kill one kill the second."""
+
+    url: str
+    servers: list[ServerProcess]
+    addresses: list[str]
+
+    def openai(self) -> Any:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            return json.load(response)
+
+    def requests(self) -> list[Any]:
+        """The load of every server that runs."""
+        found = []
+        for server, address in zip(self.servers, self.addresses, strict=True):
+            if server.is_running:
+                with Client(address, timeout_s=PATIENCE_S) as client:
+                    found.append(client.stats())
+        return found
+
+    def num_running(self) -> int:
+        return sum(each.requests.running + each.requests.waiting for each in self.requests())
+
+
+@contextlib.contextmanager
+def started_fleet() -> Iterator[Fleet]:
+    with contextlib.ExitStack() as stack:
+        servers = [ServerProcess(serve_command(MODEL, "cpu", SETTINGS)) for _ in range(2)]
+        with ThreadPoolExecutor(2) as threads:  # they load at the same time
+            addresses = list(threads.map(stack.enter_context, servers))
+        yield Fleet(stack.enter_context(GatewayProcess(addresses)), servers, addresses)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with started_fleet() as started:
+        yield started
+
+
+def chat(text: str, **options: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0, **options}
+
+
+def test_the_second_call_reuses_the_first_to_its_last_token_but_one(fleet: Fleet) -> None:
+    client = fleet.openai()
+    first, second = (client.chat.completions.create(**chat("Tell me about trees", max_tokens=4)) for _ in range(2))
+    assert first.choices[0].message.content == second.choices[0].message.content
+    assert first.choices[0].finish_reason == "length"
+    assert (second.usage.prompt_tokens, second.usage.completion_tokens) == (first.usage.prompt_tokens, 4)
+    assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens - 1
+
+
+def test_a_streamed_chat_says_the_same_with_the_same_usage(fleet: Fleet) -> None:
+    client = fleet.openai()
+    options = chat("Sing a song", max_tokens=12)
+    whole = client.chat.completions.create(**options)
+    pieces = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    text = "".join(each.choices[0].delta.content or "" for each in pieces if each.choices)
+    assert text == whole.choices[0].message.content
+    assert len(pieces) > 4
+    usage = pieces[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, 12)
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
+def test_completions(fleet: Fleet) -> None:
+    client = fleet.openai()
+    options = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+    whole = client.completions.create(**options)
+    pieces = client.completions.create(**options, stream=True)
+    assert "".join(each.choices[0].text for each in pieces) == whole.choices[0].text
+    assert whole.usage.completion_tokens == 8
+
+
+def test_log_probabilities(fleet: Fleet) -> None:
+    answer = fleet.openai().chat.completions.create(
+        **chat("Count to five", max_tokens=5, logprobs=True, top_logprobs=3)
+    )
+    rows = answer.choices[0].logprobs.content
+    assert len(rows) == 5
+    for row in rows:
+        assert [top.logprob for top in row.top_logprobs] == sorted((t.logprob for t in row.top_logprobs), reverse=True)
+        assert (row.top_logprobs[0].token, row.top_logprobs[0].logprob) == (row.token, row.logprob)
+        assert len(row.top_logprobs) == 3
+
+
+def test_two_answers_with_a_seed_are_the_same_two_again(fleet: Fleet) -> None:
+    client = fleet.openai()
+    options = chat("Draw", max_tokens=12, n=2, seed=-5) | {"temperature": 1.0}
+    first, second = (client.chat.completions.create(**options) for _ in range(2))
+    texts = [[choice.message.content for choice in answer.choices] for answer in (first, second)]
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
+    assert first.usage.completion_tokens == 24
+
+
+def test_tokens_are_those_of_a_direct_call(fleet: Fleet) -> None:
+    ids = [(7 * index) % 300 for index in range(90)]
+    body = {"model": MODEL, "input_ids": ids, "sampling_params": {"max_new_tokens": 24, "temperature": 0}}
+    through = fleet.post("/generate", body)[0]
+    with Client(fleet.addresses[0], timeout_s=PATIENCE_S) as client:
+        direct = list(client.generate(ids, max_new_tokens=24))
+    assert through["output_ids"] == [token_id for news in direct for token_id in news.token_ids]
+    assert (through["meta_info"]["prompt_tokens"], through["meta_info"]["completion_tokens"]) == (90, 24)
+
+
+@pytest.mark.parametrize("seed", [11, -7])
+def test_drawn_text_is_that_of_a_direct_call_with_the_same_seed(fleet: Fleet, seed: int) -> None:
+    drawn = {"temperature": 0.9, "top_p": 0.8, "top_k": 50, "min_p": 0.01}
+    prompt = {"model": MODEL, "prompt": "The quick brown fox"}
+    through = fleet.post("/v1/completions", {**prompt, **drawn, "max_tokens": 24, "seed": seed})
+    ids = fleet.post("/v1/tokenize", prompt)["tokens"]
+    with Client(fleet.addresses[0], timeout_s=PATIENCE_S) as client:
+        direct = list(client.generate(ids, max_new_tokens=24, seed=seed % 2**64, **drawn))
+    tokens = [token_id for news in direct for token_id in news.token_ids]
+    text = fleet.post("/v1/detokenize", {"model": MODEL, "tokens": tokens})["text"]
+    assert through["choices"][0]["text"].rstrip(UNFINISHED) == text.rstrip(UNFINISHED)
+    assert through["usage"]["completion_tokens"] == 24
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"response_format": {"type": "json_object"}}, "json_schema"), ({"max_tokens": 10**6}, "max_new_tokens")],
+)
+def test_a_refusal_reaches_the_client_by_the_fields_name(fleet: Fleet, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=field):
+        fleet.openai().chat.completions.create(**chat("No", **options))
+
+
+def left_early(fleet: Fleet, leave: Callable[[], None]) -> bool:
+    """Whether a request that nobody waits for ends soon, long before its tokens are all there."""
+    before = sum(each.requests.cancelled for each in fleet.requests())
+    leave()
+    wait_until(lambda: fleet.num_running() == 0)
+    return sum(each.requests.cancelled for each in fleet.requests()) == before + 1
+
+
+def test_a_client_that_leaves_a_stream_ends_its_request(fleet: Fleet) -> None:
+    def leave() -> None:
+        with fleet.openai().chat.completions.create(**chat("For ever", max_tokens=8000), stream=True) as stream:
+            for _, _ in zip(range(5), stream, strict=False):
+                pass
+
+    assert left_early(fleet, leave)
+
+
+def test_a_client_that_leaves_before_its_answer_ends_its_request(fleet: Fleet) -> None:
+    def leave() -> None:
+        host, port = fleet.url.removeprefix("http://").split(":")
+        body = json.dumps(chat("Until the end of time", max_tokens=8000)).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        with socket.create_connection((host, int(port))) as line:
+            line.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda: fleet.num_running() == 1)
+
+    assert left_early(fleet, leave)
+
+
+def outcomes_around_a_death(fleet: Fleet, num_requests: int) -> list[str]:
+    """Kill the second server after a quarter of the requests, of which four run at a time."""
+    answered = []
+
+    def ask(number: int) -> str:
+        try:
+            text = f"Conversation {number % 10} begins here and is shared by some requests. Question {number}"
+            answer = fleet.post("/v1/chat/completions", chat(text, max_tokens=4))
+            outcome = "answered" if answer["usage"]["completion_tokens"] == 4 else str(answer)
+        except urllib.error.HTTPError as error:
+            outcome = f"{error.code} {error.read()!r}"
+        answered.append(number)
+        if len(answered) == num_requests // 4:
+            os.kill(fleet.servers[1].pid or 0, signal.SIGKILL)
+        return outcome
+
+    with ThreadPoolExecutor(4) as threads:
+        return list(threads.map(ask, range(num_requests)))
+
+
+def test_a_server_that_dies_costs_no_client_an_error(fleet: Fleet) -> None:
+    assert set(outcomes_around_a_death(fleet, 200)) == {"answered"}
+    assert not fleet.servers[1].is_running
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_costs_no_client_an_error_in_480_requests() -> None:
+    for _ in range(2):
+        with started_fleet() as fleet:
+            assert outcomes_around_a_death(fleet, 480) == ["answered"] * 480
