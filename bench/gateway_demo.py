@@ -22,7 +22,7 @@ from bench.parts.gateway.gateway_process import GatewayProcess
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
 from radixkv.service.client import Client
-from radixkv.service.commands.missing_package import missing_package
+from radixkv.service.missing_package import missing_package
 
 if TYPE_CHECKING:
     from openai import OpenAI

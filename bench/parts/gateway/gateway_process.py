@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from radixkv.errors import ConfigError
-from radixkv.service.commands.missing_package import missing_package
+from radixkv.service.missing_package import missing_package
 
 _PERIOD_S = 0.1
 _PAGE_TIMEOUT_S = 5.0
