@@ -65,6 +65,8 @@ class WatchedCache:
 
     def verify(self, cache: PrefixCache) -> int:
         """Publish, and compare with the trees. Returns the number of blocks."""
+        if self.log.error is not None:  # the engine was closed
+            return -1
         self.feed.publish()
         while self.reader.number != self.log.last and self.log.num_batches:
             batch = self.log.after(self.log.start if self.reader.number is None else self.reader.number)

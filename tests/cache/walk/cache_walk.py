@@ -30,6 +30,7 @@ from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, RadixKVEr
 from radixkv.namespace import Namespace
 from tests.cache.walk.oracle import Holder, Oracle
 from tests.cache.walk.retention_oracle import Ask
+from tests.events.event_oracle import WatchedCache
 from tests.fakes import FakeClock
 
 NAMESPACES = (Namespace("m"), Namespace("m", tenant="a"), Namespace("m", adapter="a"), Namespace("m", salt="a"))
@@ -82,6 +83,7 @@ SHARED = [
     ),
 ]
 WORLDS = (*ROOMY, *TIGHT, *SHARED)
+EVENT_BLOCK_SIZES = {1: 2, 2: 1, 4: 6, 16: 4}  # by block size of the cache
 
 
 class Counts(NamedTuple):
@@ -101,6 +103,7 @@ class Walk:
         self.world = world
         self.random = random.Random()
         self.clock = FakeClock()
+        self.watch = WatchedCache(EVENT_BLOCK_SIZES[world.block_size], world.block_size, max_step_blocks=40)
         self.cache = PrefixCache(
             world.num_blocks,
             world.block_size,
@@ -109,7 +112,9 @@ class Walk:
             max_retained_blocks=world.max_retained_blocks,
             clock=self.clock,
             evicted_prefixes=16,
+            listeners=[self.watch.feed],
         )
+        self.watch.feed.switch_on(self.cache.nodes)
         self.oracle = Oracle(world.num_blocks, world.block_size, world.max_retained_blocks)
         self.holders: list[Holder] = []
         self.foreign = PrefixCache(4, world.block_size).lease(NAMESPACES[0], b"\1\0\0\0")
@@ -126,6 +131,7 @@ class Walk:
             self.retain: 2 * world.evicts,
             self.purge: 0.1 * world.evicts,
             self.misuse: 1,
+            self.publish_events: 10,
         }
 
     def step(self, dice: int) -> None:
@@ -338,6 +344,9 @@ class Walk:
                 holder.lease.commit(self.random.choice((-1, holder.lease.num_tokens + 1)))
         assert self._counts() == before
 
+    def publish_events(self) -> None:
+        self.events["events compared"] += self.watch.verify(self.cache) >= 0
+
     def _holder(self) -> Holder | None:
         return self.random.choice(self.holders) if self.holders else None
 
@@ -405,6 +414,9 @@ class Walk:
         self.cache.check()
         assert self._counts()[:4] == (self.world.num_blocks, 0, 0, 0)
         assert self.cache.num_namespaces == 0
+        while self.watch.verify(self.cache) < 0:
+            pass
+        assert not self.watch.reader.blocks
 
 
 def dice_of(seed: int, steps: int) -> range:

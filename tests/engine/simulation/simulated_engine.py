@@ -29,9 +29,11 @@ from tests.engine.simulation.engine_events import (
 )
 from tests.engine.simulation.engine_oracle import EngineOracle
 from tests.engine.simulation.simulated_model import Part, SimulatedRunner, broken_part
+from tests.events.event_oracle import WatchedCache
 from tests.fakes import FakeClock
 
 _FAILED_STEPS_TO_TRY = 3  # as `Engine` does
+_EVENT_BLOCK_SIZE = 3  # no part of a block, nor a multiple
 
 
 class CallerBroke(Exception):
@@ -48,7 +50,9 @@ class SimulatedEngine:
     def __init__(self, world: World, events: Iterable[Event]) -> None:
         events = list(events)
         self.clock = FakeClock()
-        self.cache = _make_cache(world, self.clock)
+        self.watch = WatchedCache(_EVENT_BLOCK_SIZE, world.block_size)
+        self.cache = _make_cache(world, self.clock, self.watch)
+        self.watch.feed.switch_on(self.cache.nodes)
         failures = {event.step: event.how for event in events if isinstance(event, Fail)}
         self.runner = SimulatedRunner(
             self.cache, self.clock, world.step_s, world.token_s, failures, during=self._during_step
@@ -67,6 +71,7 @@ class SimulatedEngine:
             on_end=self.oracle.ended,
             observers=[self.oracle],
             weights=dict(world.weights),
+            events=self.watch.feed,
         )
         self._timed = sorted(
             (event for event in events if not isinstance(event, Fail) and _closes_at(event) is None),
@@ -101,6 +106,7 @@ class SimulatedEngine:
         if self.core.num_failed_steps >= _FAILED_STEPS_TO_TRY and not self.core.has_work:
             self.core.try_step()
         self.oracle.end_step()
+        self.watch.verify(self.cache)
         if self._closes_at is not None and self.runner.num_steps >= self._closes_at:
             self._close(Close())
 
@@ -206,7 +212,7 @@ class SimulatedEngine:
         self.core.close(Draining("stopped"))
 
 
-def _make_cache(world: World, clock: FakeClock) -> PrefixCache:
+def _make_cache(world: World, clock: FakeClock, watch: WatchedCache) -> PrefixCache:
     return PrefixCache(
         world.num_blocks,
         world.block_size,
@@ -214,6 +220,7 @@ def _make_cache(world: World, clock: FakeClock) -> PrefixCache:
         quotas=dict(world.quotas),
         max_retained_blocks=world.max_retained_blocks,
         evicted_prefixes=16,
+        listeners=[watch.feed],
         clock=clock,
     )
 
