@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message
 
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import PrefillRequest, ProbeRequest
@@ -60,8 +61,13 @@ def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
 
 def write_token_ids(message: Prompt, packed: bytes) -> None:
     """Append little-endian uint32 bytes to `message.token_ids`. Complexity: one copy."""
+    write_packed(message, _FIELD_NUMBER, packed)
+
+
+def write_packed(message: Message, field_number: int, packed: bytes) -> None:
+    """Append little-endian numbers to a field of packed fixed32 or fixed64. Complexity: one copy."""
     if packed:
-        message.MergeFromString(_packed_head(len(packed)) + packed)
+        message.MergeFromString(_packed_head(len(packed), field_number) + packed)
 
 
 def read_token_ids(message: Prompt) -> bytes:
@@ -88,9 +94,9 @@ def _raise_for_elements(ids: npt.NDArray[np.generic]) -> None:
     raise TypeError(f"token_ids: expected integers, got {ids.dtype}")
 
 
-def _packed_head(num_bytes: int) -> bytes:
-    """Return the key and the length that stand on the wire before `num_bytes` of token ids."""
-    return bytes([_FIELD_NUMBER << 3 | _LENGTH_DELIMITED]) + _varint(num_bytes)
+def _packed_head(num_bytes: int, field_number: int = _FIELD_NUMBER) -> bytes:
+    """Return the key and the length that stand on the wire before `num_bytes` of packed numbers."""
+    return bytes([field_number << 3 | _LENGTH_DELIMITED]) + _varint(num_bytes)
 
 
 def _varint(number: int) -> bytes:

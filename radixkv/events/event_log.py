@@ -70,8 +70,8 @@ class EventLog:
         self._tell()
 
     def close(self, error: RadixKVError) -> None:
-        """End the log: readers get `error` after the last batch."""
-        self.error = error
+        """End the log: readers get `error` after the last batch. From any thread; a second end changes nothing."""
+        self.error = self.error or error
         self._tell()
 
     def require(self, after: int) -> None:
@@ -102,17 +102,12 @@ class EventLog:
             raise EventsLost(f"events: expected a reader of the last {len(self._ring)} batches, got one that is behind")
         return batch
 
-    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Have `listener` called, on the appending thread, after each batch and at the end. Returns what stops that.
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called after each batch and at the end, on the thread that appends or closes.
 
-        It must be quick and raise nothing. Listeners are added and removed on one thread.
+        It must be quick and raise nothing. One thread adds listeners.
         """
         self._listeners = (*self._listeners, listener)
-
-        def stop() -> None:
-            self._listeners = tuple(each for each in self._listeners if each is not listener)
-
-        return stop
 
     def _tell(self) -> None:
         for tell in self._listeners:

@@ -64,6 +64,10 @@ class EventSource:
         call.add_done_callback(lambda done: answer.cancel() if done.cancelled() else None)
         return answer
 
+    def close(self, error: RadixKVError) -> None:
+        """End all readers with `error`, after what is logged."""
+        self.log.close(error)
+
 
 class EventReaders:
     """The readers of one event loop. A new batch wakes the loop once, however many they are.
@@ -86,8 +90,7 @@ class EventReaders:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._is_waking = False
-        self._error: RadixKVError | None = None
-        self._stop_listening = self._log.listen(self._wake)
+        self._log.listen(self._wake)
 
     def subscribe(self, start: int) -> AsyncGenerator[EventBatch, None]:
         """Read batches until the log ends.
@@ -107,17 +110,9 @@ class EventReaders:
             self._log.require(start)
         return self._read(start)
 
-    def close(self, error: RadixKVError) -> None:
-        """End all readers with `error`."""
-        self._stop_listening()
-        self._error = error
-        self._tell()
-
     async def _read(self, number: int) -> AsyncGenerator[EventBatch, None]:
         self.num_readers += 1
         try:
-            if self._error is not None:
-                raise self._error
             if not number:
                 snapshot = await self._snapshot()
                 for batch in snapshot.batches:
@@ -125,8 +120,6 @@ class EventReaders:
                 number = snapshot.sequence_number
             while True:
                 news = self._news  # before looking, so that a batch that comes from now on is noticed
-                if self._error is not None:
-                    raise self._error
                 batch_or_none = self._log.after(number)
                 if batch_or_none is not None:
                     number += 1
@@ -142,6 +135,8 @@ class EventReaders:
             self.num_readers -= 1
 
     async def _snapshot(self) -> Snapshot:
+        if self._log.error is not None:
+            raise self._log.error
         asked = asyncio.wrap_future(self._source.snapshot())
         ended = asyncio.ensure_future(self._ended())
         try:
@@ -158,10 +153,10 @@ class EventReaders:
         return snapshot
 
     async def _ended(self) -> None:
-        """Wait for the end of the readers, and raise its error."""
-        while self._error is None:
+        """Wait for the end of the log, and raise its error."""
+        while self._log.error is None:
             await self._news.wait()
-        raise self._error
+        raise self._log.error
 
     def _wake(self) -> None:
         """Wake the event loop. Called on the engine's thread."""

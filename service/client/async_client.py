@@ -25,6 +25,7 @@ from radixkv.service.client.requests import (
 from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import PurgeResponse, RetainResponse, StatsRequest, StatsResponse
+from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
 from radixkv.v1.model_pb2 import GetTokenizerRequest
 from radixkv.v1.prefill_pb2 import (
     GenerateResponse,
@@ -51,7 +52,7 @@ class AsyncClient:
         self._timeout_s = timeout(timeout_s)
         self._prefix_key = PrefixKey(prefix_key_tokens)
         self._channel = grpc.aio.insecure_channel(target(address), options=channel_options(options, retries))
-        self._prefill, self._cache, self._model = stubs(self._channel)
+        self._prefill, self._cache, self._model, self._events = stubs(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -138,11 +139,16 @@ class AsyncClient:
             directory = await asyncio.to_thread(reader.keep)
         return await asyncio.to_thread(Tokenizer.load, directory)
 
+    def subscribe(self, start_sequence_number: int = 0, *, timeout_s: float | None = None) -> AsyncIterator[EventBatch]:
+        """Follow what is cached; see `Client.subscribe`. `async for` reads the batches."""
+        request = SubscribeRequest(start_sequence_number=start_sequence_number)
+        return _closing(self._events.Subscribe(request, timeout=timeout(timeout_s)))
+
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)
 
 
-async def _closing(call: Any) -> AsyncIterator[GenerateResponse]:
+async def _closing(call: Any) -> AsyncIterator[Any]:
     try:
         async for response in call:
             yield response

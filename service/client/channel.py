@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
+from radixkv.v1.events_pb2_grpc import EventServiceStub
 from radixkv.v1.model_pb2_grpc import ModelServiceStub
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 
@@ -75,10 +76,15 @@ def channel_options(options: Options, retries: int) -> list[tuple[str, Any]]:
 
 def stubs(
     channel: grpc.Channel | grpc.aio.Channel,
-) -> tuple[PrefillServiceStub, CacheServiceStub, ModelServiceStub]:
+) -> tuple[PrefillServiceStub, CacheServiceStub, ModelServiceStub, EventServiceStub]:
     """Make the generated stubs of all services."""
     # They serve both kinds of channel and carry no annotations.
-    return PrefillServiceStub(channel), CacheServiceStub(channel), ModelServiceStub(channel)  # type: ignore[no-untyped-call]
+    return (
+        PrefillServiceStub(channel),  # type: ignore[no-untyped-call]
+        CacheServiceStub(channel),  # type: ignore[no-untyped-call]
+        ModelServiceStub(channel),  # type: ignore[no-untyped-call]
+        EventServiceStub(channel),  # type: ignore[no-untyped-call]
+    )
 
 
 def _service_config(retries: int) -> str:

@@ -24,6 +24,7 @@ from radixkv.service.client.requests import (
 from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import PurgeResponse, RetainResponse, StatsRequest, StatsResponse
+from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
 from radixkv.v1.model_pb2 import GetTokenizerRequest
 from radixkv.v1.prefill_pb2 import (
     GenerateResponse,
@@ -67,7 +68,7 @@ class Client:
         self._timeout_s = timeout(timeout_s)
         self._prefix_key = PrefixKey(prefix_key_tokens)
         self._channel = grpc.insecure_channel(target(address), options=channel_options(options, retries))
-        self._prefill, self._cache, self._model = stubs(self._channel)
+        self._prefill, self._cache, self._model, self._events = stubs(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -190,11 +191,26 @@ class Client:
             directory = reader.keep()
         return Tokenizer.load(directory)
 
+    def subscribe(self, start_sequence_number: int = 0, *, timeout_s: float | None = None) -> Iterator[EventBatch]:
+        """Follow what is cached, until the service ends. Leaving the loop ends the call.
+
+        Args:
+            start_sequence_number: the last number that was read; batches after it follow. With 0, all current blocks
+                come first, in batches that have a `snapshot`.
+            timeout_s: deadline of this call; the client's own does not count.
+
+        Raises:
+            ValueError: the number is out of range.
+            grpc.RpcError: OUT_OF_RANGE or DATA_LOSS: begin again from 0; UNAVAILABLE: the service ended.
+        """
+        request = SubscribeRequest(start_sequence_number=start_sequence_number)
+        return _closing(self._events.Subscribe(request, timeout=timeout(timeout_s)))
+
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)
 
 
-def _closing(call: Any) -> Iterator[GenerateResponse]:
+def _closing(call: Any) -> Iterator[Any]:
     try:
         yield from call
     finally:

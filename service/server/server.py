@@ -18,7 +18,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from radixkv.config import ServerConfig
-from radixkv.errors import InvariantViolation
+from radixkv.errors import Draining, InvariantViolation
+from radixkv.events.readers import EventReaders
+from radixkv.service.server.event_servicer import SERVICE as EVENT_SERVICE
+from radixkv.service.server.event_servicer import EventServicer
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.service.server.model_servicer import ModelServicer
 from radixkv.service.server.model_tokenizer import ModelTokenizer
@@ -84,7 +87,12 @@ class Server:
         model_servicer = ModelServicer(ModelTokenizer(model_path))
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_servicer, self._grpc)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        self._services = (*SERVICES, *(add(self._grpc) for add in services))
+        own_services = [*SERVICES]
+        if engine.events is not None:
+            events = EventServicer(EventReaders(engine.events), engine.limits.epoch)
+            self._grpc.add_generic_rpc_handlers((events.handler(),))
+            own_services.append(EVENT_SERVICE)
+        self._services = (*own_services, *(add(self._grpc) for add in services))
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
 
@@ -123,6 +131,8 @@ class Server:
         if self._health_watch is not None:
             self._health_watch.cancel()
         await self._health.enter_graceful_shutdown()
+        if self._engine.events is not None:
+            self._engine.events.close(Draining("service: expected to be serving, got draining"))
         end = asyncio.get_running_loop().time() + self._config.drain_timeout_s
         try:
             are_over = await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)

@@ -53,6 +53,9 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     InvariantViolation: grpc.StatusCode.INTERNAL,
 }
 
+# Streams that end with the service and not before: a drain ends them, and does not wait for callers that read nothing.
+ENDLESS = ("/radixkv.v1.EventService/Subscribe", "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents")
+
 RETRY_AFTER = "retry-after-ms"
 
 _logger = logging.getLogger(__name__)
@@ -85,7 +88,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     without its message, which may contain data of other callers; the log has it. Other requests go on.
 
     Args:
-        unfinished: notes every such call.
+        unfinished: notes every such call that ends by itself.
     """
 
     def __init__(self, unfinished: UnfinishedCalls) -> None:
@@ -141,7 +144,8 @@ def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str, unfinished
     parse: Any = handler.request_deserializer
 
     async def stream(data: bytes, context: Context) -> Any:
-        unfinished.add(context)
+        if method not in ENDLESS:
+            unfinished.add(context)
         try:
             async with contextlib.aclosing(call(_parsed(parse, data), context)) as responses:
                 async for response in responses:

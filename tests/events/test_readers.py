@@ -178,7 +178,7 @@ def test_readers_end_with_the_service() -> None:
             await anext(stream)
         waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
         await asyncio.sleep(0)
-        readers.close(Draining("service: draining"))
+        source.close(Draining("service: draining"))
         for each in waiting:
             with pytest.raises(Draining):
                 await each

@@ -54,6 +54,7 @@ class FakeEngine:
 
     def __init__(self, *, is_gated: bool = False, delay_s: float = 0.0, num_logits: int = VOCAB_SIZE) -> None:
         self.limits = LIMITS
+        self.events = None
         self.pool_tokens = 4096
         self.eos_token_ids = frozenset({2, 3})
         self.num_logits = num_logits

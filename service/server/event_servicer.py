@@ -1,0 +1,77 @@
+"""The gRPC service of events. A batch is written once, and its bytes are sent to all callers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from functools import lru_cache
+from typing import Any
+
+import grpc
+
+from radixkv.api.events import AllCleared, BlocksStored, Event, EventBatch
+from radixkv.events.readers import EventReaders
+from radixkv.service.server.unfinished_calls import Context
+from radixkv.service.token_ids import write_packed
+from radixkv.v1 import events_pb2
+
+SERVICE = events_pb2.DESCRIPTOR.services_by_name["EventService"].full_name
+_MAX_WRITTEN = 256  # batches whose bytes are kept for callers that read a little later
+
+
+class EventServicer:
+    """Streams the event log.
+
+    Args:
+        readers: of the event loop.
+        epoch: a number that changes with each start of the service.
+    """
+
+    def __init__(self, readers: EventReaders, epoch: int) -> None:
+        self._readers = readers
+        self._epoch = epoch
+        self._written = lru_cache(maxsize=_MAX_WRITTEN)(self._write)
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """Make the handler of the service. It sends bytes as they are."""
+        subscribe = grpc.unary_stream_rpc_method_handler(
+            self.Subscribe, request_deserializer=events_pb2.SubscribeRequest.FromString
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, {"Subscribe": subscribe})
+
+    async def Subscribe(self, request: events_pb2.SubscribeRequest, context: Context) -> AsyncIterator[bytes]:  # noqa: N802
+        """Stream batches until the caller leaves or the service ends."""
+        batches = self._readers.subscribe(request.start_sequence_number)
+        await context.send_initial_metadata(())  # a caller knows at once that its number was taken
+        async with contextlib.aclosing(batches):
+            async for batch in batches:
+                yield self._written(batch)
+
+    def _write(self, batch: EventBatch) -> bytes:
+        part = batch.snapshot
+        message = events_pb2.EventBatch(
+            sequence_number=batch.sequence_number,
+            epoch=self._epoch,
+            events=[_event_message(event) for event in batch.events],
+            time_s=batch.time_s,
+        )
+        if part is not None:
+            message.snapshot.CopyFrom(
+                events_pb2.SnapshotPart(index=part.index, count=part.count, blocks=part.num_blocks)
+            )
+        return message.SerializeToString()
+
+
+def _event_message(event: Event) -> events_pb2.CacheEvent:
+    if isinstance(event, AllCleared):
+        return events_pb2.CacheEvent(cleared=events_pb2.AllCleared())
+    if isinstance(event, BlocksStored):
+        stored = events_pb2.BlocksStored(
+            parent_block_hash=event.parent_hash, block_size=event.block_size, cache_salt=event.cache_salt
+        )
+        write_packed(stored, events_pb2.BlocksStored.TOKEN_IDS_FIELD_NUMBER, event.tokens)
+        write_packed(stored, events_pb2.BlocksStored.BLOCK_HASHES_FIELD_NUMBER, event.block_hashes)
+        return events_pb2.CacheEvent(stored=stored)
+    removed = events_pb2.BlocksRemoved(cache_salt=event.cache_salt)
+    write_packed(removed, events_pb2.BlocksRemoved.BLOCK_HASHES_FIELD_NUMBER, event.block_hashes)
+    return events_pb2.CacheEvent(removed=removed)
