@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
-from radixkv.api.result import GeneratedTokens, GenerateResult, PrefillResult
+from radixkv.api.result import GeneratedTokens, GenerationFuture, PrefillResult
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -71,9 +71,9 @@ class Bench:
         on_tokens: Callable[[GeneratedTokens], None] = lambda _: None,
         tenant: str = "",
         **params: object,
-    ) -> Future[GenerateResult]:
+    ) -> GenerationFuture:
         """Submit a generation; what it tells is added to `told` of its future, and then given to `on_tokens`."""
-        future: Future[GenerateResult] = Future()
+        future = GenerationFuture()
         sampling = Sampling(max_new_tokens, **{k: params.pop(k) for k in _SAMPLING & params.keys()})
         future.told = []  # type: ignore[attr-defined]
 

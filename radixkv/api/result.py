@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,7 +123,7 @@ class PrefillResult:
 class FinishReason(enum.Enum):
     """Why a generation ended. Values are those of the wire."""
 
-    STOP = 1  # at a stop token, which is the last token
+    STOP = 1  # at a stop token, which is the last token, or because the caller had it finished
     LENGTH = 2  # after `max_new_tokens`
 
 
@@ -163,6 +165,26 @@ class GeneratedTokens:
     token_ids: tuple[int, ...]
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class GenerationFuture(Future[GenerateResult]):
+    """The answer to a generation. Cancelling it throws the answer away; `finish` ends it early and keeps the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_finish: Callable[[], None] | None = None
+
+    def finish(self) -> None:
+        """Let the generation end with the tokens that it has, with `FinishReason.STOP`, after the step under way.
+
+        From any thread, once it has told a token; before that, and when it is over, it does nothing.
+        """
+        if self._on_finish is not None:
+            self._on_finish()
+
+    def watch_finish(self, on_finish: Callable[[], None]) -> None:
+        """Have `on_finish` called at each `finish`, on the thread of its caller. For the engine."""
+        self._on_finish = on_finish
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ class Answers:
             retained=self._retain(request, lease, now_s),
         )
 
-    def generation(self, request: Request, lease: Lease, finish_reason: FinishReason, now_s: float) -> GenerateResult:
-        """Answer a generation."""
+    def generation(self, request: Request, finish_reason: FinishReason, now_s: float) -> GenerateResult:
+        """Answer a generation, which may be paused."""
         assert request.generation is not None, "only a generation has a finish reason"
         return GenerateResult(
             request_id=request.params.request_id,
@@ -51,7 +51,7 @@ class Answers:
             finish_reason=finish_reason,
             miss_reason=request.miss_reason,
             timing=_timing(request, now_s),
-            retained=self._retain(request, lease, now_s),
+            retained=self._retain(request, request.lease, now_s),
         )
 
     def retained(self, grant: Grant, now_s: float) -> Retained:
@@ -59,10 +59,11 @@ class Answers:
         ends_s = grant.expires_s
         return Retained(grant, None if ends_s is None else time.time() + ends_s - now_s)
 
-    def _retain(self, request: Request, lease: Lease, now_s: float) -> Retained | None:
+    def _retain(self, request: Request, lease: Lease | None, now_s: float) -> Retained | None:
         """Retain the range that the request asks for.
 
-        A priority below the default holds for tokens that this request published. Those of others keep theirs.
+        A priority below the default holds for tokens that this request published. Those of others keep theirs. Without
+        a lease nobody knows which these are, and none gets a lower one.
         """
         retention = request.params.retention
         if retention is None:
@@ -70,7 +71,9 @@ class Answers:
         start, end = retention.range_in(request.params.num_tokens)
         shared_upto = start
         if retention.priority < DEFAULT_PRIORITY:
-            written_from = end if lease.written_from_tokens is None else lease.written_from_tokens
+            written_from = end
+            if lease is not None and lease.written_from_tokens is not None:
+                written_from = lease.written_from_tokens
             block_size = self._cache.block_size
             shared_upto = max(start, min(end, -(-written_from // block_size) * block_size))
         grant = Grant(0, 0, 0)

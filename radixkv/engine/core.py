@@ -199,9 +199,11 @@ class EngineCore:
         assert slices == next_step.slices, "no other request has anything to compute"
 
     def _sweep(self) -> None:
-        """Close expired leases, and end the requests that were cancelled, are late or have to fail."""
+        """Close expired leases, and end the requests that are finished or cancelled early, are late or have to fail."""
         now_s = self._clock()
         self.held_leases.expire(now_s)
+        for request in self._early_ends.finished():
+            self._delivery.finish(request)
         for request, error in self._early_ends.due(now_s):
             if error is None:
                 self._endings.end(request, Outcome.CANCELLED)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import cast
 
-from radixkv.api.result import GeneratedTokens, GenerateResult, PrefillResult
-from radixkv.cache.lease import Lease
+from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult
 from radixkv.engine.answers import Answers
 from radixkv.engine.early_ends import EarlyEnds, deadline_passed
 from radixkv.engine.endings import Endings
@@ -69,6 +68,14 @@ class Delivery:
         for each in computed:
             self._publish(each)
 
+    def finish(self, request: Request) -> None:
+        """End a generation with the tokens that it has: publish what is computed, and answer. It may be paused."""
+        assert request.generation is not None, "only generations are finished early"
+        request.generation.is_finished = True
+        if request.lease is not None and request.computed_upto > request.lease.committed_tokens:
+            self._commit(request, request.computed_upto)
+        self._answer(request, lambda now_s: self._answers.generation(request, FinishReason.STOP, now_s))
+
     def _advance(self, computed: Computed) -> None:
         (request, _, upto), is_finite, prediction = computed
         if not is_finite:
@@ -98,12 +105,12 @@ class Delivery:
         generation = request.generation
         if generation is None:
             self._commit(request, upto)
-            self._answer(request, lambda lease, now_s: self._answers.prefill(request, lease, prediction, now_s))
+            self._answer(request, lambda now_s: self._answers.prefill(request, request.open_lease, prediction, now_s))
             return
         finish_reason = generation.finish_reason
         if finish_reason is not None:
             self._commit(request, upto)
-            self._answer(request, lambda lease, now_s: self._answers.generation(request, lease, finish_reason, now_s))
+            self._answer(request, lambda now_s: self._answers.generation(request, finish_reason, now_s))
             return
         # The prompt is published to its last token, later tokens in full blocks: a block that is published before it
         # is full has to be copied for the next token.
@@ -134,7 +141,7 @@ class Delivery:
             _log.exception("the callback of a generation raised")
             self._early_ends.fail(request, StepFailed("generation: the caller's callback raised"))
 
-    def _answer(self, request: Request, make: Callable[[Lease, float], PrefillResult | GenerateResult]) -> None:
+    def _answer(self, request: Request, make: Callable[[float], PrefillResult | GenerateResult]) -> None:
         now_s = self._clock()
         if request.is_late(now_s):
             self._endings.fail(request, deadline_passed())
@@ -142,7 +149,7 @@ class Delivery:
         if not request.future.set_running_or_notify_cancel():
             self._endings.end(request, Outcome.CANCELLED)
             return
-        result = make(request.open_lease, now_s)
+        result = make(now_s)
         self._tally.answered(result.usage)
         self._endings.end(request, Outcome.FINISHED)
         cast("Future[PrefillResult | GenerateResult]", request.future).set_result(result)

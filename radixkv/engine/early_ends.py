@@ -1,4 +1,4 @@
-"""Finds requests that have to end without an answer: cancelled ones, late ones, and those whose caller failed."""
+"""Finds requests that have to end early: cancelled, late or finished ones, and those whose caller failed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from sortedcontainers import SortedList
 
+from radixkv.api.result import GenerationFuture
 from radixkv.errors import DeadlineExceeded, RadixKVError
 from radixkv.scheduling.request import Request
 
@@ -14,12 +15,13 @@ from radixkv.scheduling.request import Request
 class EarlyEnds:
     """Collects requests that have to end, for the time between two steps.
 
-    Other threads only cancel futures. All methods are for the engine's thread.
+    Other threads only cancel futures, or finish them. All methods are for the engine's thread.
     """
 
     def __init__(self) -> None:
         self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals differ
         self._cancelled: deque[Request] = deque()  # other threads append
+        self._finished: deque[Request] = deque()  # other threads append
         self._failed: dict[Request, RadixKVError] = {}
 
     def watch(self, request: Request) -> None:
@@ -27,6 +29,8 @@ class EarlyEnds:
         if request.params.deadline_s is not None:
             self._deadlines.add((request.params.deadline_s, request.arrival, request))
         request.future.add_done_callback(lambda future: self._cancelled.append(request) if future.cancelled() else None)
+        if isinstance(request.future, GenerationFuture):
+            request.future.watch_finish(lambda: self._finished.append(request))
 
     def forget(self, request: Request) -> None:
         """Stop watching a request that is over. Complexity: O(log watched)."""
@@ -44,7 +48,18 @@ class EarlyEnds:
 
     def is_any_due(self, now_s: float) -> bool:
         """Whether any request has to end now."""
-        return bool(self._cancelled or self._failed or (self._deadlines and self._deadlines[0][0] <= now_s))
+        is_late = bool(self._deadlines) and self._deadlines[0][0] <= now_s
+        return is_late or bool(self._cancelled or self._finished or self._failed)
+
+    def finished(self) -> Iterator[Request]:
+        """Yield the generations whose callers want no more tokens, each once it has one.
+
+        The caller ends each request before it takes the next one.
+        """
+        while self._finished:
+            request = self._finished.popleft()
+            if not request.is_over and request.generation is not None and request.generation.token_ids:
+                yield request
 
     def due(self, now_s: float) -> Iterator[tuple[Request, RadixKVError | None]]:
         """Yield the requests that have to end now, each with its error, or None if it was cancelled in time.

@@ -13,7 +13,7 @@ from typing import TypeVar
 from radixkv.api.caller import ANONYMOUS, Caller
 from radixkv.api.limits import Limits
 from radixkv.api.params import PrefillParams
-from radixkv.api.result import GeneratedTokens, GenerateResult, PrefillResult, ProbeResult, Retained
+from radixkv.api.result import GeneratedTokens, GenerationFuture, PrefillResult, ProbeResult, Retained
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.api.stats import EngineLoad, EngineStats
@@ -146,7 +146,7 @@ class Engine:
 
     def generate(
         self, params: PrefillParams, sampling: Sampling, on_tokens: Callable[[GeneratedTokens], None]
-    ) -> Future[GenerateResult]:
+    ) -> GenerationFuture:
         """Queue a prompt and the generation after it.
 
         Args:
@@ -157,7 +157,7 @@ class Engine:
 
         Raises the same errors as `prefill`, at the same times.
         """
-        future: Future[GenerateResult] = Future()
+        future = GenerationFuture()
         with self._reporting_refusal():
             namespace = self._namespace(params.caller)
             self.limits.require_generation(params, sampling)

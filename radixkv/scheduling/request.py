@@ -37,6 +37,7 @@ class Generation:
         token_ids: tokens generated so far.
         logprobs: of these tokens; empty unless asked for.
         prompt_ids: the different tokens of the prompt, int64 and sorted; None until a penalty asks for them.
+        is_finished: its caller wants no more tokens.
     """
 
     sampling: Sampling
@@ -45,10 +46,13 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_ids: npt.NDArray[np.int64] | None = None
+    is_finished: bool = False
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """The reason why it ends after its last token; None if it goes on."""
+        if self.is_finished:
+            return FinishReason.STOP
         if self.token_ids and self.token_ids[-1] in self.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.sampling.max_new_tokens else None

@@ -77,6 +77,8 @@ class GenerateOptions(PromptOptions, total=False):
         top_p: draw from the fewest tokens that together have this probability; default 1, all of them.
         seed: the same seed draws the same tokens for the same prompt; default a random one.
         stop_token_ids: each of them ends the generation, as its last token; default none.
+        stop: strings that end the generation; the last token is the one that completes one of them. The model needs a
+            tokenizer. Default none.
         ignore_eos: continue after the model's own end-of-sequence tokens; default false.
         top_k: draw from this number of the most likely tokens; default 0, all of them.
         min_p: draw from tokens with at least this share of the most likely one's probability; default 0.
@@ -96,6 +98,7 @@ class GenerateOptions(PromptOptions, total=False):
     top_p: float | None
     seed: int | None
     stop_token_ids: Sequence[int]
+    stop: Sequence[str]
     ignore_eos: bool
     top_k: int
     min_p: float
@@ -120,6 +123,8 @@ def prefill_request(token_ids: npt.ArrayLike, options: PrefillOptions) -> Prefil
 def generate_request(token_ids: npt.ArrayLike, options: GenerateOptions) -> GenerateRequest:
     """Make the message of `Client.generate`, which names what it raises."""
     _require_known("generate", options, GenerateOptions.__optional_keys__)
+    if isinstance(options.get("stop"), str):  # which would be taken for its letters
+        raise TypeError(f"stop: expected a sequence of texts, got {reprlib.repr(options['stop'])}")
     of_prompt = {name: value for name, value in options.items() if name in PromptOptions.__optional_keys__}
     others = {name: value for name, value in options.items() if name not in of_prompt}
     return _message(GenerateRequest, prefill=_prompt(token_ids, of_prompt), **others)

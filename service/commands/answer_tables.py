@@ -25,24 +25,27 @@ _64_BIT = frozenset(
 )
 
 
-def json_of(message: Message, *, indent: int | None = 2) -> str:
+def json_of(message: Message, *, indent: int | None = 2, **texts: str | None) -> str:
     """Return a message as JSON: names as in the .proto files, every plain field present, numbers as numbers.
 
     Args:
         message: an answer.
         indent: spaces for each level; None puts it all on one line.
+        texts: further fields; None leaves one out.
     """
     tree = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     _make_numbers(tree, message.DESCRIPTOR)
+    tree.update({name: text for name, text in texts.items() if text is not None})
     return json.dumps(tree, indent=indent)
 
 
-def prefill_table(answer: PrefillResponse) -> str:
+def prefill_table(answer: PrefillResponse, next_token_text: str | None = None) -> str:
     """Return a table of what was reused, what was computed, why, and how long it took."""
+    quoted = "" if next_token_text is None else " " + json.dumps(next_token_text, ensure_ascii=False)
     usage, timing = answer.usage, answer.timing
     rows = [
         ("request", answer.request_id),
-        ("next token", str(answer.next_token_id)),
+        ("next token", f"{answer.next_token_id}{quoted}"),
         ("prompt", f"{usage.prompt_tokens} tokens"),
         ("  cached", f"{usage.cached_tokens} tokens{percent(usage.cached_tokens, usage.prompt_tokens)}"),
         ("  computed", f"{usage.computed_tokens} tokens"),

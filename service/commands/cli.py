@@ -20,7 +20,7 @@ from radixkv.service.commands.client_commands import add_client_commands
 from radixkv.service.commands.plan_command import add_plan_command
 from radixkv.service.commands.serve_command import add_serve_command
 from radixkv.service.commands.simulate_command import add_simulate_command
-from radixkv.service.missing_package import missing_package
+from radixkv.service.missing_package import MissingPackage, missing_package
 
 # Top-level modules that the extra `engine` brings.
 _ENGINE_MODULES = frozenset(
@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command(arguments)
         sys.stdout.flush()
     except ConfigError as error:
+        return _complain(2, str(error))
+    except MissingPackage as error:
         return _complain(2, str(error))
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import grpc
 
 from radixkv.api.retention import Retention
 from radixkv.errors import ConfigError, InvalidRequest
+from radixkv.service.client import Client
 from radixkv.service.client.requests import PromptOptions
 from radixkv.service.commands import argument_types
+from radixkv.service.text.tokenizer import Tokenizer
+
+_CHOICES = "choose --tokenizer DIR, --bytes or --tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, and the tokenizer that made its token ids; None if they were given."""
+
+    token_ids: list[int]
+    tokenizer: Tokenizer | None
 
 
 def add_prompt(command: argparse.ArgumentParser) -> None:
@@ -19,13 +33,15 @@ def add_prompt(command: argparse.ArgumentParser) -> None:
         "the prompt", "One of --text, --text-file, --tokens and --tokens-file; - as its value reads stdin."
     )
     prompt = group.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--text", metavar="T|-", type=_text, help="text; its bytes in UTF-8 are the token ids")
-    prompt.add_argument(
-        "--text-file", metavar="F", dest="text", type=_read, help="a file with the text, taken byte for byte"
-    )
+    prompt.add_argument("--text", metavar="T|-", type=_text, help="text, for the tokenizer of the served model")
+    prompt.add_argument("--text-file", metavar="F", dest="text", type=_read, help="a file with the text")
     prompt.add_argument("--tokens", metavar="1,2,3|-", type=_tokens, help="token ids, separated by commas or spaces")
     prompt.add_argument("--tokens-file", metavar="F", dest="tokens", type=_read_tokens, help="a file with token ids")
-    group.add_argument("--tokenizer", metavar="DIR", help="a directory with a tokenizer for the text (default: none)")
+    text = group.add_mutually_exclusive_group()
+    text.add_argument(
+        "--tokenizer", metavar="DIR", help="a directory with another tokenizer for the text (default: the model's own)"
+    )
+    text.add_argument("--bytes", action="store_true", help="no tokenizer: the text's bytes are the token ids")
     identity = command.add_argument_group("identity", "Only requests with equal ones share cached tokens.")
     for name in ("tenant", "adapter", "salt"):
         identity.add_argument(
@@ -54,20 +70,44 @@ def add_prompt(command: argparse.ArgumentParser) -> None:
     )
 
 
-def token_ids_of(arguments: argparse.Namespace) -> list[int]:
-    """Return the prompt's token ids.
+def add_chat(command: argparse.ArgumentParser) -> None:
+    """Add the options of a conversation to a command that has those of a prompt."""
+    group = command.add_argument_group("the conversation")
+    group.add_argument(
+        "--chat", action="store_true", help="the text is a user's message, put into the model's chat template"
+    )
+    group.add_argument(
+        "--system", metavar="T", help="with --chat: a system message before the user's message (default: none)"
+    )
+
+
+def prompt_of(arguments: argparse.Namespace, client: Client) -> Prompt:
+    """Return the prompt. Asks the service for its tokenizer if the prompt is text, and nothing else is chosen.
 
     Raises:
-        ConfigError: there is no tokenizer where --tokenizer says, or the text is not for one.
+        ConfigError: the options do not go together, or there is no tokenizer, or the text is not for one.
     """
+    is_chat, system = getattr(arguments, "chat", False), getattr(arguments, "system", None)
+    if system is not None and not is_chat:
+        raise ConfigError("--system: expected --chat with it, got none")
+    others = {"--tokenizer": arguments.tokenizer is not None, "--bytes": arguments.bytes, "--chat": is_chat}
     if arguments.tokens is not None:
-        if arguments.tokenizer is not None:
-            raise ConfigError("--tokenizer: expected --text or --text-file with it, got --tokens")
-        token_ids: list[int] = arguments.tokens
-        return token_ids
-    if arguments.tokenizer is None:
-        return list(arguments.text)
-    return _tokenized(arguments.text, arguments.tokenizer)
+        for name in (name for name, is_given in others.items() if is_given):
+            raise ConfigError(f"{name}: expected --text or --text-file with it, got --tokens")
+        return Prompt(arguments.tokens, None)
+    if arguments.bytes:
+        if is_chat:
+            raise ConfigError("--chat: expected a tokenizer, got --bytes")
+        return Prompt(list(arguments.text), None)
+    tokenizer = _served_tokenizer(client) if arguments.tokenizer is None else _tokenizer_in(arguments.tokenizer)
+    text = _decoded(arguments.text)
+    if not is_chat:
+        return Prompt(tokenizer.encode(text), tokenizer)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    try:
+        return Prompt(tokenizer.encode_chat([*messages, {"role": "user", "content": text}]), tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"--chat: {error}") from error
 
 
 def prompt_options(arguments: argparse.Namespace, num_tokens: int) -> PromptOptions:
@@ -100,20 +140,31 @@ def _retention(arguments: argparse.Namespace, num_tokens: int) -> Retention | No
     return retention
 
 
-def _tokenized(text: bytes, directory: str) -> list[int]:
-    if not Path(directory).is_dir():  # else transformers would take it for a name on a hub
-        raise ConfigError(f"--tokenizer: expected a directory with a tokenizer, got {directory}")
-    from transformers import AutoTokenizer
+def _tokenizer_in(directory: str) -> Tokenizer:
+    try:
+        return Tokenizer.load(directory)
+    except ValueError as error:
+        raise ConfigError(f"--tokenizer: {error}") from error
 
+
+def _served_tokenizer(client: Client) -> Tokenizer:
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # whatever transformers raises over a bad directory
-        raise ConfigError(f"--tokenizer: expected a directory with a tokenizer, got {directory}") from error
+        return client.tokenizer()
+    except grpc.RpcError as error:
+        if error.code() not in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED):
+            raise
+        raise ConfigError(f"--text: expected a model with a tokenizer, got one without; {_CHOICES}") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--text: the tokenizer of the service can't be used: {error}; {_CHOICES}") from error
+
+
+def _decoded(text: bytes) -> str:
     try:
-        token_ids: list[int] = tokenizer.encode(text.decode("utf-8"))
+        return text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--tokenizer: expected text in UTF-8, got the byte {text[error.start]:#04x}") from error
-    return token_ids
+        raise ConfigError(
+            f"--text: expected text in UTF-8, got the byte {text[error.start]:#04x}; with --bytes, any bytes will do"
+        ) from error
 
 
 def _text(text: str) -> bytes:

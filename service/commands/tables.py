@@ -36,6 +36,19 @@ def percent(part: int, whole: int) -> str:
     return f" ({100 * part / whole:.1f} %)" if whole else ""
 
 
+def printable(text: str, *, keep: str) -> str:
+    """Escape the control characters of a text, except those to keep: a terminal would obey them.
+
+    >>> printable("a" + chr(27) + "[2J", keep="")
+    'a\\\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each in keep or each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text
+    )
+
+
 def _printable(text: str) -> str:
     """Escape control characters: callers choose the names of tenants, and a terminal would obey what is in them."""
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")

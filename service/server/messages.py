@@ -165,12 +165,15 @@ def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> pref
     return response
 
 
-def last_response(result: GenerateResult, num_told: int, index: int) -> prefill_pb2.GenerateResponse:
+def last_response(
+    result: GenerateResult, num_told: int, index: int, matched_stop: str = ""
+) -> prefill_pb2.GenerateResponse:
     """Write the last answer to a generation, of which `num_told` tokens were sent before."""
     return prefill_pb2.GenerateResponse(
         token_ids=result.token_ids[num_told:],
         logprobs=logprob_messages(result.logprobs[num_told:]),
         index=index,
+        matched_stop=matched_stop,
         finished=True,
         finish_reason=prefill_pb2.FinishReason.Name(result.finish_reason.value),
         usage=usage_message(result.usage),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from radixkv.errors import UnknownTokenizer
 from radixkv.service.server.tokenizer_archive import tokenizer_archive
+from radixkv.service.text.tokenizer import Tokenizer
 
 
 @contextlib.contextmanager
@@ -41,6 +42,8 @@ class ModelTokenizer:
         self._model_path = model_path
         self._lock = threading.Lock()
         self._archive: tuple[bytes, str] | None = None
+        self._loading = threading.Lock()
+        self._loaded: Tokenizer | ValueError | None = None
 
     def archive(self) -> tuple[bytes, str]:
         """Return the tokenizer's files as a zip, see `tokenizer_archive`, and its SHA-256 in hexadecimal digits.
@@ -58,3 +61,25 @@ class ModelTokenizer:
                     data = tokenizer_archive(directory)
                 self._archive = data, hashlib.sha256(data).hexdigest()
             return self._archive
+
+    def load(self) -> Tokenizer:
+        """Return the tokenizer itself. The first time it is loaded, which may take seconds.
+
+        Raises:
+            ValueError: the model has none, or none that transformers can load.
+        """
+        with self._loading:
+            if self._loaded is None:
+                self._loaded = self._load()
+            if isinstance(self._loaded, ValueError):
+                raise self._loaded
+            return self._loaded
+
+    def _load(self) -> Tokenizer | ValueError:
+        if self._model_path is None:
+            return ValueError("expected one with the model, got a model without files")
+        try:
+            with files_of_model(self._model_path) as directory:
+                return Tokenizer.load(directory)
+        except ValueError as error:
+            return error

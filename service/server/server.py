@@ -82,9 +82,10 @@ class Server:
                 ("grpc.keepalive_timeout_ms", 10_000),
             ],
         )
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(engine), self._grpc)  # type: ignore[no-untyped-call]
+        tokenizer = ModelTokenizer(model_path)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(engine, tokenizer), self._grpc)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine), self._grpc)  # type: ignore[no-untyped-call]
-        model_servicer = ModelServicer(ModelTokenizer(model_path))
+        model_servicer = ModelServicer(tokenizer)
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_servicer, self._grpc)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         own_services = [*SERVICES]

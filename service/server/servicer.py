@@ -7,12 +7,11 @@ cancels its future, and with it the request. `radixkv.service.server.status` tur
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
 from radixkv.api.caller import Caller
-from radixkv.api.result import GenerateResult
+from radixkv.api.result import GenerationFuture
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.calls import answer_of, traceparent_of
 from radixkv.service.server.mailbox import Mailbox
@@ -30,6 +29,8 @@ from radixkv.service.server.messages import (
     stats_response,
     usage_message,
 )
+from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.stop_strings import stop_strings
 from radixkv.service.server.token_stream import TokenStream
 from radixkv.service.server.unfinished_calls import Context
 from radixkv.service.token_ids import read_token_ids
@@ -42,8 +43,9 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Answers prompts, generations and probes, and takes leases back."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tokenizer: ModelTokenizer) -> None:
         self._engine = engine
+        self._tokenizer = tokenizer  # for stop strings
         self._mailbox = Mailbox()
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
@@ -61,9 +63,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """
         params = read_params(request.prefill, context.time_remaining(), traceparent_of(context))
         sampling, num_left = read_sampling(request), read_num_answers(request)
+        stops = await stop_strings(self._tokenizer, request.stop, params, sampling, num_left)
         stream = TokenStream(self._mailbox)
         num_told = [0] * num_left
-        futures: list[Future[GenerateResult]] = []
+        futures: list[GenerationFuture] = []
         try:
             for index in range(num_left):
                 futures.append(self._engine.generate(params, sampling.of_answer(index), partial(stream.put, index)))
@@ -76,13 +79,21 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     response.logprobs.extend(
                         logprob_messages(logprobs for each in tokens for logprobs in each.logprobs)
                     )
+                    if stops is not None:
+                        num_wanted = stops.num_wanted(index, response.token_ids)
+                        del response.token_ids[num_wanted:], response.logprobs[num_wanted:]
+                        if stops.has_ended(index):
+                            futures[index].finish()
+                        if not num_wanted:
+                            continue
                     if num_told[index] == 0:
                         response.usage.CopyFrom(usage_message(tokens[0].usage))
                     num_told[index] += len(response.token_ids)
                     yield response
                 for index in ended:
                     result = await answer_of(self._engine, self._mailbox, futures[index])
-                    yield last_response(result, num_told[index], index)
+                    result, matched = (result, "") if stops is None else stops.cut(index, result)
+                    yield last_response(result, num_told[index], index, matched)
                 num_left -= len(ended)
         finally:
             for future in futures:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+NUM_PROMPT_IDS = 5  # tokens of a prompt that decide how an answer begins
+
 _BROKEN = "\ufffd"  # stands for bytes that are no text, or not yet
-_NUM_PROMPT_IDS = 5
 _LONGEST_PART = 3  # bytes of a character that lacks some: each may show as a sign of its own
 # A vocabulary with a token for each byte shows a character that lacks bytes, and the one before it, as up to 7 signs.
 _MOST_BROKEN = 8
@@ -29,7 +30,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids = list(prompt_ids[-_NUM_PROMPT_IDS:])
+        self._ids = list(prompt_ids[-NUM_PROMPT_IDS:])
         self._num_old_ids = len(self._ids)
         self._num_told = len(decode(self._ids).rstrip(_BROKEN)) if self._ids else 0
 

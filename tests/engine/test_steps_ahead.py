@@ -452,3 +452,13 @@ def test_what_is_under_way_when_the_engine_stops_is_let_go() -> None:
     assert isinstance(future.exception(0), StepFailed)
     bench.cache.check()
     assert bench.cache.pool.num_leased == 0
+
+
+def test_no_step_is_started_ahead_of_one_that_is_finished() -> None:
+    bench = Bench()
+    future, diary = decoding(bench)
+    future.finish()
+    assert "start" not in diary.of_next_step(), "the step that is under way is the last one"
+    bench.run()
+    assert future.result(0).token_ids == expected(3)
+    assert bench.cache.pool.num_leased == 0

@@ -212,11 +212,13 @@ ENGINE_MUTANTS = (
     Mutant("engine/steps_ahead.py", "return is_expired or ", "return "),
     Mutant("engine/steps_ahead.py", "return is_expired or self._early_ends.is_any_due(now_s)", "return is_expired"),
     Mutant("engine/step.py", "_chunk(part), copy=None,", "_chunk(part),"),
-    Mutant("engine/early_ends.py", "self._cancelled or self._failed or (", "self._failed or ("),
-    Mutant("engine/early_ends.py", "self._cancelled or self._failed or (", "self._cancelled or ("),
-    Mutant(
-        "engine/early_ends.py", "self._failed or (self._deadlines and self._deadlines[0][0] <= now_s)", "self._failed"
-    ),
+    Mutant("engine/early_ends.py", "self._cancelled or self._finished or self", "self._finished or self"),
+    Mutant("engine/early_ends.py", "self._cancelled or self._finished or self", "self._cancelled or self"),
+    Mutant("engine/early_ends.py", "self._finished or self._failed)", "self._finished)"),
+    Mutant("engine/early_ends.py", "return is_late or bool(", "return bool("),
+    Mutant("engine/early_ends.py", " and request.generation.token_ids:", ":"),
+    Mutant("engine/delivery.py", "            self._commit(request, request.computed_upto)\n", "            pass\n"),
+    Mutant("engine/delivery.py", "request.generation.is_finished = True", "pass"),
     Mutant("engine/sampler.py", "torch.where(scores > 0, scores / factor, scores * factor)", "scores / factor"),
     Mutant("engine/sampler.py", "ordered.masked_fill(ordered < last, -torch.inf)", "ordered"),
     Mutant("engine/sampler.py", "len(token_ids) < sampling.min_tokens", "len(token_ids) <= sampling.min_tokens"),

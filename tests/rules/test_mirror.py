@@ -74,6 +74,7 @@ TESTED_IN = {
     "radixkv.service.client.async_client": "service/client/test_client.py",
     "radixkv.service.client.channel": "service/client/test_client.py",
     "radixkv.service.client.requests": "service/client/test_client.py",
+    "radixkv.service.commands.connection_arguments": "service/commands/test_client_commands.py",
     "radixkv.service.commands.hit_rate_plot": "service/commands/test_simulate_command.py",
     "radixkv.service.commands.plan_report": "service/commands/test_plan_command.py",
     "radixkv.service.missing_package": "service/commands/test_serve_command.py",

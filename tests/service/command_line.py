@@ -21,13 +21,13 @@ from tests.service.serving import serve_and_call
 LAUNCHER = str(Path(__file__).parent / "serve_fake.py")
 
 
-def run_cli(capsys, engine, *arguments) -> tuple[int, str, str]:
+def run_cli(capsys, engine, *arguments, model_path: str | None = None) -> tuple[int, str, str]:
     """Run a command against a server; return its exit code, stdout and stderr."""
 
     def talk(address: str) -> int:
         return main([*arguments, "--address", address])
 
-    code = serve_and_call(engine, talk)
+    code = serve_and_call(engine, talk, model_path)
     return code, *capsys.readouterr()
 
 

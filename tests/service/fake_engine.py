@@ -15,6 +15,7 @@ from radixkv.api.result import (
     FinishReason,
     GeneratedTokens,
     GenerateResult,
+    GenerationFuture,
     HeldLease,
     PrefillResult,
     ProbeResult,
@@ -104,7 +105,7 @@ class FakeEngine:
             raise self.refusal
         sampling.validate(VOCAB_SIZE)
         params.require_generable()
-        future = Future()
+        future = GenerationFuture()
         self.params.append(params)
         self.samplings.append(sampling)
         self.futures.append(future)
@@ -114,7 +115,9 @@ class FakeEngine:
     def _generate(self, future, params, sampling, on_tokens) -> None:
         ids = np.frombuffer(params.tokens, dtype="<u4").tolist()
         generated = []
-        while len(generated) < sampling.max_new_tokens and not future.cancelled():
+        is_finished = threading.Event()
+        future.watch_finish(is_finished.set)
+        while len(generated) < sampling.max_new_tokens and not future.cancelled() and not is_finished.is_set():
             generated.append(next_token_of(ids))
             ids.append(generated[-1])
             usage = Usage(len(ids) - len(generated), 0, len(ids) - len(generated), 0, len(generated))
@@ -122,14 +125,15 @@ class FakeEngine:
                 break
             if len(generated) < sampling.max_new_tokens:
                 on_tokens(GeneratedTokens((generated[-1],), usage, _logprobs_of(generated[-1:], sampling)))
-        while self.is_gated and not future.cancelled():
+        while self.is_gated and not future.cancelled() and not is_finished.is_set():
             time.sleep(0.001)
         if not future.set_running_or_notify_cancel():
             return
         if self.failure is not None:
             future.set_exception(self.failure)
             return
-        reason = FinishReason.STOP if generated[-1] in sampling.stop_token_ids else FinishReason.LENGTH
+        has_stopped = is_finished.is_set() or generated[-1] in sampling.stop_token_ids
+        reason = FinishReason.STOP if has_stopped else FinishReason.LENGTH
         retained = None if params.retention is None else _retained(params.retention)
         future.set_result(
             GenerateResult(

@@ -41,11 +41,11 @@ async def serving(
         await server.drain()
 
 
-def serve_and_call(engine, function: Callable[[str], Any]) -> Any:
+def serve_and_call(engine, function: Callable[[str], Any], model_path: str | None = None) -> Any:
     """Return `function(address)`, called in a thread of its own beside a server."""
 
     async def run() -> Any:
-        async with serving(engine) as (_, address):
+        async with serving(engine, model_path=model_path) as (_, address):
             return await asyncio.to_thread(function, address)
 
     return asyncio.run(run())

@@ -7,7 +7,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from radixkv.api.result import FinishReason, GenerateResult
+from radixkv.api.result import FinishReason, GenerateResult, GenerationFuture
+from radixkv.api.retention import Retention
 from radixkv.cache.tenants import Quota
 from radixkv.errors import DeadlineExceeded, OutOfBlocks, StepFailed
 from tests.core_bench import BLOCK_SIZE, Bench
@@ -118,6 +119,101 @@ def test_equal_prompts_that_end_inside_a_block_are_computed_once_and_go_on_apart
     bench.run()
     assert sum(f.result(0).usage.computed_tokens for f in futures) == 10 + 3
     assert bench.cache.pool.num_leased == 0
+
+
+class TestFinish:
+    def test_it_ends_with_the_tokens_that_it_has_and_caches_them(self) -> None:
+        bench = Bench()
+        future = bench.generate(range(10), 30)
+        while len(future.told) < 7:
+            bench.core.step()
+        future.finish()
+        bench.run()
+        result = future.result(0)
+        assert result.token_ids[:7] == continuation(range(10), 7)
+        assert len(result.token_ids) <= 9, "at most the step that was under way, and the one before it was told"
+        assert (result.finish_reason, result.usage.generated_tokens) == (FinishReason.STOP, len(result.token_ids))
+        assert bench.core.tally.load().requests.finished == 1
+        assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
+        again = bench.prefill([*range(10), *result.token_ids])
+        assert again.usage.computed_tokens == 1, "all but the last token is cached, also in the last block"
+
+    def test_others_go_on(self) -> None:
+        bench = Bench()
+        futures = [bench.generate(range(start, start + 10), 20) for start in (0, 30, 60)]
+        while len(futures[1].told) < 3:
+            bench.core.step()
+        futures[1].finish()
+        bench.run()
+        assert len(generated(futures[1])) < 20
+        assert [generated(futures[i]) for i in (0, 2)] == [continuation(range(s, s + 10), 20) for s in (0, 60)]
+
+    def test_a_paused_one_ends_without_blocks(self) -> None:
+        bench = Bench(num_blocks=9)
+        futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
+        while not bench.core.tally.load().requests.paused:
+            bench.core.step()
+        paused = [future for future in futures if len(future.told) < max(len(each.told) for each in futures)] or futures
+        youngest = paused[-1]
+        computed = bench.runner.computed_tokens
+        youngest.finish()
+        while not youngest.done():
+            bench.core.step()
+        assert bench.runner.computed_tokens - computed <= 3, "it is not computed again"
+        assert youngest.result(0).finish_reason is FinishReason.STOP
+        bench.run()
+        assert bench.cache.pool.num_leased == 0
+
+    @pytest.mark.parametrize("priority", [80, 20])
+    def test_a_retention_is_granted_to_one_that_was_finished(self, priority: int) -> None:
+        bench = Bench()
+        future = bench.generate(range(10), 30, retention=Retention(priority))
+        while len(future.told) < 3:
+            bench.core.step()
+        future.finish()
+        bench.run()
+        retained = future.result(0).retained
+        assert retained is not None
+        assert retained.grant.granted_tokens == 10
+
+    def test_it_publishes_nothing_that_it_was_not_to_publish(self) -> None:
+        bench = Bench()
+        future = bench.generate(range(10), 30, write_cache=False)
+        while len(future.told) < 7:
+            bench.core.step()
+        future.finish()
+        bench.run()
+        assert bench.prefill(range(10)).usage.cached_tokens == 0
+
+    def test_before_the_first_token_and_after_the_end_it_does_nothing(self) -> None:
+        bench = Bench()
+        future = bench.generate(range(10), 4)
+        future.finish()
+        bench.run()
+        assert generated(future) == continuation(range(10), 4)
+        future.finish()
+        assert bench.prefill(range(10)).usage.prompt_tokens == 10
+        assert future.result(0).finish_reason is FinishReason.LENGTH
+        assert GenerationFuture().finish() is None
+
+    def test_one_that_is_cancelled_too_has_no_answer(self) -> None:
+        bench = Bench()
+        future = bench.generate(range(10), 30)
+        bench.core.step()
+        future.finish()
+        future.cancel()
+        bench.run()
+        assert bench.core.tally.load().requests.cancelled == 1
+        assert bench.cache.pool.num_leased == 0
+
+    def test_a_late_one_is_late(self) -> None:
+        bench = Bench()
+        future = bench.generate(range(10), 30, deadline_s=5.0)
+        bench.core.step()
+        bench.clock.now = 6.0
+        future.finish()
+        bench.run()
+        assert isinstance(future.exception(0), DeadlineExceeded)
 
 
 class TestPressure:

@@ -149,7 +149,7 @@ def test_the_commands_of_a_client_work_where_the_engine_is_not_installed():
     program = WITHOUT_ENGINE + "from radixkv.service.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
 
     def talk(address):
-        prefill = launch("-P", "-c", program, "prefill", "--address", address, "--text", "hi", "--json")
+        prefill = launch("-P", "-c", program, "prefill", "--address", address, "--text", "hi", "--bytes", "--json")
         return prefill, launch("-P", "-c", program, "stats", "--address", address)
 
     for code, out, err in serve_and_call(FakeEngine(), talk):

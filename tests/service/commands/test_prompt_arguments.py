@@ -1,53 +1,102 @@
 import io
+import json
 import os
 import re
 import struct
-import sys
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
 from radixkv.api.retention import Retention
-from radixkv.service.commands.cli import main
+from radixkv.errors import ConfigError
+from radixkv.model.tiny_files import write_tiny_files
+from radixkv.service.commands.cli import main, make_parser
+from radixkv.service.commands.prompt_arguments import prompt_of
+from radixkv.service.missing_package import missing_package
 from tests.service.command_line import launch, run_cli, usage_error
 from tests.service.fake_engine import FakeEngine
+from tests.service.serving import WITHOUT_ENGINE, serve_and_call
+from tests.service.text.tokenizers import byte_fallback, byte_level
 
 
 @pytest.mark.parametrize("text", ["hello", "é€", "a\udcffb"])  # the last is a byte that is no UTF-8, as argv has it
-def test_text_is_its_bytes(capsys, text):
+def test_text_is_its_bytes_where_that_is_asked_for(capsys, text):
     engine = FakeEngine()
-    run_cli(capsys, engine, "prefill", "--text", text)
+    assert run_cli(capsys, engine, "prefill", "--text", text, "--bytes", model_path="tiny")[0] == 0
     assert engine.params[0].tokens == b"".join(bytes([b, 0, 0, 0]) for b in os.fsencode(text))
 
 
-def test_text_goes_through_a_tokenizer(capsys, tmp_path, monkeypatch):
-    class Tokenizer:
-        def encode(self, text):
-            return [len(text)]
-
-    class AutoTokenizer:
-        @staticmethod
-        def from_pretrained(path, *, local_files_only):
-            assert local_files_only
-            if path != str(tmp_path):
-                raise OSError("not\nthere")
-            return Tokenizer()
-
-    stand_in = ModuleType("transformers")
-    stand_in.AutoTokenizer = AutoTokenizer
-    monkeypatch.setitem(sys.modules, "transformers", stand_in)
+def test_text_goes_through_the_tokenizer_of_the_served_model(capsys):
     engine = FakeEngine()
-    assert run_cli(capsys, engine, "prefill", "--text", "hello", "--tokenizer", str(tmp_path))[0] == 0
-    assert engine.params[0].tokens == b"\x05\0\0\0"
-    code, _, err = run_cli(capsys, engine, "prefill", "--text", "a\udcff", "--tokenizer", str(tmp_path))
-    assert (code, err) == (2, "radixkv: --tokenizer: expected text in UTF-8, got the byte 0xff\n")
-    code, _, err = run_cli(capsys, engine, "prefill", "--tokens", "1", "--tokenizer", str(tmp_path))
-    assert (code, err) == (2, "radixkv: --tokenizer: expected --text or --text-file with it, got --tokens\n")
+    code, out, _ = run_cli(capsys, engine, "prefill", "--text", "~€", model_path="tiny")
+    assert (code, engine.params[0].tokens) == (0, struct.pack("<4I", *"~€".encode()))
+    assert re.search(r'^next token +142 "\ufffd"$', out, re.MULTILINE), "half a character"
+    _, out, _ = run_cli(capsys, FakeEngine(), "prefill", "--text", "~", "--json", model_path="tiny")
+    assert (json.loads(out)["next_token_id"], json.loads(out)["next_token_text"]) == (126, "~")
+
+
+@pytest.mark.parametrize("command", ["prefill", "generate"])
+def test_text_for_a_model_without_a_tokenizer_is_refused_with_the_choices(capsys, command):
+    engine = FakeEngine()
+    code, out, err = run_cli(capsys, engine, command, "--text", "hello")
+    message = "--text: expected a model with a tokenizer, got one without; choose --tokenizer DIR, --bytes or --tokens"
+    assert (code, out, err) == (2, "", f"radixkv: {message}\n")
+    assert engine.futures == []
+
+
+def test_a_served_tokenizer_that_can_not_be_loaded_is_one_line(capsys, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("no")
+    code, _, err = run_cli(capsys, FakeEngine(), "prefill", "--text", "hello", model_path=str(tmp_path))
+    assert code == 2
+    assert err.startswith("radixkv: --text: the tokenizer of the service can't be used: expected a directory with a")
+    assert err.count("\n") == 1
+
+
+def test_another_tokenizer_wins(capsys, tmp_path):
+    write_tiny_files(tmp_path)
+    engine = FakeEngine()
+    assert run_cli(capsys, engine, "prefill", "--text", "~", "--tokenizer", str(tmp_path))[0] == 0
+    assert engine.params[0].tokens == b"~\0\0\0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "a\udcff"], "--text: expected text in UTF-8, got the byte 0xff; with --bytes, any bytes will do"),
+        (["--tokens", "1", "--bytes"], "--bytes: expected --text or --text-file with it, got --tokens"),
+        (["--tokens", "1", "--chat"], "--chat: expected --text or --text-file with it, got --tokens"),
+        (["--tokens", "1", "--tokenizer", "x"], "--tokenizer: expected --text or --text-file with it, got --tokens"),
+        (["--text", "a", "--bytes", "--chat"], "--chat: expected a tokenizer, got --bytes"),
+        (["--text", "a", "--system", "s"], "--system: expected --chat with it, got none"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_line(capsys, arguments, message):
+    code, _, err = run_cli(capsys, FakeEngine(), "generate", *arguments, model_path="tiny")
+    assert (code, err) == (2, f"radixkv: {message}\n")
+
+
+def test_a_tokenizer_and_bytes_exclude_each_other(capsys):
+    assert "not allowed with" in usage_error(capsys, "prefill", "--text", "a", "--bytes", "--tokenizer", "x")
+
+
+@pytest.mark.parametrize("system", [[], ["--system", "s"]])
+def test_a_chat_goes_through_the_template(system):
+    tokenizer = byte_level()
+    messages = [{"role": "system", "content": "s"}] if system else []
+    expected = tokenizer.encode_chat([*messages, {"role": "user", "content": "hi"}])
+    arguments = make_parser().parse_args(["generate", "--text", "hi", "--chat", *system])
+    client = SimpleNamespace(tokenizer=lambda: tokenizer)
+    assert prompt_of(arguments, client).token_ids == expected
+
+
+def test_a_tokenizer_without_a_template_refuses_a_chat():
+    arguments = make_parser().parse_args(["generate", "--text", "hi", "--chat"])
+    with pytest.raises(ConfigError, match="--chat: expected a tokenizer with a chat template, got one without"):
+        prompt_of(arguments, SimpleNamespace(tokenizer=byte_fallback))
 
 
 @pytest.mark.parametrize("files", [{}, {"config.json": '{"model_type": "llama"}'}, {"tokenizer.json": "no"}])
 def test_a_directory_without_a_tokenizer_is_one_line_and_exit_code_2(capsys, tmp_path, files):
-    pytest.importorskip("transformers")
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert main(["prefill", "--text", "hi", "--tokenizer", str(tmp_path)]) == 2
@@ -64,6 +113,16 @@ def test_a_tokenizer_that_is_no_directory_is_refused_before_transformers_is_impo
     assert launch("-P", "-c", program) == (2, "", message)
 
 
+def test_text_where_transformers_is_not_installed_names_the_extra():
+    program = WITHOUT_ENGINE + "from radixkv.service.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
+
+    def talk(address):
+        return launch("-P", "-c", program, "prefill", "--address", address, "--text", "hi")
+
+    code, out, err = serve_and_call(FakeEngine(), talk, "tiny")
+    assert (code, out, err) == (2, "", f"radixkv: {missing_package('transformers', 'text')}\n")
+
+
 def stdin_of(data):
     return io.TextIOWrapper(io.BytesIO(data))
 
@@ -72,7 +131,7 @@ def stdin_of(data):
 def test_text_comes_from_stdin_byte_for_byte(capsys, monkeypatch, option):
     engine = FakeEngine()
     monkeypatch.setattr("sys.stdin", stdin_of(b"a\xff\n"))
-    assert run_cli(capsys, engine, "prefill", *option)[0] == 0
+    assert run_cli(capsys, engine, "prefill", *option, "--bytes")[0] == 0
     assert engine.params[0].tokens == b"a\0\0\0\xff\0\0\0\n\0\0\0"
 
 
@@ -89,7 +148,7 @@ def test_a_prompt_comes_from_a_file(capsys, tmp_path):
     (tmp_path / "ids").write_text("1,2")
     (tmp_path / "text").write_bytes(b"\xe9")
     assert run_cli(capsys, engines[0], "prefill", "--tokens-file", str(tmp_path / "ids"))[0] == 0
-    assert run_cli(capsys, engines[1], "prefill", "--text-file", str(tmp_path / "text"))[0] == 0
+    assert run_cli(capsys, engines[1], "prefill", "--text-file", str(tmp_path / "text"), "--bytes")[0] == 0
     assert [engine.params[0].tokens for engine in engines] == [struct.pack("<2I", 1, 2), struct.pack("<I", 0xE9)]
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import dataclasses
-import json
 
 import grpc
 import numpy as np
@@ -16,7 +15,6 @@ from radixkv.errors import OutOfBlocks, StepFailed
 from radixkv.service.client import AsyncClient, Client
 from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP
 from tests.patience import PATIENCE_S
-from tests.service.command_line import run_cli
 from tests.service.fake_engine import FakeEngine, next_token_of
 from tests.service.serving import becomes_true, refused_late, serve_and_call, serving
 
@@ -333,46 +331,3 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_sent(fields, ki
     with Client("127.0.0.1:1") as client, pytest.raises(kind) as refused:
         client.generate([1], **fields)
     assert str(refused.value).startswith(message)
-
-
-def test_the_command_prints_tokens_as_they_come_and_then_a_table(capsys):
-    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1,2", "--max-new-tokens", "4")
-    first, *table = out.splitlines()
-    assert code == 0
-    assert first == " ".join(map(str, continuation([1, 2], 4)))
-    assert "generated    4 tokens, LENGTH" in table
-    assert "  decode     0.00 ms" in table
-
-
-def test_the_command_prints_one_json_object(capsys):
-    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1,2", "--max-new-tokens", "4", "--json")
-    answer = json.loads(out)
-    assert code == 0
-    assert answer["token_ids"] == continuation([1, 2], 4)
-    assert (answer["finished"], answer["finish_reason"]) == (True, "LENGTH")
-    assert answer["usage"]["generated_tokens"] == 4
-
-
-def test_the_command_passes_every_option(capsys):
-    engine = FakeEngine()
-    options = "--max-new-tokens 3 --temperature 0.5 --top-p 0.9 --seed 18446744073709551615 --stop-tokens 9,8"
-    options += (
-        " --top-k 5 --min-p 0.5 --repetition-penalty 1.5 --presence-penalty 1 --frequency-penalty -1 --min-tokens 2"
-    )
-    code, _, _ = run_cli(
-        capsys, engine, "generate", "--text", "hi", *options.split(), "--ignore-eos", "--tenant", "t", "--no-read-cache"
-    )
-    sampling, params = engine.samplings[0], engine.params[0]
-    assert code == 0
-    assert (sampling.max_new_tokens, sampling.temperature, sampling.seed) == (3, 0.5, 2**64 - 1)
-    assert sampling.top_p == pytest.approx(0.9)
-    assert (sampling.stop_token_ids, sampling.ignore_eos) == ({9, 8}, True)
-    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (5, 0.5, 1.5)
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.min_tokens) == (1.0, -1.0, 2)
-    assert (params.caller.tenant, params.read_cache, params.write_cache) == ("t", False, True)
-
-
-def test_the_command_refuses_in_one_line(capsys):
-    code, out, err = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1", "--top-p", "2")
-    assert (code, out) == (1, "")
-    assert err == "radixkv: INVALID_ARGUMENT: top_p: expected more than 0 and at most 1, got 2.0\n"

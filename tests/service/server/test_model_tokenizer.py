@@ -3,6 +3,7 @@ import hashlib
 import pytest
 
 from radixkv.errors import UnknownTokenizer
+from radixkv.service.server import model_tokenizer as module
 from radixkv.service.server.model_tokenizer import ModelTokenizer, files_of_model
 
 
@@ -46,3 +47,21 @@ def test_a_model_without_files_has_no_tokenizer():
 
 def test_the_embedded_model_has_the_same_files_everywhere():
     assert ModelTokenizer("tiny").archive() == ModelTokenizer("tiny").archive()
+
+
+def test_the_tokenizer_is_loaded_once(monkeypatch):
+    tokenizer = ModelTokenizer("tiny")
+    assert tokenizer.load() is tokenizer.load()
+    assert tokenizer.load().decode([104, 105]) == "hi"
+
+
+def test_a_tokenizer_that_can_not_be_loaded_is_tried_once(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("no")
+    tokenizer = ModelTokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match="expected a directory with a tokenizer"):
+        tokenizer.load()
+    monkeypatch.setattr(module.Tokenizer, "load", lambda *_: pytest.fail("again"))
+    with pytest.raises(ValueError, match="expected a directory with a tokenizer"):
+        tokenizer.load()
+    with pytest.raises(ValueError, match="got a model without files"):
+        ModelTokenizer(None).load()

@@ -1,0 +1,151 @@
+"""`radixkv generate`: its options, and the answer as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from radixkv.api.sampling import DEFAULT_MAX_NEW_TOKENS
+from radixkv.service.commands import argument_types
+from radixkv.service.commands.answer_tables import generate_table, json_of
+from radixkv.service.commands.connection_arguments import add_connection, client_of
+from radixkv.service.commands.prompt_arguments import Prompt, add_chat, add_prompt, prompt_of, prompt_options
+from radixkv.service.commands.tables import printable
+from radixkv.service.text.answer_text import AnswerText
+from radixkv.v1.prefill_pb2 import GenerateResponse
+
+
+def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add `generate` to the commands of a parser."""
+    generate = commands.add_parser(
+        "generate",
+        help="continue a prompt; prints the answer as it comes",
+        description="Continue a prompt; prints the answer as it comes: text after text, token ids after token ids. "
+        f"{argument_types.COUNTS}",
+    )
+    add_prompt(generate)
+    add_chat(generate)
+    sampling = generate.add_argument_group("the answer")
+    sampling.add_argument(
+        "--max-new-tokens",
+        metavar="N",
+        type=argument_types.positive,
+        default=DEFAULT_MAX_NEW_TOKENS,
+        help="tokens to generate at most",
+    )
+    sampling.add_argument(
+        "--temperature", metavar="T", type=float, default=0.0, help="divides the logits; 0 takes the most likely token"
+    )
+    sampling.add_argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        help="draw from the fewest tokens whose probability is P together (default: 1)",
+    )
+    sampling.add_argument(
+        "--top-k",
+        metavar="K",
+        type=argument_types.count,
+        default=0,
+        help="draw from the K most likely tokens; 0 for all",
+    )
+    sampling.add_argument(
+        "--min-p", metavar="P", type=float, default=0.0, help="draw from tokens at least P times as likely as the first"
+    )
+    sampling.add_argument(
+        "--repetition-penalty",
+        metavar="X",
+        type=float,
+        help="makes tokens of prompt and answer less likely if above 1 (default: 1)",
+    )
+    for name, when in (("presence", "if they are in the answer"), ("frequency", "each time they are in the answer")):
+        sampling.add_argument(
+            f"--{name}-penalty", metavar="X", type=float, default=0.0, help=f"taken from logits of tokens {when}"
+        )
+    sampling.add_argument(
+        "--min-tokens",
+        metavar="N",
+        type=argument_types.count,
+        default=0,
+        help="tokens before which no stop token comes",
+    )
+    sampling.add_argument(
+        "--seed", metavar="N", type=argument_types.seed, help="equal seeds draw equal tokens (default: random)"
+    )
+    sampling.add_argument(
+        "--stop-tokens",
+        metavar="1,2,3",
+        type=argument_types.token_ids,
+        default=[],
+        help="token ids that end it (default: none)",
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the model's end of sequence")
+    sampling.add_argument(
+        "--stop",
+        metavar="T",
+        action="append",
+        default=[],
+        help="text that ends it and is not printed; may be given more than once (default: none)",
+    )
+    add_connection(generate)
+    generate.set_defaults(command=_generate)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    answer = GenerateResponse()
+    with client_of(arguments) as client:
+        prompt = prompt_of(arguments, client)
+        printer = _Printer(prompt, arguments.stop, arguments.min_tokens, is_silent=arguments.json)
+        for news in client.generate(
+            prompt.token_ids,
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            seed=arguments.seed,
+            stop_token_ids=arguments.stop_tokens,
+            stop=arguments.stop,
+            ignore_eos=arguments.ignore_eos,
+            top_k=arguments.top_k,
+            min_p=arguments.min_p,
+            repetition_penalty=arguments.repetition_penalty,
+            presence_penalty=arguments.presence_penalty,
+            frequency_penalty=arguments.frequency_penalty,
+            min_tokens=arguments.min_tokens,
+            **prompt_options(arguments, len(prompt.token_ids)),
+        ):
+            answer.MergeFrom(news)  # which joins the tokens
+            printer.put(news)
+    print(json_of(answer, text=printer.text) if arguments.json else generate_table(answer))
+
+
+class _Printer:
+    """Prints an answer as it comes: text if the prompt was text, otherwise token ids."""
+
+    def __init__(self, prompt: Prompt, stops: Sequence[str], min_tokens: int, *, is_silent: bool) -> None:
+        self._is_silent = is_silent
+        self._is_terminal = sys.stdout.isatty()
+        self._pieces: list[str] = []
+        self._answer: AnswerText | None = None
+        if prompt.tokenizer is not None:
+            self._answer = AnswerText(prompt.tokenizer.stream(prompt.token_ids), stops, min_tokens)
+
+    @property
+    def text(self) -> str | None:
+        """The text so far; None if the prompt was no text."""
+        return None if self._answer is None else "".join(self._pieces)
+
+    def put(self, news: GenerateResponse) -> None:
+        """Print the next part, and an end of line after the last."""
+        end = "\n" if news.finished else ""
+        if self._answer is None:
+            self._print(" ".join(map(str, news.token_ids)) + (end or " "))
+            return
+        piece = self._answer.put(news.token_ids) + (self._answer.end() if news.finished else "")
+        self._pieces.append(piece)
+        self._print((printable(piece, keep="\n\t") if self._is_terminal else piece) + end)
+
+    def _print(self, text: str) -> None:
+        if not self._is_silent:
+            print(text, end="", flush=True)

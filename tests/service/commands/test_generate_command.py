@@ -1,0 +1,111 @@
+"""`radixkv generate`: options, and what is printed of an answer as it comes."""
+
+import json
+
+import pytest
+
+from tests.service.command_line import run_cli
+from tests.service.fake_engine import FakeEngine
+from tests.service.server.test_generate import continuation
+
+# The fake engine's answer to 7: the sum of all tokens before, 8 bits of it.
+BELLS = [7, 14, 28, 56, 112, 224, 192, 128]
+
+
+def test_the_command_prints_tokens_as_they_come_and_then_a_table(capsys):
+    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1,2", "--max-new-tokens", "4")
+    first, *table = out.splitlines()
+    assert code == 0
+    assert first == " ".join(map(str, continuation([1, 2], 4)))
+    assert "generated    4 tokens, LENGTH" in table
+    assert "  decode     0.00 ms" in table
+
+
+def test_the_command_prints_one_json_object(capsys):
+    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1,2", "--max-new-tokens", "4", "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["token_ids"] == continuation([1, 2], 4)
+    assert (answer["finished"], answer["finish_reason"]) == (True, "LENGTH")
+    assert answer["usage"]["generated_tokens"] == 4
+
+
+def test_the_command_passes_every_option(capsys):
+    engine = FakeEngine()
+    options = "--max-new-tokens 3 --temperature 0.5 --top-p 0.9 --seed 18446744073709551615 --stop-tokens 9,8"
+    options += (
+        " --top-k 5 --min-p 0.5 --repetition-penalty 1.5 --presence-penalty 1 --frequency-penalty -1 --min-tokens 2"
+    )
+    code, _, _ = run_cli(
+        capsys,
+        engine,
+        "generate",
+        "--text",
+        "hi",
+        "--bytes",
+        *options.split(),
+        "--ignore-eos",
+        "--tenant",
+        "t",
+        "--no-read-cache",
+    )
+    sampling, params = engine.samplings[0], engine.params[0]
+    assert code == 0
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.seed) == (3, 0.5, 2**64 - 1)
+    assert sampling.top_p == pytest.approx(0.9)
+    assert (sampling.stop_token_ids, sampling.ignore_eos) == ({9, 8}, True)
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (5, 0.5, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.min_tokens) == (1.0, -1.0, 2)
+    assert (params.caller.tenant, params.read_cache, params.write_cache) == ("t", False, True)
+
+
+def test_the_command_refuses_in_one_line(capsys):
+    code, out, err = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1", "--top-p", "2")
+    assert (code, out) == (1, "")
+    assert err == "radixkv: INVALID_ARGUMENT: top_p: expected more than 0 and at most 1, got 2.0\n"
+
+
+def test_an_answer_to_text_is_text_as_it_comes_and_then_a_table(capsys):
+    # "0P" is 48 and 80: 128, 0, 0 ... is no text, then NULs.
+    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--text", "0P", "--max-new-tokens", "3", model_path="tiny")
+    first, *table = out.split("\n")
+    assert (code, first) == (0, "\ufffd\0\0")
+    assert "generated    3 tokens, LENGTH" in table
+
+
+def test_a_json_object_has_text_and_token_ids(capsys):
+    code, out, _ = run_cli(
+        capsys, FakeEngine(), "generate", "--text", "!", "--max-new-tokens", "2", "--json", model_path="tiny"
+    )
+    answer = json.loads(out)
+    assert (code, answer["token_ids"], answer["text"]) == (0, [33, 66], "!B")
+    _, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1", "--json", model_path="tiny")
+    assert "text" not in json.loads(out)
+
+
+def test_a_string_ends_the_answer_and_is_not_printed(capsys):
+    options = ["--stop", "no", "--stop", "B", "--max-new-tokens", "400"]
+    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--text", "!", *options, model_path="tiny")
+    first, *table = out.split("\n")
+    assert (code, first) == (0, "!")
+    assert "generated    2 tokens, STOP" in table
+    _, out, _ = run_cli(capsys, FakeEngine(), "generate", "--text", "!", *options, "--json", model_path="tiny")
+    answer = json.loads(out)
+    assert (answer["text"], answer["token_ids"], answer["matched_stop"]) == ("!", [33, 66], "B")
+    _, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "33", *options, model_path="tiny")
+    assert out.startswith("33 66\n"), "tokens are told whole"
+
+
+def test_a_terminal_gets_no_orders_from_a_model(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    _, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "7", "--max-new-tokens", "8", model_path="tiny")
+    assert out.startswith(" ".join(map(str, BELLS)))
+    _, out, _ = run_cli(capsys, FakeEngine(), "generate", "--text", "\x07", "--max-new-tokens", "5", model_path="tiny")
+    assert out.startswith(r"\x07\x0e\x1c8p" + "\n")
+
+
+@pytest.mark.parametrize("stop", ["", "x" * 257])
+def test_a_string_that_the_server_refuses_is_one_line(capsys, stop):
+    code, _, err = run_cli(capsys, FakeEngine(), "generate", "--text", "!", "--stop", stop, model_path="tiny")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("radixkv: INVALID_ARGUMENT: stop[0]: expected 1 to 256 characters, got ")

@@ -1,0 +1,81 @@
+import random
+
+import pytest
+
+from radixkv.service.text.answer_text import AnswerText
+from tests.service.text.tokenizers import byte_fallback, byte_level
+
+
+def told(answer, token_ids, piece_size=1):
+    parts = [answer.put(token_ids[at : at + piece_size]) for at in range(0, len(token_ids), piece_size)]
+    return "".join([*parts, answer.end()])
+
+
+def expected(tokenizer, token_ids, stops, min_tokens):
+    """The text and the number of tokens by decoding all tokens again for each one, and the string that ends it."""
+    longest = 0  # a byte that lacks others makes those before it unreadable too, until they come
+    for count in range(1, len(token_ids) + 1):
+        num_before, shown = longest, tokenizer.decode(token_ids[:count]).rstrip("\ufffd")
+        longest = max(longest, len(shown))
+        if count <= min_tokens:
+            continue
+        ends = [
+            (start, -len(stop), stop)
+            for stop in stops
+            for start in range(len(shown))
+            if shown.startswith(stop, start) and start + len(stop) > num_before
+        ]
+        if ends:
+            start, _, stop = min(ends)
+            return shown[:start], count, stop
+    return tokenizer.decode(token_ids), len(token_ids), None
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_answers_end_where_decoding_everything_says(seed):
+    dice = random.Random(seed)
+    tokenizer = dice.choice((byte_level, byte_fallback))()
+    alphabet = ["a", "b", " a", " b", "é", "€", "🎉", ", "]
+    text = "".join(dice.choice(alphabet) for _ in range(40))
+    token_ids = tokenizer.encode("x" + text)
+    stops = ["".join(dice.choice(alphabet) for _ in range(dice.randrange(1, 4))) for _ in range(dice.randrange(1, 4))]
+    min_tokens = dice.choice((0, 0, 5, 60))
+    text, num_tokens, matched = expected(tokenizer, token_ids, stops, min_tokens)
+    answer = AnswerText(tokenizer.stream(), stops, min_tokens)
+    assert told(answer, token_ids, piece_size=dice.choice((1, 3, 1000))) == text
+    assert (answer.num_tokens, answer.matched) == (num_tokens, matched)
+
+
+def test_a_string_over_the_borders_of_tokens_is_found():
+    tokenizer = byte_level()
+    token_ids = tokenizer.encode("the requests and the blocks")
+    assert len(token_ids) < 20
+    answer = AnswerText(tokenizer.stream(), ["ts and t"])
+    assert told(answer, token_ids) == "the reques"
+    assert answer.num_tokens < len(token_ids)
+
+
+def test_a_token_may_have_more_text_than_the_string():
+    tokenizer = byte_level()
+    (token_id,) = tokenizer.encode(" the")
+    answer = AnswerText(tokenizer.stream(), ["t"])
+    assert told(answer, [97, token_id, 98]) == "a "
+    assert (answer.num_tokens, answer.matched) == (2, "t")
+
+
+def test_a_string_of_characters_of_more_than_one_token_is_found_with_its_last_byte():
+    answer = AnswerText(byte_level().stream(), ["€"])
+    assert told(answer, [*b"a\xe2\x82\xacb"]) == "a"
+    assert answer.num_tokens == 4
+
+
+def test_without_strings_all_text_is_told_as_it_comes():
+    answer = AnswerText(byte_level().stream())
+    assert [answer.put([each]) for each in b"a\xe2\x82"] == ["a", "", ""]
+    assert (answer.end(), answer.matched, answer.num_tokens) == ("\ufffd", None, 3)
+
+
+def test_what_is_said_before_special_tokens_may_end_with_text_after_them():
+    answer = AnswerText(byte_level().stream(), ["ab"])
+    assert told(answer, [*b"xa", 511, *b"bc"]) == "x"
+    assert answer.num_tokens == 4
