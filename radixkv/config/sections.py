@@ -145,12 +145,14 @@ class EventsConfig:
         replay_endpoint: address of a ZMQ ROUTER socket that sends batches again; needs `zmq_endpoint`.
         form: `array` or `map`, of the events in a ZMQ message. Arrays have no field that isolates, so only what may be
             matched by tokens is published in them.
+        topic: first frame of each ZMQ message. Some routers read the server's name from it: `kv@SERVER@MODEL`.
         block_size: tokens of an event block, whatever blocks the pool has.
     """
 
     zmq_endpoint: str | None = None
     replay_endpoint: str | None = None
     form: Annotated[str, OneOf("array", "map")] = "array"
+    topic: str = ""
     block_size: Annotated[int, Range(1, 1024)] = 16
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from radixkv.config import Config, ModelConfig, ServerConfig
 from radixkv.config.model_directory import check_servable
+from radixkv.service.server.event_publishing import publishing, require_publishable
 from radixkv.service.server.listen_address import require_free
 
 _logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
     _start_log(arguments.log_level, arguments.log_format)
     require_free(config.server)
+    require_publishable(config.events)
     _announce(config.model)
     try:
         with _without_collections():
@@ -103,7 +105,7 @@ def _serve(arguments: argparse.Namespace) -> None:
             engine.pool_tokens,
             limits.block_size,
         )
-        with telemetry.serving(engine):
+        with telemetry.serving(engine), publishing(engine, config.events):
             run(engine, config.server, config.model.path, optional_services(engine, config))
     finally:
         gc.unfreeze()  # as `run` does, also if there is nothing to run

@@ -52,6 +52,7 @@ TESTED_IN = {
     "radixkv.engine.step": "engine/test_steps_ahead.py",
     "radixkv.engine.tally": "telemetry/test_gauges.py",
     "radixkv.errors": "rules/test_errors.py",
+    "radixkv.events.replays": "events/test_zmq_publisher.py",
     "radixkv.events.snapshot": "events/test_tree_feed.py",
     "radixkv.events.stored_blocks": "events/test_tree_feed.py",
     "radixkv.kernels.attention_merge": "kernels/test_paged_attention.py",

@@ -1,0 +1,106 @@
+"""Sends kept batches again to readers over ZMQ that missed some."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from radixkv.errors import EventsLost
+from radixkv.events.event_log import EventLog
+
+MAX_REPLAYS = 64
+_BATCHES_A_TURN = 100
+_PATIENCE_S = 30.0
+_SEQUENCE_BYTES = 8
+_END = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
+
+_logger = logging.getLogger(__name__)
+
+
+def sequence_frame(log: EventLog, number: int) -> bytes:
+    """Write the number of a batch as readers over ZMQ count them: from 0 in each life of the process."""
+    return (number - log.start - 1).to_bytes(_SEQUENCE_BYTES, "big")
+
+
+@dataclass(slots=True)
+class _Replay:
+    """A replay under way: who gets it, the last number that was sent, and when it began or got on last."""
+
+    reader: bytes
+    number: int
+    moved_s: float
+
+
+class Replays:
+    """Answers requests for kept batches on a ROUTER socket, a few batches of each in turn.
+
+        request   [reader, b"", first sequence wanted]
+        answers   [reader, b"", topic, sequence, payload] ..., then [reader, b"", topic, -1, b""]
+
+    A reader that takes nothing for 30 seconds is given up, as is the oldest of more than 64 replays at a time.
+
+    Args:
+        socket: a ROUTER that is bound. Whoever makes this may not use it further.
+        log: has the batches.
+        topic: of all messages.
+        payload: writes a batch.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], log: EventLog, topic: bytes, payload: Callable[[int], bytes]) -> None:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue raises, instead of dropping messages
+        self._socket = socket
+        self._log = log
+        self._topic = topic
+        self._payload = payload
+        self._replays: deque[_Replay] = deque()
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether any reader still waits for batches."""
+        return bool(self._replays)
+
+    def read_requests(self) -> None:
+        """Take the requests that have come. One that can't be read is left unanswered, and logged."""
+        while self._socket.poll(0):
+            frames = self._socket.recv_multipart()
+            if len(frames) != 3 or frames[1] or len(frames[2]) != _SEQUENCE_BYTES:
+                _logger.warning("a request for a replay has not the frames b'' and a sequence of eight bytes")
+                continue
+            number = self._log.start + int.from_bytes(frames[2], "big")
+            if len(self._replays) == MAX_REPLAYS:
+                self._replays.popleft()
+            self._replays.append(_Replay(frames[0], max(number, self._log.first - 1), time.monotonic()))
+
+    def go_on(self, last: int) -> None:
+        """Send some batches more to each reader, up to the number `last`."""
+        for _ in range(len(self._replays)):
+            replay = self._replays.popleft()
+            if not self._is_done(replay, last):
+                self._replays.append(replay)
+
+    def _is_done(self, replay: _Replay, last: int) -> bool:
+        try:
+            for _ in range(_BATCHES_A_TURN):
+                replay.number = max(replay.number, self._log.first - 1)
+                if replay.number >= last:
+                    self._send(replay, _END, b"")
+                    return True
+                payload = self._payload(replay.number + 1)
+                self._send(replay, sequence_frame(self._log, replay.number + 1), payload)
+                replay.number += 1
+                replay.moved_s = time.monotonic()
+        except zmq.Again:  # its queue is full
+            return time.monotonic() - replay.moved_s > _PATIENCE_S
+        except EventsLost:  # since a moment ago: it goes on with what is kept
+            return False
+        except zmq.ZMQError:  # it has gone
+            return True
+        return False
+
+    def _send(self, replay: _Replay, sequence: bytes, payload: bytes) -> None:
+        self._socket.send_multipart((replay.reader, b"", self._topic, sequence, payload), zmq.NOBLOCK)

@@ -1,0 +1,141 @@
+"""Publishes the event log over ZMQ, on a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from functools import lru_cache
+
+import zmq
+
+from radixkv.api.events import EventBatch
+from radixkv.config import EventsConfig
+from radixkv.errors import ConfigError, EventsLost
+from radixkv.events.readers import EventSource
+from radixkv.events.replays import Replays, sequence_frame
+from radixkv.events.zmq_forms import PAYLOADS
+
+_MAX_PORT = 65_535
+_REPLAY_PERIOD_MS = 10  # between two turns of replays whose readers are slow
+_MAX_WRITTEN = 256  # batches whose messages are kept for replays
+_LINGER_MS = 500  # for the last messages to leave
+
+_logger = logging.getLogger(__name__)
+
+
+class ZmqPublisher:
+    """Publishes each batch as `[topic, sequence, payload]` on a PUB socket, and again on request; see `Replays`.
+
+    The engine's thread writes one byte to wake this one, unless it is awake, and waits for nothing. A slow subscriber
+    loses messages, sees a gap in the sequence, and asks for a replay.
+
+    Args:
+        source: the log; events are recorded from now on.
+        config: `zmq_endpoint` is not None.
+
+    Attributes:
+        endpoint: address of the PUB socket, with the port that was taken.
+        replay_endpoint: address of the ROUTER socket; None without one.
+
+    Raises:
+        ConfigError: an address can't be bound; the message names the key.
+    """
+
+    def __init__(self, source: EventSource, config: EventsConfig) -> None:
+        assert config.zmq_endpoint is not None
+        self._log = source.log
+        self._write = lru_cache(maxsize=_MAX_WRITTEN)(PAYLOADS[config.form])
+        self._topic = config.topic.encode()
+        self._number = self._log.start
+        self._is_stopping = False
+        self._is_waking = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._publisher, self.endpoint = self._bound(zmq.PUB, "zmq_endpoint", config.zmq_endpoint)
+            self._replays, self.replay_endpoint = None, config.replay_endpoint
+            if config.replay_endpoint is not None:
+                router, self.replay_endpoint = self._bound(zmq.ROUTER, "replay_endpoint", config.replay_endpoint)
+                self._replays = Replays(router, self._log, self._topic, self._payload)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self._waking, self._wakes = socket.socketpair()
+        self._waking.setblocking(False)
+        self._wakes.setblocking(False)
+        self._thread = threading.Thread(target=self._run, args=(router if self._replays else None,), daemon=True)
+        self._thread.name = "radixkv-events"
+        self._log.listen(self._wake)
+        source.switch_on()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Publish what is logged, and end the thread. Closing again does nothing."""
+        self._is_stopping = True
+        with contextlib.suppress(OSError):  # closed before
+            self._waking.send(b"!")
+        self._thread.join()
+
+    def _bound(self, kind: int, key: str, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
+        made = self._context.socket(kind)
+        try:
+            port = endpoint.rpartition(":")[2]
+            if endpoint.startswith("tcp:") and port.isdigit() and int(port) > _MAX_PORT:  # ZMQ takes it modulo 65536
+                raise zmq.ZMQError(zmq.EINVAL)
+            made.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"events.{key}: expected a ZMQ address that can be bound, such as tcp://127.0.0.1:5557, got "
+                f"{endpoint!r}: {error}"
+            ) from error
+        return made, made.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _wake(self) -> None:
+        """Wake the thread. Called on the engine's."""
+        if not self._is_waking:
+            self._is_waking = True
+            with contextlib.suppress(OSError):  # the publisher was closed, or is about to wake
+                self._waking.send(b"!")
+
+    def _run(self, router: zmq.Socket[bytes] | None) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wakes, zmq.POLLIN)
+        if router is not None:
+            poller.register(router, zmq.POLLIN)
+        try:
+            while not self._is_stopping:
+                replays = self._replays
+                poller.poll(_REPLAY_PERIOD_MS if replays is not None and replays.are_under_way else None)
+                with contextlib.suppress(BlockingIOError):
+                    self._wakes.recv(4096)
+                self._is_waking = False  # before looking, so that a batch that comes from now on wakes the thread again
+                self._publish()
+                if replays is not None:
+                    replays.read_requests()
+                    replays.go_on(self._number)
+            self._publish()
+        except Exception:
+            _logger.exception("events are published over ZMQ no more")
+        finally:
+            self._context.destroy(linger=_LINGER_MS)
+            self._waking.close()
+            self._wakes.close()
+
+    def _publish(self) -> None:
+        """Send what is new. Subscribers whose queues are full get nothing, and this waits for none."""
+        while self._number < self._log.last:
+            try:
+                payload = self._payload(self._number + 1)
+            except EventsLost:
+                _logger.warning("more events than are kept came before they were published; subscribers see a gap")
+                self._number = self._log.first - 1
+                continue
+            self._number += 1
+            self._publisher.send_multipart((self._topic, sequence_frame(self._log, self._number), payload))
+
+    def _payload(self, number: int) -> bytes:
+        """Return the message of the batch of a number. Raises EventsLost if it is forgotten."""
+        batch = self._log.after(number - 1)
+        assert isinstance(batch, EventBatch)
+        return self._write(batch)

@@ -1,0 +1,52 @@
+"""Publishes events over ZMQ while a service runs, if the configuration says so."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from radixkv.config import EventsConfig
+from radixkv.errors import ConfigError
+from radixkv.service.missing_package import missing_package
+
+if TYPE_CHECKING:  # only where events are published is ZMQ needed
+    from radixkv.engine.engine import Engine
+
+_PACKAGES = {"zmq": "pyzmq", "msgpack": "msgpack"}
+
+_logger = logging.getLogger(__name__)
+
+
+def require_publishable(config: EventsConfig) -> None:
+    """Refuse a configuration that can't be served, before a model is loaded.
+
+    Raises:
+        ConfigError: a package is missing (the message names the extra), or there is nothing to send again.
+    """
+    if config.zmq_endpoint is None:
+        if config.replay_endpoint is not None:
+            raise ConfigError("events.zmq_endpoint: expected an address beside events.replay_endpoint, got none")
+        return
+    for module, package in _PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"events.zmq_endpoint: {missing_package(package, 'events')}")
+
+
+@contextlib.contextmanager
+def publishing(engine: Engine, config: EventsConfig) -> Iterator[None]:
+    """Publish while the context lasts. The addresses are logged.
+
+    Raises:
+        ConfigError: an address can't be bound.
+    """
+    if config.zmq_endpoint is None or engine.events is None:
+        yield
+        return
+    from radixkv.events.zmq_publisher import ZmqPublisher
+
+    with contextlib.closing(ZmqPublisher(engine.events, config)) as publisher:
+        _logger.info("events on %s, again on %s", publisher.endpoint, publisher.replay_endpoint)
+        yield

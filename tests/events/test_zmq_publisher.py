@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from radixkv.config import EventsConfig
+from radixkv.errors import ConfigError
+from radixkv.events.zmq_publisher import ZmqPublisher
+from tests.events.fake_source import SALTED, FakeSource
+from tests.patience import PATIENCE_S, wait_until
+
+ANYWHERE = "tcp://127.0.0.1:*"
+
+
+@contextlib.contextmanager
+def published(source: FakeSource, **config: Any) -> Iterator[ZmqPublisher]:
+    settings = {"zmq_endpoint": ANYWHERE, "replay_endpoint": ANYWHERE, "block_size": 4, **config}
+    with contextlib.closing(ZmqPublisher(source, EventsConfig(**settings))) as publisher:
+        yield publisher
+
+
+@contextlib.contextmanager
+def connected(kind: int, endpoint: str | None) -> Iterator[zmq.Socket[bytes]]:
+    assert endpoint is not None
+    with zmq.Context() as context, context.socket(kind) as reader:
+        reader.setsockopt(zmq.LINGER, 0)
+        reader.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        if kind == zmq.SUB:
+            reader.setsockopt(zmq.SUBSCRIBE, b"")
+        reader.connect(endpoint)
+        yield reader
+
+
+def receive(reader: zmq.Socket[bytes]) -> tuple[int, list[Any]]:
+    """Return the sequence number and the events of a published message."""
+    topic, sequence, payload = reader.recv_multipart()
+    assert (topic, len(sequence)) == (b"", 8)
+    time_s, events, rank = msgpack.unpackb(payload)
+    assert isinstance(time_s, float)
+    assert rank == 0
+    return int.from_bytes(sequence, "big"), events
+
+
+def replayed(reader: zmq.Socket[bytes], start: int) -> list[tuple[int, list[Any]]]:
+    """Ask for the batches from `start` on, and return all answers before the end marker."""
+    reader.send_multipart([b"", start.to_bytes(8, "big")])
+    answers = []
+    while True:
+        empty, topic, sequence, payload = reader.recv_multipart()
+        assert (empty, topic) == (b"", b"")
+        if sequence == b"\xff" * 8:
+            assert payload == b""
+            return answers
+        answers.append((int.from_bytes(sequence, "big"), msgpack.unpackb(payload)[1]))
+
+
+def begin(source: FakeSource, reader: zmq.Socket[bytes]) -> int:
+    """Publish until a subscriber gets a message, as a subscription takes a moment. Returns the next sequence number."""
+    sent = iter(range(100, 10_000))
+
+    def has_come() -> bool:
+        source.store(next(sent), 2, 3, 4)
+        return bool(reader.poll(0))
+
+    wait_until(has_come)
+    sequence = receive(reader)[0]
+    while sequence < source.log.num_batches - 1:
+        following = receive(reader)[0]
+        assert following == sequence + 1
+        sequence = following
+    return sequence + 1
+
+
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_a_subscriber_gets_each_batch_in_order(form: str) -> None:
+    source = FakeSource()
+    with published(source, form=form) as publisher, connected(zmq.SUB, publisher.endpoint) as reader:
+        first = begin(source, reader)
+        source.store(1, 2, 3, 4, 5, 6, 7, 8)
+        source.store(1, 2, 3, 4, namespace=SALTED)
+        source.cache.purge()
+        source.feed.publish()
+        messages = [receive(reader) for _ in range(3)]
+        assert [number for number, _ in messages] == [first, first + 1, first + 2]
+        stored, salted, cleared = (events for _, events in messages)
+        if form == "array":
+            assert stored[0][0] == "BlockStored"
+            assert stored[0][2:5] == [None, [1, 2, 3, 4, 5, 6, 7, 8], 4]
+            assert len(stored[0][1]) == 2
+            assert salted == []
+            assert cleared == [["AllBlocksCleared"]]
+        else:
+            assert stored[0]["type"] == "BlockStored"
+            assert stored[0]["token_ids"] == [1, 2, 3, 4, 5, 6, 7, 8]
+            assert "cache_salt" not in stored[0]
+            assert len(salted[0]["cache_salt"]) == 32
+            assert cleared == [{"type": "AllBlocksCleared"}]
+
+
+def test_batches_are_replayed_from_a_number_on() -> None:
+    source = FakeSource()
+    with published(source) as publisher, connected(zmq.DEALER, publisher.replay_endpoint) as reader:
+        for token in range(20):
+            source.store(token, 2, 3, 4)
+        everything = replayed(reader, 0)
+        assert [number for number, _ in everything] == list(range(20))
+        assert [events[0][3] for _, events in everything] == [[token, 2, 3, 4] for token in range(20)]
+        assert replayed(reader, 15) == everything[15:]
+        assert replayed(reader, 20) == []
+        assert replayed(reader, 2**64 - 1) == []
+
+
+def test_a_replay_begins_with_what_is_kept() -> None:
+    source = FakeSource(max_batches=8)
+    with published(source) as publisher, connected(zmq.DEALER, publisher.replay_endpoint) as reader:
+        for token in range(20):
+            source.store(token, 2, 3, 4)
+        assert [number for number, _ in replayed(reader, 0)] == list(range(12, 20))
+
+
+def test_a_replay_is_longer_than_a_queue() -> None:
+    source = FakeSource(max_batches=5000)
+    with published(source) as publisher, connected(zmq.DEALER, publisher.replay_endpoint) as reader:
+        for token in range(4000):
+            source.store(token, 2, 3, 4)
+        assert [number for number, _ in replayed(reader, 0)] == list(range(4000))
+
+
+def test_a_request_that_is_none_is_left_unanswered(caplog: pytest.LogCaptureFixture) -> None:
+    source = FakeSource()
+    with published(source) as publisher, connected(zmq.DEALER, publisher.replay_endpoint) as reader:
+        source.store(1, 2, 3, 4)
+        with caplog.at_level(logging.WARNING):
+            for frames in ([b""], [b"", b"123"], [b"x", bytes(8)], [b"", bytes(8), b""]):
+                reader.send_multipart(frames)
+            assert len(replayed(reader, 0)) == 1
+    assert caplog.text.count("a request for a replay") == 4
+
+
+def test_readers_of_replays_that_leave_are_forgotten() -> None:
+    source = FakeSource(max_batches=5000)
+    with published(source) as publisher:
+        for token in range(3000):
+            source.store(token, 2, 3, 4)
+        for _ in range(3):
+            with connected(zmq.DEALER, publisher.replay_endpoint) as reader:
+                reader.send_multipart([b"", bytes(8)])
+                reader.recv_multipart()
+        with connected(zmq.DEALER, publisher.replay_endpoint) as reader:
+            assert len(replayed(reader, 2990)) == 10
+
+
+def test_a_subscriber_that_reads_nothing_holds_nobody_up() -> None:
+    source = FakeSource(max_batches=50)
+    with (
+        published(source) as publisher,
+        connected(zmq.SUB, publisher.endpoint) as deaf,
+        connected(zmq.DEALER, publisher.replay_endpoint) as reader,
+    ):
+        begin(source, deaf)
+        for token in range(3000):
+            source.store(token, 2, 3, 4)
+        assert replayed(reader, source.log.num_batches - 1)[0][1][0][3] == [2999, 2, 3, 4]
+
+
+def test_the_topic_is_the_first_frame() -> None:
+    source = FakeSource()
+    with (
+        published(source, topic="kv@one@tiny") as publisher,
+        connected(zmq.DEALER, publisher.replay_endpoint) as reader,
+    ):
+        reader.send_multipart([b"", bytes(8)])
+        assert reader.recv_multipart()[1] == b"kv@one@tiny"
+
+
+def test_closing_publishes_the_rest_and_ends_the_thread() -> None:
+    source = FakeSource()
+    publisher = ZmqPublisher(source, EventsConfig(zmq_endpoint=ANYWHERE))
+    assert publisher.replay_endpoint is None
+    with connected(zmq.SUB, publisher.endpoint) as reader:
+        sequence = begin(source, reader)
+        source.store(1, 2, 3, 4)
+        publisher.close()
+        publisher.close()
+        assert receive(reader)[0] == sequence
+        source.store(1, 2, 3, 4, 5, 6, 7, 8)
+    assert "radixkv-events" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("key", ["zmq_endpoint", "replay_endpoint"])
+@pytest.mark.parametrize("endpoint", ["nowhere", "tcp://127.0.0.1:99999", "tcp://192.0.2.1:5557"])
+def test_an_address_that_can_not_be_bound_is_named(key: str, endpoint: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=rf"^events\.{key}: expected .* got '{endpoint}'"),
+        published(FakeSource(), **{key: endpoint}),
+    ):
+        pass
+
+
+def test_a_taken_address_is_named() -> None:
+    with (
+        published(FakeSource()) as publisher,
+        pytest.raises(ConfigError, match="Address already in use"),
+        published(FakeSource(), zmq_endpoint=publisher.endpoint),
+    ):
+        pass
