@@ -15,7 +15,7 @@ from typing import Any
 
 from radixkv.config import Config, ModelConfig, ServerConfig
 from radixkv.config.model_directory import check_servable
-from radixkv.service.server.event_publishing import publishing, require_publishable
+from radixkv.service.server.events.publishing import publishing, require_publishable
 from radixkv.service.server.listen_address import require_free
 
 _logger = logging.getLogger(__name__)

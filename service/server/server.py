@@ -20,8 +20,8 @@ from grpc_reflection.v1alpha import reflection
 from radixkv.config import ServerConfig
 from radixkv.errors import Draining, InvariantViolation
 from radixkv.events.readers import EventReaders
-from radixkv.service.server.event_servicer import SERVICE as EVENT_SERVICE
-from radixkv.service.server.event_servicer import EventServicer
+from radixkv.service.server.events.servicer import SERVICE as EVENT_SERVICE
+from radixkv.service.server.events.servicer import EventServicer
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.service.server.model_servicer import ModelServicer
 from radixkv.service.server.model_tokenizer import ModelTokenizer

@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from radixkv.errors import InvariantViolation
 from radixkv.events.readers import EventReaders
 from radixkv.service.client import AsyncClient, Client
-from radixkv.service.server.event_servicer import SERVICE, EventServicer
+from radixkv.service.server.events.servicer import SERVICE, EventServicer
 from radixkv.v1.events_pb2 import SubscribeRequest
 from tests.events.fake_source import SALTED, FakeSource
 from tests.patience import PATIENCE_S

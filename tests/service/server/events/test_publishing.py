@@ -6,7 +6,7 @@ import pytest
 
 from radixkv.config import EventsConfig
 from radixkv.errors import ConfigError
-from radixkv.service.server.event_publishing import publishing, require_publishable
+from radixkv.service.server.events.publishing import publishing, require_publishable
 from tests.events.fake_source import FakeSource
 
 ANYWHERE = "tcp://127.0.0.1:*"
