@@ -185,6 +185,16 @@ class TestFinish:
         bench.run()
         assert bench.prefill(range(10)).usage.cached_tokens == 0
 
+    def test_one_that_does_not_read_the_cache_publishes_at_its_end(self) -> None:
+        bench = Bench()
+        future = bench.generate(range(10), 30, read_cache=False)
+        while len(future.told) < 7:
+            bench.core.step()
+        future.finish()
+        bench.run()
+        again = bench.prefill([*range(10), *future.result(0).token_ids])
+        assert again.usage.computed_tokens == 1
+
     def test_before_the_first_token_and_after_the_end_it_does_nothing(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 4)

@@ -1,0 +1,124 @@
+"""Text in and out of a whole service: the embedded model's tokenizer, chats, strings that end an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from radixkv.service.client import Client, Tokenizer
+from radixkv.service.commands.cli import main
+from radixkv.v1.prefill_pb2 import LENGTH, STOP, GenerateResponse
+from tests.patience import PATIENCE_S, wait_until
+from tests.whole.test_end_to_end import serving
+
+PROMPT = "You are a helpful assistant. Hello"
+BROKEN = "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serving() as (_, address):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[Client]:
+    with Client(address, timeout_s=PATIENCE_S) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(client: Client) -> Tokenizer:
+    return client.tokenizer()
+
+
+def answers(
+    client: Client, prompt: list[int], n: int = 1, **options: object
+) -> list[tuple[list[int], GenerateResponse]]:
+    """The tokens and the last message of each answer, drawn by a seed."""
+    told = list(client.generate(prompt, temperature=1.0, seed=3, n=n, **options))
+    by_index = [[each for each in told if each.index == index] for index in range(n)]
+    return [([token_id for each in own for token_id in each.token_ids], own[-1]) for own in by_index]
+
+
+def a_string_in(tokenizer: Tokenizer, token_ids: list[int], after: int) -> tuple[str, int]:
+    """Some readable characters that come once, after this number of tokens, and the number of tokens they end with."""
+    for count in range(after, len(token_ids)):
+        stop = tokenizer.decode(token_ids[:count])[-3:]
+        first = next(n for n in range(count + 1) if stop in tokenizer.decode(token_ids[:n]))
+        if stop.isprintable() and BROKEN not in stop and first == count:
+            return stop, count
+    raise AssertionError("no such text")
+
+
+def test_a_string_ends_an_answer_where_its_text_says(client: Client, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT)
+    ((whole, _),) = answers(client, prompt, max_new_tokens=120)
+    stop, count = a_string_in(tokenizer, whole, after=20)
+    before = client.stats().requests
+    ((token_ids, last),) = answers(client, prompt, max_new_tokens=5000, stop=[stop, "never in there"])
+    assert token_ids == whole[:count]
+    assert (last.finish_reason, last.matched_stop, last.usage.generated_tokens) == (STOP, stop, count)
+    assert last.HasField("timing")
+    after = client.stats().requests
+    assert (after.finished - before.finished, after.cancelled - before.cancelled) == (1, 0)
+    assert client.stats().blocks.leased == 0
+    again = client.prefill([*prompt, *token_ids])
+    assert again.usage.computed_tokens == 1, "the answer is cached to its last token"
+
+
+def test_each_of_many_answers_ends_by_itself(client: Client, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT)
+    whole = [token_ids for token_ids, _ in answers(client, prompt, n=3, max_new_tokens=120)]
+    stop, count = a_string_in(tokenizer, whole[1], after=20)
+    cut = answers(client, prompt, n=3, max_new_tokens=120, stop=[stop])
+    assert (cut[1][0], cut[1][1].matched_stop) == (whole[1][:count], stop)
+    for index in (0, 2):
+        if stop not in tokenizer.decode(whole[index]):
+            assert (cut[index][0], cut[index][1].finish_reason) == (whole[index], LENGTH)
+
+
+def test_a_string_ends_answers_that_are_paused(client: Client, tokenizer: Tokenizer) -> None:
+    prompts = [tokenizer.encode(f"{number} {PROMPT}") for number in range(4)]
+    whole = [answers(client, prompt, max_new_tokens=120)[0][0] for prompt in prompts]
+    stops = [a_string_in(tokenizer, token_ids, after=70) for token_ids in whole]
+    crowded = ("--set", "cache.capacity_tokens=192", "--set", "cache.block_size=16")
+    with (
+        serving(*crowded) as (_, address),
+        Client(address, timeout_s=PATIENCE_S) as small,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        ask = [
+            threads.submit(answers, small, prompt, max_new_tokens=130, stop=[stop])
+            for prompt, (stop, _) in zip(prompts, stops, strict=True)
+        ]
+        told = [each.result()[0] for each in ask]
+        assert [token_ids for token_ids, _ in told] == [
+            token_ids[:count] for token_ids, (_, count) in zip(whole, stops, strict=True)
+        ]
+        assert {last.finish_reason for _, last in told} == {STOP}
+        assert small.stats().requests.pauses > 0
+        wait_until(lambda: small.stats().blocks.leased == 0)
+
+
+def test_the_command_takes_and_prints_text(
+    capsys: pytest.CaptureFixture[str], address: str, tokenizer: Tokenizer
+) -> None:
+    def run(*arguments: str) -> str:
+        assert main([*arguments, "--address", address]) == 0
+        return capsys.readouterr().out
+
+    assert "tokens" in run("prefill", "--text", PROMPT)
+    plain = json.loads(run("generate", "--text", PROMPT, "--max-new-tokens", "20", "--json"))
+    assert plain["usage"]["prompt_tokens"] == len(tokenizer.encode(PROMPT))
+    assert plain["text"] == tokenizer.decode(plain["token_ids"])
+    shown = run("generate", "--text", PROMPT, "--max-new-tokens", "20")
+    assert shown.startswith(plain["text"] + "\n")
+    chat = json.loads(run("generate", "--text", "Hello", "--chat", "--system", "You are kind.", "--json"))
+    messages = [{"role": "system", "content": "You are kind."}, {"role": "user", "content": "Hello"}]
+    assert chat["usage"]["prompt_tokens"] == len(tokenizer.encode_chat(messages))
+    as_bytes = json.loads(run("prefill", "--text", PROMPT, "--bytes", "--json"))
+    assert as_bytes["usage"]["prompt_tokens"] == len(PROMPT)
