@@ -26,6 +26,8 @@ class EventSource:
 
     Attributes:
         log: the batches.
+        num_readers: readers of event loops that read now.
+        num_lost: readers that got EventsLost.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class EventSource:
         call: Callable[[Callable[[], None]], Future[Any]],
     ) -> None:
         self.log: EventLog = feed.log
+        self.num_readers = 0
+        self.num_lost = 0
         self._feed = feed
         self._nodes = nodes
         self._call = call
@@ -76,15 +80,9 @@ class EventReaders:
     costs nobody anything; it gets `EventsLost` when the batch after its own is forgotten.
 
     To be made and used inside the event loop.
-
-    Attributes:
-        num_readers: readers that read now.
-        num_lost: readers that got `EventsLost`.
     """
 
     def __init__(self, source: EventSource) -> None:
-        self.num_readers = 0
-        self.num_lost = 0
         self._source = source
         self._log = source.log
         self._loop = asyncio.get_running_loop()
@@ -111,7 +109,7 @@ class EventReaders:
         return self._read(start)
 
     async def _read(self, number: int) -> AsyncGenerator[EventBatch, None]:
-        self.num_readers += 1
+        self._source.num_readers += 1
         try:
             if not number:
                 snapshot = await self._snapshot()
@@ -129,10 +127,10 @@ class EventReaders:
                 else:
                     await news.wait()
         except EventsLost:
-            self.num_lost += 1
+            self._source.num_lost += 1
             raise
         finally:
-            self.num_readers -= 1
+            self._source.num_readers -= 1
 
     async def _snapshot(self) -> Snapshot:
         if self._log.error is not None:

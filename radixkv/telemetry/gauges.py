@@ -35,12 +35,13 @@ class EngineGauges(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """List all metrics without asking the engine, so that a scrape can ask for some of them by name."""
-        return [*self._states(is_up=False), *_families(_EMPTY)]
+        return [*self._states(is_up=False), *self._events(), *_families(_EMPTY)]
 
     def collect(self) -> Iterable[Metric]:
         """Ask the engine. If it does not answer, `radixkv_up` is 0 and its load is left out. Raises nothing."""
         load = self._load()
         yield from self._states(is_up=load is not None)
+        yield from self._events()
         if load is not None:
             yield from _families(load)
 
@@ -50,6 +51,15 @@ class EngineGauges(Collector):
         yield InfoMetricFamily("radixkv", "What is served.", labels)
         yield GaugeMetricFamily("radixkv_up", "1 if the engine answered this scrape.", is_up)
         yield GaugeMetricFamily("radixkv_healthy", "1 if requests are taken and steps work.", self._engine.is_healthy)
+
+    def _events(self) -> Iterable[Metric]:
+        """Report the event log, which any thread may ask; nothing for an engine without one."""
+        if (source := self._engine.events) is not None:
+            log = source.log
+            yield CounterMetricFamily("radixkv_event_batches", "Batches of events.", log.num_batches)
+            yield CounterMetricFamily("radixkv_event_blocks", "Event blocks stored or removed.", log.num_blocks)
+            yield GaugeMetricFamily("radixkv_event_readers", "Callers that follow events.", source.num_readers)
+            yield CounterMetricFamily("radixkv_event_readers_lost", "Callers that fell behind.", source.num_lost)
 
     def _load(self) -> EngineLoad | None:
         if not self._engine.is_alive:

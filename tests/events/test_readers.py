@@ -48,7 +48,7 @@ def test_a_reader_begins_with_a_snapshot_and_goes_on() -> None:
                 knowledge.read(await anext(stream))
         assert len(knowledge.blocks) == 2
         assert first.sequence_number == source.log.last - 2
-        assert readers.num_readers == 0
+        assert source.num_readers == 0
 
     run(test)
 
@@ -122,7 +122,7 @@ def test_a_slow_reader_is_told_and_others_go_on() -> None:
             assert (await anext(quick)).sequence_number == source.log.last
         with pytest.raises(EventsLost):
             await anext(slow)
-        assert (readers.num_lost, readers.num_readers) == (1, 1)
+        assert (source.num_lost, source.num_readers) == (1, 1)
         source.store(9, 1, 2, 3)
         assert (await anext(quick)).sequence_number == source.log.last
         await quick.aclose()
@@ -145,10 +145,10 @@ def test_a_thousand_readers_share_each_batch_and_one_snapshot() -> None:
         waiting = [asyncio.ensure_future(anext(stream)) for stream in streams[:500]]
         source.store(5, 2, 3, 4)
         assert len({id(batch) for batch in await asyncio.gather(*waiting)}) == 1
-        assert readers.num_readers == 1000
+        assert source.num_readers == 1000
         for stream in streams:
             await stream.aclose()
-        assert readers.num_readers == 0
+        assert source.num_readers == 0
 
     run(test)
 
@@ -184,7 +184,7 @@ def test_readers_end_with_the_service() -> None:
                 await each
         with pytest.raises(Draining):
             await anext(readers.subscribe(0))
-        assert readers.num_readers == 0
+        assert source.num_readers == 0
 
     run(test)
 

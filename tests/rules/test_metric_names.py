@@ -13,6 +13,7 @@ from radixkv.errors import QueueFull, StepFailed
 from radixkv.scheduling.request import Outcome
 from radixkv.telemetry.gauges import EngineGauges
 from radixkv.telemetry.metrics import MAX_UNKNOWN_TENANTS, Metrics
+from tests.events.fake_source import FakeSource
 from tests.service.fake_engine import FakeEngine
 from tests.telemetry.test_metrics import ended_request
 
@@ -50,6 +51,10 @@ NAMES = {
     "radixkv_paused_requests": ("gauge", ()),
     "radixkv_held_leases": ("gauge", ()),
     "radixkv_namespaces": ("gauge", ()),
+    "radixkv_event_batches_total": ("counter", ()),
+    "radixkv_event_blocks_total": ("counter", ()),
+    "radixkv_event_readers": ("gauge", ()),
+    "radixkv_event_readers_lost_total": ("counter", ()),
 }
 PROCESS_NAMES = {
     "process_resident_memory_bytes": ("gauge", ()),
@@ -67,7 +72,9 @@ _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": "", "histogram": "_c
 
 def served() -> CollectorRegistry:
     metrics = Metrics()
-    metrics.registry.register(EngineGauges(FakeEngine()))
+    engine = FakeEngine()
+    engine.events = FakeSource()
+    metrics.registry.register(EngineGauges(engine))
     metrics.request_refused(QueueFull("full"))
     metrics.request_ended(ended_request(), Outcome.FAILED, StepFailed("broken"), 101.0)
     return metrics.registry

@@ -16,6 +16,7 @@ from radixkv.config import EngineConfig
 from radixkv.engine.engine import Engine
 from radixkv.telemetry.gauges import EngineGauges
 from tests.engine.test_engine import BLOCK_SIZE, ENDLESS_S, NUM_BLOCKS, GatedRunner
+from tests.events.fake_source import FakeSource
 from tests.fake_runner import tokens
 from tests.fakes import FakeClock
 from tests.patience import PATIENCE_S, wait_until
@@ -77,6 +78,23 @@ def test_every_gauge_has_the_value_of_stats(engine: Engine) -> None:
         "radixkv_paused_requests": 0,
         "radixkv_held_leases": 1,
         "radixkv_namespaces": load.namespaces,
+    }
+
+
+def test_events_and_their_readers_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = FakeSource()
+    monkeypatch.setattr(engine, "events", source)
+    source.switch_on()
+    source.store(*range(8))
+    source.store(*range(12))
+    source.evict(1)
+    source.num_readers, source.num_lost = 5, 7
+    values = {name: value for name, value in scrape(engine).items() if name.startswith("radixkv_event_")}
+    assert values == {
+        "radixkv_event_batches_total": 3,
+        "radixkv_event_blocks_total": 4,
+        "radixkv_event_readers": 5,
+        "radixkv_event_readers_lost_total": 7,
     }
 
 

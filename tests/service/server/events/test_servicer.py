@@ -184,21 +184,12 @@ def test_callers_that_read_nothing_hold_up_neither_requests_nor_the_drain():
 def test_a_caller_that_leaves_is_forgotten():
     async def test():
         engine = with_events()
-        readers = []
-        original = EventReaders.__init__
-
-        def note(self, source):
-            original(self, source)
-            readers.append(self)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(EventReaders, "__init__", note)
-            async with serving(engine) as (_, address), AsyncClient(address) as client:
-                batches = client.subscribe()
-                await anext(batches)
-                assert readers[0].num_readers == 1
-                await batches.aclose()
-                assert await becomes_true(lambda: readers[0].num_readers == 0)
+        async with serving(engine) as (_, address), AsyncClient(address) as client:
+            batches = client.subscribe()
+            await anext(batches)
+            assert engine.events.num_readers == 1
+            await batches.aclose()
+            assert await becomes_true(lambda: engine.events.num_readers == 0)
 
     run(test)
 

@@ -1,0 +1,125 @@
+"""Dynamo's router reads our events over ZMQ and sends each prompt where it is cached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv.config import EventsConfig
+from radixkv.events.zmq_publisher import ZmqPublisher
+from radixkv.namespace import Namespace
+from tests.events.fake_source import BASE, BLOCK_SIZE, SALTED, FakeSource
+from tests.patience import PATIENCE_S
+
+os.environ.setdefault("DYN_LOG", "error")  # read once, when it is imported
+dynamo = pytest.importorskip("dynamo.llm")
+
+NUM_WORKERS = 4
+MODEL = "tiny"
+PROMPTS = np.random.default_rng(0).integers(1000, 2**31, (100, 8 * BLOCK_SIZE)).tolist()
+SALTED_PROMPTS = np.random.default_rng(1).integers(1000, 2**31, (20, 8 * BLOCK_SIZE)).tolist()
+
+
+async def blocks_known(router: Any, prompt: list[int], salt: str | None = None) -> dict[int, int]:
+    """Return the blocks of a prompt that the router believes each worker to hold."""
+    request = {"model_name": MODEL, "token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
+    scores = await router.overlap_scores(request)
+    return {worker["worker_id"]: worker["device_blocks"] for worker in scores["workers"]}
+
+
+async def wait_for(router: Any, worker: int, prompt: list[int], num_blocks: int, salt: str | None = None) -> None:
+    """Wait until the router believes that a worker holds the first blocks of a prompt."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (await blocks_known(router, prompt, salt))[worker] != num_blocks:
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def routed(form: str) -> Any:
+    """Yield a router and the caches that it follows, each of which it has heard of."""
+    router = dynamo.SelectionService(indexer_threads=1)
+    sources = [FakeSource(max_batches=1000) for _ in range(NUM_WORKERS)]
+    with contextlib.ExitStack() as stack:
+        stack.callback(router.shutdown)
+        for worker, source in enumerate(sources):
+            config = EventsConfig("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", form=form, block_size=BLOCK_SIZE)
+            publisher = stack.enter_context(contextlib.closing(ZmqPublisher(source, config)))
+            await router.upsert_worker(
+                {
+                    "worker_id": worker,
+                    "model_name": MODEL,
+                    "endpoint": f"http://127.0.0.1:{worker + 1}",
+                    "block_size": BLOCK_SIZE,
+                    "kv_events_endpoint": publisher.endpoint,
+                    "replay_endpoint": publisher.replay_endpoint,
+                    "max_num_batched_tokens": 512,
+                    "total_kv_blocks": 4096,
+                }
+            )
+        async with asyncio.timeout(PATIENCE_S):
+            for worker, source in enumerate(sources):
+                token = 0
+                while not (await blocks_known(router, [worker, token, 0, 0]))[worker]:  # a subscription takes a moment
+                    token += 1
+                    source.store(worker, token, 0, 0)
+                    await asyncio.sleep(0.02)
+        yield router, sources
+
+
+def salt_of(source: FakeSource, namespace: Namespace) -> str:
+    return source.feed._identities.of(namespace).cache_salt
+
+
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_the_holder_is_selected_each_time(form: str) -> None:
+    async def test() -> None:
+        async with routed(form) as (router, sources):
+            for index, prompt in enumerate(PROMPTS):
+                sources[index % NUM_WORKERS].store(*prompt)
+            for worker in range(NUM_WORKERS):
+                await wait_for(router, worker, PROMPTS[-NUM_WORKERS + worker], 8)
+            selected = [
+                (await router.select({"model_name": MODEL, "token_ids": [*prompt, 1]}))["worker_id"]
+                for prompt in PROMPTS
+            ]
+            assert selected == [index % NUM_WORKERS for index in range(100)]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_salted_prompts_are_never_matched_by_tokens(form: str) -> None:
+    async def test() -> None:
+        async with routed(form) as (router, (source, *_)):
+            for prompt in SALTED_PROMPTS:
+                source.store(*prompt, namespace=SALTED)
+            source.store(*PROMPTS[0], namespace=BASE)
+            await wait_for(router, 0, PROMPTS[0], 8)
+            for prompt in SALTED_PROMPTS:
+                assert not any((await blocks_known(router, prompt)).values())
+                assert not any((await blocks_known(router, prompt, "secret")).values())
+            known = await blocks_known(router, SALTED_PROMPTS[0], salt_of(source, SALTED))
+            assert known[0] == (8 if form == "map" else 0)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_what_is_evicted_is_forgotten(form: str) -> None:
+    async def test() -> None:
+        async with routed(form) as (router, (source, *_)):
+            source.cache.purge()
+            source.store(*PROMPTS[0])
+            await wait_for(router, 0, PROMPTS[0], 8)
+            source.evict(3)
+            await wait_for(router, 0, PROMPTS[0], 5)
+            source.cache.purge()
+            source.feed.publish()
+            await wait_for(router, 0, PROMPTS[0], 0)
+
+    asyncio.run(test())
