@@ -24,6 +24,9 @@ import numpy as np
 
 from bench.parts.environment import describe_run
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.events.block_identity import Identities
+from radixkv.events.event_log import EventLog
+from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import Namespace
 from radixkv.planning.trace import load_trace, prompt_tokens
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 _NAMESPACE = Namespace("bench")
 _VOCAB_SIZE = 2**31 - 1
 _HIT_TOKENS = 8192
+_EVENT_BLOCK_SIZE = 16
 _SAMPLES = 400
 _PEER_EVICTIONS = 50  # each visits every leaf: tens of milliseconds among a hundred thousand
 
@@ -63,6 +67,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     ]
     peers = _sglang_trees(options.sglang) if options.sglang else {}
     replay = measure_replay(prompts, options.block_size)
+    events = measure_events(prompts, options.block_size)
     for peer, make_tree in peers.items():
         times = measure_sglang(prompts, options.block_size, make_tree)
         replay |= {f"{peer}_{name}": value for name, value in times.items()}
@@ -73,6 +78,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "block_size": options.block_size,
         "replay_us": replay,
         "hit_us": measure_hit(options.block_size),
+        "events_us": events,
         "evict_us": {f"{leaves}": measure_evict(leaves) for leaves in options.leaves},
     }
     for peer, make_tree in peers.items():
@@ -105,6 +111,43 @@ def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float
         "insert": _median_us(insert),
         "memcmp": _median_us(_times(lambda prompt: prompt == next(stored), prompts)),
         "match": _median_us(_times(lambda prompt: cache.match(_NAMESPACE, prompt), prompts)),
+    }
+
+
+def measure_events(prompts: Sequence[bytes], block_size: int) -> dict[str, float]:
+    """Measure what the event log adds to an insert: while nobody reads it, and while it records.
+
+    Prompts are inserted into three caches in turn, so that all have the same machine.
+
+    Returns:
+        Medians in microseconds of an insert without a log, with one that nobody reads, and with one that records; the
+        median of what publishing takes after an insert, and the mean for each event block.
+    """
+    num_blocks = sum(-(-len(prompt) // (4 * block_size)) for prompt in prompts)
+    feeds = [TreeFeed(EventLog(), _EVENT_BLOCK_SIZE, block_size, Identities(), num_blocks * 64) for _ in range(2)]
+    caches = [PrefixCache(num_blocks, block_size, listeners=feeds[:number]) for number in range(2)]
+    caches.append(PrefixCache(num_blocks, block_size, listeners=feeds[1:]))
+    feeds[1].switch_on(caches[2].nodes)
+    inserts: list[list[float]] = [[], [], []]
+    publishes: list[float] = []
+    for number, prompt in enumerate(prompts):
+        for turn in range(3):
+            which = (number + turn) % 3
+            with caches[which].lease(_NAMESPACE, _copy(prompt)) as lease:
+                start = time.perf_counter()
+                lease.commit(lease.num_tokens)
+                inserts[which].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        feeds[1].publish()
+        publishes.append(time.perf_counter() - start)
+    assert feeds[0].log.num_batches == 0
+    without, unread, recorded = map(_median_us, inserts)
+    return {
+        "insert_without_log": without,
+        "insert_with_log_unread": unread,
+        "insert_recorded": recorded,
+        "publish": _median_us(publishes),
+        "publish_a_block": round(sum(publishes) / feeds[1].log.num_blocks * 1e6, 3),
     }
 
 
@@ -235,6 +278,7 @@ def _table(report: dict[str, Any]) -> str:
         f"{report['block_size']}; medians in microseconds"
     ]
     rows = [(name.replace("_", " "), value) for name, value in report["replay_us"].items()]
+    rows += [(f"events: {name.replace('_', ' ')}", value) for name, value in report["events_us"].items()]
     rows += [(f"8k hit: {name.replace('_', ' ')}", value) for name, value in report["hit_us"].items()]
     for peer in ("", "sglang_", "sglang_python_"):
         for leaves, times in report.get(f"{peer}evict_us", {}).items():

@@ -10,50 +10,17 @@ from radixkv.cache.node import Node
 from radixkv.events.block_identity import Identities, hash_blocks
 from radixkv.tokens import TOKEN_BYTES
 
-
-class Stored(NamedTuple):
-    """A leaf that is new or has grown, as it was then.
-
-    Attributes:
-        node: the leaf.
-        tokens: all its tokens.
-        parent: the node before it; None if it has grown.
-        tail: tokens before it in the event block in which it begins; empty if it begins one.
-    """
-
-    node: Node
-    tokens: bytes
-    parent: Node | None
-    tail: bytes
-
-
-class Split(NamedTuple):
-    """A node that was cut in two.
-
-    Attributes:
-        lower: the object that there was before.
-        upper: the new node before it.
-        num_upper_tokens: tokens of `upper` then.
-    """
-
-    lower: Node
-    upper: Node
-    num_upper_tokens: int
-
-
-class Shortened(NamedTuple):
-    """A leaf that keeps its first tokens only; none if it is gone."""
-
-    node: Node
-    num_kept_tokens: int
-
-
-class Purged(NamedTuple):
-    """A node whose tree was taken out."""
-
-    node: Node
-
-
+# Changes of nodes, told apart by their lengths. They are plain tuples because they are made in the middle of a commit,
+# where a named one costs 0.2 us more.
+Stored = tuple[Node, bytes, Node | None, bytes]
+"""A leaf that is new or has grown; all its tokens; its parent, None if it has grown; the tokens before it in the event
+block in which it begins."""
+Split = tuple[Node, Node, bytes]
+"""A node that was cut in two, the new node above it, and the tokens of that."""
+Shortened = tuple[Node, int]
+"""A leaf, and the number of tokens that it keeps; 0 if it is gone."""
+Purged = tuple[Node]
+"""A node whose tree was taken out."""
 Change = Stored | Split | Shortened | Purged
 
 
@@ -125,14 +92,14 @@ class StoredBlocks:
         while changes and max_blocks > 0:
             change = changes.popleft()
             max_blocks -= 1
-            if isinstance(change, Stored):
+            if len(change) == 4:
                 max_blocks -= self._store(change, events)
-            elif isinstance(change, Split):
+            elif len(change) == 3:
                 self._split(change)
-            elif isinstance(change, Shortened):
-                self._shorten(change.node, change.num_kept_tokens, events)
+            elif len(change) == 2:
+                self._shorten(*change, events)
             else:
-                self._shorten(change.node, 0, events)
+                self._shorten(*change, 0, events)
                 is_purged = True
         if is_purged and self.num_blocks == 0:
             return (AllCleared(),) if events else ()
@@ -159,15 +126,16 @@ class StoredBlocks:
 
     def _store(self, change: Stored, events: list[BlocksStored | _Removal]) -> int:
         """Hash the blocks that are whole now. Returns how many blocks that were."""
-        run = self._runs.get(change.node)
+        node, tokens, above, tail = change
+        run = self._runs.get(node)
         if run is None:
-            parent = self._runs.get(change.parent) if change.parent is not None else None
-            before = self._identities.of(change.node.owner.namespace).root if parent is None else parent.end
-            run = self._runs[change.node] = _Run(before, b"", len(change.tail) // TOKEN_BYTES)
+            parent = None if above is None else self._runs.get(above)
+            before = self._identities.of(node.owner.namespace).root if parent is None else parent.end
+            run = self._runs[node] = _Run(before, b"", len(tail) // TOKEN_BYTES)
         num_known = len(run.hashes) // HASH_BYTES
         # Where the first new block begins: before the node, if it is the one in which the node begins.
         start = num_known * self._block_bytes - run.phase * TOKEN_BYTES
-        tokens = change.tail + change.tokens if start < 0 else change.tokens[start:]
+        tokens = tail + tokens if start < 0 else tokens[start:]
         before = run.end
         new = hash_blocks(before, tokens, self._block_bytes)
         if not new:
@@ -179,7 +147,7 @@ class StoredBlocks:
             before = new[(num_copies - 1) * HASH_BYTES : num_copies * HASH_BYTES]
             new = new[num_copies * HASH_BYTES :]
         if new:
-            identity = self._identities.of(change.node.owner.namespace)
+            identity = self._identities.of(node.owner.namespace)
             parent_hash = None if before == identity.root else int.from_bytes(before, "little")
             stored = tokens[num_copies * self._block_bytes : num_new * self._block_bytes]
             events.append(BlocksStored(parent_hash, new, stored, self._block_size, identity.cache_salt))
@@ -198,10 +166,11 @@ class StoredBlocks:
 
     def _split(self, change: Split) -> None:
         """Divide the blocks of a node. Readers see nothing of it."""
-        lower = self._runs[change.lower]
-        num_tokens = lower.phase + change.num_upper_tokens
+        lower_node, upper_node, upper_tokens = change
+        lower = self._runs[lower_node]
+        num_tokens = lower.phase + len(upper_tokens) // TOKEN_BYTES
         cut = num_tokens // self._block_size * HASH_BYTES
-        upper = self._runs[change.upper] = _Run(lower.before, lower.hashes[:cut], lower.phase)
+        upper = self._runs[upper_node] = _Run(lower.before, lower.hashes[:cut], lower.phase)
         lower.before = upper.end
         lower.hashes = lower.hashes[cut:]
         lower.phase = num_tokens % self._block_size

@@ -14,7 +14,7 @@ from radixkv.errors import InvariantViolation, RadixKVError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot, StoredRun
-from radixkv.events.stored_blocks import Change, Purged, Shortened, Split, Stored, StoredBlocks
+from radixkv.events.stored_blocks import Change, StoredBlocks
 from radixkv.tokens import TOKEN_BYTES
 
 MAX_STEP_BLOCKS = 2048  # 0.6 ms
@@ -60,6 +60,7 @@ class TreeFeed(Listener):
         self._is_aligned = pool_block_size % block_size == 0  # each node begins an event block
         self._is_on = False
         self._changes: deque[Change] = deque()
+        self._note = self._changes.append
         self._blocks = StoredBlocks(block_size, pool_block_size, identities)
         self._nodes: Callable[[], Iterable[Node]] = tuple
         self._snapshot: Snapshot | None = None
@@ -81,7 +82,7 @@ class TreeFeed(Listener):
         if not self._is_on and self.log.error is None:
             self._is_on = True
             self._nodes = nodes
-            self._changes.extend(Stored(node, node.tokens, node.parent, self._tail(node)) for node in nodes())
+            self._changes.extend((node, node.tokens, node.parent, self._tail(node)) for node in nodes())
 
     def ask(self, answer: Future[Snapshot]) -> None:
         """Have `publish` answer with a snapshot, once it has published all that is recorded."""
@@ -128,33 +129,35 @@ class TreeFeed(Listener):
     def inserted(self, leaf: Node, now_s: float) -> None:
         """Note a new leaf."""
         if self._is_on:
-            self._changes.append(Stored(leaf, leaf.tokens, leaf.parent, b"" if self._is_aligned else self._tail(leaf)))
+            tail = b"" if self._is_aligned else self._tail(leaf)
+            self._note((leaf, leaf.tokens, leaf.parent, tail))
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
         """Note the tokens of a leaf that has grown."""
         if self._is_on:
-            self._changes.append(Stored(leaf, leaf.tokens, None, b"" if self._is_aligned else self._tail(leaf)))
+            tail = b"" if self._is_aligned else self._tail(leaf)
+            self._note((leaf, leaf.tokens, None, tail))
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Note where a node was cut."""
-        self.cut(lower)
-
-    def cut(self, lower: Node) -> None:
         """Note where a node was cut."""
         if self._is_on:
             upper = lower.parent
             assert upper is not None
-            self._changes.append(Split(lower, upper, len(upper.tokens) // TOKEN_BYTES))
+            self._note((lower, upper, upper.tokens))
+
+    def cut(self, lower: Node) -> None:
+        """Note where a node was cut."""
+        self.split(lower, 0.0, 0.0)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Note how much a leaf keeps."""
         if self._is_on:
-            self._changes.append(Shortened(leaf, (leaf.num_blocks - num_blocks) * self._pool_block_size))
+            self._note((leaf, (leaf.num_blocks - num_blocks) * self._pool_block_size))
 
     def purged(self, node: Node) -> None:
         """Note a node that is gone."""
         if self._is_on:
-            self._changes.append(Purged(node))
+            self._note((node,))
 
     def _age_of(self, snapshot: Snapshot) -> int:
         return self.log.last - snapshot.sequence_number
