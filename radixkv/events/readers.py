@@ -157,8 +157,8 @@ class EventReaders:
         raise self._log.error
 
     def _wake(self) -> None:
-        """Wake the event loop. Called on the engine's thread."""
-        if not self._is_waking and not self._loop.is_closed():
+        """Wake the event loop, if anybody reads. Called on the engine's thread."""
+        if self._source.num_readers and not self._is_waking and not self._loop.is_closed():
             self._is_waking = True
             with contextlib.suppress(RuntimeError):  # it was closed since
                 self._loop.call_soon_threadsafe(self._tell)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
-from radixkv.cache.node import Node
+from radixkv.cache.node import Node, path_to
 from radixkv.errors import InvariantViolation, RadixKVError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
@@ -176,11 +176,9 @@ class TreeFeed(Listener):
         """Return the tokens before a node in the event block in which it begins. Complexity: O(depth)."""
         if self._is_aligned:
             return b""
-        above, num_bytes = node.parent, 0
-        runs: list[bytes] = []
-        while above is not None:
-            runs.append(above.tokens)
-            num_bytes += len(above.tokens)
+        size = sum(len(above.tokens) for above in path_to(node.parent)) % (self._block_size * TOKEN_BYTES)
+        tail, above = b"", node.parent
+        while len(tail) < size and above is not None:
+            tail = above.tokens[-(size - len(tail)) :] + tail
             above = above.parent
-        size = num_bytes % (self._block_size * TOKEN_BYTES)
-        return b"".join(reversed(runs))[num_bytes - size :]
+        return tail

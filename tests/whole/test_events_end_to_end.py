@@ -1,0 +1,154 @@
+"""The events of `radixkv serve`, over gRPC and over ZMQ, beside an independent count of what is cached."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import grpc
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from xxhash import xxh3_64_intdigest
+
+from radixkv.service.client import Client
+from radixkv.v1.events_pb2 import EventBatch
+from tests.patience import PATIENCE_S
+
+ANYWHERE = "tcp://127.0.0.1:*"
+
+
+@contextmanager
+def served(log: Path, *settings: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `radixkv serve`; yields the process and its address."""
+    options = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *options]
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, log.read_text()
+            yield process, line.removeprefix("listening on ").strip()
+        finally:
+            process.terminate()
+            assert process.wait(PATIENCE_S) == 0, log.read_text()
+
+
+def hashes_of(prompt: list[int], size: int = 16) -> list[int]:
+    """Hash the whole blocks of a prompt, as the proto says."""
+    hashes, parent = [], 0
+    for start in range(0, len(prompt) - size + 1, size):
+        block = np.array(prompt[start : start + size], "<u4").tobytes()
+        parent = xxh3_64_intdigest(parent.to_bytes(8, "little") + block)
+        hashes.append(parent)
+    return hashes
+
+
+def apply(batch: EventBatch, known: dict[int, str]) -> None:
+    """Keep the blocks that a reader knows, with their salts."""
+    for event in batch.events:
+        kind = event.WhichOneof("event")
+        if kind == "cleared":
+            known.clear()
+        elif kind == "stored":
+            assert len(event.stored.token_ids) == event.stored.block_size * len(event.stored.block_hashes)
+            assert not event.stored.HasField("parent_block_hash") or event.stored.parent_block_hash in known
+            assert known.keys().isdisjoint(event.stored.block_hashes)
+            known.update(dict.fromkeys(event.stored.block_hashes, event.stored.cache_salt))
+        else:
+            for block in event.removed.block_hashes:
+                del known[block]
+
+
+def test_events_say_what_is_cached(tmp_path: Path) -> None:
+    prompts = [[*range(200)], [*range(100), *range(50)], [*range(70), *range(400, 440)]]
+    with (
+        served(tmp_path / "log", "cache.capacity_tokens=1024") as (process, address),
+        Client(address) as client,
+        closing(client.subscribe()) as batches,
+    ):
+        known: dict[int, str] = {}
+        first = next(batches)
+        apply(first, known)
+        assert (len(known), first.epoch) == (0, client.stats().epoch)
+        for prompt in prompts:
+            client.prefill(prompt)
+        expected = {block for prompt in prompts for block in hashes_of(prompt)}
+        while set(known) != expected:
+            apply(next(batches), known)
+        assert set(known.values()) == {""}
+        client.prefill(prompts[0], tenant="acme", salt="secret")
+        while len(known) < len(expected) + 12:
+            apply(next(batches), known)
+        salts = set(known.values()) - {""}
+        assert len(salts) == 1
+        assert not any(name in salt for salt in salts for name in ("acme", "secret"))
+        for start in range(1000, 5000, 40):  # until much is evicted
+            client.prefill([*range(start % 400, start % 400 + 60), start % 500])
+        client.purge(everything=True)
+        numbers = [batch.sequence_number for batch in read_until_clear(batches, known)]
+        assert numbers == [*range(numbers[0], numbers[-1] + 1)]
+        process.terminate()
+        with pytest.raises(grpc.RpcError) as ended:
+            list(batches)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+    with (
+        served(tmp_path / "again") as (_, address),
+        Client(address) as client,
+        pytest.raises(grpc.RpcError) as refused,
+    ):
+        next(client.subscribe(numbers[-1]))
+    assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
+def read_until_clear(batches: Iterator[EventBatch], known: dict[int, str]) -> list[EventBatch]:
+    read = []
+    for batch in batches:
+        apply(batch, known)
+        read.append(batch)
+        if batch.events[-1].WhichOneof("event") == "cleared":
+            assert any(event.WhichOneof("event") == "removed" for each in read for event in each.events)
+            return read
+    raise AssertionError("the stream ended")
+
+
+def test_the_same_events_are_replayed_over_zmq(tmp_path: Path) -> None:
+    settings = (f"events.zmq_endpoint={ANYWHERE}", f"events.replay_endpoint={ANYWHERE}", "events.form=map")
+    with served(tmp_path / "log", *settings) as (_, address), Client(address) as client:
+        client.prefill(range(40))
+        client.prefill(range(40), salt="secret")
+        endpoint = re.search(r"events on \S+, again on (\S+)$", (tmp_path / "log").read_text(), re.MULTILINE)
+        assert endpoint is not None
+        with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+            reader.setsockopt(zmq.LINGER, 0)
+            reader.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+            reader.connect(endpoint[1])
+            events: list[dict[str, object]] = []
+            while len(events) < 2:
+                reader.send_multipart([b"", bytes(8)])
+                messages = iter(reader.recv_multipart, None)
+                answers = list(itertools.takewhile(lambda frames: frames[2] != b"\xff" * 8, messages))
+                events = [event for *_, payload in answers for event in msgpack.unpackb(payload)[1]]
+    plain, salted = events
+    assert plain["token_ids"] == salted["token_ids"] == [*range(32)]
+    assert plain["block_hashes"] == hashes_of([*range(40)])
+    assert "cache_salt" not in plain
+    assert salted["cache_salt"]
+
+
+def test_a_wrong_endpoint_is_refused_by_name() -> None:
+    command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0"]
+    done = subprocess.run(
+        [*command, "--set", f"events.replay_endpoint={ANYWHERE}"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 2
+    assert "events.zmq_endpoint: expected an address beside events.replay_endpoint, got none" in done.stderr
