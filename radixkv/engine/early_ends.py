@@ -52,13 +52,14 @@ class EarlyEnds:
         return is_late or bool(self._cancelled or self._finished or self._failed)
 
     def finished(self) -> Iterator[Request]:
-        """Yield the generations whose callers want no more tokens, each once it has one.
+        """Yield the generations whose callers want no more tokens. Those that have none, or have to fail, are left out.
 
         The caller ends each request before it takes the next one.
         """
         while self._finished:
             request = self._finished.popleft()
-            if not request.is_over and request.generation is not None and request.generation.token_ids:
+            is_ending = request.is_over or self.is_failing(request)
+            if not is_ending and request.generation is not None and request.generation.token_ids:
                 yield request
 
     def due(self, now_s: float) -> Iterator[tuple[Request, RadixKVError | None]]:

@@ -219,6 +219,7 @@ ENGINE_MUTANTS = (
     Mutant("engine/early_ends.py", " and request.generation.token_ids:", ":"),
     Mutant("engine/delivery.py", "            self._commit(request, request.computed_upto)\n", "            pass\n"),
     Mutant("engine/delivery.py", "request.generation.is_finished = True", "pass"),
+    Mutant("engine/early_ends.py", "request.is_over or self.is_failing(request)", "request.is_over"),
     Mutant("engine/sampler.py", "torch.where(scores > 0, scores / factor, scores * factor)", "scores / factor"),
     Mutant("engine/sampler.py", "ordered.masked_fill(ordered < last, -torch.inf)", "ordered"),
     Mutant("engine/sampler.py", "len(token_ids) < sampling.min_tokens", "len(token_ids) <= sampling.min_tokens"),

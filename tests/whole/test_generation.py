@@ -216,6 +216,16 @@ class TestFinish:
         assert bench.core.tally.load().requests.cancelled == 1
         assert bench.cache.pool.num_leased == 0
 
+    def test_one_whose_callback_raised_fails(self) -> None:
+        def finish_and_raise(_: object) -> None:
+            future.finish()
+            raise RuntimeError
+
+        bench = Bench()
+        future = bench.generate(range(10), 30, on_tokens=finish_and_raise)
+        bench.run()
+        assert isinstance(future.exception(0), StepFailed)
+
     def test_a_late_one_is_late(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 30, deadline_s=5.0)

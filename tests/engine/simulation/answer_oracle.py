@@ -31,12 +31,14 @@ class Asked:
         num_recomputed, num_skipped: tokens in which its chunks overlap, and tokens between them.
         held: the receipt of a lease that it holds.
         written_at_purge: tokens that it had published when its namespace was purged; it publishes no more.
+        may_end_early: its caller said that it wants no more tokens.
+        told_at_finish: tokens that it had been given then; None if it had none, or did not say so.
         must_fail: it was in a step that failed, or its callback raised.
         num_ends: times that the engine has reported its end.
     """
 
     ask: Ask
-    future: Future[Any] = field(default_factory=Future)
+    future: Future[Any]
     request: Request = field(init=False)
     told: list[int] = field(default_factory=list)
     held: HeldLease | None = None
@@ -47,6 +49,8 @@ class Asked:
     written_at_purge: int | None = None
     is_cancelled: bool = False
     is_judged: bool = False
+    may_end_early: bool = False
+    told_at_finish: int | None = None
     must_fail: bool = False
     num_ends: int = 0
 
@@ -94,8 +98,15 @@ class Asked:
         self._judge_usage(result.usage, result.miss_reason)
         counted = ("cached", "computed", "recomputed", "written")
         return Counter(
-            {"answered": 1, **{f"{name} tokens": getattr(result.usage, f"{name}_tokens") for name in counted}}
+            {
+                "answered": 1,
+                "finished early": self._is_early(result),
+                **{f"{name} tokens": getattr(result.usage, f"{name}_tokens") for name in counted},
+            }
         )
+
+    def _is_early(self, result: PrefillResult | GenerateResult) -> bool:
+        return isinstance(result, GenerateResult) and tuple(self.told) == result.token_ids
 
     def _answered_s(self, result: PrefillResult | GenerateResult) -> float:
         timing = result.timing
@@ -123,9 +134,17 @@ class Asked:
         self.held = result.held_lease
 
     def _judge_generation(self, result: GenerateResult) -> None:
-        assert result.token_ids == self.expected, "the answer is not the model's"
-        assert tuple(self.told) == result.token_ids[:-1]
-        is_stopped = result.token_ids[-1] in self.ask.stop_token_ids
+        num_tokens, told = len(result.token_ids), tuple(self.told)
+        assert result.token_ids == self.expected[:num_tokens], "the answer is not the model's"
+        is_early = self._is_early(result)
+        if is_early:
+            assert self.may_end_early, "an answer ended early, and nobody wanted it to"
+        else:
+            assert told == result.token_ids[:-1]
+            assert num_tokens == len(self.expected), "an answer ended early, and its last tokens were told late"
+        most_tokens = num_tokens if self.told_at_finish is None else self.told_at_finish + 1
+        assert num_tokens <= most_tokens, "an answer went on that was to be finished"
+        is_stopped = is_early or result.token_ids[-1] in self.ask.stop_token_ids
         assert result.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
         assert result.usage.generated_tokens == len(result.token_ids)
 
@@ -133,6 +152,8 @@ class Asked:
         assert self._counted_wrong(usage) == []
         num_decoded = max(0, usage.generated_tokens - 1)
         num_computed = usage.computed_tokens + num_decoded + self.num_recomputed - self.num_skipped
+        if self.may_end_early and self.upto is not None:  # it may have lost tokens that are not computed again
+            num_computed -= usage.prompt_tokens + num_decoded - self.upto
         assert self.num_computed == num_computed, "tokens were computed and not counted, or counted and not computed"
         most_written = usage.prompt_tokens + num_decoded + self.num_recomputed  # what was evicted is written again
         assert 0 <= usage.written_tokens <= self.ask.writes * most_written

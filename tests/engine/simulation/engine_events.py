@@ -64,7 +64,8 @@ class Ask(_Value):
         key: the name that other events use for it.
         max_new_tokens: of a generation; 0 for a prefill.
         penalty: of presence, and what a repetition penalty is above 1.
-        raises_at, cancels_at: the callback raises, or cancels, when it takes the token of this number; 0 for never.
+        raises_at, cancels_at, finishes_at: the callback raises, cancels, or wants no more tokens, when it takes the
+            token of this number; 0 for never.
     """
 
     at_s: float
@@ -87,6 +88,7 @@ class Ask(_Value):
     min_tokens: int = 0
     raises_at: int = 0
     cancels_at: int = 0
+    finishes_at: int = 0
 
     @property
     def namespace(self) -> Namespace:
@@ -113,6 +115,15 @@ class Ask(_Value):
 @dataclass(frozen=True, repr=False)
 class Cancel(_Value):
     """A caller cancels its request, while a step computes or between two steps."""
+
+    at_s: float
+    key: int
+    during_step: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Finish(_Value):
+    """The caller of a generation wants no more tokens, while a step computes or between two steps."""
 
     at_s: float
     key: int
@@ -159,7 +170,7 @@ class Close(_Value):
     step: int | None = None
 
 
-Event = Ask | Cancel | Release | Retain | Purge | Fail | Close
+Event = Ask | Cancel | Finish | Release | Retain | Purge | Fail | Close
 
 
 def tokens_of(prompt: Prompt, namespace: Namespace) -> bytes:

@@ -58,6 +58,12 @@ class EngineOracle(Observer):
         asked.is_cancelled = asked.is_cancelled or not asked.future.done()
         self._news += 1
 
+    def finishing(self, asked: Asked) -> None:
+        if asked.told and not asked.future.done() and asked.told_at_finish is None:
+            asked.told_at_finish = len(asked.told)
+        asked.may_end_early = True
+        self._news += 1
+
     def purged(self, tenant: str | None, salt: str | None) -> None:
         """Assert that no purged prefix is found."""
         self._news += 1

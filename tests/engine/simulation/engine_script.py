@@ -16,6 +16,7 @@ from tests.engine.simulation.engine_events import (
     Close,
     Event,
     Fail,
+    Finish,
     Prompt,
     Purge,
     Release,
@@ -74,6 +75,7 @@ class _Author:
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
         self._random = random.Random(f"script {seed}")
+        self._finishes = random.Random(f"finishes {seed}")  # of its own: older scripts stay as they are
         self._prompts: list[tuple[str, str, _Told]] = []  # with tenant and salt
         self._num_stems = 0
         self._is_calm = world.computes_once or self._chance(0.2)  # nothing is cancelled or fails
@@ -140,6 +142,7 @@ class _Author:
             min_tokens=0 if is_greedy else min(max_new_tokens, key % 3),
             raises_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
             cancels_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
+            finishes_at=self._finishes.randint(1, 6) if self._finishes.random() < trouble / 2 else 0,
         )
 
     def _what_comes_of(self, ask: Ask) -> list[Event]:
@@ -154,6 +157,9 @@ class _Author:
             events.append(Retain(self._at(later, 20), ask.prompt, retention, ask.tenant, ask.salt))
         if self._is_calm:
             return events
+        if ask.max_new_tokens and self._finishes.random() < self._trouble:
+            at_s = round(later + self._finishes.choice((0, 5, 30)) * self._finishes.random(), 2)
+            events.append(Finish(at_s, ask.key, during_step=self._finishes.random() < 0.6))
         if self._chance(self._trouble):
             events.append(Cancel(self._at(later, rng.choice((0, 5, 30))), ask.key, during_step=self._chance(0.6)))
         if self._chance(self._trouble / 8):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 
 from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
-from radixkv.api.result import GeneratedTokens
+from radixkv.api.result import GeneratedTokens, GenerationFuture
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
@@ -21,6 +22,7 @@ from tests.engine.simulation.engine_events import (
     Close,
     Event,
     Fail,
+    Finish,
     Purge,
     Release,
     Retain,
@@ -82,6 +84,7 @@ class SimulatedEngine:
         self._apply: dict[type, Callable[..., None]] = {
             Ask: self._ask,
             Cancel: self._cancel,
+            Finish: self._finish,
             Release: self._release,
             Retain: self._retain,
             Purge: self._purge,
@@ -118,10 +121,10 @@ class SimulatedEngine:
         return bool(times_s)
 
     def _happen(self, *, during_step: bool = False) -> None:
-        """Run the events whose time has come. While a step computes, callers can only cancel."""
+        """Run the events whose time has come. While a step computes, callers can only cancel and finish."""
         due = [event for event in self._timed if event.at_s <= self.clock.now_s]
         if during_step:
-            due = [event for event in due if isinstance(event, Cancel) and event.during_step]
+            due = [event for event in due if isinstance(event, Cancel | Finish) and event.during_step]
         for event in due:
             if self.oracle.is_closed:
                 break
@@ -144,7 +147,7 @@ class SimulatedEngine:
         self._happen(during_step=True)
 
     def _ask(self, ask: Ask) -> None:
-        asked = Asked(ask)
+        asked = Asked(ask, GenerationFuture() if ask.max_new_tokens else Future())
         self._asked[ask.key] = asked
         params = PrefillParams(
             tokens=ask.tokens,
@@ -171,6 +174,8 @@ class SimulatedEngine:
         self.oracle.told(asked, news)
         if len(asked.told) == asked.ask.cancels_at:
             self._give_up(asked)
+        if len(asked.told) == asked.ask.finishes_at:
+            self._want_no_more(asked)
         if len(asked.told) == asked.ask.raises_at:
             asked.must_fail = True
             raise CallerBroke
@@ -182,6 +187,15 @@ class SimulatedEngine:
     def _give_up(self, asked: Asked) -> None:
         self.oracle.cancelling(asked)
         asked.future.cancel()
+
+    def _finish(self, finish: Finish) -> None:
+        if finish.key in self._asked:
+            self._want_no_more(self._asked[finish.key])
+
+    def _want_no_more(self, asked: Asked) -> None:
+        if isinstance(asked.future, GenerationFuture):
+            self.oracle.finishing(asked)
+            asked.future.finish()
 
     def _release(self, release: Release) -> None:
         asked = self._asked.get(release.key)

@@ -25,6 +25,7 @@ INTERESTING = {
     "failed with Draining",
     "failed with OutOfBlocks",
     "failed with StepFailed",
+    "finished early",
     "follows",
     "leases released",
     "pauses",
