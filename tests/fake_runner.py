@@ -70,7 +70,11 @@ class FakeRunner:
                 seen = self._slot(chunk, position)[position % self._block_size]
                 assert seen == chunk.tokens[: (position + 1) * 4], f"position {position} holds another prefix's K/V"
         self.steps.append([(chunk.start, chunk.end) for chunk in chunks])
-        rows = [self.logits_scale * one_hot(next_token(chunk.tokens)) for chunk in chunks if chunk.wants_logits]
+        rows = [
+            self.logits_scale * one_hot(next_token(chunk.tokens[: 4 * upto]))
+            for chunk in chunks
+            for upto in range(chunk.end - chunk.num_logit_rows + 1, chunk.end + 1)
+        ]
         logits = torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
         return StepResult(logits, logits.argmax(dim=-1).tolist(), [chunk.tokens != self.not_finite for chunk in chunks])
 

@@ -82,10 +82,10 @@ class Retained:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities where a token was generated, by the model's own logits: without penalties or temperature.
+    """Log probabilities where a token stands, by the model's own logits: without penalties or temperature.
 
     Attributes:
-        logprob: of the generated token.
+        logprob: of the token, generated or of the prompt.
         top: `(token_id, logprob)` of the most likely tokens, most likely first.
     """
 
@@ -140,6 +140,7 @@ class GenerateResult:
         timing: its phases.
         retained: None unless asked for.
         logprobs: one for each token; empty unless asked for.
+        prompt_logprobs: one for each token of the prompt but the first; empty unless asked for.
     """
 
     request_id: str
@@ -150,6 +151,7 @@ class GenerateResult:
     timing: Timing
     retained: Retained | None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +162,13 @@ class GeneratedTokens:
         token_ids: the new tokens, in order.
         usage: all its tokens so far.
         logprobs: one for each new token; empty unless asked for.
+        prompt_logprobs: with the first token, one for each token of the prompt but the first; empty unless asked for.
     """
 
     token_ids: tuple[int, ...]
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class GenerationFuture(Future[GenerateResult]):

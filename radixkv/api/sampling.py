@@ -7,6 +7,7 @@ import math
 import secrets
 from dataclasses import dataclass, field
 
+from radixkv.api.params import PrefillParams
 from radixkv.errors import InvalidRequest
 
 DEFAULT_MAX_NEW_TOKENS = 16
@@ -47,6 +48,8 @@ class Sampling:
         logit_bias: `(token_id, bias)`, biases of -100 to 100, added to the logits.
         logprobs: number of most likely tokens whose log probabilities are told with each token, beside the token's own;
             0 for its own alone, None for none.
+        prompt_logprobs: the same for each token of the prompt but the first. The prompt is computed anew for them,
+            whatever is cached.
         seed: 0 to 2**64 - 1; a random one by default.
         stop_token_ids: each of them ends the generation, and is its last token.
         ignore_eos: whether to go on after the model's own end-of-sequence tokens.
@@ -66,10 +69,20 @@ class Sampling:
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def of_answer(self, index: int) -> Sampling:
-        """Return the options of one of several answers to a prompt: each draws with a seed of its own."""
-        return dataclasses.replace(self, seed=(self.seed + index) % _NUM_SEEDS) if index else self
+        """Return the options of one of several answers to a prompt: each draws with a seed of its own.
+
+        The first one alone tells what they would all tell of the prompt.
+        """
+        if index == 0:
+            return self
+        return dataclasses.replace(self, seed=(self.seed + index) % _NUM_SEEDS, prompt_logprobs=None)
+
+    def prompt_params(self, params: PrefillParams) -> PrefillParams:
+        """Return the prompt's options with what these need: logits of cached tokens are not there to be told."""
+        return params if self.prompt_logprobs is None else dataclasses.replace(params, read_cache=False)
 
     @property
     def takes_most_likely(self) -> bool:
@@ -107,8 +120,10 @@ class Sampling:
             raise InvalidRequest(
                 f"min_tokens: expected 0 to max_new_tokens, {self.max_new_tokens}, got {self.min_tokens}"
             )
-        if self.logprobs is not None and not 0 <= self.logprobs <= min(MAX_TOP_LOGPROBS, vocab_size):
-            raise InvalidRequest(f"logprobs: expected 0 to {min(MAX_TOP_LOGPROBS, vocab_size)}, got {self.logprobs}")
+        most = min(MAX_TOP_LOGPROBS, vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None and not 0 <= count <= most:
+                raise InvalidRequest(f"{name}: expected 0 to {most}, got {count}")
         self._validate_bias(vocab_size)
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
             raise InvalidRequest(f"seed: expected 0 to 2**64 - 1, got {self.seed!r}")

@@ -33,6 +33,7 @@ class Chunk:
         block_ids: int32, the blocks of these tokens.
         copy: a block copy to make first.
         wants_logits: whether the logits after the chunk's last token are returned.
+        wants_all_logits: whether those after each of its tokens are returned, whatever `wants_logits` says.
     """
 
     tokens: bytes | bytearray
@@ -41,11 +42,17 @@ class Chunk:
     block_ids: BlockIds
     copy: BlockCopy | None
     wants_logits: bool
+    wants_all_logits: bool = False
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed by this chunk."""
         return self.end - self.start
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Rows of logits that are returned: of this number of last tokens."""
+        return self.num_tokens if self.wants_all_logits else int(self.wants_logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,9 @@ def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepLayout:
         block_size=block_size,
     )
     ends = batch.query_starts[1:]
-    logit_rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
+    logit_rows = [
+        row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logit_rows, end)
+    ]
     return StepLayout(torch.from_numpy(batch.positions), torch.tensor(logit_rows, dtype=torch.int64), batch)
 
 

@@ -95,8 +95,8 @@ class Runner:
         If the runner is not asynchronous, the step is computed when it is waited for.
 
         Returns:
-            A function that waits, and returns a row of logits for each chunk that wants them, in order, and for each
-            chunk whether all its numbers are finite.
+            A function that waits, and returns the rows of logits that the chunks want, in order, and for each chunk
+            whether all its numbers are finite.
         """
         return self.prepare(chunks)(pack_tokens(chunks))
 

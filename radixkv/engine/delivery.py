@@ -77,11 +77,14 @@ class Delivery:
         self._answer(request, lambda now_s: self._answers.generation(request, FinishReason.STOP, now_s))
 
     def _advance(self, computed: Computed) -> None:
-        (request, _, upto), is_finite, prediction = computed
+        (request, start, upto), is_finite, prediction, prompt_logprobs = computed
         if not is_finite:
             return
         request.computed_upto, request.has_computed = upto, True
         request.open_lease.copy = None  # the step has made it
+        if prompt_logprobs and request.generation is not None:
+            told = request.generation.prompt_logprobs
+            told += prompt_logprobs[len(told) - start :]  # after a pause some are computed again
         if prediction is None:
             return
         if request.prefilled_s is None:
@@ -92,7 +95,7 @@ class Delivery:
                 request.generation.logprobs.append(prediction.logprobs)
 
     def _publish(self, computed: Computed) -> None:
-        (request, _, upto), is_finite, prediction = computed
+        (request, _, upto), is_finite, prediction, _ = computed
         if self._early_ends.is_failing(request):
             return
         if not is_finite:
@@ -135,8 +138,9 @@ class Delivery:
 
     def _tell(self, request: Request, generation: Generation, prediction: Prediction) -> None:
         logprobs = () if prediction.logprobs is None else (prediction.logprobs,)
+        prompt_logprobs = tuple(generation.prompt_logprobs) if len(generation.token_ids) == 1 else ()
         try:
-            generation.on_tokens(GeneratedTokens((prediction.next_token_id,), request.usage, logprobs))
+            generation.on_tokens(GeneratedTokens((prediction.next_token_id,), request.usage, logprobs, prompt_logprobs))
         except BaseException:  # noqa: BLE001 - a caller's code on the engine's thread; the other requests go on
             _log.exception("the callback of a generation raised")
             self._early_ends.fail(request, StepFailed("generation: the caller's callback raised"))

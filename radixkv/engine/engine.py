@@ -163,7 +163,7 @@ class Engine:
             self.limits.require_generation(params, sampling)
             stop_token_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
             generation = Generation(sampling, stop_token_ids, on_tokens)
-            self._submit(Request(params, namespace, future, time.monotonic(), generation))
+            self._submit(Request(sampling.prompt_params(params), namespace, future, time.monotonic(), generation))
         return future
 
     def probe(self, tokens: bytes, caller: Caller = ANONYMOUS) -> Future[ProbeResult]:

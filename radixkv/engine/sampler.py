@@ -127,7 +127,7 @@ def _prediction(logits: torch.Tensor, row: int, next_token_id: int, request: Req
     count = (params.top_logprobs or None) if generation is None else generation.sampling.logprobs
     return Prediction(
         next_token_id,
-        logprobs=None if count is None else _logprobs(logits[row], next_token_id, count),
+        logprobs=None if count is None else read_logprobs(logits[row : row + 1], [next_token_id], count)[0],
         logits=logits[row].cpu().numpy().copy() if params.return_logits else None,
     )
 
@@ -166,9 +166,23 @@ def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tenso
     return (scores - noise.log()).argmax()
 
 
-def _logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
-    """Read the log probabilities of a token and of the most likely ones, in one piece: ids are exact in float64."""
-    logprobs = logits.log_softmax(dim=-1).double()
+def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Read log probabilities of tokens and of the most likely ones in their places. Waits for the device once.
+
+    Args:
+        logits: float32 `[num_rows, vocab_size]`.
+        token_ids: one for each row. One that has no logit, since a model may read more tokens than it writes, has -inf.
+        count: number of most likely tokens.
+
+    Returns:
+        One for each row.
+    """
+    logprobs = logits.log_softmax(dim=-1).double()  # in which ids are exact, too
     values, ids = logprobs.topk(count)
-    own, *told = torch.cat((logprobs[token_id : token_id + 1], values, ids.double())).tolist()
-    return TokenLogprobs(own, tuple(zip(map(int, told[count:]), told[:count], strict=True)))
+    chosen = torch.tensor(token_ids, dtype=torch.int64).to(logits.device, non_blocking=True)
+    own = logprobs.gather(1, chosen.clamp(max=logits.shape[1] - 1)[:, None])
+    own = own.masked_fill(chosen[:, None] >= logits.shape[1], -torch.inf)
+    rows = torch.cat((own, values, ids.double()), dim=1).tolist()
+    return [
+        TokenLogprobs(logprob, tuple(zip(map(int, told[count:]), told[:count], strict=True))) for logprob, *told in rows
+    ]

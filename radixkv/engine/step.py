@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
+import numpy as np
 import torch
 
+from radixkv.api.result import TokenLogprobs
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner, Wait
-from radixkv.engine.sampler import Prediction, predict
+from radixkv.engine.sampler import Prediction, predict, read_logprobs
 from radixkv.scheduling.step_plan import Slice
 
 
@@ -23,11 +26,13 @@ class Computed(NamedTuple):
         part: the slice.
         is_finite: whether K, V and the last hidden states of all its tokens are finite.
         prediction: the next token; None if the request has more tokens to compute before it.
+        prompt_logprobs: of the tokens of the prompt after each one of the slice; empty unless asked for.
     """
 
     part: Slice
     is_finite: bool
     prediction: Prediction | None
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class Step:
@@ -64,10 +69,18 @@ class Step:
         step = self._wait()
         del self._wait  # frees memory of the device before the next step is started
         last = [part.request for part in self.slices if part.is_last]
-        predictions = iter(predict(step.logits, step.most_likely, last))
+        logits, most_likely = step.logits, step.most_likely
+        prompts: list[Sequence[TokenLogprobs]] = [()] * len(self.slices)
+        if len(logits) > len(last):  # somebody wants to know how likely its prompt is
+            ends = list(itertools.accumulate(map(_num_logit_rows, self.slices)))
+            starts = (0, *ends)
+            prompts = [_of_prompt(part, logits[row:]) for part, row in zip(self.slices, starts, strict=False)]
+            rows = [end - 1 for part, end in zip(self.slices, ends, strict=True) if part.is_last]
+            logits, most_likely = logits[rows], [most_likely[row] for row in rows]
+        predictions = iter(predict(logits, most_likely, last))
         return [
-            Computed(part, is_finite, next(predictions) if part.is_last else None)
-            for part, is_finite in zip(self.slices, step.is_finite, strict=True)
+            Computed(part, is_finite, next(predictions) if part.is_last else None, prompt)
+            for part, is_finite, prompt in zip(self.slices, step.is_finite, prompts, strict=True)
         ]
 
 
@@ -120,7 +133,24 @@ def _chunk(part: Slice) -> Chunk:
         block_ids=lease.block_ids,
         copy=lease.copy,
         wants_logits=part.is_last,
+        wants_all_logits=request.wants_all_logits,
     )
+
+
+def _num_logit_rows(part: Slice) -> int:
+    return part.end - part.start if part.request.wants_all_logits else int(part.is_last)
+
+
+def _of_prompt(part: Slice, logits: torch.Tensor) -> Sequence[TokenLogprobs]:
+    """Read the log probabilities of the prompt's tokens after those of a slice, whose rows come first in `logits`."""
+    request, start, end = part
+    generation = request.generation
+    if generation is None or not request.wants_all_logits:
+        return ()
+    upto = min(end, request.params.num_tokens - 1)
+    following = np.frombuffer(request.params.tokens, dtype="<u4")[start + 1 : upto + 1]
+    assert generation.sampling.prompt_logprobs is not None, "it wants them"
+    return read_logprobs(logits[: len(following)], following.tolist(), generation.sampling.prompt_logprobs)
 
 
 def _raise(error: Exception) -> NoReturn:

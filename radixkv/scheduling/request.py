@@ -36,6 +36,7 @@ class Generation:
         on_tokens: called on the engine's thread with each new token but the last, which comes with the result.
         token_ids: tokens generated so far.
         logprobs: of these tokens; empty unless asked for.
+        prompt_logprobs: of the prompt's tokens but the first, as far as they are computed; empty unless asked for.
         prompt_ids: the different tokens of the prompt, int64 and sorted; None until a penalty asks for them.
         is_finished: its caller wants no more tokens.
     """
@@ -45,6 +46,7 @@ class Generation:
     on_tokens: Callable[[GeneratedTokens], None]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_ids: npt.NDArray[np.int64] | None = None
     is_finished: bool = False
 
@@ -143,6 +145,14 @@ class Request:
     def num_left(self) -> int:
         """Tokens to compute until the next token is known."""
         return self.num_tokens - self.computed_upto
+
+    @property
+    def wants_all_logits(self) -> bool:
+        """Whether the logits after each of its next tokens are wanted, to tell how likely the prompt is."""
+        generation = self.generation
+        if generation is None or generation.sampling.prompt_logprobs is None:
+            return False
+        return len(generation.prompt_logprobs) < self.params.num_tokens - 1
 
     @property
     def is_decoding(self) -> bool:

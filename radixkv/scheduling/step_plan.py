@@ -20,6 +20,8 @@ _SHORT_SHARE = 2
 # some microseconds, so that a step has a bound, too.
 _WINDOW = 16
 _MAX_LOOKS = 64
+# Rows of logits that a step makes beside those of next tokens: a row of 150,000 tokens takes 0.6 MB.
+_MAX_PROMPT_LOGIT_ROWS = 64
 # The first waiting request is passed over at most this many times.
 _MAX_PASSED_OVER = 16
 
@@ -73,6 +75,7 @@ class StepPlan:
         self._max_tokens = max_tokens
         self._max_running_requests = max_running_requests
         self._budget = max_tokens  # tokens that are left
+        self._logit_rows = _MAX_PROMPT_LOGIT_ROWS  # that are left
         self._granted: dict[Request, int] = {}  # tokens of each request in the step, in the order of the slices
         self._looks: dict[Request, int] = {}  # cached tokens of the waiting requests that were looked at
 
@@ -235,6 +238,9 @@ class StepPlan:
     def _grant(self, request: Request, tokens: int) -> int:
         """Put at most `tokens` more tokens of a request into the step. Returns the tokens put."""
         granted = min(self._left(request), tokens, self._budget)
+        if request.wants_all_logits:
+            granted = min(granted, self._logit_rows)
+            self._logit_rows -= granted
         if granted:
             self._granted[request] = self._granted.get(request, 0) + granted
             self._budget -= granted

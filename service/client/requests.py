@@ -90,6 +90,8 @@ class GenerateOptions(PromptOptions, total=False):
         logit_bias: added to the logits of these tokens; default none.
         logprobs: tell the log probability of each generated token, and those of this number of most likely ones;
             default none.
+        prompt_logprobs: the same for each token of the prompt but the first, with the first answer; the prompt is
+            computed anew. Default none.
         n: answers to the prompt, told apart by `index`; default 1.
     """
 
@@ -108,6 +110,7 @@ class GenerateOptions(PromptOptions, total=False):
     min_tokens: int
     logit_bias: Mapping[int, float]
     logprobs: int | None
+    prompt_logprobs: int | None
     n: int | None
 
 

@@ -105,6 +105,7 @@ def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
         frequency_penalty=request.frequency_penalty,
         min_tokens=request.min_tokens,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         logit_bias=tuple(sorted(request.logit_bias.items())),
     )
 
@@ -172,6 +173,7 @@ def last_response(
     return prefill_pb2.GenerateResponse(
         token_ids=result.token_ids[num_told:],
         logprobs=logprob_messages(result.logprobs[num_told:]),
+        prompt_logprobs=() if num_told else logprob_messages(result.prompt_logprobs),
         index=index,
         matched_stop=matched_stop,
         finished=True,

@@ -88,6 +88,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                             continue
                     if num_told[index] == 0:
                         response.usage.CopyFrom(usage_message(tokens[0].usage))
+                        response.prompt_logprobs.extend(logprob_messages(tokens[0].prompt_logprobs))
                     num_told[index] += len(response.token_ids)
                     yield response
                 for index in ended:

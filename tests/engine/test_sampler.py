@@ -1,4 +1,6 @@
+import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,12 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from radixkv.api.result import GeneratedTokens
+from radixkv.api.result import GeneratedTokens, TokenLogprobs
 from radixkv.api.sampling import Sampling
 from radixkv.engine import sampler
 from radixkv.engine.sampler import draw, penalize
 from tests.core_bench import Bench
+from tests.fake_runner import next_token, one_hot, tokens
 
 PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 
@@ -211,9 +214,63 @@ def test_log_probabilities_of_a_row_are_read_in_one_piece(count: int, monkeypatc
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))
     with _Calls() as calls:
-        read = sampler._logprobs(logits, 7, count)
+        read = sampler.read_logprobs(logits[None], [7], count)[0]
     assert len(reads) == 1
     assert not [name for name in calls.names if "_local_scalar" in name]
     expected = logits.log_softmax(0)
     assert read.logprob == float(expected[7])
     assert read.top == tuple((int(i), float(expected[i])) for i in logits.argsort(descending=True)[:count])
+
+
+def told_of_prompt(ids: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
+    """Return what the fake model says of a prompt."""
+    rows = torch.stack([one_hot(next_token(tokens(ids[:upto]))) for upto in range(1, len(ids))])
+    return tuple(sampler.read_logprobs(rows, list(ids[1:]), count))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 70, 150])
+@pytest.mark.parametrize("max_step_tokens", [5, 16, 512])
+def test_log_probabilities_of_a_prompt_come_with_its_first_token(length: int, max_step_tokens: int) -> None:
+    bench = Bench(num_blocks=512, max_step_tokens=max_step_tokens)
+    ids = [7 * n % 250 for n in range(length)]
+    news: list[GeneratedTokens] = []
+    options = {"prompt_logprobs": 2, "read_cache": False}
+    long = bench.generate(ids, 4, news.append, **options)
+    short = bench.generate(ids, 1, **options)
+    plain = [bench.generate(ids, 4) for _ in range(2)]
+    bench.run()
+    expected = told_of_prompt(ids, 2) if length > 1 else ()
+    assert news[0].prompt_logprobs == long.result(0).prompt_logprobs == short.result(0).prompt_logprobs == expected
+    assert all(each.prompt_logprobs == () for each in news[1:])
+    assert all(each.result(0).prompt_logprobs == () for each in plain)
+    assert {each.result(0).token_ids for each in (long, *plain)} == {plain[0].result(0).token_ids}
+
+
+def test_a_step_makes_at_most_64_rows_of_logits_of_prompts() -> None:
+    bench = Bench(num_blocks=512)
+    futures = [bench.generate(range(n, n + 100), 1, prompt_logprobs=0, read_cache=False) for n in range(3)]
+    other = bench.generate(range(100, 250), 1)
+    bench.run()
+    first = bench.runner.steps[0]
+    assert sum(end - start for start, end in first) == 64 + 150, "the other prompt is computed at once"
+    assert all(sum(end - start for start, end in step) <= 64 for step in bench.runner.steps[1:])
+    for n, future in enumerate(futures):
+        assert future.result(0).prompt_logprobs == told_of_prompt(range(n, n + 100), 0)
+    assert other.done()
+
+
+def test_a_prompt_that_is_paused_and_computed_again_is_told_once() -> None:
+    bench = Bench(num_blocks=19, max_step_tokens=4)
+    ids = range(60)
+    older = bench.generate(range(100, 108), 40)
+    asked = bench.generate(ids, 2, prompt_logprobs=1, read_cache=False)
+    bench.run()
+    assert asked.result(0).usage.recomputed_tokens > 0, "it was not paused within its prompt"
+    assert asked.result(0).prompt_logprobs == told_of_prompt(ids, 1)
+    assert len(older.result(0).token_ids) == 40
+
+
+def test_a_token_that_the_model_reads_and_never_writes_has_no_probability() -> None:
+    (told,) = sampler.read_logprobs(torch.zeros(1, 8), [8], 1)
+    assert told.logprob == -torch.inf
+    assert told.top[0][1] == pytest.approx(-math.log(8))

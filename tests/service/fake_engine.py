@@ -124,7 +124,8 @@ class FakeEngine:
             if generated[-1] in sampling.stop_token_ids:
                 break
             if len(generated) < sampling.max_new_tokens:
-                on_tokens(GeneratedTokens((generated[-1],), usage, _logprobs_of(generated[-1:], sampling)))
+                of_prompt = _prompt_logprobs_of(ids, usage, sampling) if len(generated) == 1 else ()
+                on_tokens(GeneratedTokens((generated[-1],), usage, _logprobs_of(generated[-1:], sampling), of_prompt))
         while self.is_gated and not future.cancelled() and not is_finished.is_set():
             time.sleep(0.001)
         if not future.set_running_or_notify_cancel():
@@ -145,6 +146,7 @@ class FakeEngine:
                 Timing(1, 2, 3, 6),
                 retained,
                 _logprobs_of(generated, sampling),
+                _prompt_logprobs_of(ids, usage, sampling),
             )
         )
 
@@ -315,3 +317,11 @@ def _logprobs_of(token_ids, sampling) -> tuple[TokenLogprobs, ...]:
     if sampling.logprobs is None:
         return ()
     return tuple(TokenLogprobs(-float(each), ((each, -float(each)),) * sampling.logprobs) for each in token_ids)
+
+
+def _prompt_logprobs_of(ids, usage, sampling) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities that tell the tokens of the prompt but the first, if they are asked for."""
+    if sampling.prompt_logprobs is None:
+        return ()
+    told = ids[1 : usage.prompt_tokens]
+    return tuple(TokenLogprobs(-float(each), ((each, -float(each)),) * sampling.prompt_logprobs) for each in told)

@@ -501,6 +501,23 @@ def test_penalized_answers_and_their_log_probabilities_are_those_of_transformers
     assert answers[1][0].usage.cached_tokens > 0
 
 
+def test_log_probabilities_of_a_prompt_are_those_of_transformers(client: Client, tenant: str) -> None:
+    prompt = random_ids(150).tolist()
+    with torch.inference_mode():
+        rows = build_tiny_model("eager")(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    client.prefill(prompt, tenant=tenant)
+    told = list(client.generate(prompt, max_new_tokens=3, prompt_logprobs=2, logprobs=0, n=2, tenant=tenant))
+    ((first, *_),) = ([each for each in told if each.prompt_logprobs],)
+    assert (first.index, first.usage.cached_tokens) == (0, 0)
+    assert sum(bool(each.prompt_logprobs) for each in told) == 1
+    for row, token_id, each in zip(rows, prompt[1:], first.prompt_logprobs, strict=False):
+        assert each.logprob == pytest.approx(float(row[token_id]), abs=1e-3)
+        assert [top.logprob for top in each.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-3)
+    assert len(first.prompt_logprobs) == len(prompt) - 1
+    again = next(client.generate(prompt, max_new_tokens=1, prompt_logprobs=2, tenant=tenant))
+    assert list(again.prompt_logprobs) == list(first.prompt_logprobs), "not the same bits"
+
+
 def test_a_caller_that_stops_reading_ends_its_generation(client: Client, tenant: str) -> None:
     before = client.stats().requests.cancelled
     stream = client.generate(random_ids(10), max_new_tokens=100_000, tenant=tenant)

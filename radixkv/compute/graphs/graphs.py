@@ -91,6 +91,8 @@ class StepGraphs:
             has room. It returns tensors that the next step overwrites. Rows of padding come after the others.
         """
         batch, dtype = layout.batch, self._model.kv_shape.dtype
+        if len(layout.logit_rows) > batch.num_requests:
+            return None  # recorded steps make one row of logits a request
         least_rows = self._kernels.tile_rows(self._group_size * batch.most_query_tokens, dtype)
         suiting_rows = max(
             self._kernels.tile_rows_for(batch, self._group_size, dtype, window) for window in self._windows

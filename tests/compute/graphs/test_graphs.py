@@ -220,6 +220,20 @@ def test_recorded_steps_join_rows_of_requests_that_share(tmp_path: Path, monkeyp
     assert recorder.num_replays == 2
 
 
+def test_a_step_with_more_rows_of_logits_than_requests_is_launched(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    storage, recorder, kernels = poisoned(model), Recorder(), TritonKernels(is_exact=False)
+    graphs = record(model, storage, kernels, recorder, max_tokens=4)
+    chunk = Chunk(random_tokens(0), 0, 4, np.arange(2, dtype=np.int32), None, wants_logits=True)
+    every = dataclasses.replace(chunk, wants_all_logits=True)
+    assert graphs.prepare(lay_out([chunk], storage.block_size)) is not None
+    assert graphs.prepare(lay_out([every], storage.block_size)) is None
+    result = Runner(model, storage, kernels, graphs).run([every])
+    assert len(result.logits) == len(result.most_likely) == 4
+    last = Runner(model, storage, kernels).run([chunk])
+    torch.testing.assert_close(result.logits[-1:], last.logits, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_a_step_may_be_prepared_before_its_tokens_are_known(
     is_recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

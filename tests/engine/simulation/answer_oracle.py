@@ -8,10 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from radixkv.api.miss_reason import MissReason
-from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, HeldLease, PrefillResult, Usage
+from radixkv.api.result import (
+    FinishReason,
+    GeneratedTokens,
+    GenerateResult,
+    HeldLease,
+    PrefillResult,
+    TokenLogprobs,
+    Usage,
+)
 from radixkv.compute.forward import Chunk
+from radixkv.engine.sampler import read_logprobs
 from radixkv.errors import CapacityError, DeadlineExceeded, Draining, StepFailed
 from radixkv.scheduling.request import Request
 from tests.engine.simulation.engine_events import Ask
@@ -26,6 +36,7 @@ class Asked:
 
     Attributes:
         told: tokens that its callback was given.
+        told_prompt_logprobs: log probabilities of the prompt that came with the first of them, or later.
         num_computed: tokens that the runner computed for it.
         upto: where its last chunk ended; None before the first.
         num_recomputed, num_skipped: tokens in which its chunks overlap, and tokens between them.
@@ -41,6 +52,7 @@ class Asked:
     future: Future[Any]
     request: Request = field(init=False)
     told: list[int] = field(default_factory=list)
+    told_prompt_logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
     held: HeldLease | None = None
     num_computed: int = 0
     upto: int | None = None
@@ -59,6 +71,16 @@ class Asked:
         """Work out the tokens of a whole generation."""
         return continuation(self.ask.namespace, self.ask.tokens, self.ask.sampling)
 
+    @property
+    def expected_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Work out the log probabilities of the prompt, if they were asked for."""
+        count, tokens = self.ask.sampling.prompt_logprobs, self.ask.tokens
+        if count is None or len(tokens) == 4:
+            return ()
+        content = content_of(self.ask.namespace, tokens)
+        rows = torch.from_numpy(np.stack([logits_of(content[:upto]) for upto in range(1, len(content))]))
+        return tuple(read_logprobs(rows, np.frombuffer(tokens, dtype="<u4")[1:].tolist(), count))
+
     def computed(self, chunk: Chunk) -> None:
         """Note that a chunk of it is being computed."""
         if self.upto is not None:
@@ -70,6 +92,7 @@ class Asked:
     def told_wrong(self, news: GeneratedTokens) -> list[str]:
         """Take a token: it must be the next one, with the usage of this moment. Returns the errors."""
         self.told.extend(news.token_ids)
+        self.told_prompt_logprobs += [news.prompt_logprobs] if len(self.told) == 1 or news.prompt_logprobs else []
         told, expected = tuple(self.told), self.expected
         return [
             *self._counted_wrong(news.usage),
@@ -147,6 +170,8 @@ class Asked:
         is_stopped = is_early or result.token_ids[-1] in self.ask.stop_token_ids
         assert result.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
         assert result.usage.generated_tokens == len(result.token_ids)
+        assert result.prompt_logprobs == self.expected_prompt_logprobs
+        assert not self.told or self.told_prompt_logprobs == [self.expected_prompt_logprobs]
 
     def _judge_usage(self, usage: Usage, reason: MissReason) -> None:
         assert self._counted_wrong(usage) == []

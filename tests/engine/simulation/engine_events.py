@@ -109,6 +109,7 @@ class Ask(_Value):
             repetition_penalty=1 + self.penalty,
             presence_penalty=self.penalty,
             min_tokens=self.min_tokens,
+            prompt_logprobs=None if self.reads else 1,
         )
 
 

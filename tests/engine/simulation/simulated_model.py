@@ -204,14 +204,19 @@ class SimulatedRunner:
         if failure == "no memory":
             raise torch.OutOfMemoryError
         self.num_tokens += num_tokens
-        rows = [logits_of(self.read(chunk.block_ids, chunk.end)) for chunk in chunks]
+        rows = [
+            [logits_of(self.read(chunk.block_ids, upto + 1)) for upto in range(chunk.end)[-chunk.num_logit_rows :]]
+            if chunk.num_logit_rows
+            else []
+            for chunk in chunks
+        ]
         is_finite = [True] * len(chunks)
         if failure == "not finite":
             bad = broken_part(parts)
             is_finite[bad] = False
-            rows[bad] = np.full(VOCAB_SIZE, np.nan, dtype=np.float32)
+            rows[bad] = [np.full(VOCAB_SIZE, np.nan, dtype=np.float32)] * len(rows[bad])
             self._scribble(chunks[bad])
-        wanted = [row for chunk, row in zip(chunks, rows, strict=True) if chunk.wants_logits]
+        wanted = [row for of_chunk in rows for row in of_chunk]
         logits = torch.from_numpy(np.stack(wanted)) if wanted else torch.empty(0, VOCAB_SIZE)
         return StepResult(logits, logits.argmax(dim=-1).tolist(), is_finite)
 

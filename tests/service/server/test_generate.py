@@ -120,6 +120,32 @@ def test_each_token_has_its_log_probabilities():
     assert not any(answer.logprobs for answer in none)
 
 
+@pytest.mark.parametrize("max_new_tokens", [1, 3])
+@pytest.mark.parametrize("count", [0, 2])
+def test_log_probabilities_of_the_prompt_come_once(max_new_tokens, count):
+    async def talk(client, engine):
+        answers = await read(client.generate([1, 2, 3], max_new_tokens=max_new_tokens, prompt_logprobs=count, n=2))
+        return answers, [sampling.prompt_logprobs for sampling in engine.samplings]
+
+    answers, asked = calling(talk)
+    assert asked == [count, None]
+    (telling,) = [answer for answer in answers if answer.prompt_logprobs]
+    assert telling.index == 0
+    assert telling.HasField("usage")
+    assert [each.logprob for each in telling.prompt_logprobs] == [-2.0, -3.0]
+    assert [len(each.top) for each in telling.prompt_logprobs] == [count, count]
+
+
+def test_wrong_counts_of_log_probabilities_are_refused_by_name():
+    async def talk(client, _):
+        for name in ("logprobs", "prompt_logprobs"):
+            refusal = await refusal_of(client.generate([1], **{name: 101}))
+            assert refusal.details() == f"{name}: expected 0 to 100, got 101"
+        return True
+
+    assert calling(talk)
+
+
 def pairs(answer):
     return zip(answer.token_ids, answer.logprobs, strict=True)
 
