@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from radixkv.tokens import TOKEN_BYTES
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+
+_logger = logging.getLogger(__name__)
 
 
 class StopStrings:
@@ -99,7 +102,8 @@ async def stop_strings(
     try:
         loaded = await asyncio.to_thread(tokenizer.load)
     except ValueError as error:
-        raise InvalidRequest(f"stop: expected a model with a tokenizer, got none: {error}") from error
+        _logger.warning("stop strings were asked for, and there is no tokenizer: %s", error)  # has paths of ours
+        raise InvalidRequest("stop: expected a model with a tokenizer, got one without") from error
     prompt_ids = np.frombuffer(params.tokens[-NUM_PROMPT_IDS * TOKEN_BYTES :], dtype="<u4").tolist()
     different = tuple(dict.fromkeys(stops))
     return StopStrings(

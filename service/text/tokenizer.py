@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -10,6 +11,7 @@ from radixkv.service.missing_package import MissingPackage, missing_package
 from radixkv.service.text.text_stream import TextStream
 
 _EXTRA = "text"
+_MOST_REASON_CHARS = 200
 
 
 class Tokenizer:
@@ -41,7 +43,8 @@ class Tokenizer:
         try:
             return cls(AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
         except Exception as error:  # whatever transformers raises over a bad directory
-            raise ValueError(f"expected a directory with a tokenizer, got {directory}") from error
+            reason = _reason(Path(directory), error)
+            raise ValueError(f"expected a directory with a tokenizer, got {directory}: {reason}") from error
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, with the special tokens that the model wants before or after it."""
@@ -87,6 +90,14 @@ class Tokenizer:
             prompt_ids: the tokens before the answer, of which the last ones decide about a blank at its start.
         """
         return TextStream(self.decode, prompt_ids)
+
+
+def _reason(directory: Path, error: Exception) -> str:
+    """The first line of an error. For files of SentencePiece, transformers asks for a package that it does not need."""
+    is_sentencepiece = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
+    if is_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
+        return "to read its tokenizer.model, pip install sentencepiece"
+    return str(error).strip().partition("\n")[0][:_MOST_REASON_CHARS] or type(error).__name__
 
 
 def _missing(package: str) -> MissingPackage:

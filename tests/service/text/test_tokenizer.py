@@ -51,6 +51,14 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path, files):
         Tokenizer.load(directory)
 
 
+def test_files_of_a_kind_that_needs_another_package_name_it(monkeypatch, tmp_path):
+    for name in ("tokenizer.model", "config.json"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ValueError, match=r"to read its tokenizer\.model, pip install sentencepiece"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize("package", ["transformers", "jinja2"])
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, package):
     tokenizer = byte_level()
