@@ -67,7 +67,6 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     ]
     peers = _sglang_trees(options.sglang) if options.sglang else {}
     replay = measure_replay(prompts, options.block_size)
-    events = measure_events(prompts, options.block_size)
     for peer, make_tree in peers.items():
         times = measure_sglang(prompts, options.block_size, make_tree)
         replay |= {f"{peer}_{name}": value for name, value in times.items()}
@@ -78,7 +77,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "block_size": options.block_size,
         "replay_us": replay,
         "hit_us": measure_hit(options.block_size),
-        "events_us": events,
+        "events_us": measure_events(prompts, options.block_size),
         "evict_us": {f"{leaves}": measure_evict(leaves) for leaves in options.leaves},
     }
     for peer, make_tree in peers.items():
@@ -115,40 +114,27 @@ def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float
 
 
 def measure_events(prompts: Sequence[bytes], block_size: int) -> dict[str, float]:
-    """Measure what the event log adds to an insert: while nobody reads it, and while it records.
+    """Measure an insert without an event log, with one that nobody reads, and with one that records, in turn.
 
-    Prompts are inserted into three caches in turn, so that all have the same machine.
-
-    Returns:
-        Medians in microseconds of an insert without a log, with one that nobody reads, and with one that records; the
-        median of what publishing takes after an insert, and the mean for each event block.
+    Returns medians in microseconds, with that of publishing after an insert, and the mean of that for an event block.
     """
     num_blocks = sum(-(-len(prompt) // (4 * block_size)) for prompt in prompts)
     feeds = [TreeFeed(EventLog(), _EVENT_BLOCK_SIZE, block_size, Identities(), num_blocks * 64) for _ in range(2)]
-    caches = [PrefixCache(num_blocks, block_size, listeners=feeds[:number]) for number in range(2)]
-    caches.append(PrefixCache(num_blocks, block_size, listeners=feeds[1:]))
+    caches = [PrefixCache(num_blocks, block_size, listeners=each) for each in ((), feeds[:1], feeds[1:])]
     feeds[1].switch_on(caches[2].nodes)
     inserts: list[list[float]] = [[], [], []]
     publishes: list[float] = []
     for number, prompt in enumerate(prompts):
-        for turn in range(3):
-            which = (number + turn) % 3
+        for which in (number % 3, (number + 1) % 3, (number + 2) % 3):
             with caches[which].lease(_NAMESPACE, _copy(prompt)) as lease:
                 start = time.perf_counter()
                 lease.commit(lease.num_tokens)
                 inserts[which].append(time.perf_counter() - start)
-        start = time.perf_counter()
-        feeds[1].publish()
-        publishes.append(time.perf_counter() - start)
-    assert feeds[0].log.num_batches == 0
-    without, unread, recorded = map(_median_us, inserts)
-    return {
-        "insert_without_log": without,
-        "insert_with_log_unread": unread,
-        "insert_recorded": recorded,
-        "publish": _median_us(publishes),
-        "publish_a_block": round(sum(publishes) / feeds[1].log.num_blocks * 1e6, 3),
-    }
+        publishes += _times(lambda _: feeds[1].publish(), [None])
+    names = ("insert_without_log", "insert_with_log_unread", "insert_recorded")
+    times = {name: _median_us(each) for name, each in zip(names, inserts, strict=True)}
+    a_block = sum(publishes) / feeds[1].log.num_blocks
+    return times | {"publish": _median_us(publishes), "publish_a_block": round(a_block * 1e6, 3)}
 
 
 def measure_sglang(

@@ -35,6 +35,13 @@ def test_it_measures_every_operation_and_states_the_ratios(tmp_path: Path) -> No
     assert report["prompt_tokens"] == sum(request["input_length"] for request in REQUESTS)
     assert set(report["replay_us"]) == {"insert", "memcmp", "match"}
     assert set(report["hit_us"]) == {"lease_and_release", "match_lease_commit_release"}
+    assert set(report["events_us"]) == {
+        "insert_without_log",
+        "insert_with_log_unread",
+        "insert_recorded",
+        "publish",
+        "publish_a_block",
+    }
     assert set(report["evict_us"]) == {"1000", "2000"}
     assert all(value > 0 for value in report["replay_us"].values())
     assert report["ratios"]["match / memcmp"] == round(report["replay_us"]["match"] / report["replay_us"]["memcmp"], 2)

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from radixkv.api.events import EventBatch
 from radixkv.errors import Draining, EventsLost, StepHangs, UnknownSequence
-from radixkv.events.readers import EventReaders
+from radixkv.events.readers import MAX_BATCHES_A_SECOND, EventReaders
 from tests.events.event_oracle import Knowledge
 from tests.events.fake_source import SALTED, FakeSource
 from tests.patience import PATIENCE_S
@@ -149,6 +150,32 @@ def test_a_thousand_readers_share_each_batch_and_one_snapshot() -> None:
         for stream in streams:
             await stream.aclose()
         assert source.num_readers == 0
+
+    run(test)
+
+
+def test_readers_together_get_a_bounded_number_of_batches_a_second() -> None:
+    async def test() -> None:
+        source, now_s, slept = FakeSource(), [100.0], []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+
+        readers = EventReaders(source)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("radixkv.events.readers.asyncio", SimpleNamespace(sleep=sleep))
+            patch.setattr(readers, "_loop", SimpleNamespace(time=lambda: now_s[0]))
+            for _ in range(32):
+                await readers._take_turn()
+            assert len(slept) <= 1
+            slept.clear()
+            for _ in range(2 * MAX_BATCHES_A_SECOND):
+                await readers._take_turn()
+            assert slept[-1] == pytest.approx(2.0, abs=0.01)
+            now_s[0] += 3.0
+            slept.clear()
+            await readers._take_turn()
+            assert slept == []
 
     run(test)
 
