@@ -24,19 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#radixkv/gateway/engine_common.proto\x12\x0fsmg.grpc.common\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"&\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\"6\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#radixkv/gateway/engine_common.proto\x12\x0fsmg.grpc.common\"b\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\x12\'\n\x1fload_records_before_first_batch\x18\x02 \x01(\x08\"\xea\x01\n\x0cKvEventBatch\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x11\n\ttimestamp\x18\x02 \x01(\x01\x12-\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1d.smg.grpc.common.KvCacheEvent\x12\x14\n\x07\x64p_rank\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x32\n\x08snapshot\x18\x07 \x01(\x0b\x32 .smg.grpc.common.KvSnapshotChunk\x12)\n\x04load\x18\x08 \x01(\x0b\x32\x1b.smg.grpc.common.EngineLoadB\n\n\x08_dp_rank\"?\n\x0fKvSnapshotChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\"\xc4\x01\n\x0cKvCacheEvent\x12\x10\n\x08\x65vent_id\x18\x01 \x01(\x04\x12\x31\n\x06stored\x18\x02 \x01(\x0b\x32\x1f.smg.grpc.common.KvBlocksStoredH\x00\x12\x33\n\x07removed\x18\x03 \x01(\x0b\x32 .smg.grpc.common.KvBlocksRemovedH\x00\x12\x32\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1f.smg.grpc.common.KvCacheClearedH\x00\x42\x06\n\x04\x64\x61ta\"\xaa\x01\n\x0eKvBlocksStored\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.smg.grpc.common.KvBlock\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12/\n\x04tier\x18\x03 \x01(\x0e\x32\x1c.smg.grpc.common.KvCacheTierH\x01\x88\x01\x01\x42\x14\n\x12_parent_block_hashB\x07\n\x05_tier\"D\n\x07KvBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nblock_size\x18\x03 \x01(\x05\"a\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x03\x12/\n\x04tier\x18\x03 \x01(\x0e\x32\x1c.smg.grpc.common.KvCacheTierH\x00\x88\x01\x01\x42\x07\n\x05_tier\"\x10\n\x0eKvCacheCleared\"\x84\x03\n\nEngineLoad\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x13\n\x0btoken_usage\x18\x04 \x01(\x01\x12\x16\n\x0egen_throughput\x18\x05 \x01(\x01\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12\x0e\n\x06sample\x18\x08 \x01(\x04\x12\x11\n\tload_only\x18\t \x01(\x08\x12\x1b\n\x0e\x63\x61\x63he_hit_rate\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0fnum_used_tokens\x18\x0b \x01(\x05H\x01\x88\x01\x01\x12!\n\x14max_total_num_tokens\x18\x0c \x01(\x05H\x02\x88\x01\x01\x12\x1f\n\x12\x61\x63tive_token_usage\x18\x12 \x01(\x01H\x03\x88\x01\x01\x42\x11\n\x0f_cache_hit_rateB\x12\n\x10_num_used_tokensB\x17\n\x15_max_total_num_tokensB\x15\n\x13_active_token_usage\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"&\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\"6\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t*F\n\x0bKvCacheTier\x12\x1d\n\x19KV_CACHE_TIER_UNSPECIFIED\x10\x00\x12\x18\n\x14KV_CACHE_TIER_DEVICE\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixkv.gateway.engine_common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=56
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=77
-  _globals['_GETTOKENIZERCHUNK']._serialized_start=79
-  _globals['_GETTOKENIZERCHUNK']._serialized_end=128
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=130
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=168
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=170
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=224
+  _globals['_KVCACHETIER']._serialized_start=1578
+  _globals['_KVCACHETIER']._serialized_end=1648
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_start=56
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_end=154
+  _globals['_KVEVENTBATCH']._serialized_start=157
+  _globals['_KVEVENTBATCH']._serialized_end=391
+  _globals['_KVSNAPSHOTCHUNK']._serialized_start=393
+  _globals['_KVSNAPSHOTCHUNK']._serialized_end=456
+  _globals['_KVCACHEEVENT']._serialized_start=459
+  _globals['_KVCACHEEVENT']._serialized_end=655
+  _globals['_KVBLOCKSSTORED']._serialized_start=658
+  _globals['_KVBLOCKSSTORED']._serialized_end=828
+  _globals['_KVBLOCK']._serialized_start=830
+  _globals['_KVBLOCK']._serialized_end=898
+  _globals['_KVBLOCKSREMOVED']._serialized_start=900
+  _globals['_KVBLOCKSREMOVED']._serialized_end=997
+  _globals['_KVCACHECLEARED']._serialized_start=999
+  _globals['_KVCACHECLEARED']._serialized_end=1015
+  _globals['_ENGINELOAD']._serialized_start=1018
+  _globals['_ENGINELOAD']._serialized_end=1406
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1408
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1429
+  _globals['_GETTOKENIZERCHUNK']._serialized_start=1431
+  _globals['_GETTOKENIZERCHUNK']._serialized_end=1480
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=1482
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=1520
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=1522
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=1576
 # @@protoc_insertion_point(module_scope)

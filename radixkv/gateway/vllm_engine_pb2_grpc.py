@@ -72,6 +72,11 @@ class VllmEngineStub(object):
                 request_serializer=radixkv_dot_gateway_dot_engine__common__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=radixkv_dot_gateway_dot_engine__common__pb2.GetTokenizerChunk.FromString,
                 _registered_method=True)
+        self.SubscribeKvEvents = channel.unary_stream(
+                '/vllm.grpc.engine.VllmEngine/SubscribeKvEvents',
+                request_serializer=radixkv_dot_gateway_dot_engine__common__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=radixkv_dot_gateway_dot_engine__common__pb2.KvEventBatch.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/FlushCache',
                 request_serializer=radixkv_dot_gateway_dot_engine__common__pb2.FlushCacheRequest.SerializeToString,
@@ -131,6 +136,14 @@ class VllmEngineServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubscribeKvEvents(self, request, context):
+        """Tells what is cached for the gateway's tenant, and each second how full the engine is. A number of another life of
+        the service, or one that is forgotten, is OUT_OF_RANGE at once; falling behind is DATA_LOSS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Forgets what is cached for the gateway's tenant.
         """
@@ -175,6 +188,11 @@ def add_VllmEngineServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=radixkv_dot_gateway_dot_engine__common__pb2.GetTokenizerRequest.FromString,
                     response_serializer=radixkv_dot_gateway_dot_engine__common__pb2.GetTokenizerChunk.SerializeToString,
+            ),
+            'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeKvEvents,
+                    request_deserializer=radixkv_dot_gateway_dot_engine__common__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=radixkv_dot_gateway_dot_engine__common__pb2.KvEventBatch.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -373,6 +391,33 @@ class VllmEngine(object):
             '/vllm.grpc.engine.VllmEngine/GetTokenizer',
             radixkv_dot_gateway_dot_engine__common__pb2.GetTokenizerRequest.SerializeToString,
             radixkv_dot_gateway_dot_engine__common__pb2.GetTokenizerChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/vllm.grpc.engine.VllmEngine/SubscribeKvEvents',
+            radixkv_dot_gateway_dot_engine__common__pb2.SubscribeKvEventsRequest.SerializeToString,
+            radixkv_dot_gateway_dot_engine__common__pb2.KvEventBatch.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,11 +89,12 @@ class Server:
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_servicer, self._grpc)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         own_services = [*SERVICES]
-        if engine.events is not None:
-            events = EventServicer(EventReaders(engine.events), engine.limits.epoch)
+        readers = None if engine.events is None else EventReaders(engine.events)
+        if readers is not None:
+            events = EventServicer(readers, engine.limits.epoch)
             self._grpc.add_generic_rpc_handlers((events.handler(),))
             own_services.append(EVENT_SERVICE)
-        self._services = (*own_services, *(add(self._grpc) for add in services))
+        self._services = (*own_services, *(add(self._grpc, readers) for add in services))
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
 

@@ -55,8 +55,8 @@ class FakeEngine:
 
     def __init__(self, *, is_gated: bool = False, delay_s: float = 0.0, num_logits: int = VOCAB_SIZE) -> None:
         self.limits = LIMITS
-        self.events = None
         self.pool_tokens = 4096
+        self.events = None
         self.eos_token_ids = frozenset({2, 3})
         self.num_logits = num_logits
         self.is_healthy = self.is_alive = True

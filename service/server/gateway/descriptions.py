@@ -12,7 +12,7 @@ from radixkv.api.limits import Limits
 from radixkv.api.stats import EngineLoad, EngineStats
 from radixkv.config import Config, ModelConfig
 from radixkv.config.model_directory import read_object
-from radixkv.gateway import vllm_engine_pb2
+from radixkv.gateway import engine_common_pb2, vllm_engine_pb2
 from radixkv.service.server.gateway.traffic import Traffic
 
 _MAX_INT32 = 2**31 - 1
@@ -51,11 +51,38 @@ def server_info(limits: Limits, stats: EngineStats, config: Config) -> vllm_engi
     )
 
 
-def loads(limits: Limits, load: EngineLoad, traffic: Traffic, config: Config) -> vllm_engine_pb2.GetLoadsResponse:
+def loads_response(load: vllm_engine_pb2.SchedulerLoad) -> vllm_engine_pb2.GetLoadsResponse:
+    """Write the only load that there is."""
+    return vllm_engine_pb2.GetLoadsResponse(
+        timestamp=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        version=__version__,
+        dp_rank_count=1,
+        loads=[load],
+    )
+
+
+def load_record(load: vllm_engine_pb2.SchedulerLoad, sample: int) -> engine_common_pb2.EngineLoad:
+    """Write a load for a stream of events."""
+    return engine_common_pb2.EngineLoad(
+        running_requests=load.num_running_reqs,
+        waiting_requests=load.num_waiting_reqs,
+        token_usage=load.token_usage,
+        active_token_usage=load.token_usage,
+        gen_throughput=load.gen_throughput,
+        max_running_requests=load.max_running_requests,
+        sample=sample,
+        load_only=True,
+        cache_hit_rate=load.cache_hit_rate,
+        num_used_tokens=load.num_used_tokens,
+        max_total_num_tokens=load.max_total_num_tokens,
+    )
+
+
+def scheduler_load(limits: Limits, load: EngineLoad, traffic: Traffic, config: Config) -> vllm_engine_pb2.SchedulerLoad:
     """Tell how full the engine is. Blocks that can be evicted count as free: a warm cache takes more requests."""
     requests = load.requests
     num_waiting = requests.waiting + requests.following
-    used = vllm_engine_pb2.SchedulerLoad(
+    return vllm_engine_pb2.SchedulerLoad(
         num_running_reqs=requests.running,
         num_waiting_reqs=num_waiting,
         num_total_reqs=requests.running + num_waiting,
@@ -66,12 +93,6 @@ def loads(limits: Limits, load: EngineLoad, traffic: Traffic, config: Config) ->
         cache_hit_rate=traffic.hit_rate,
         utilization=load.blocks.in_use / load.blocks.total,
         max_running_requests=min(_MAX_INT32, config.engine.max_running_requests),
-    )
-    return vllm_engine_pb2.GetLoadsResponse(
-        timestamp=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        version=__version__,
-        dp_rank_count=1,
-        loads=[used],
     )
 
 

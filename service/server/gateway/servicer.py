@@ -15,9 +15,11 @@ import grpc.aio
 
 from radixkv.api.result import GeneratedTokens, Usage
 from radixkv.config import Config
+from radixkv.events.readers import EventReaders
 from radixkv.gateway import engine_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from radixkv.service.server.calls import answer_of, traceparent_of
-from radixkv.service.server.gateway.descriptions import loads, model_info, server_info
+from radixkv.service.server.gateway.descriptions import loads_response, model_info, scheduler_load, server_info
+from radixkv.service.server.gateway.event_stream import EventStream
 from radixkv.service.server.gateway.requests import Asked, read_generation
 from radixkv.service.server.gateway.responses import aborted_response, chunk_response, complete_response
 from radixkv.service.server.gateway.running_calls import RunningCall, RunningCalls
@@ -34,13 +36,13 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 _SERVICE: str = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
 
-def add_gateway(server: grpc.aio.Server, engine: Engine, config: Config) -> str:
+def add_gateway(server: grpc.aio.Server, readers: EventReaders | None, engine: Engine, config: Config) -> str:
     """Add the gateway's service to a server. To be called inside the event loop that runs it.
 
     Returns:
         The service's name.
     """
-    servicer = GatewayServicer(engine, config)
+    servicer = GatewayServicer(engine, config, readers)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     return _SERVICE
 
@@ -48,7 +50,8 @@ def add_gateway(server: grpc.aio.Server, engine: Engine, config: Config) -> str:
 class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Answers a gateway that has the tokenizer and chooses among servers."""
 
-    def __init__(self, engine: Engine, config: Config) -> None:
+    def __init__(self, engine: Engine, config: Config, readers: EventReaders | None) -> None:
+        self._readers = readers
         self._engine = engine
         self._config = config
         self._mailbox = Mailbox()
@@ -133,8 +136,24 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
     ) -> vllm_engine_pb2.GetLoadsResponse:
         """Say how full the engine is."""
-        load = await answer_of(self._engine, self._mailbox, self._engine.load())
-        return loads(self._engine.limits, load, self._traffic, self._config)
+        return loads_response(await self._load())
+
+    async def SubscribeKvEvents(  # noqa: N802
+        self, request: engine_common_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[engine_common_pb2.KvEventBatch]:
+        """Tell what is cached for the gateway's tenant, and how full the engine is.
+
+        Metadata leave at once, since the gateway waits for them; but only once its number is known to be right, because
+        a refusal after them is one that it tries again for ever.
+        """
+        if self._readers is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "events: expected an engine with a log, got none")
+        batches = self._readers.subscribe(request.start_sequence_number)
+        await context.send_initial_metadata(())
+        stream = EventStream(batches, 0 if request.load_records_before_first_batch else None, self._load)
+        async with contextlib.aclosing(stream.messages()) as messages:
+            async for message in messages:
+                yield message
 
     async def GetTokenizer(  # noqa: N802
         self, request: engine_common_pb2.GetTokenizerRequest, context: Context
@@ -151,6 +170,10 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         purged = await answer_of(self._engine, self._mailbox, future)
         message = f"freed {purged.freed_blocks} blocks; {purged.pinned_blocks} more are in use until requests end"
         return engine_common_pb2.FlushCacheResponse(success=True, message=message)
+
+    async def _load(self) -> vllm_engine_pb2.SchedulerLoad:
+        load = await answer_of(self._engine, self._mailbox, self._engine.load())
+        return scheduler_load(self._engine.limits, load, self._traffic, self._config)
 
 
 def _tell_nobody(tokens: GeneratedTokens) -> None:

@@ -5,15 +5,19 @@ import json
 
 from radixkv.api.stats import BlockStats
 from radixkv.config import Config
-from radixkv.service.server.gateway.descriptions import loads, model_info, server_info
+from radixkv.service.server.gateway.descriptions import (
+    load_record,
+    loads_response,
+    model_info,
+    scheduler_load,
+    server_info,
+)
 from radixkv.service.server.gateway.traffic import Traffic
 from tests.service.fake_engine import LIMITS, FakeEngine
 
 
 def loads_of(engine_load):
-    answer = loads(LIMITS, engine_load, Traffic(), Config())
-    assert (answer.dp_rank_count, len(answer.loads), answer.loads[0].dp_rank) == (1, 1, 0)
-    return answer.loads[0]
+    return scheduler_load(LIMITS, engine_load, Traffic(), Config())
 
 
 def with_blocks(**blocks):
@@ -68,3 +72,13 @@ def test_a_pool_beyond_the_numbers_of_the_message():
     blocks = BlockStats(total=2**31 - 1, free=0, leased=2**31 - 1, published=0, pinned=0, retained=0, retainable=0)
     load = loads_of(dataclasses.replace(with_blocks(), blocks=blocks))
     assert (load.num_used_tokens, load.max_total_num_tokens, load.token_usage) == (2**31 - 1, 2**31 - 1, 1.0)
+
+
+def test_a_load_is_the_same_asked_for_and_in_a_stream():
+    load = loads_of(with_blocks(free=1, leased=2, published=7, pinned=3))
+    answer, record = loads_response(load), load_record(load, 4)
+    assert (answer.dp_rank_count, list(answer.loads)) == (1, [load])
+    assert answer.timestamp.startswith("20")
+    assert (record.sample, record.load_only) == (4, True)
+    assert (record.token_usage, record.active_token_usage, record.num_used_tokens) == (0.5, 0.5, 80)
+    assert (record.running_requests, record.waiting_requests, record.max_running_requests) == (0, 6, 64)

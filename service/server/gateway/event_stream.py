@@ -1,0 +1,141 @@
+"""Batches of the event log, as the gateway reads them, and loads between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import numpy as np
+
+from radixkv.api.events import AllCleared, BlocksRemoved, BlocksStored, Event, EventBatch
+from radixkv.errors import LifecycleError
+from radixkv.gateway import engine_common_pb2
+from radixkv.gateway.vllm_engine_pb2 import SchedulerLoad
+from radixkv.service.server.gateway.descriptions import load_record
+
+HEARTBEAT_S = 1.0  # a gateway leaves out servers that were silent for 15 s
+
+_DEVICE = engine_common_pb2.KV_CACHE_TIER_DEVICE
+
+
+class EventStream:
+    """One gateway's way through the event log.
+
+    Args:
+        batches: of the log, from where the gateway wants them on.
+        first_number: the number of loads before the first batch; None to send none before it.
+        load: asks the engine how full it is.
+        heartbeat_s: seconds between two loads.
+    """
+
+    def __init__(
+        self,
+        batches: AsyncGenerator[EventBatch, None],
+        first_number: int | None,
+        load: Callable[[], Awaitable[SchedulerLoad]],
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self._batches = batches
+        self._number = first_number
+        self._load = load
+        self._heartbeat_s = heartbeat_s
+        self._event_ids = itertools.count(1)
+        self._samples = itertools.count(1)
+
+    async def messages(self) -> AsyncGenerator[engine_common_pb2.KvEventBatch, None]:
+        """Yield batches as they come, and a load at once and after each heartbeat. Raises what the log raises."""
+        clock = asyncio.get_running_loop().time
+        next_load_s = clock()
+        coming = asyncio.ensure_future(anext(self._batches))
+        try:
+            while True:
+                await asyncio.wait([coming], timeout=max(0.0, next_load_s - clock()))
+                if coming.done():
+                    batch = coming.result()
+                    self._number = batch.sequence_number
+                    yield batch_message(batch, self._event_ids)
+                    coming = asyncio.ensure_future(anext(self._batches))
+                if clock() >= next_load_s:
+                    next_load_s = clock() + self._heartbeat_s
+                    message = await self._load_message()
+                    if message is not None:
+                        yield message
+        finally:
+            coming.cancel()
+            with contextlib.suppress(BaseException):  # it was cancelled, or its error is not awaited any more
+                await coming
+            await self._batches.aclose()
+
+    async def _load_message(self) -> engine_common_pb2.KvEventBatch | None:
+        """Write a load. None before a number is known, and while the engine does not answer, which tells enough."""
+        if self._number is None:
+            return None
+        try:
+            load = await self._load()
+        except LifecycleError:
+            return None
+        return engine_common_pb2.KvEventBatch(
+            sequence_number=self._number, timestamp=time.time(), dp_rank=0, load=load_record(load, next(self._samples))
+        )
+
+
+def batch_message(batch: EventBatch, event_ids: itertools.count[int]) -> engine_common_pb2.KvEventBatch:
+    """Write a batch. Only blocks that may be matched by tokens alone are in it: those of the gateway's tenant.
+
+    A batch without such blocks is written as well, since its number would be missed.
+    """
+    message = engine_common_pb2.KvEventBatch(
+        sequence_number=batch.sequence_number,
+        timestamp=batch.time_s,
+        dp_rank=0,
+        events=[_event_message(event, next(event_ids)) for event in batch.events if _is_public(event)],
+    )
+    if batch.snapshot is not None:
+        part = batch.snapshot
+        message.snapshot.CopyFrom(
+            engine_common_pb2.KvSnapshotChunk(index=part.index, count=part.count, blocks=part.num_blocks)
+        )
+    return message
+
+
+def _is_public(event: Event) -> bool:
+    return isinstance(event, AllCleared) or not event.cache_salt
+
+
+def _event_message(event: Event, event_id: int) -> engine_common_pb2.KvCacheEvent:
+    message = engine_common_pb2.KvCacheEvent(event_id=event_id)
+    if isinstance(event, BlocksStored):
+        message.stored.CopyFrom(_stored_message(event))
+    elif isinstance(event, BlocksRemoved):
+        hashes = np.frombuffer(event.block_hashes, "<i8").tolist()
+        message.removed.CopyFrom(engine_common_pb2.KvBlocksRemoved(block_hashes=hashes, tier=_DEVICE))
+    else:
+        message.cleared.SetInParent()
+    return message
+
+
+def _stored_message(event: BlocksStored) -> engine_common_pb2.KvBlocksStored:
+    hashes = np.frombuffer(event.block_hashes, "<i8").tolist()
+    tokens = np.frombuffer(event.tokens, "<u4").reshape(len(hashes), event.block_size).tolist()
+    message = engine_common_pb2.KvBlocksStored(
+        tier=_DEVICE,
+        blocks=[
+            engine_common_pb2.KvBlock(block_hash=block_hash, token_ids=token_ids, block_size=event.block_size)
+            for block_hash, token_ids in zip(hashes, tokens, strict=True)
+        ],
+    )
+    if event.parent_hash is not None:
+        message.parent_block_hash = _signed(event.parent_hash)
+    return message
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the bits of a uint64.
+
+    >>> _signed(2**64 - 1)
+    -1
+    """
+    return number - 2**64 if number >= 2**63 else number

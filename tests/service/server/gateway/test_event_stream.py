@@ -1,0 +1,267 @@
+"""Events of what is cached, as the gateway reads them over the wire."""
+
+import asyncio
+import contextlib
+
+import grpc
+import numpy as np
+import pytest
+
+from radixkv.config import Config
+from radixkv.gateway.engine_common_pb2 import SubscribeKvEventsRequest
+from radixkv.gateway.vllm_engine_pb2_grpc import VllmEngineStub
+from radixkv.service.server.gateway import event_stream
+from radixkv.service.server.optional_services import optional_services
+from tests.events.fake_source import BLOCK_SIZE, SALTED, FakeSource
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import becomes_true, refusal_of, serving
+
+
+class EngineWithEvents(FakeEngine):
+    def __init__(self, **options):
+        super().__init__()
+        self.events = FakeSource(**options)
+
+
+def talking(talk, engine=None):
+    """Run `talk(subscribe, source, server)`; `subscribe` begins a stream."""
+    engine = EngineWithEvents() if engine is None else engine
+
+    async def run():
+        (add_gateway,) = optional_services(engine, Config.load(None, ["gateway.enabled=true"]))
+
+        def add(grpc_server, readers):
+            engine.readers = readers
+            return add_gateway(grpc_server, readers)
+
+        async with (
+            serving(engine, services=[add], drain_timeout_s=0.1) as (server, address),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+
+            def subscribe(start=0, load_first=False):
+                request = SubscribeKvEventsRequest(
+                    start_sequence_number=start, load_records_before_first_batch=load_first
+                )
+                return VllmEngineStub(channel).SubscribeKvEvents(request)
+
+            return await asyncio.wait_for(talk(subscribe, engine.events, server), PATIENCE_S)
+
+    return asyncio.run(run())
+
+
+async def next_batch(call):
+    """The next message that is no load."""
+    while (message := await call.read()).HasField("load"):
+        pass
+    return message
+
+
+def stored(message):
+    return [event.stored for event in message.events if event.HasField("stored")]
+
+
+def test_a_gateway_without_a_number_begins_with_all_that_is_cached():
+    async def talk(subscribe, source, _):
+        source.store(*range(9))
+        source.store(*range(4), 7, 7, 7, 7)
+        return await next_batch(subscribe()), source.log.last
+
+    snapshot, last = talking(talk)
+    assert (snapshot.sequence_number, snapshot.dp_rank, snapshot.snapshot.blocks) == (last, 0, 3)
+    assert snapshot.events[0].WhichOneof("data") == "cleared"
+    blocks = [block for each in stored(snapshot) for block in each.blocks]
+    assert sorted(list(block.token_ids) for block in blocks) == [[0, 1, 2, 3], [4, 5, 6, 7], [7, 7, 7, 7]]
+    assert {block.block_size for block in blocks} == {BLOCK_SIZE}
+    assert len({block.block_hash for block in blocks}) == 3
+
+
+def test_an_empty_cache_is_told_as_well():
+    empty = talking(lambda subscribe, *_: next_batch(subscribe()))
+    assert [event.WhichOneof("data") for event in empty.events] == ["cleared"]
+    assert (empty.snapshot.index, empty.snapshot.count, empty.snapshot.blocks) == (0, 1, 0)
+
+
+def test_what_changes_follows_by_one_with_parents_before_children():
+    async def talk(subscribe, source, _):
+        call = subscribe()
+        first = await next_batch(call)
+        source.store(*range(8))
+        more = await next_batch(call)
+        source.store(*range(12))
+        grown = await next_batch(call)
+        source.evict(1)
+        return first, more, grown, await next_batch(call)
+
+    first, more, grown, gone = talking(talk)
+    assert [each.sequence_number - first.sequence_number for each in (more, grown, gone)] == [1, 2, 3]
+    assert [event.event_id for each in (first, more, grown, gone) for event in each.events] == [1, 2, 3, 4]
+    (begin,), (end,) = stored(more), stored(grown)
+    assert not begin.HasField("parent_block_hash")
+    assert end.parent_block_hash == begin.blocks[-1].block_hash
+    assert list(end.blocks[0].token_ids) == [8, 9, 10, 11]
+    assert list(gone.events[0].removed.block_hashes) == [end.blocks[0].block_hash]
+    assert not any(each.HasField("snapshot") for each in (more, grown, gone))
+
+
+def test_other_namespaces_are_not_told_of_but_their_numbers_are():
+    async def talk(subscribe, source, _):
+        call = subscribe()
+        await next_batch(call)
+        source.store(*range(8), namespace=SALTED)
+        hidden = await next_batch(call)
+        source.store(*range(8))
+        return hidden, await next_batch(call)
+
+    hidden, shown = talking(talk)
+    assert list(hidden.events) == []
+    assert shown.sequence_number == hidden.sequence_number + 1
+    assert [len(each.blocks) for each in stored(shown)] == [2]
+
+
+def test_other_namespaces_are_not_in_a_snapshot():
+    async def talk(subscribe, source, _):
+        source.store(*range(8), namespace=SALTED)
+        source.store(*range(4))
+        return await next_batch(subscribe())
+
+    assert [len(each.blocks) for each in stored(talking(talk))] == [1]
+
+
+def test_a_gateway_that_comes_back_goes_on_after_its_number():
+    async def talk(subscribe, source, _):
+        source.switch_on()
+        for start in range(3):
+            source.store(*range(100 * start, 100 * start + 4))
+        return await next_batch(subscribe(source.log.last - 1)), source.log.last
+
+    batch, last = talking(talk)
+    assert (batch.sequence_number, batch.HasField("snapshot")) == (last, False)
+    assert list(stored(batch)[0].blocks[0].token_ids) == [200, 201, 202, 203]
+
+
+@pytest.mark.parametrize("number", [7, 2**63])
+def test_a_number_of_another_life_is_refused_before_metadata(number):
+    async def talk(subscribe, *_):
+        call = subscribe(number)
+        refusal = await refusal_of(call.read())
+        return refusal.code(), refusal.details(), await call.initial_metadata()
+
+    code, details, metadata = talking(talk)
+    assert code is grpc.StatusCode.OUT_OF_RANGE
+    assert details.startswith("start_sequence_number: expected 0, or ")
+    assert dict(metadata) == {}, "a status with metadata before it is a broken stream to the gateway"
+
+
+def test_metadata_come_at_once_though_nothing_happens():
+    async def talk(subscribe, source, _):
+        source.switch_on()
+        call = subscribe(source.log.last)
+        await call.initial_metadata()
+        return not call.done()
+
+    assert talking(talk)
+
+
+def test_a_gateway_that_falls_behind_is_told_in_mid_stream():
+    async def talk(subscribe, source, _):
+        call = subscribe()
+        await next_batch(call)
+        for start in range(100):  # in one turn of the event loop
+            source.store(*range(4 * start, 4 * start + 4))
+
+        async def read_to_the_end():
+            while True:
+                await next_batch(call)
+
+        return (await refusal_of(read_to_the_end())).code(), (await next_batch(subscribe())).snapshot.blocks
+
+    assert talking(talk, EngineWithEvents(max_batches=4)) == (grpc.StatusCode.DATA_LOSS, 100)
+
+
+def test_loads_come_between_batches_with_the_number_of_the_last_one(monkeypatch):
+    monkeypatch.setattr(event_stream.EventStream.__init__, "__defaults__", (0.01,))
+
+    async def talk(subscribe, *_):
+        call = subscribe()
+        batch = await next_batch(call)
+        return batch, [await call.read() for _ in range(3)]
+
+    batch, loads = talking(talk)
+    assert {each.sequence_number for each in loads} == {batch.sequence_number}
+    samples = [each.load.sample for each in loads]
+    assert samples == list(range(samples[0], samples[0] + 3))
+    assert {(each.load.load_only, each.load.active_token_usage, len(each.events)) for each in loads} == {(True, 0.3, 0)}
+
+
+@pytest.mark.parametrize("load_first", [False, True])
+def test_a_load_comes_before_the_first_batch_only_if_it_may(load_first):
+    async def talk(subscribe, source, _):
+        source.switch_on()
+        call = subscribe(source.log.last, load_first)
+        if not load_first:
+            source.store(*range(4))
+        return await call.read()
+
+    message = talking(talk)
+    assert message.HasField("load") is load_first
+    assert (message.sequence_number == 0) is load_first
+
+
+def test_a_drain_ends_the_stream_and_does_not_wait_for_it():
+    async def talk(subscribe, source, server):
+        call = subscribe()
+        await next_batch(call)
+        is_clean = await server.drain()
+        return is_clean, (await refusal_of(next_batch(call))).code()
+
+    assert talking(talk) == (True, grpc.StatusCode.UNAVAILABLE)
+
+
+def test_a_gateway_that_leaves_stops_reading():
+    engine = EngineWithEvents()
+
+    async def talk(subscribe, *_):
+        call = subscribe()
+        await next_batch(call)
+        before = engine.readers.num_readers
+        call.cancel()
+        return before, await becomes_true(lambda: engine.readers.num_readers == 0)
+
+    assert talking(talk, engine) == (1, True)
+
+
+def test_while_the_engine_does_not_answer_there_are_events_and_no_loads(monkeypatch):
+    monkeypatch.setattr(event_stream.EventStream.__init__, "__defaults__", (0.001,))
+    engine = EngineWithEvents()
+
+    def hang():
+        raise engine.cancellation
+
+    async def talk(subscribe, source, _):
+        call = subscribe()
+        await next_batch(call)
+        monkeypatch.setattr(engine, "load", hang)
+        source.store(*range(4))
+        return await next_batch(call)
+
+    assert len(stored(talking(talk, engine))) == 1
+
+
+def test_an_engine_without_a_log_has_no_events():
+    async def talk(subscribe, *_):
+        with contextlib.suppress(StopAsyncIteration):
+            return (await refusal_of(subscribe().read())).code()
+
+    assert talking(talk, FakeEngine()) is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_hashes_keep_their_bits():
+    source = FakeSource()
+    source.switch_on()
+    source.store(*range(64))
+    event = source.log.after(source.log.start).events[0]
+    message = event_stream.batch_message(source.log.after(source.log.start), iter([1]))
+    sent = np.array([block.block_hash for block in message.events[0].stored.blocks], "<i8")
+    assert sent.tobytes() == event.block_hashes
