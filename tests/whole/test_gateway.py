@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import sys
@@ -16,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -38,6 +41,7 @@ class Fleet:
     """Two servers and the gateway before them. Tests that kill one kill the second."""
 
     url: str
+    metrics_url: str
     servers: list[ServerProcess]
     addresses: list[str]
 
@@ -60,8 +64,31 @@ class Fleet:
                     found.append(client.stats())
         return found
 
+    def num_known_blocks(self) -> int:
+        """Number of blocks of which the gateway knows where they are cached."""
+        with urllib.request.urlopen(self.metrics_url, timeout=PATIENCE_S) as response:
+            lines = re.findall(r"^smg_kv_index_blocks\{.*\} (\d+)$", response.read().decode(), re.MULTILINE)
+        return sum(map(int, lines))
+
+    def flush(self) -> None:
+        """Have all servers forget what the gateway may know of."""
+        self.post("/flush_cache", {})
+        wait_until(lambda: self.num_known_blocks() == 0)
+
     def num_running(self) -> int:
         return sum(each.requests.running + each.requests.waiting for each in self.requests())
+
+
+def early_prompt(server: int, number: int) -> list[int]:
+    """Return a prompt that a server has answered before there was a gateway."""
+    return np.random.default_rng(10 * server + number).integers(0, 256, 1900).tolist()
+
+
+def warm(server: int, address: str) -> None:
+    """Cache more blocks of events than one part of a snapshot has, some of them of another tenant."""
+    with Client(address, timeout_s=PATIENCE_S) as client:
+        for number in range(5):
+            client.prefill(early_prompt(server, number), tenant="gate" if number < 3 else "other")
 
 
 @contextlib.contextmanager
@@ -70,7 +97,10 @@ def started_fleet() -> Iterator[Fleet]:
         servers = [ServerProcess(serve_command(MODEL, "cpu", SETTINGS)) for _ in range(2)]
         with ThreadPoolExecutor(2) as threads:  # they load at the same time
             addresses = list(threads.map(stack.enter_context, servers))
-        yield Fleet(stack.enter_context(GatewayProcess(addresses)), servers, addresses)
+            list(threads.map(warm, range(2), addresses))
+        gateway = GatewayProcess(addresses)
+        url = stack.enter_context(gateway)
+        yield Fleet(url, gateway.metrics_url, servers, addresses)
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +197,35 @@ def test_drawn_text_is_that_of_a_direct_call_with_the_same_seed(fleet: Fleet, se
 def test_a_refusal_reaches_the_client_by_the_fields_name(fleet: Fleet, options: dict[str, Any], field: str) -> None:
     with pytest.raises(openai.BadRequestError, match=field):
         fleet.openai().chat.completions.create(**chat("No", **options))
+
+
+def generated(fleet: Fleet, ids: list[int]) -> dict[str, Any]:
+    body = {"model": MODEL, "input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    meta: dict[str, Any] = fleet.post("/generate", body)[0]["meta_info"]
+    return meta
+
+
+def test_the_gateway_knows_what_servers_had_before_it_came_and_forgets_it_in_a_flush(fleet: Fleet) -> None:
+    reused = [generated(fleet, early_prompt(*key))["cached_tokens"] for key in itertools.product(range(2), range(3))]
+    assert reused == [1899] * 6
+    fleet.flush()
+    assert generated(fleet, early_prompt(0, 0))["cached_tokens"] == 0
+    with Client(fleet.addresses[0], timeout_s=PATIENCE_S) as client:
+        assert client.probe(early_prompt(0, 4), tenant="other").cached_tokens == 1899, "other tenants keep theirs"
+
+
+def test_the_gateway_follows_what_servers_cache_without_it(fleet: Fleet) -> None:
+    fleet.flush()
+    prompts = np.random.default_rng(99).integers(0, 256, (6, 320)).tolist()
+    for number, prompt in enumerate(prompts):
+        with Client(fleet.addresses[number % 2], timeout_s=PATIENCE_S) as client:
+            client.prefill(prompt, tenant="gate")
+    wait_until(lambda: fleet.num_known_blocks() == 6 * 20)
+    assert [generated(fleet, prompt)["cached_tokens"] for prompt in prompts] == [319] * 6
+
+
+def test_what_other_tenants_cached_is_neither_told_nor_reused(fleet: Fleet) -> None:
+    assert [generated(fleet, early_prompt(server, 4))["cached_tokens"] for server in range(2)] == [0, 0]
 
 
 def left_early(fleet: Fleet, leave: Callable[[], None]) -> bool:

@@ -31,9 +31,13 @@ class GatewayProcess:
     Args:
         servers: addresses of servers with `gateway.enabled`, `HOST:PORT` each.
         start_timeout_s: seconds until all of them must be registered.
+
+    Attributes:
+        metrics_url: its metrics for Prometheus; empty before it is started.
     """
 
     def __init__(self, servers: Sequence[str], *, start_timeout_s: float = 120.0) -> None:
+        self.metrics_url = ""
         self._servers = list(servers)
         self._start_timeout_s = start_timeout_s
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop(); a pipe could fill up
@@ -94,6 +98,7 @@ class GatewayProcess:
             start_new_session=True,
             cwd=self._folder.name,  # a model's path that is no folder here makes it ask the server for the tokenizer
         )
+        self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         url = f"http://127.0.0.1:{port}"
         end_s = time.monotonic() + self._start_timeout_s
         while num_healthy_servers(url) < len(self._servers) or not _answer(url, "/v1/tokenizers").get("tokenizers"):
