@@ -13,7 +13,7 @@ import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -55,8 +55,8 @@ class Fleet:
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return json.load(response)
 
-    def requests(self) -> list[Any]:
-        """The load of every server that runs."""
+    def stats(self) -> list[Any]:
+        """The counts of every server that runs."""
         found = []
         for server, address in zip(self.servers, self.addresses, strict=True):
             if server.is_running:
@@ -76,7 +76,7 @@ class Fleet:
         wait_until(lambda: self.num_known_blocks() == 0)
 
     def num_running(self) -> int:
-        return sum(each.requests.running + each.requests.waiting for each in self.requests())
+        return sum(each.requests.running + each.requests.waiting for each in self.stats())
 
 
 def early_prompt(server: int, number: int) -> list[int]:
@@ -228,33 +228,20 @@ def test_what_other_tenants_cached_is_neither_told_nor_reused(fleet: Fleet) -> N
     assert [generated(fleet, early_prompt(server, 4))["cached_tokens"] for server in range(2)] == [0, 0]
 
 
-def left_early(fleet: Fleet, leave: Callable[[], None]) -> bool:
-    """Whether a request that nobody waits for ends soon, long before its tokens are all there."""
-    before = sum(each.requests.cancelled for each in fleet.requests())
-    leave()
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(fleet: Fleet, stream: bool) -> None:
+    """It leaves after a piece of its answer, or while it waits for all of it."""
+    before = sum(each.requests.cancelled for each in fleet.stats())
+    host, port = fleet.url.removeprefix("http://").split(":")
+    body = json.dumps(chat("For ever", max_tokens=8000, stream=stream)).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as line:
+        line.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: fleet.num_running() == 1)
+        if stream:
+            assert line.recv(1).startswith(b"H")
     wait_until(lambda: fleet.num_running() == 0)
-    return sum(each.requests.cancelled for each in fleet.requests()) == before + 1
-
-
-def test_a_client_that_leaves_a_stream_ends_its_request(fleet: Fleet) -> None:
-    def leave() -> None:
-        with fleet.openai().chat.completions.create(**chat("For ever", max_tokens=8000), stream=True) as stream:
-            for _, _ in zip(range(5), stream, strict=False):
-                pass
-
-    assert left_early(fleet, leave)
-
-
-def test_a_client_that_leaves_before_its_answer_ends_its_request(fleet: Fleet) -> None:
-    def leave() -> None:
-        host, port = fleet.url.removeprefix("http://").split(":")
-        body = json.dumps(chat("Until the end of time", max_tokens=8000)).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-        with socket.create_connection((host, int(port))) as line:
-            line.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            wait_until(lambda: fleet.num_running() == 1)
-
-    assert left_early(fleet, leave)
+    assert sum(each.requests.cancelled for each in fleet.stats()) == before + 1
 
 
 def outcomes_around_a_death(fleet: Fleet, num_requests: int) -> list[str]:
