@@ -190,6 +190,21 @@ def test_drawn_text_is_that_of_a_direct_call_with_the_same_seed(fleet: Fleet, se
     assert through["usage"]["completion_tokens"] == 24
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it_and_the_computing(fleet: Fleet, stream: bool) -> None:
+    client = fleet.openai()
+    options = {"model": MODEL, "prompt": "The end of it", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    text = client.completions.create(**options, max_tokens=40).choices[0].text
+    stop = next(text[at : at + 3] for at in range(10, len(text)) if text[at : at + 3].isascii())
+    before = sum(each.tokens.generated for each in fleet.stats())
+    answer = client.completions.create(**options, max_tokens=4000, stop=[stop], stream=stream)
+    choices = [each.choices[0] for each in answer if each.choices] if stream else [answer.choices[0]]
+    assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+    wait_until(lambda: fleet.num_running() == 0)
+    assert sum(each.tokens.generated for each in fleet.stats()) - before <= 40
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [({"response_format": {"type": "json_object"}}, "json_schema"), ({"max_tokens": 10**6}, "max_new_tokens")],

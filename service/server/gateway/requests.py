@@ -22,7 +22,6 @@ _NUM_SEEDS = 2**64
 _REFUSED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 _REFUSED_LISTS = ("extra_mm_inputs",)
 _REFUSED_OF_SAMPLING = ("prompt_logprobs", "truncate_prompt_tokens")
-_REFUSED_LISTS_OF_SAMPLING = ("stop",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,14 @@ class Asked:
         params: the prompt.
         sampling: the options of its first answer.
         num_answers: how often it is answered.
+        stops: strings that end an answer.
         is_streamed: whether tokens are told as they come.
     """
 
     params: PrefillParams
     sampling: Sampling
     num_answers: int
+    stops: tuple[str, ...]
     is_streamed: bool
 
 
@@ -71,7 +72,8 @@ def read_generation(
     if asked.n > MAX_ANSWERS:
         raise InvalidRequest(f"n: expected at most {MAX_ANSWERS}, got {asked.n}")
     most_new_tokens = max(1, limits.most_new_tokens(params.num_tokens, tenant))
-    return Asked(params, _read_sampling(asked, most_new_tokens), asked.n or 1, request.stream)
+    sampling = _read_sampling(asked, most_new_tokens)
+    return Asked(params, sampling, asked.n or 1, tuple(asked.stop), request.stream)
 
 
 def _read_sampling(asked: vllm_engine_pb2.SamplingParams, most_new_tokens: int) -> Sampling:
@@ -105,7 +107,6 @@ def _require_followed(request: vllm_engine_pb2.GenerateRequest) -> None:
     present = [name for name in _REFUSED if request.HasField(name)]
     present += [name for name in _REFUSED_LISTS if getattr(request, name)]
     present += [name for name in _REFUSED_OF_SAMPLING if asked.HasField(name)]
-    present += [name for name in _REFUSED_LISTS_OF_SAMPLING if getattr(asked, name)]
     constraint = asked.WhichOneof("constraint")
     if constraint is not None:
         present.append(constraint)

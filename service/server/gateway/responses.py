@@ -26,8 +26,10 @@ def chunk_response(
     return vllm_engine_pb2.GenerateResponse(chunk=chunk)
 
 
-def complete_response(result: GenerateResult, start: int, index: int) -> vllm_engine_pb2.GenerateResponse:
-    """Write the end of an answer, with its tokens from `start` on."""
+def complete_response(
+    result: GenerateResult, start: int, index: int, matched_stop: str = ""
+) -> vllm_engine_pb2.GenerateResponse:
+    """Write the end of an answer, with its tokens from `start` on, and the string that ended it if one did."""
     token_ids = result.token_ids[start:]
     complete = vllm_engine_pb2.GenerateComplete(
         output_ids=token_ids,
@@ -38,8 +40,10 @@ def complete_response(result: GenerateResult, start: int, index: int) -> vllm_en
         output_logprobs=_logprobs_message(token_ids, result.logprobs[start:]),
         index=index,
     )
-    if result.finish_reason is FinishReason.STOP:
-        complete.matched_token_id = token_ids[-1]
+    if matched_stop:
+        complete.matched_stop_str = matched_stop
+    elif result.finish_reason is FinishReason.STOP:
+        complete.matched_token_id = result.token_ids[-1]
     return vllm_engine_pb2.GenerateResponse(complete=complete)
 
 

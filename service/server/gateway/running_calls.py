@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
-from typing import Any
+
+from radixkv.api.result import GenerationFuture
 
 
 class RunningCall:
@@ -17,7 +17,7 @@ class RunningCall:
     """
 
     def __init__(self) -> None:
-        self.futures: list[Future[Any]] = []
+        self.futures: list[GenerationFuture] = []
         self.is_aborted = False
 
     def abort(self) -> None:

@@ -27,6 +27,7 @@ from radixkv.service.server.gateway.traffic import Traffic
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.model_servicer import pieces_of
 from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.stop_strings import stop_strings
 from radixkv.service.server.token_stream import TokenStream
 from radixkv.service.server.unfinished_calls import Context
 
@@ -76,9 +77,10 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     yield response
 
     async def _answers(self, asked: Asked, call: RunningCall) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse]:
+        stops = await stop_strings(self._tokenizer, asked.stops, asked.params, asked.sampling, asked.num_answers)
         stream = TokenStream(self._mailbox)
         for index in range(asked.num_answers):
-            on_tokens = partial(stream.put, index) if asked.is_streamed else _tell_nobody
+            on_tokens = partial(stream.put, index) if asked.is_streamed or stops is not None else _tell_nobody
             call.futures.append(self._engine.generate(asked.params, asked.sampling.of_answer(index), on_tokens))
             call.futures[index].add_done_callback(partial(stream.end, index))
         num_told = [0] * asked.num_answers
@@ -90,20 +92,27 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 token_ids = [token_id for each in tokens for token_id in each.token_ids]
                 logprobs = [logprobs for each in tokens for logprobs in each.logprobs]
                 usages[index] = tokens[-1].usage
-                num_told[index] += len(token_ids)
-                self._traffic.generated(len(token_ids))
-                yield chunk_response(token_ids, logprobs, usages[index], index)
+                if stops is not None:
+                    num_wanted = stops.num_wanted(index, token_ids)
+                    del token_ids[num_wanted:], logprobs[num_wanted:]
+                    if stops.has_ended(index):
+                        call.futures[index].finish()
+                if asked.is_streamed and token_ids:
+                    num_told[index] += len(token_ids)
+                    self._traffic.generated(len(token_ids))
+                    yield chunk_response(token_ids, logprobs, usages[index], index)
             for index in ended:
                 if call.is_aborted and call.futures[index].cancelled():
                     yield aborted_response(usages[index].prompt_tokens, usages[index].cached_tokens, index)
                     continue
                 result = await answer_of(self._engine, self._mailbox, call.futures[index])
+                result, matched = (result, "") if stops is None else stops.cut(index, result)
                 start = num_told[index]
                 self._traffic.generated(len(result.token_ids) - start)
                 self._traffic.answered(result.usage)
-                if asked.is_streamed:
+                if asked.is_streamed and start < len(result.token_ids):
                     yield chunk_response(result.token_ids[start:], result.logprobs[start:], result.usage, index)
-                yield complete_response(result, start, index)
+                yield complete_response(result, start, index, matched)
             num_left -= len(ended)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:  # noqa: N802

@@ -225,9 +225,9 @@ def test_a_gateway_that_leaves_stops_reading():
     async def talk(subscribe, *_):
         call = subscribe()
         await next_batch(call)
-        before = engine.readers.num_readers
+        before = engine.events.num_readers
         call.cancel()
-        return before, await becomes_true(lambda: engine.readers.num_readers == 0)
+        return before, await becomes_true(lambda: engine.events.num_readers == 0)
 
     assert talking(talk, engine) == (1, True)
 

@@ -109,6 +109,10 @@ def test_the_number_of_answers():
     assert [asked({"n": n}).num_answers for n in (0, 1, 64)] == [1, 1, 64]
 
 
+def test_strings_that_end_an_answer():
+    assert (asked().stops, asked({"stop": ["b", "a"]}).stops) == ((), ("b", "a"))
+
+
 def test_whether_tokens_are_told_as_they_come():
     assert [asked(stream=each).is_streamed for each in (False, True)] == [False, True]
 

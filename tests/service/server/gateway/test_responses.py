@@ -38,6 +38,13 @@ def test_a_stop_names_its_token():
     assert (complete.finish_reason, complete.matched_token_id) == ("stop", 3)
 
 
+def test_a_stop_that_was_told_before_names_its_token_or_its_string():
+    stopped = result(FinishReason.STOP)
+    assert complete_response(stopped, 3, 0).complete.matched_token_id == 3
+    complete = complete_response(stopped, 3, 0, "end").complete
+    assert (list(complete.output_ids), complete.finish_reason, complete.matched_stop_str) == ([], "stop", "end")
+
+
 @pytest.mark.parametrize("top", [0, 2])
 def test_a_row_of_logprobs_for_each_token(top):
     rows = tuple(TokenLogprobs(each.logprob, each.top[:top]) for each in LOGPROBS)

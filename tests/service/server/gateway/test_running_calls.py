@@ -1,7 +1,6 @@
 """Calls by their request's id: aborted while they run, forgotten when they end."""
 
-from concurrent.futures import Future
-
+from radixkv.api.result import GenerationFuture
 from radixkv.service.server.gateway.running_calls import RunningCalls
 
 
@@ -9,7 +8,7 @@ def test_an_abort_cancels_the_calls_of_its_ids_alone():
     calls = RunningCalls()
     with calls.running("a") as first, calls.running("a") as second, calls.running("b") as other:
         for call in (first, second, other):
-            call.futures += [Future(), Future()]
+            call.futures += [GenerationFuture(), GenerationFuture()]
         calls.abort(["unknown", "a"])
         assert [call.is_aborted for call in (first, second, other)] == [True, True, False]
         assert all(future.cancelled() for future in first.futures + second.futures)
@@ -18,7 +17,7 @@ def test_an_abort_cancels_the_calls_of_its_ids_alone():
 
 def test_a_call_that_ends_cancels_what_it_has_not_answered():
     calls = RunningCalls()
-    answered, unanswered = Future(), Future()
+    answered, unanswered = GenerationFuture(), GenerationFuture()
     answered.set_result(1)
     with calls.running("a") as call:
         call.futures += [answered, unanswered]

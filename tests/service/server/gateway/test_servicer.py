@@ -113,6 +113,29 @@ def test_a_stop_token_ends_the_answer_and_is_named(stream):
     assert (last.finish_reason, last.matched_token_id, last.output_ids[-1]) == ("stop", stop, stop)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(stream, is_gated):
+    """A gated engine tells all tokens but the last and then waits, so that only the string can end the answer."""
+    path, stop = continuation([1], 7), " @"
+    asked = request([1], stop=[stop, "no"], max_tokens=500, logprobs=0, stream=stream)
+    responses = talking(lambda stub, *_: read(stub.Generate(asked)), FakeEngine(is_gated=is_gated))
+    last = responses[-1].complete
+    assert (last.finish_reason, last.matched_stop_str) == ("stop", stop)
+    told = [token_id for each in responses for token_id in each.chunk.token_ids] if stream else list(last.output_ids)
+    assert told == path
+    counted = sum(each.chunk.completion_tokens for each in responses) if stream else last.completion_tokens
+    assert counted == 7
+    if not stream:
+        assert len(responses) == 1
+        assert len(last.output_logprobs.token_logprobs) == 7
+
+
+def test_a_stop_string_that_can_end_nothing_is_refused():
+    refusal = talking(lambda stub, *_: refusal_of(stub.Generate(request(stop=[""]))))
+    assert (refusal.code(), refusal.details()[:8]) == (grpc.StatusCode.INVALID_ARGUMENT, "stop[0]:")
+
+
 def test_requests_are_those_of_the_gateways_tenant():
     async def talk(stub, engine, _):
         await read(stub.Generate(request()))
