@@ -35,7 +35,7 @@ class EngineGauges(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """List all metrics without asking the engine, so that a scrape can ask for some of them by name."""
-        return [*self._states(is_up=False), *self._events(), *_families(_EMPTY)]
+        return [*self._states(is_up=False), *self._events(), *_families(_EMPTY), *self._aliases(_EMPTY)]
 
     def collect(self) -> Iterable[Metric]:
         """Ask the engine. If it does not answer, `radixkv_up` is 0 and its load is left out. Raises nothing."""
@@ -44,6 +44,7 @@ class EngineGauges(Collector):
         yield from self._events()
         if load is not None:
             yield from _families(load)
+            yield from self._aliases(load)
 
     def _states(self, *, is_up: bool) -> Iterable[Metric]:
         limits = self._engine.limits
@@ -60,6 +61,18 @@ class EngineGauges(Collector):
             yield CounterMetricFamily("radixkv_event_blocks", "Event blocks stored or removed.", log.num_blocks)
             yield GaugeMetricFamily("radixkv_event_readers", "Callers that follow events.", source.num_readers)
             yield CounterMetricFamily("radixkv_event_readers_lost", "Callers that fell behind.", source.num_lost)
+
+    def _aliases(self, load: EngineLoad) -> Iterable[Metric]:
+        """Report what schedulers that know vLLM's metrics ask for. Blocks that can be evicted are no usage."""
+        blocks, requests = load.blocks, load.requests
+        num_waiting = requests.waiting + requests.following
+        usage = blocks.in_use / blocks.total if blocks.total else 0.0
+        yield GaugeMetricFamily("vllm:num_requests_running", "Requests that hold blocks.", requests.running)
+        yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait.", num_waiting)
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks that can't be evicted, 0 to 1.", usage)
+        pool = GaugeMetricFamily("vllm:cache_config_info", "The block pool.", labels=["block_size", "num_gpu_blocks"])
+        pool.add_metric([str(self._engine.limits.block_size), str(blocks.total)], 1)
+        yield pool
 
     def _load(self) -> EngineLoad | None:
         if not self._engine.is_alive:

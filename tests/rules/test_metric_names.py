@@ -56,6 +56,13 @@ NAMES = {
     "radixkv_event_readers": ("gauge", ()),
     "radixkv_event_readers_lost_total": ("counter", ()),
 }
+# Names of another project, by which its schedulers choose among servers.
+ALIASES = {
+    "vllm:num_requests_running": ("gauge", ()),
+    "vllm:num_requests_waiting": ("gauge", ()),
+    "vllm:kv_cache_usage_perc": ("gauge", ()),
+    "vllm:cache_config_info": ("gauge", ("block_size", "num_gpu_blocks")),
+}
 PROCESS_NAMES = {
     "process_resident_memory_bytes": ("gauge", ()),
     "process_virtual_memory_bytes": ("gauge", ()),
@@ -64,7 +71,8 @@ PROCESS_NAMES = {
     "process_max_fds": ("gauge", ()),
     "process_start_time_seconds": ("gauge", ()),
 }
-ALL_NAMES = NAMES | PROCESS_NAMES
+OUR_NAMES = NAMES | ALIASES
+ALL_NAMES = OUR_NAMES | PROCESS_NAMES
 
 # What a sample's name has behind that of its metric.
 _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": "", "histogram": "_count"}
@@ -87,17 +95,17 @@ def test_no_name_changed() -> None:
         for sample in family.samples
         if sample.name == family.name + _SUFFIXES[family.type]
     }
-    assert names == (ALL_NAMES if sys.platform == "linux" else NAMES)
+    assert names == (ALL_NAMES if sys.platform == "linux" else OUR_NAMES)
 
 
 def test_a_scrape_has_no_other_families_but_when_each_series_began() -> None:
-    families = set(re.findall(r"^# TYPE (\w+)", generate_latest(served()).decode(), re.MULTILINE))
+    families = set(re.findall(r"^# TYPE ([\w:]+)", generate_latest(served()).decode(), re.MULTILINE))
     created = {f"{name.removesuffix('_total')}_created" for name, (kind, _) in NAMES.items() if kind != "gauge"}
     assert families - created <= set(ALL_NAMES)
     assert families & created, "the document tells of them"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OUR_NAMES)
 def test_a_scrape_can_ask_for_a_metric_by_its_name(name: str) -> None:
     series = [name, f"{name}_count"]
     asked = served().restricted_registry(series)
@@ -107,7 +115,7 @@ def test_a_scrape_can_ask_for_a_metric_by_its_name(name: str) -> None:
 
 def test_the_document_lists_exactly_these() -> None:
     rows = re.findall(
-        r"^\| `((?:radixkv|process)_\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", DOCUMENT.read_text(), re.MULTILINE
+        r"^\| `((?:radixkv_|process_|vllm:)\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", DOCUMENT.read_text(), re.MULTILINE
     )
     documented = {name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
     assert documented == ALL_NAMES

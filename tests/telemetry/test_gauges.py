@@ -78,7 +78,19 @@ def test_every_gauge_has_the_value_of_stats(engine: Engine) -> None:
         "radixkv_paused_requests": 0,
         "radixkv_held_leases": 1,
         "radixkv_namespaces": load.namespaces,
+        "vllm:num_requests_running": 0,
+        "vllm:num_requests_waiting": 0,
+        "vllm:kv_cache_usage_perc": (load.blocks.leased + load.blocks.pinned) / NUM_BLOCKS,
+        f"vllm:cache_config_info.{BLOCK_SIZE}.{NUM_BLOCKS}": 1,
     }
+
+
+def test_a_warm_full_cache_is_no_usage_by_vllms_name(engine: Engine) -> None:
+    for start in range(0, 210, 10):
+        engine.prefill(PrefillParams(tokens(range(start, start + 40)))).result(PATIENCE_S)
+    scraped = scrape(engine)
+    assert scraped["radixkv_evicted_blocks_total"] > 0
+    assert scraped["vllm:kv_cache_usage_perc"] == 0
 
 
 def test_events_and_their_readers_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,14 +29,9 @@ def talking(talk, engine=None):
     engine = EngineWithEvents() if engine is None else engine
 
     async def run():
-        (add_gateway,) = optional_services(engine, Config.load(None, ["gateway.enabled=true"]))
-
-        def add(grpc_server, readers):
-            engine.readers = readers
-            return add_gateway(grpc_server, readers)
-
+        services = optional_services(engine, Config.load(None, ["gateway.enabled=true"]))
         async with (
-            serving(engine, services=[add], drain_timeout_s=0.1) as (server, address),
+            serving(engine, services=services, drain_timeout_s=0.1) as (server, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
 
