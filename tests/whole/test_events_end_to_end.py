@@ -100,7 +100,8 @@ def test_events_say_what_is_cached(tmp_path: Path) -> None:
         process.terminate()
         with pytest.raises(grpc.RpcError) as ended:
             list(batches)
-        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        # The server cancels what has not ended a second after the last answer, which a busy machine may take.
+        assert ended.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     with (
         served(tmp_path / "again") as (_, address),
         Client(address) as client,
