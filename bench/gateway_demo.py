@@ -33,9 +33,7 @@ _NUM_CONVERSATIONS = 8
 _NUM_TURNS = 6
 _NUM_AT_ONCE = 4
 _TIMEOUT_S = 60.0
-_SYSTEM = (
-    "You are the guide of conversation {0}. You answer in short sentences, in plain English, and never guess. " * 3
-)
+_SYSTEM = "{0}{0}{0} is your number. You answer in short sentences, in plain English, and never guess. " * 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +89,11 @@ def _show(client: OpenAI, servers: Sequence[ServerProcess], addresses: Sequence[
     _say("stream", " | ".join(map(repr, told)))
     calm = _converse(client, range(_NUM_TURNS))
     _say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {_shown(calm)}")
-    _say("shared by", ", ".join(f"{address}: {_num_finished(address)}" for address in addresses))
-    os.kill(servers[1].pid or 0, signal.SIGKILL)
-    _say("kill -9", f"{addresses[1]} is gone; questions go on")
+    shares = [_num_finished(address) for address in addresses]
+    _say("shared by", ", ".join(f"{address}: {share}" for address, share in zip(addresses, shares, strict=True)))
+    victim = shares.index(max(shares))
+    os.kill(servers[victim].pid or 0, signal.SIGKILL)
+    _say("kill -9", f"{addresses[victim]}, which answered most, is gone; questions go on")
     hurt = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
     _say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {_shown(hurt)}")
     failures = (*calm.failures, *hurt.failures)

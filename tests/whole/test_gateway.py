@@ -266,22 +266,26 @@ def test_a_client_that_leaves_ends_its_request(fleet: Fleet, stream: bool) -> No
 
 def outcomes_around_a_death(fleet: Fleet, num_requests: int) -> list[str]:
     """Kill the second server after a quarter of the requests, of which four run at a time."""
-    answered = []
+    answered: list[int] = []
+    finished = [fleet.stats()[1].requests.finished]
 
     def ask(number: int) -> str:
         try:
-            text = f"Conversation {number % 10} begins here and is shared by some requests. Question {number}"
+            text = f"{chr(ord('A') + number % 10) * 40} begins this conversation. Question {number}"
             answer = fleet.post("/v1/chat/completions", chat(text, max_tokens=4))
             outcome = "answered" if answer["usage"]["completion_tokens"] == 4 else str(answer)
         except urllib.error.HTTPError as error:
             outcome = f"{error.code} {error.read()!r}"
         answered.append(number)
         if len(answered) == num_requests // 4:
+            finished.append(fleet.stats()[1].requests.finished)
             os.kill(fleet.servers[1].pid or 0, signal.SIGKILL)
         return outcome
 
     with ThreadPoolExecutor(4) as threads:
-        return list(threads.map(ask, range(num_requests)))
+        outcomes = list(threads.map(ask, range(num_requests)))
+    assert finished[1] > finished[0], "it had some of the requests"
+    return outcomes
 
 
 def test_a_server_that_dies_costs_no_client_an_error(fleet: Fleet) -> None:
