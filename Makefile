@@ -41,7 +41,7 @@ gateway-demo: $(STAMP)
 
 # Files of tests side by side, each process on a core of its own. A process that dies ends the run.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest --quiet --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
+	OMP_NUM_THREADS=1 $(PY) -m pytest --quiet -m "not slow" --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
 
 STEPS ?= 1000000
 ENGINE_SEEDS ?= 2000
