@@ -83,6 +83,8 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             on_tokens = partial(stream.put, index) if asked.is_streamed or stops is not None else _tell_nobody
             call.futures.append(self._engine.generate(asked.params, asked.sampling.of_answer(index), on_tokens))
             call.futures[index].add_done_callback(partial(stream.end, index))
+        if call.is_aborted:  # while the tokenizer was loaded
+            call.cancel()
         num_told = [0] * asked.num_answers
         usages = [Usage(asked.params.num_tokens, 0, asked.params.num_tokens, 0)] * asked.num_answers
         num_left = asked.num_answers

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import subprocess
 import sys
+import threading
 
 import grpc
 import numpy as np
@@ -162,6 +163,27 @@ def test_an_abort_ends_every_answer_of_its_request(stream):
     assert sorted(end.index for end in ends) == [0, 1]
     assert {(end.finish_reason, end.prompt_tokens, len(end.output_ids)) for end in ends} == {("abort", 3, 0)}
     assert other[-1].complete.finish_reason == "length"
+
+
+def test_an_abort_while_the_tokenizer_is_loaded_is_not_forgotten(monkeypatch):
+    is_loading, may_go_on, load = threading.Event(), threading.Event(), ModelTokenizer.load
+
+    def slow_load(tokenizer):
+        is_loading.set()
+        assert may_go_on.wait(PATIENCE_S)
+        return load(tokenizer)
+
+    monkeypatch.setattr(ModelTokenizer, "load", slow_load)
+
+    async def talk(stub, *_):
+        aborted = asyncio.create_task(read(stub.Generate(request(stop=["never"]))))
+        assert await becomes_true(is_loading.is_set)
+        await stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["req"]))
+        may_go_on.set()
+        return await aborted
+
+    (response,) = talking(talk, FakeEngine(is_gated=True))
+    assert response.complete.finish_reason == "abort"
 
 
 @pytest.mark.parametrize("stream", [False, True])
