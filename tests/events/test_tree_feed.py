@@ -159,6 +159,22 @@ def test_a_snapshot_lists_what_is_cached_after_its_batch() -> None:
     assert len(reader.blocks) == 10
 
 
+def test_a_snapshot_waits_until_all_before_it_is_published() -> None:
+    watch = WatchedCache(2, 4, max_step_blocks=3)
+    cache = PrefixCache(64, 4, listeners=[watch.feed])
+    watch.feed.switch_on(cache.nodes)
+    for first in range(4):
+        publish(cache, tokens(first, 1, 2, 3))
+    answer: Future[Snapshot] = Future()
+    watch.feed.ask(answer)
+    watch.feed.publish()
+    assert not answer.done()
+    while watch.feed.has_backlog:
+        watch.feed.publish()
+    assert answer.result(0).sequence_number == watch.log.last
+    assert sum(batch.num_blocks for batch in answer.result(0).batches) == watch.verify(cache) == 8
+
+
 def test_snapshots_are_shared_while_the_batches_after_them_are_kept() -> None:
     watch, cache = watched(2, 4)
     publish(cache, tokens(1, 2, 3, 4))

@@ -225,6 +225,10 @@ ENGINE_MUTANTS = (
     Mutant("engine/sampler.py", "len(token_ids) < sampling.min_tokens", "len(token_ids) <= sampling.min_tokens"),
     Mutant("engine/sampler.py", "sampling.presence_penalty + sampling.frequency_penalty", "sampling.frequency_penalty"),
     Mutant("engine/steps_ahead.py", " or self._has_news()", ""),
+    Mutant("engine/delivery.py", "told += prompt_logprobs[len(told) - start :]", "told += prompt_logprobs"),
+    Mutant("engine/step.py", "upto = min(end, request.params.num_tokens - 1)", "upto = end - 1"),
+    Mutant("engine/step.py", "rows = [end - 1 for", "rows = [end - end for"),
+    Mutant("scheduling/step_plan.py", "            self._logit_rows -= granted\n", ""),
     Mutant("engine/delivery.py", "        if self._early_ends.is_failing(request):\n            return\n", ""),
 )
 
@@ -260,4 +264,21 @@ KERNEL_MUTANTS = (
     Mutant("kernels/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
     Mutant("kernels/product_trial.py", "            if not agrees(whole):\n                continue\n", ""),
     Mutant("kernels/product_trial.py", "expected[:size], expected[-size:], expected[order[:size]]", "answers"),
+)
+
+EVENT_MUTANTS = (
+    Mutant("events/stored_blocks.py", "self._copies[block] = copies + 1", "self._copies[block] = 1"),
+    Mutant("events/stored_blocks.py", "            if self._copies[block] > 1:\n", "            if False:\n"),
+    Mutant("events/stored_blocks.py", "(run.phase + num_kept_tokens) // self", "num_kept_tokens // self"),
+    Mutant("events/stored_blocks.py", "lower.phase = num_tokens % self._block_size", "lower.phase = 0"),
+    Mutant("events/stored_blocks.py", "        lower.before = upper.end\n", ""),
+    Mutant("events/stored_blocks.py", "if is_purged and self.num_blocks == 0:", "if is_purged:"),
+    Mutant("events/stored_blocks.py", "            max_blocks -= 1\n", ""),
+    Mutant("events/tree_feed.py", "tail = above.tokens[-(size - len(tail)) :] + tail", "tail = above.tokens"),
+    Mutant("events/tree_feed.py", "if self._asking and not self._changes:", "if self._asking:"),
+    Mutant("events/tree_feed.py", "            self._note((node,))\n", "            pass\n"),
+    Mutant("events/event_log.py", "if not self.first - 1 <= after <= self.last:", "if False:"),
+    Mutant("events/event_log.py", " or batch.sequence_number != number + 1:", ":"),
+    Mutant("events/block_identity.py", '(self._tenant, "", "")', '(namespace.tenant, "", "")'),
+    Mutant("events/readers.py", "        self._is_waking = False  #", "        pass  #"),
 )

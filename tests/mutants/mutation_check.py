@@ -1,4 +1,4 @@
-"""Mutation check: breaks cache, engine and kernels in small ways, one at a time. Tests must notice every mutant.
+"""Mutation check: breaks cache, engine, kernels and events in small ways, one at a time. Tests must notice each mutant.
 
     python -m tests.mutants.mutation_check
 
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.mutants.mutants import CACHE_MUTANTS, ENGINE_MUTANTS, KERNEL_MUTANTS, Mutant
+from tests.mutants.mutants import CACHE_MUTANTS, ENGINE_MUTANTS, EVENT_MUTANTS, KERNEL_MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 _AT_TOP = ("kernels", "service")
@@ -57,7 +57,17 @@ KERNEL_TESTS = (
     "tests/kernels/test_product_trial.py",
     "tests/kernels/test_cpu_attention.py",
 )
-CHECKS = ((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS), (KERNEL_MUTANTS, KERNEL_TESTS))
+EVENT_TESTS = (
+    "tests/events/test_block_identity.py",
+    "tests/events/test_event_log.py",
+    "tests/events/test_tree_feed.py",
+    "tests/events/test_readers.py",
+    "tests/cache/test_cache_stress.py",
+)
+CHECKS = (
+    *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
+    *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
+)
 
 
 def path_of(mutant: Mutant) -> Path:

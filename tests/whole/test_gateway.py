@@ -247,7 +247,7 @@ def is_cancelled_by_leaving(fleet: Fleet, stream: bool) -> bool:
     """Whether a request ends early whose client leaves after a piece of its answer, or while it waits for all of it."""
     before = sum(each.requests.cancelled for each in fleet.stats())
     host, port = fleet.url.removeprefix("http://").split(":")
-    body = json.dumps(chat("For ever", max_tokens=1500, stream=stream)).encode()
+    body = json.dumps(chat("For ever", max_tokens=600, stream=stream)).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
     with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as line:
         line.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
