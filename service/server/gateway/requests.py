@@ -21,7 +21,7 @@ _NUM_SEEDS = 2**64
 # Fields that would change the answer, and that radixkv can't follow.
 _REFUSED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 _REFUSED_LISTS = ("extra_mm_inputs",)
-_REFUSED_OF_SAMPLING = ("prompt_logprobs", "truncate_prompt_tokens")
+_REFUSED_OF_SAMPLING = ("truncate_prompt_tokens",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ def _read_sampling(asked: vllm_engine_pb2.SamplingParams, most_new_tokens: int) 
         frequency_penalty=asked.frequency_penalty,
         min_tokens=asked.min_tokens,
         logprobs=asked.logprobs if asked.HasField("logprobs") else None,
+        prompt_logprobs=asked.prompt_logprobs if asked.HasField("prompt_logprobs") else None,
         logit_bias=tuple(sorted(asked.logit_bias.items())),
     )
 

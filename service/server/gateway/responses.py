@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from radixkv.api.result import FinishReason, GenerateResult, TokenLogprobs, Usage
 from radixkv.gateway import vllm_engine_pb2
 
@@ -12,24 +14,41 @@ _ABORTED = "abort"
 
 
 def chunk_response(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], usage: Usage, index: int
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    usage: Usage,
+    index: int,
+    of_prompt: vllm_engine_pb2.InputLogProbs | None = None,
 ) -> vllm_engine_pb2.GenerateResponse:
-    """Write new tokens of a streamed answer."""
+    """Write new tokens of a streamed answer, with the log probabilities of the prompt if they come with it."""
     chunk = vllm_engine_pb2.GenerateStreamChunk(
         token_ids=token_ids,
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=len(token_ids),
         cached_tokens=usage.cached_tokens,
         output_logprobs=_logprobs_message(token_ids, logprobs),
+        input_logprobs=of_prompt,
         index=index,
     )
     return vllm_engine_pb2.GenerateResponse(chunk=chunk)
 
 
 def complete_response(
-    result: GenerateResult, start: int, index: int, matched_stop: str = ""
+    result: GenerateResult,
+    start: int,
+    index: int,
+    matched_stop: str = "",
+    of_prompt: vllm_engine_pb2.InputLogProbs | None = None,
 ) -> vllm_engine_pb2.GenerateResponse:
-    """Write the end of an answer, with its tokens from `start` on, and the string that ended it if one did."""
+    """Write the end of an answer.
+
+    Args:
+        result: the answer.
+        start: the number of its tokens that were written before.
+        index: which of the answers it is.
+        matched_stop: the string that ended it, or empty.
+        of_prompt: log probabilities of the prompt, if they come with it.
+    """
     token_ids = result.token_ids[start:]
     complete = vllm_engine_pb2.GenerateComplete(
         output_ids=token_ids,
@@ -38,6 +57,7 @@ def complete_response(
         completion_tokens=len(token_ids),
         cached_tokens=result.usage.cached_tokens,
         output_logprobs=_logprobs_message(token_ids, result.logprobs[start:]),
+        input_logprobs=of_prompt,
         index=index,
     )
     if matched_stop:
@@ -55,6 +75,20 @@ def aborted_response(prompt_tokens: int, cached_tokens: int, index: int) -> vllm
     return vllm_engine_pb2.GenerateResponse(complete=complete)
 
 
+def prompt_logprobs_message(tokens: bytes, logprobs: Sequence[TokenLogprobs]) -> vllm_engine_pb2.InputLogProbs | None:
+    """Write the log probabilities of a prompt's tokens; None if they were not asked for."""
+    if not logprobs:
+        return None
+    return vllm_engine_pb2.InputLogProbs(
+        token_logprobs=[
+            vllm_engine_pb2.InputTokenLogProb(),
+            *(vllm_engine_pb2.InputTokenLogProb(value=each.logprob) for each in logprobs),
+        ],
+        token_ids=np.frombuffer(tokens, dtype="<u4").tolist(),
+        top_logprobs=[vllm_engine_pb2.TopLogProbs(), *_top_messages(logprobs)],
+    )
+
+
 def _logprobs_message(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
 ) -> vllm_engine_pb2.OutputLogProbs | None:
@@ -63,10 +97,14 @@ def _logprobs_message(
     return vllm_engine_pb2.OutputLogProbs(
         token_logprobs=[each.logprob for each in logprobs],
         token_ids=token_ids,
-        top_logprobs=[
-            vllm_engine_pb2.TopLogProbs(
-                values=[logprob for _, logprob in each.top], token_ids=[token_id for token_id, _ in each.top]
-            )
-            for each in logprobs
-        ],
+        top_logprobs=_top_messages(logprobs),
     )
+
+
+def _top_messages(logprobs: Sequence[TokenLogprobs]) -> list[vllm_engine_pb2.TopLogProbs]:
+    return [
+        vllm_engine_pb2.TopLogProbs(
+            values=[logprob for _, logprob in each.top], token_ids=[token_id for token_id, _ in each.top]
+        )
+        for each in logprobs
+    ]

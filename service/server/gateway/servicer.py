@@ -21,7 +21,12 @@ from radixkv.service.server.calls import answer_of, traceparent_of
 from radixkv.service.server.gateway.descriptions import loads_response, model_info, scheduler_load, server_info
 from radixkv.service.server.gateway.event_stream import EventStream
 from radixkv.service.server.gateway.requests import Asked, read_generation
-from radixkv.service.server.gateway.responses import aborted_response, chunk_response, complete_response
+from radixkv.service.server.gateway.responses import (
+    aborted_response,
+    chunk_response,
+    complete_response,
+    prompt_logprobs_message,
+)
 from radixkv.service.server.gateway.running_calls import RunningCall, RunningCalls
 from radixkv.service.server.gateway.traffic import Traffic
 from radixkv.service.server.mailbox import Mailbox
@@ -100,9 +105,10 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     if stops.has_ended(index):
                         call.futures[index].finish()
                 if asked.is_streamed and token_ids:
+                    of_prompt = prompt_logprobs_message(asked.params.tokens, tokens[0].prompt_logprobs)
                     num_told[index] += len(token_ids)
                     self._traffic.generated(len(token_ids))
-                    yield chunk_response(token_ids, logprobs, usages[index], index)
+                    yield chunk_response(token_ids, logprobs, usages[index], index, of_prompt)
             for index in ended:
                 if call.is_aborted and call.futures[index].cancelled():
                     yield aborted_response(usages[index].prompt_tokens, usages[index].cached_tokens, index)
@@ -112,9 +118,12 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 start = num_told[index]
                 self._traffic.generated(len(result.token_ids) - start)
                 self._traffic.answered(result.usage)
+                of_prompt = None if start else prompt_logprobs_message(asked.params.tokens, result.prompt_logprobs)
                 if asked.is_streamed and start < len(result.token_ids):
-                    yield chunk_response(result.token_ids[start:], result.logprobs[start:], result.usage, index)
-                yield complete_response(result, start, index, matched)
+                    rest = result.token_ids[start:]
+                    yield chunk_response(rest, result.logprobs[start:], result.usage, index, of_prompt)
+                    of_prompt = None
+                yield complete_response(result, start, index, matched, of_prompt)
             num_left -= len(ended)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:  # noqa: N802

@@ -58,6 +58,7 @@ def test_every_option_reaches_the_engine():
         stop_token_ids=[8, 7, 8],
         ignore_eos=True,
         logprobs=3,
+        prompt_logprobs=0,
         seed=17,
         logit_bias={8: -1.5, 3: 2.0},
     )
@@ -66,6 +67,7 @@ def test_every_option_reaches_the_engine():
     assert (sampling.max_new_tokens, sampling.min_tokens, sampling.ignore_eos) == (40, 4, True)
     assert (sampling.stop_token_ids, sampling.logprobs, sampling.seed) == (frozenset({7, 8}), 3, 17)
     assert sampling.logit_bias == ((3, 2.0), (8, -1.5))
+    assert sampling.prompt_logprobs == 0
 
 
 def test_an_absent_temperature_is_one_and_zero_takes_the_most_likely():
@@ -148,8 +150,6 @@ def test_what_a_request_may_not_ask_for(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("prompt_logprobs", 0),
-        ("prompt_logprobs", 2),
         ("truncate_prompt_tokens", -1),
         ("json_schema", "{}"),
         ("regex", "a+"),
@@ -167,7 +167,9 @@ def test_what_sampling_may_not_ask_for(field, value):
         sampling_of(**{field: value})
 
 
-@pytest.mark.parametrize(("field", "value"), [("logprobs", -1), ("logprobs", 101), ("min_p", 1.5), ("top_p", -0.5)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("logprobs", -1), ("logprobs", 101), ("prompt_logprobs", -1), ("min_p", 1.5), ("top_p", -0.5)]
+)
 def test_values_out_of_range_are_left_to_the_engine_which_names_them(field, value):
     with pytest.raises(InvalidRequest, match=rf"^{field}: expected .*, got "):
         sampling_of(**{field: value}).validate(LIMITS.vocab_size)

@@ -92,6 +92,23 @@ def test_a_streamed_answer_comes_in_chunks_of_news_and_ends_with_the_last_of_the
     assert [list(row.token_ids) for row in rows] == [[token_id] for token_id in told]
 
 
+@pytest.mark.parametrize("max_tokens", [1, 4])
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_the_prompt_come_once(stream, max_tokens):
+    asked = request(stream=stream, n=2, prompt_logprobs=1, max_tokens=max_tokens)
+    responses = talking(lambda stub, *_: read(stub.Generate(asked)))
+    messages = [getattr(response, response.WhichOneof("response")) for response in responses]
+    (telling,) = [message for message in messages if message.HasField("input_logprobs")]
+    assert telling.index == 0
+    assert telling is next(message for message in messages if message.index == 0)
+    rows = telling.input_logprobs
+    assert list(rows.token_ids) == [1, 2, 3]
+    first, *others = rows.token_logprobs
+    assert not first.HasField("value")
+    assert [each.value for each in others] == [-2.0, -3.0]
+    assert [list(each.token_ids) for each in rows.top_logprobs] == [[], [2], [3]]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_answers_are_told_apart_by_their_index(stream):
     async def talk(stub, engine, _):
