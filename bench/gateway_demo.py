@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench.parts.gateway.first_tokens import time_first_tokens
 from bench.parts.gateway.gateway_process import GatewayProcess
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
@@ -32,6 +33,7 @@ _MODEL = "tiny"
 _NUM_CONVERSATIONS = 8
 _NUM_TURNS = 6
 _NUM_AT_ONCE = 4
+_NUM_TIMED = 40
 _TIMEOUT_S = 60.0
 _SYSTEM = "{0}{0}{0} is your number. You answer in short sentences, in plain English, and never guess. " * 3
 
@@ -73,13 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             url = stack.enter_context(GatewayProcess(addresses))
             _say("gateway", f"{url}/v1: smg, which routes by cached prefixes")
             with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_TIMEOUT_S) as client:
-                return _show(client, servers, addresses)
+                return _show(client, url, servers, addresses)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _show(client: OpenAI, servers: Sequence[ServerProcess], addresses: Sequence[str]) -> int:
+def _show(client: OpenAI, url: str, servers: Sequence[ServerProcess], addresses: Sequence[str]) -> int:
     question = _messages(0, 0)
     first, again = (_ask(client, question) for _ in range(2))
     _say("chat", f"{first.choices[0].message.content!r}, {_usage(first.usage)}")
@@ -87,6 +89,8 @@ def _show(client: OpenAI, servers: Sequence[ServerProcess], addresses: Sequence[
     pieces = client.chat.completions.create(model=_MODEL, messages=question, max_tokens=8, temperature=0, stream=True)
     told = [piece.choices[0].delta.content for piece in pieces if piece.choices and piece.choices[0].delta.content]
     _say("stream", " | ".join(map(repr, told)))
+    first_tokens = time_first_tokens(url, addresses[0], _MODEL, _NUM_TIMED)
+    _say("ttft", f"{first_tokens.gateway_ms:.1f} ms, {first_tokens.direct_ms:.1f} ms without the gateway: medians")
     calm = _converse(client, range(_NUM_TURNS))
     _say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {_shown(calm)}")
     shares = [_num_finished(address) for address in addresses]

@@ -24,11 +24,12 @@ def test_every_question_is_answered(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(gateway_demo, "ServerProcess", Watched)
     status = gateway_demo.main([])
     lines = capsys.readouterr().out.splitlines()
-    assert (status, len(lines)) == (0, 10), lines
+    assert (status, len(lines)) == (0, 11), lines
     assert re.fullmatch(r"again .* (\d+) of (\d+) prompt tokens cached", lines[3])
-    assert re.search(r"48 answers, 0 errors, [5-9]\d% of prompt tokens cached", lines[5])
-    assert "48 answers, 0 errors" in lines[8]
-    assert lines[9].endswith("every question was answered")
+    assert re.fullmatch(r"ttft  .* ms without the gateway: medians", lines[5])
+    assert re.search(r"48 answers, 0 errors, [5-9]\d% of prompt tokens cached", lines[6])
+    assert "48 answers, 0 errors" in lines[9]
+    assert lines[10].endswith("every question was answered")
     assert [server.is_running for server in started] == [False, False]
 
 

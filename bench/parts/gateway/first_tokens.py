@@ -1,0 +1,88 @@
+"""Times first tokens over a gateway and directly, in turn."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from radixkv.errors import ConfigError
+from radixkv.service.client import Client
+
+_PREFIX_TOKENS, _SUFFIX_TOKENS = 512, 64
+_BYTE_IDS = 256
+_NOT_COUNTED = 3
+_SAMPLING = {"max_new_tokens": 2, "temperature": 0}
+_TIMEOUT_S = 60.0
+
+
+class FirstTokens(NamedTuple):
+    """Medians of the times to first token.
+
+    Attributes:
+        gateway_ms: over the gateway, from the request until the first piece of a streamed answer.
+        direct_ms: from one of its servers.
+    """
+
+    gateway_ms: float
+    direct_ms: float
+
+
+def time_first_tokens(url: str, address: str, model: str, num_calls: int) -> FirstTokens:
+    """Ask a gateway and one of its servers in turn, each time with a new question after a prefix that both know.
+
+    Args:
+        url: of the gateway.
+        address: of the server.
+        model: the name that the gateway knows the model by.
+        num_calls: calls of each that are counted, after some that are not.
+
+    Raises:
+        ConfigError: the gateway does not answer so.
+    """
+    generator = random.Random(0)
+    prefix = _ids(generator, _PREFIX_TOKENS)
+    gateway: list[float] = []
+    direct: list[float] = []
+    line = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT_S)
+    with Client(address, timeout_s=_TIMEOUT_S) as client:
+        for _ in range(_NOT_COUNTED + num_calls):
+            gateway.append(_seconds_over_gateway(line, model, [*prefix, *_ids(generator, _SUFFIX_TOKENS)]))
+            direct.append(_seconds_of_server(client, [*prefix, *_ids(generator, _SUFFIX_TOKENS)]))
+    line.close()
+    return FirstTokens(_median_ms(gateway), _median_ms(direct))
+
+
+def _seconds_over_gateway(line: http.client.HTTPConnection, model: str, ids: Sequence[int]) -> float:
+    body = {"model": model, "input_ids": ids, "sampling_params": _SAMPLING, "stream": True}
+    start_s = time.perf_counter()
+    line.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
+    with line.getresponse() as response:
+        first = response.readline()
+        took_s = time.perf_counter() - start_s
+        rest = response.read()  # so that the connection can be used again
+    if response.status != http.HTTPStatus.OK or not first.startswith(b"data:"):
+        raise ConfigError(f"gateway: expected a streamed answer, got {response.status} {(first + rest)[:200]!r}")
+    return took_s
+
+
+def _seconds_of_server(client: Client, ids: Sequence[int]) -> float:
+    start_s = time.perf_counter()
+    answers = client.generate(ids, max_new_tokens=_SAMPLING["max_new_tokens"])
+    next(answers)
+    took_s = time.perf_counter() - start_s
+    list(answers)
+    return took_s
+
+
+def _ids(generator: random.Random, count: int) -> list[int]:
+    return [generator.randrange(_BYTE_IDS) for _ in range(count)]
+
+
+def _median_ms(times_s: Sequence[float]) -> float:
+    return 1e3 * statistics.median(times_s[_NOT_COUNTED:])

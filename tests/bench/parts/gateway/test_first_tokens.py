@@ -1,0 +1,57 @@
+"""First tokens over a gateway are timed only where it streams; `test_gateway_demo.py` runs it before a real one."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from bench.parts.gateway.first_tokens import time_first_tokens
+from radixkv.errors import ConfigError
+from tests.service.command_line import fake_service
+
+
+@pytest.mark.parametrize(("status", "body"), [(503, b"no workers\n"), (200, b'{"text": "not streamed"}\n')])
+def test_an_answer_that_is_no_stream_is_an_error(status: int, body: bytes) -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(ConfigError, match=f"gateway: expected a streamed answer, got {status}"):
+            time_first_tokens(f"http://127.0.0.1:{server.server_port}", "127.0.0.1:1", "m", 1)
+        thread.join()
+
+
+def test_both_ways_are_timed() -> None:
+    class Page(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", "20")
+            self.end_headers()
+            self.wfile.write(b"data: {}\n\ndata: {}\n\n")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with fake_service() as (_, address), HTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        took = time_first_tokens(f"http://127.0.0.1:{server.server_port}", address, "m", 2)
+        server.shutdown()
+        thread.join()
+    assert took.gateway_ms > 0
+    assert took.direct_ms > 0
