@@ -13,6 +13,7 @@
     │   ├── OutOfBlocks
     │   ├── OutOfMemory
     │   ├── QueueFull
+    │   ├── TooManyReaders
     │   └── QuotaExceeded
     ├── LifecycleError               something was used outside its life
     │   ├── LeaseClosed
@@ -91,6 +92,10 @@ class OutOfMemory(CapacityError):
 
 class QueueFull(CapacityError):
     """Too many requests are unfinished, of all or of one tenant."""
+
+
+class TooManyReaders(CapacityError):
+    """As many readers follow the events as may."""
 
 
 class QuotaExceeded(CapacityError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from radixkv.api.events import EventBatch
 from radixkv.cache.node import Node
-from radixkv.errors import EventsLost, RadixKVError, StepHangs
+from radixkv.errors import EventsLost, RadixKVError, StepHangs, TooManyReaders
 from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot
 from radixkv.events.tree_feed import TreeFeed
@@ -19,6 +19,9 @@ from radixkv.events.tree_feed import TreeFeed
 # they are, take a sixteenth of the loop's time, and 2 ms at once. Where that is not enough they lag behind.
 MAX_BATCHES_A_SECOND = 1000
 _MAX_BATCHES_AT_ONCE = 32
+
+# Readers of a loop. Routers are few, and each of a thousand callers would still cost the loop a batch in its turn.
+MAX_READERS = 64
 
 
 class EventSource:
@@ -78,6 +81,39 @@ class EventSource:
         self.log.close(error)
 
 
+class EventReader:
+    """One reader: an iterator of batches that gives its place back when it ends or is closed.
+
+    Args:
+        batches: what it reads.
+        leave: gives the place back; called once.
+    """
+
+    def __init__(self, batches: AsyncGenerator[EventBatch, None], leave: Callable[[], None]) -> None:
+        self._batches = batches
+        self._leave: Callable[[], None] | None = leave
+
+    def __aiter__(self) -> EventReader:
+        return self
+
+    async def __anext__(self) -> EventBatch:
+        try:
+            return await anext(self._batches)
+        except BaseException:  # after which there is no batch more
+            self._end()
+            raise
+
+    async def aclose(self) -> None:
+        """Stop reading. Closing again does nothing."""
+        self._end()
+        await self._batches.aclose()
+
+    def _end(self) -> None:
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+
 class EventReaders:
     """The readers of one event loop. A new batch wakes the loop once, however many they are.
 
@@ -97,26 +133,32 @@ class EventReaders:
         self._free_s = 0.0  # when all batches that were handed out have had their time
         self._log.listen(self._wake)
 
-    def subscribe(self, start: int) -> AsyncGenerator[EventBatch, None]:
+    def subscribe(self, start: int) -> EventReader:
         """Read batches until the log ends.
 
         Args:
             start: the last number that the reader has; 0 to begin with a snapshot, a batch or several.
 
         Returns:
-            An iterator. It raises EventsLost if the reader falls too far behind, or Draining when the service ends.
-            Close it, or cancel the task that waits for it.
+            An iterator. It raises EventsLost if the reader falls too far behind, or Draining when the service ends. It
+            keeps a place until it ends or is closed.
 
         Raises:
+            TooManyReaders: `MAX_READERS` read.
             UnknownSequence: `start` is a number of another life, or the batches after it are forgotten. Subscribe
                 from 0 then.
         """
         if start:
             self._log.require(start)
-        return self._read(start)
+        if self._source.num_readers >= MAX_READERS:
+            raise TooManyReaders(f"events: expected at most {MAX_READERS} readers, got one more")
+        self._source.num_readers += 1
+        return EventReader(self._read(start), self._leave)
+
+    def _leave(self) -> None:
+        self._source.num_readers -= 1
 
     async def _read(self, number: int) -> AsyncGenerator[EventBatch, None]:
-        self._source.num_readers += 1
         try:
             if not number:
                 snapshot = await self._snapshot()
@@ -138,8 +180,6 @@ class EventReaders:
         except EventsLost:
             self._source.num_lost += 1
             raise
-        finally:
-            self._source.num_readers -= 1
 
     async def _take_turn(self) -> None:
         """Wait for the time of one batch more."""

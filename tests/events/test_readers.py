@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from radixkv.api.events import EventBatch
-from radixkv.errors import Draining, EventsLost, StepHangs, UnknownSequence
-from radixkv.events.readers import MAX_BATCHES_A_SECOND, EventReaders
+from radixkv.errors import Draining, EventsLost, StepHangs, TooManyReaders, UnknownSequence
+from radixkv.events.readers import MAX_BATCHES_A_SECOND, MAX_READERS, EventReaders
 from tests.events.event_oracle import Knowledge
 from tests.events.fake_source import SALTED, FakeSource
 from tests.patience import PATIENCE_S
@@ -134,19 +134,45 @@ def test_a_slow_reader_is_told_and_others_go_on() -> None:
     run(test)
 
 
-def test_a_thousand_readers_share_each_batch_and_one_snapshot() -> None:
+def test_readers_share_each_batch_and_one_snapshot() -> None:
     async def test() -> None:
         source = FakeSource()
         readers = EventReaders(source)
         source.store(1, 2, 3, 4)
         source.switch_on()
-        streams = [readers.subscribe(0) for _ in range(1000)]
+        streams = [readers.subscribe(0) for _ in range(MAX_READERS)]
         firsts = await asyncio.gather(*(anext(stream) for stream in streams))
         assert len({id(batch) for batch in firsts}) == 1
-        waiting = [asyncio.ensure_future(anext(stream)) for stream in streams[:500]]
+        waiting = [asyncio.ensure_future(anext(stream)) for stream in streams[: MAX_READERS // 2]]
         source.store(5, 2, 3, 4)
         assert len({id(batch) for batch in await asyncio.gather(*waiting)}) == 1
-        assert source.num_readers == 1000
+        assert source.num_readers == MAX_READERS
+        for stream in streams:
+            await stream.aclose()
+        assert source.num_readers == 0
+
+    run(test)
+
+
+def test_one_reader_too_many_is_refused_until_a_place_is_given_back() -> None:
+    async def test() -> None:
+        source = FakeSource()
+        readers = EventReaders(source)
+        streams = [readers.subscribe(0) for _ in range(MAX_READERS)]
+        with pytest.raises(TooManyReaders, match=f"events: expected at most {MAX_READERS} readers, got one more"):
+            readers.subscribe(0)
+        await streams[0].aclose()  # it had not begun
+        await streams[0].aclose()
+        await anext(streams[1])
+        waiting = asyncio.ensure_future(anext(streams[1]))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        for _ in range(2):
+            streams.append(readers.subscribe(0))
+        with pytest.raises(TooManyReaders):
+            readers.subscribe(0)
         for stream in streams:
             await stream.aclose()
         assert source.num_readers == 0

@@ -41,9 +41,8 @@ class EventServicer:
 
     async def Subscribe(self, request: events_pb2.SubscribeRequest, context: Context) -> AsyncIterator[bytes]:  # noqa: N802
         """Stream batches until the caller leaves or the service ends."""
-        batches = self._readers.subscribe(request.start_sequence_number)
-        await context.send_initial_metadata(())  # a caller knows at once that its number was taken
-        async with contextlib.aclosing(batches):
+        async with contextlib.aclosing(self._readers.subscribe(request.start_sequence_number)) as batches:
+            await context.send_initial_metadata(())  # a caller knows at once that its number was taken
             async for batch in batches:
                 yield self._written(batch)
 

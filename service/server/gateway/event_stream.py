@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class EventStream:
     """One gateway's way through the event log.
 
     Args:
-        batches: of the log, from where the gateway wants them on.
+        batches: of the log, from where the gateway wants them on. Its owner closes it.
         first_number: the number of loads before the first batch; None to send none before it.
         load: asks the engine how full it is.
         heartbeat_s: seconds between two loads.
@@ -33,7 +33,7 @@ class EventStream:
 
     def __init__(
         self,
-        batches: AsyncGenerator[EventBatch, None],
+        batches: AsyncIterator[EventBatch],
         first_number: int | None,
         load: Callable[[], Awaitable[SchedulerLoad]],
         heartbeat_s: float = HEARTBEAT_S,
@@ -67,7 +67,6 @@ class EventStream:
             coming.cancel()
             with contextlib.suppress(BaseException):  # it was cancelled, or its error is not awaited any more
                 await coming
-            await self._batches.aclose()
 
     async def _load_message(self) -> engine_common_pb2.KvEventBatch | None:
         """Write a load. None before a number is known, and while the engine does not answer, which tells enough."""

@@ -168,12 +168,12 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """
         if self._readers is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "events: expected an engine with a log, got none")
-        batches = self._readers.subscribe(request.start_sequence_number)
-        await context.send_initial_metadata(())
-        stream = EventStream(batches, 0 if request.load_records_before_first_batch else None, self._load)
-        async with contextlib.aclosing(stream.messages()) as messages:
-            async for message in messages:
-                yield message
+        async with contextlib.aclosing(self._readers.subscribe(request.start_sequence_number)) as batches:
+            await context.send_initial_metadata(())
+            stream = EventStream(batches, 0 if request.load_records_before_first_batch else None, self._load)
+            async with contextlib.aclosing(stream.messages()) as messages:
+                async for message in messages:
+                    yield message
 
     async def GetTokenizer(  # noqa: N802
         self, request: engine_common_pb2.GetTokenizerRequest, context: Context

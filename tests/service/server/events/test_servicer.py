@@ -8,14 +8,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from radixkv.errors import InvariantViolation
-from radixkv.events.readers import EventReaders
+from radixkv.events.readers import MAX_READERS, EventReaders
 from radixkv.service.client import AsyncClient, Client
 from radixkv.service.server.events.servicer import SERVICE, EventServicer
 from radixkv.v1.events_pb2 import SubscribeRequest
 from tests.events.fake_source import SALTED, FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
-from tests.service.serving import becomes_true, serve_and_call, serving, slow_line
+from tests.service.serving import becomes_true, refusal_of, serve_and_call, serving, slow_line
 
 
 def run(test) -> None:
@@ -169,9 +169,11 @@ def test_callers_that_read_nothing_hold_up_neither_requests_nor_the_drain():
             AsyncClient(address, options=[("grpc.use_local_subchannel_pool", 1)]) as deaf,
             AsyncClient(address) as client,
         ):
-            calls = [deaf.subscribe() for _ in range(100)]
+            calls = [deaf.subscribe() for _ in range(MAX_READERS)]
             for call in calls:
                 await anext(call)
+            refusal = await refusal_of(anext(client.subscribe()))
+            assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             for token in range(20):
                 engine.events.store(token, *[token] * 4000)
                 engine.events.cache.purge()
