@@ -22,7 +22,7 @@ import numpy as np
 import openai
 import pytest
 
-from bench.parts.gateway.gateway_process import GatewayProcess
+from bench.parts.gateway.gateway_process import GatewayProcess, num_healthy_servers
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import Client
 from tests.patience import PATIENCE_S, wait_until
@@ -142,6 +142,18 @@ def test_completions(fleet: Fleet) -> None:
     pieces = client.completions.create(**options, stream=True)
     assert "".join(each.choices[0].text for each in pieces) == whole.choices[0].text
     assert whole.usage.completion_tokens == 8
+
+
+def test_chat_messages_and_responses_say_the_same(fleet: Fleet) -> None:
+    """OpenAI's two APIs and Anthropic's."""
+    said = [{"role": "user", "content": "Hello there"}]
+    options = {"model": MODEL, "temperature": 0}
+    choices = fleet.post("/v1/chat/completions", {**options, "messages": said, "max_tokens": 6})["choices"]
+    message = fleet.post("/v1/messages", {**options, "messages": said, "max_tokens": 6})
+    response = fleet.post("/v1/responses", {**options, "input": "Hello there", "max_output_tokens": 6})
+    assert message["content"] == [{"type": "text", "text": choices[0]["message"]["content"]}]
+    assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", 6)
+    assert response["output"][0]["content"][0]["text"] == choices[0]["message"]["content"]
 
 
 def test_log_probabilities(fleet: Fleet) -> None:
@@ -298,3 +310,36 @@ def test_a_server_that_dies_costs_no_client_an_error_in_480_requests() -> None:
     for _ in range(2):
         with started_fleet() as fleet:
             assert outcomes_around_a_death(fleet, 480) == ["answered"] * 480
+
+
+def warm_each(fleet: Fleet, seed: int) -> list[list[int]]:
+    """Return prompts that the servers have answered in turn, without the gateway."""
+    prompts = np.random.default_rng(seed).integers(0, 256, (12, 320)).tolist()
+    for number, prompt in enumerate(prompts):
+        with Client(fleet.addresses[number % 2], timeout_s=PATIENCE_S) as client:
+            client.prefill(prompt, tenant="gate")
+    return prompts
+
+
+@pytest.mark.slow
+def test_requests_find_their_prefix_after_a_restart_of_a_server_and_of_the_gateway() -> None:
+    with started_fleet() as fleet, contextlib.ExitStack() as stack:
+        fleet.flush()
+        before = warm_each(fleet, 1)
+        wait_until(lambda: fleet.num_known_blocks() == 12 * 20)
+        os.kill(fleet.servers[1].pid or 0, signal.SIGKILL)
+        wait_until(lambda: not fleet.servers[1].is_running)
+        command = serve_command(MODEL, "cpu", SETTINGS)
+        command[command.index("--port") + 1] = fleet.addresses[1].rpartition(":")[2]
+        fleet.servers[1] = ServerProcess(command)
+        assert stack.enter_context(fleet.servers[1]) == fleet.addresses[1]
+        wait_until(lambda: num_healthy_servers(fleet.url) == 2)
+        wait_until(lambda: fleet.num_known_blocks() == 6 * 20)  # the new life has nothing
+        after = warm_each(fleet, 2)
+        wait_until(lambda: fleet.num_known_blocks() == 18 * 20)
+        assert [generated(fleet, prompt)["cached_tokens"] for prompt in after] == [319] * 12
+        again = GatewayProcess(fleet.addresses)
+        fleet.url = stack.enter_context(again)
+        fleet.metrics_url = again.metrics_url
+        wait_until(lambda: fleet.num_known_blocks() >= 18 * 20)
+        assert [generated(fleet, prompt)["cached_tokens"] for prompt in [*after, *before[::2]]] == [319] * 18
