@@ -7,6 +7,7 @@ import math
 import secrets
 from dataclasses import dataclass, field
 
+from radixkv.api.constraint import Constraint
 from radixkv.api.params import PrefillParams
 from radixkv.errors import InvalidRequest
 
@@ -53,6 +54,7 @@ class Sampling:
         seed: 0 to 2**64 - 1; a random one by default.
         stop_token_ids: each of them ends the generation, and is its last token.
         ignore_eos: whether to go on after the model's own end-of-sequence tokens.
+        constraint: what the answer must follow; the generation ends when nothing more may come. None for nothing.
     """
 
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
@@ -70,6 +72,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
     def of_answer(self, index: int) -> Sampling:
         """Return the options of one of several answers to a prompt: each draws with a seed of its own.
@@ -93,7 +96,7 @@ class Sampling:
     def changes_logits(self) -> bool:
         """Whether other tokens may become the most likely ones."""
         has_penalty = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return has_penalty or self.min_tokens > 0 or bool(self.logit_bias)
+        return has_penalty or self.min_tokens > 0 or bool(self.logit_bias) or self.constraint is not None
 
     def validate(self, vocab_size: int) -> None:
         """Refuse options out of their range.

@@ -78,7 +78,7 @@ class Delivery:
 
     def _advance(self, computed: Computed) -> None:
         (request, start, upto), is_finite, prediction, prompt_logprobs = computed
-        if not is_finite:
+        if not is_finite or computed.refusal is not None:
             return
         request.computed_upto, request.has_computed = upto, True
         request.open_lease.copy = None  # the step has made it
@@ -90,7 +90,7 @@ class Delivery:
         if request.prefilled_s is None:
             request.prefilled_s = self._clock()
         if request.generation is not None:
-            request.generation.token_ids.append(prediction.next_token_id)
+            request.generation.append(prediction.next_token_id)
             if prediction.logprobs is not None:
                 request.generation.logprobs.append(prediction.logprobs)
 
@@ -101,6 +101,9 @@ class Delivery:
         if not is_finite:
             error = StepFailed("step: expected finite values of the model, got others; nothing was published")
             self._endings.fail(request, error)
+            return
+        if computed.refusal is not None:
+            self._endings.fail(request, computed.refusal)
             return
         if prediction is None:
             self._commit(request, upto)

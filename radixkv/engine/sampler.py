@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,11 @@ from xxhash import xxh3_64
 
 from radixkv.api.result import TokenLogprobs
 from radixkv.api.sampling import Sampling
+from radixkv.errors import RequestError
 from radixkv.scheduling.request import Generation, Request
+
+Allowed = npt.NDArray[np.bool_] | RequestError
+"""Tokens that may come next, bool `[vocab_size]`; or why there is no answer."""
 
 
 class Prediction(NamedTuple):
@@ -23,14 +27,42 @@ class Prediction(NamedTuple):
         next_token_id: the most likely token, or one that was chosen otherwise.
         logprobs: its own, and those of the most likely tokens; None unless asked for.
         logits: float32 `[vocab_size]`; None unless asked for.
+        refusal: why no token may be chosen; None if one was.
     """
 
     next_token_id: int
     logprobs: TokenLogprobs | None
     logits: npt.NDArray[np.float32] | None
+    refusal: RequestError | None = None
 
 
-def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence[Request]) -> list[Prediction]:
+def allowed_tokens(requests: Sequence[Request]) -> dict[int, Allowed]:
+    """Return which tokens may come next, by the row of each request that has a constraint.
+
+    The first token of a generation starts its matcher.
+    """
+    return {
+        row: _allowed(request)
+        for row, request in enumerate(requests)
+        if request.generation is not None and request.generation.sampling.constraint is not None
+    }
+
+
+def _allowed(request: Request) -> Allowed:
+    generation = request.generation
+    assert generation is not None, "only a generation has a constraint"
+    assert generation.sampling.constraint is not None, "it is asked for"
+    if generation.matcher is None:
+        generation.matcher = generation.sampling.constraint.start(generation.stop_token_ids)
+    try:
+        return generation.matcher.allowed()
+    except RequestError as error:
+        return error
+
+
+def predict(
+    logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence[Request], allowed: Mapping[int, Allowed]
+) -> list[Prediction]:
     """Choose the next token of each request, and read what else it asks for.
 
     Waits for the device once for all tokens that are drawn or have other logits, and once for each row that is asked
@@ -41,13 +73,14 @@ def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence
         most_likely: the token with the largest logit of each row.
         requests: one for each row; says whether to draw a token or to take the most likely one, how many log
             probabilities to report, and whether to report the row itself.
+        allowed: for each row with a constraint, the tokens that may come.
 
     Returns:
         One prediction for each request.
     """
     next_token_ids = list(most_likely)
     chosen = {
-        row: _choose(logits[row], request, request.generation)
+        row: _choose(logits[row], request, request.generation, allowed.get(row))
         for row, request in enumerate(requests)
         if request.generation is not None and not request.generation.sampling.takes_most_likely
     }
@@ -55,17 +88,19 @@ def predict(logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence
         for row, token_id in zip(chosen, torch.stack([*chosen.values()]).tolist(), strict=True):
             next_token_ids[row] = token_id
     return [
-        _prediction(logits, row, token_id, request)
+        _prediction(logits, row, token_id, request, allowed.get(row))
         for row, (token_id, request) in enumerate(zip(next_token_ids, requests, strict=True))
     ]
 
 
-def _choose(logits: torch.Tensor, request: Request, generation: Generation) -> torch.Tensor:
-    """Choose the next token of a generation, int64 `[]`."""
+def _choose(logits: torch.Tensor, request: Request, generation: Generation, allowed: Allowed | None) -> torch.Tensor:
+    """Choose the next token of a generation, int64 `[]`; any token if it is refused one."""
     sampling = generation.sampling
+    if isinstance(allowed, RequestError):
+        return logits.argmax()
     if sampling.changes_logits:
         logits = penalize(
-            logits, sampling, _prompt_ids(request, generation), generation.token_ids, generation.stop_token_ids
+            logits, sampling, _prompt_ids(request, generation), generation.token_ids, generation.stop_token_ids, allowed
         )
     return draw(logits, sampling, position=request.num_tokens) if sampling.temperature > 0 else logits.argmax()
 
@@ -85,29 +120,36 @@ def penalize(
     prompt_ids: npt.NDArray[np.int64],
     token_ids: Sequence[int],
     stop_token_ids: Collection[int],
+    allowed: npt.NDArray[np.bool_] | None = None,
 ) -> torch.Tensor:
-    """Apply what a generation asks for to its logits: bias, the least length, then penalties, in this order.
+    """Apply what a generation asks for to its logits: constraint, bias, least length, penalties, in this order.
 
     Args:
         logits: float32 `[vocab_size]`.
         sampling: the options.
         prompt_ids: the different tokens of the prompt; only a repetition penalty reads them.
         token_ids: tokens generated so far.
-        stop_token_ids: tokens that would end the generation.
+        stop_token_ids: tokens that would end the generation. If no other token may come, the least length is given up.
+        allowed: tokens that may come, bool `[at least vocab_size]`; None for all.
 
     Returns:
         New logits. Tokens that must not come have -inf.
     """
     logits = logits.clone()
+    stop_ids = sorted(stop_token_ids) if len(token_ids) < sampling.min_tokens else []
 
     def on_device(values: npt.ArrayLike, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values), dtype=dtype).to(logits.device, non_blocking=True)
 
+    if allowed is not None:
+        logits.masked_fill_(~on_device(allowed[: len(logits)], torch.bool), -torch.inf)
+        if allowed.sum() == allowed[stop_ids].sum():
+            stop_ids = []
     if sampling.logit_bias:
         biased, biases = zip(*sampling.logit_bias, strict=True)
         logits.scatter_add_(0, on_device(biased), on_device(biases, torch.float32))
-    if len(token_ids) < sampling.min_tokens and stop_token_ids:
-        logits.scatter_(0, on_device(sorted(stop_token_ids)), -torch.inf)
+    if stop_ids:
+        logits.scatter_(0, on_device(stop_ids), -torch.inf)
     if sampling.repetition_penalty != 1:
         before, factor = logits.clone(), sampling.repetition_penalty
         for ids in (prompt_ids, np.asarray(token_ids, dtype=np.int64)):  # a token of both gets the same score twice
@@ -121,7 +163,9 @@ def penalize(
     return logits
 
 
-def _prediction(logits: torch.Tensor, row: int, next_token_id: int, request: Request) -> Prediction:
+def _prediction(
+    logits: torch.Tensor, row: int, next_token_id: int, request: Request, allowed: Allowed | None
+) -> Prediction:
     """Make the prediction of one row. A view of the row is made only if more than a token is asked for."""
     params, generation = request.params, request.generation
     count = (params.top_logprobs or None) if generation is None else generation.sampling.logprobs
@@ -129,6 +173,7 @@ def _prediction(logits: torch.Tensor, row: int, next_token_id: int, request: Req
         next_token_id,
         logprobs=None if count is None else read_logprobs(logits[row : row + 1], [next_token_id], count)[0],
         logits=logits[row].cpu().numpy().copy() if params.return_logits else None,
+        refusal=allowed if isinstance(allowed, RequestError) else None,
     )
 
 

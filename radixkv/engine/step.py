@@ -15,7 +15,8 @@ import torch
 from radixkv.api.result import TokenLogprobs
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner, Wait
-from radixkv.engine.sampler import Prediction, predict, read_logprobs
+from radixkv.engine.sampler import Prediction, allowed_tokens, predict, read_logprobs
+from radixkv.errors import RadixKVError
 from radixkv.scheduling.step_plan import Slice
 
 
@@ -33,6 +34,11 @@ class Computed(NamedTuple):
     is_finite: bool
     prediction: Prediction | None
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+
+    @property
+    def refusal(self) -> RadixKVError | None:
+        """Why the request can have no next token; None if it can."""
+        return None if self.prediction is None else self.prediction.refusal
 
 
 class Step:
@@ -66,9 +72,10 @@ class Step:
         Raises:
             Exception: whatever the forward pass raised, at its start or later.
         """
+        last = [part.request for part in self.slices if part.is_last]
+        allowed = allowed_tokens(last)  # the device computes meanwhile
         step = self._wait()
         del self._wait  # frees memory of the device before the next step is started
-        last = [part.request for part in self.slices if part.is_last]
         logits, most_likely = step.logits, step.most_likely
         prompts: list[Sequence[TokenLogprobs]] = [()] * len(self.slices)
         if len(logits) > len(last):  # somebody wants to know how likely its prompt is
@@ -77,7 +84,7 @@ class Step:
             prompts = [_of_prompt(part, logits[row:]) for part, row in zip(self.slices, starts, strict=False)]
             rows = [end - 1 for part, end in zip(self.slices, ends, strict=True) if part.is_last]
             logits, most_likely = logits[rows], [most_likely[row] for row in rows]
-        predictions = iter(predict(logits, most_likely, last))
+        predictions = iter(predict(logits, most_likely, last, allowed))
         return [
             Computed(part, is_finite, next(predictions) if part.is_last else None, prompt)
             for part, is_finite, prompt in zip(self.slices, step.is_finite, prompts, strict=True)

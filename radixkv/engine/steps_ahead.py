@@ -67,7 +67,9 @@ class StepsAhead:
 
     def may_start(self, next_step: NextStep, computed: list[Computed]) -> bool:
         """Whether a prepared step is all there is to do, after the step before it was computed."""
-        are_computed = len(computed) == len(next_step.slices) and all(each.is_finite for each in computed)
+        are_computed = len(computed) == len(next_step.slices) and all(
+            each.is_finite and each.refusal is None for each in computed
+        )
         go_on = are_computed and all(_decodes_on(each.part.request) for each in computed)
         return go_on and not self._is_anything_else_due(next_step.slices)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.api.constraint import Matcher
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult, TokenLogprobs, Usage
@@ -38,6 +39,8 @@ class Generation:
         logprobs: of these tokens; empty unless asked for.
         prompt_logprobs: of the prompt's tokens but the first, as far as they are computed; empty unless asked for.
         prompt_ids: the different tokens of the prompt, int64 and sorted; None until a penalty asks for them.
+        matcher: says which tokens may come next; None without a constraint, and before the first token is chosen. It
+            stays while the request is paused.
         is_finished: its caller wants no more tokens.
     """
 
@@ -48,7 +51,14 @@ class Generation:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_ids: npt.NDArray[np.int64] | None = None
+    matcher: Matcher | None = None
     is_finished: bool = False
+
+    def append(self, token_id: int) -> None:
+        """Take the next token."""
+        self.token_ids.append(token_id)
+        if self.matcher is not None and token_id not in self.stop_token_ids:
+            self.matcher.accept(token_id)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -56,6 +66,8 @@ class Generation:
         if self.is_finished:
             return FinishReason.STOP
         if self.token_ids and self.token_ids[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        if self.matcher is not None and self.matcher.is_finished:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.sampling.max_new_tokens else None
 

@@ -23,6 +23,7 @@ TESTED_IN = {
     "bench.parts.row_inputs": "bench/test_kernels.py",
     "bench.parts.shared_prefix_inputs": "bench/test_kernels.py",
     "radixkv.api.caller": "service/server/test_servicer.py",
+    "radixkv.api.constraint": "engine/test_allowed_tokens.py",
     "radixkv.api.events": "events/test_tree_feed.py",
     "radixkv.api.miss_reason": "cache/test_miss_reason.py",
     "radixkv.api.params": "engine/test_engine.py",

@@ -25,7 +25,7 @@ from radixkv.engine.sampler import read_logprobs
 from radixkv.errors import CapacityError, DeadlineExceeded, Draining, StepFailed
 from radixkv.scheduling.request import Request
 from tests.engine.simulation.engine_events import Ask
-from tests.engine.simulation.simulated_model import content_of, continuation, logits_of
+from tests.engine.simulation.simulated_model import VOCAB_SIZE, content_of, continuation, logits_of
 
 _ROUNDING_S = 1e-6  # answers tell their times in whole microseconds
 
@@ -124,6 +124,7 @@ class Asked:
             {
                 "answered": 1,
                 "finished early": self._is_early(result),
+                "risen to the end": isinstance(result, GenerateResult) and self._has_risen(result),
                 **{f"{name} tokens": getattr(result.usage, f"{name}_tokens") for name in counted},
             }
         )
@@ -167,11 +168,15 @@ class Asked:
             assert num_tokens == len(self.expected), "an answer ended early, and its last tokens were told late"
         most_tokens = num_tokens if self.told_at_finish is None else self.told_at_finish + 1
         assert num_tokens <= most_tokens, "an answer went on that was to be finished"
-        is_stopped = is_early or result.token_ids[-1] in self.ask.stop_token_ids
+        is_stopped = is_early or result.token_ids[-1] in self.ask.stop_token_ids or self._has_risen(result)
         assert result.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
         assert result.usage.generated_tokens == len(result.token_ids)
         assert result.prompt_logprobs == self.expected_prompt_logprobs
         assert not self.told or self.told_prompt_logprobs == [self.expected_prompt_logprobs]
+
+    def _has_risen(self, result: GenerateResult) -> bool:
+        """Whether an answer that must rise can't go on."""
+        return self.ask.rises > 0 and result.token_ids[-1] == VOCAB_SIZE - 1
 
     def _judge_usage(self, usage: Usage, reason: MissReason) -> None:
         assert self._counted_wrong(usage) == []

@@ -198,14 +198,28 @@ def shares_between_salts(patch: pytest.MonkeyPatch) -> None:
 def draws_by_the_place_in_the_batch(patch: pytest.MonkeyPatch) -> None:
     predict = step.predict
 
-    def predict_by_place(logits: Any, most_likely: list[int], requests: list[Request]) -> list[Prediction]:
+    def predict_by_place(
+        logits: Any, most_likely: list[int], requests: list[Request], allowed: dict[int, Any]
+    ) -> list[Prediction]:
         draw = sampler.draw
         patch.setattr(sampler, "draw", lambda row, sampling, position: draw(row, sampling, position + len(requests)))
-        predictions = predict(logits, most_likely, requests)
+        predictions = predict(logits, most_likely, requests, allowed)
         patch.setattr(sampler, "draw", draw)
         return predictions
 
     patch.setattr(step, "predict", predict_by_place)
+
+
+def asks_what_may_come_as_if_nothing_had(patch: pytest.MonkeyPatch) -> None:
+    allowed_tokens = step.allowed_tokens
+
+    def allowed_at_first(requests: list[Request]) -> dict[int, Any]:
+        for request in requests:
+            if request.generation is not None:
+                request.generation.matcher = None
+        return allowed_tokens(requests)
+
+    patch.setattr(step, "allowed_tokens", allowed_at_first)
 
 
 def forgets_followers_when_it_publishes(patch: pytest.MonkeyPatch) -> None:
@@ -324,6 +338,7 @@ BREAKS: tuple[Breaks, ...] = (
     tells_nobody_that_a_step_failed,
     shares_between_salts,
     draws_by_the_place_in_the_batch,
+    asks_what_may_come_as_if_nothing_had,
     forgets_followers_when_it_publishes,
     lets_followers_wait_until_their_leader_ends,
     follows_nobody,

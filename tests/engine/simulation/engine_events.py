@@ -12,7 +12,8 @@ from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.cache.tenants import Quota
 from radixkv.namespace import Namespace
-from tests.engine.simulation.simulated_model import continuation
+from tests.constraints import Rising
+from tests.engine.simulation.simulated_model import VOCAB_SIZE, continuation
 
 ANSWER = 0  # the stem of a piece that continues the path before it as the model would
 Prompt = tuple[tuple[int, int], ...]  # pieces: (stem, length)
@@ -63,6 +64,7 @@ class Ask(_Value):
     Attributes:
         key: the name that other events use for it.
         max_new_tokens: of a generation; 0 for a prefill.
+        rises: how far apart its rising tokens may be; 0 if they need not rise.
         penalty: of presence, and what a repetition penalty is above 1.
         raises_at, cancels_at, finishes_at: the callback raises, cancels, or wants no more tokens, when it takes the
             token of this number; 0 for never.
@@ -86,6 +88,7 @@ class Ask(_Value):
     stop_token_ids: tuple[int, ...] = ()
     penalty: float = 0.0
     min_tokens: int = 0
+    rises: int = 0
     raises_at: int = 0
     cancels_at: int = 0
     finishes_at: int = 0
@@ -110,6 +113,7 @@ class Ask(_Value):
             presence_penalty=self.penalty,
             min_tokens=self.min_tokens,
             prompt_logprobs=None if self.reads else 1,
+            constraint=Rising(VOCAB_SIZE, self.rises) if self.rises else None,
         )
 
 

@@ -140,6 +140,7 @@ class _Author:
             stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), 10)) if self._chance(0.2) else (),
             penalty=0.0 if is_greedy else float(key % 2),
             min_tokens=0 if is_greedy else min(max_new_tokens, key % 3),
+            rises=0 if is_greedy or key % 5 < 3 else 10 + 10 * (key % 7),
             raises_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
             cancels_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
             finishes_at=self._finishes.randint(1, 6) if self._finishes.random() < trouble / 2 else 0,

@@ -64,16 +64,22 @@ def logits_of(content: Content) -> npt.NDArray[np.float32]:
 def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
     """Return the tokens generated after a prompt: up to a stop token, or the number that was asked for."""
     tokens, token_ids = prompt, list[int]()
+    matcher = None if sampling.constraint is None else sampling.constraint.start(sampling.stop_token_ids)
     while len(token_ids) < sampling.max_new_tokens and not set(token_ids[-1:]) & sampling.stop_token_ids:
+        if matcher is not None and matcher.is_finished:
+            break
         row = torch.from_numpy(logits_of(content_of(namespace, tokens)))
         if sampling.changes_logits:
             prompt_ids = np.unique(np.frombuffer(prompt, dtype="<u4")).astype(np.int64)
-            row = penalize(row, sampling, prompt_ids, token_ids, sampling.stop_token_ids)
+            allowed = None if matcher is None else matcher.allowed()
+            row = penalize(row, sampling, prompt_ids, token_ids, sampling.stop_token_ids, allowed)
         if sampling.temperature:
             token_ids.append(int(draw(row, sampling, position=len(tokens) // 4)))
         else:
             token_ids.append(int(row.argmax()))
         tokens += token_ids[-1].to_bytes(4, "little")
+        if matcher is not None:
+            matcher.accept(token_ids[-1])
     return tuple(token_ids)
 
 

@@ -31,6 +31,7 @@ INTERESTING = {
     "pauses",
     "recomputed tokens",
     "retained tokens",
+    "risen to the end",
     "steps ahead",
     "steps prepared in vain",
     "steps without memory",

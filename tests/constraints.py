@@ -1,0 +1,65 @@
+"""Constraints for tests that know no text."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class Rising:
+    """Makes each token larger than the one before, by `most` at most, and the first less than `most`.
+
+    After the largest token nothing may come.
+
+    Attributes:
+        vocab_size: number of tokens.
+        most: how far apart two tokens may be.
+        ends: tokens that may come anywhere, and end an answer.
+        refuses_after: the number of tokens after which nobody knows what may come.
+    """
+
+    vocab_size: int
+    most: int
+    ends: frozenset[int] = frozenset()
+    refuses_after: int | None = None
+
+    def start(self, stop_token_ids: Set[int]) -> RisingMatcher:
+        return RisingMatcher(self, self.ends & stop_token_ids)
+
+
+class RisingMatcher:
+    """Follows one answer.
+
+    Attributes:
+        num_asked: how often it was asked what may come.
+        accepted: the tokens that it was given.
+    """
+
+    def __init__(self, constraint: Rising, ends: Set[int]) -> None:
+        self.num_asked = 0
+        self.accepted: list[int] = []
+        self._constraint = constraint
+        self._ends = ends
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        self.num_asked += 1
+        if len(self.accepted) == self._constraint.refuses_after:
+            raise InvalidRequest("rising: expected a token that may come, got none")
+        last = self.accepted[-1] if self.accepted else -1
+        allowed = np.zeros(self._constraint.vocab_size, dtype=np.bool_)
+        allowed[last + 1 : last + 1 + self._constraint.most] = True
+        allowed[sorted(self._ends)] = True
+        return allowed
+
+    def accept(self, token_id: int) -> None:
+        self.accepted.append(token_id)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.accepted[-1:] == [self._constraint.vocab_size - 1]

@@ -1,0 +1,157 @@
+"""Constraints in the engine: masked, kept over pauses, each answer by itself, others untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.api.result import FinishReason
+from radixkv.api.sampling import Sampling
+from radixkv.engine import step
+from radixkv.engine.sampler import allowed_tokens, penalize
+from radixkv.errors import InvalidRequest
+from tests.constraints import Rising, RisingMatcher
+from tests.core_bench import Bench
+
+VOCAB_SIZE = 256
+SAMPLED = {"temperature": 5.0, "seed": 3}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RisingMatcher]]:
+    """Note every matcher that is started."""
+    matchers: list[RisingMatcher] = []
+    start = Rising.start
+
+    def note(constraint: Rising, stop_token_ids: frozenset[int]) -> RisingMatcher:
+        matchers.append(start(constraint, stop_token_ids))
+        return matchers[-1]
+
+    monkeypatch.setattr(Rising, "start", note)
+    return matchers
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_only_allowed_tokens_come(temperature: float, started: list[RisingMatcher]) -> None:
+    bench = Bench()
+    future = bench.generate(range(9), 12, temperature=temperature, seed=3, constraint=Rising(VOCAB_SIZE, 20))
+    bench.run()
+    token_ids = future.result(0).token_ids
+    assert [*token_ids] == sorted(set(token_ids))
+    assert max(np.diff([-1, *token_ids])) <= 20
+    assert len(token_ids) == 12
+    assert future.result(0).finish_reason is FinishReason.LENGTH
+    (matcher,) = started
+    assert matcher.num_asked == 12, "once a token"
+    assert tuple(matcher.accepted) == token_ids
+
+
+def test_an_answer_ends_when_nothing_more_may_come() -> None:
+    bench = Bench()
+    future = bench.generate(range(9), 100, **SAMPLED, constraint=Rising(VOCAB_SIZE, 60))
+    bench.run()
+    result = future.result(0)
+    assert result.token_ids[-1] == VOCAB_SIZE - 1
+    assert len(result.token_ids) < 50
+    assert result.finish_reason is FinishReason.STOP
+    assert future.told == [*result.token_ids[:-1]]
+
+
+def test_a_stop_token_comes_where_it_may_and_is_not_followed(started: list[RisingMatcher]) -> None:
+    bench = Bench()
+    constraint = Rising(VOCAB_SIZE, 1, ends=frozenset({200, 201}))
+    future = bench.generate(range(9), 100, **SAMPLED, constraint=constraint, stop_token_ids=frozenset({200}))
+    bench.run()
+    result = future.result(0)
+    assert result.token_ids == (*range(len(result.token_ids) - 1), 200)
+    assert result.finish_reason is FinishReason.STOP
+    assert 200 not in started[0].accepted
+
+
+def test_the_least_length_holds_while_anything_else_may_come() -> None:
+    bench = Bench()
+    every = frozenset(range(5, VOCAB_SIZE))
+    constraint = Rising(VOCAB_SIZE, 1, ends=frozenset({200}))
+    sampling = {**SAMPLED, "min_tokens": 8, "stop_token_ids": every, "constraint": constraint}
+    future = bench.generate(range(9), 20, **sampling)
+    bench.run()
+    assert future.result(0).token_ids[:5] == (0, 1, 2, 3, 4)
+    assert future.result(0).token_ids[5] in (5, 200), "nothing but stop tokens may come there"
+    assert len(future.result(0).token_ids) == 6
+
+
+def test_biases_and_penalties_free_no_token() -> None:
+    allowed = np.arange(5) < 2
+    sampling = Sampling(
+        logit_bias=((4, 100.0),), repetition_penalty=0.5, presence_penalty=-2.0, frequency_penalty=-2.0, min_tokens=3
+    )
+    logits = penalize(torch.tensor([-1.0, -2.0, 9.0, -3.0, 5.0]), sampling, np.arange(5), [3, 4, 4], {0}, allowed)
+    assert logits.isinf().tolist() == [False, False, True, True, True]
+
+
+def test_rows_shorter_than_the_vocabulary_are_masked() -> None:
+    logits = penalize(torch.zeros(3), Sampling(), np.arange(0), [], set(), np.array([False, True, False, True, True]))
+    assert logits.tolist() == [-torch.inf, 0.0, -torch.inf]
+
+
+def test_who_has_no_next_token_is_refused_and_others_go_on() -> None:
+    bench = Bench()
+    others = [bench.generate(range(9), 8, **SAMPLED), bench.generate(range(30), 8)]
+    refused = bench.generate(range(9, 20), 8, **SAMPLED, constraint=Rising(VOCAB_SIZE, 9, refuses_after=3))
+    bench.run()
+    with pytest.raises(InvalidRequest, match="rising: expected"):
+        refused.result(0)
+    assert len(refused.told) == 3
+    alone = Bench()
+    expected = [alone.generate(range(9), 8, **SAMPLED), alone.generate(range(30), 8)]
+    alone.run()
+    assert [other.result(0).token_ids for other in others] == [each.result(0).token_ids for each in expected]
+    assert bench.cache.pool.num_leased == 0
+
+
+def test_several_answers_are_followed_by_themselves_and_cached_or_not() -> None:
+    constraint = Rising(VOCAB_SIZE, 30)
+    bench, alone = Bench(), Bench()
+    sampling = Sampling(10, **SAMPLED, constraint=constraint)
+    together = [bench.generate(range(9), 10, **_fields(sampling.of_answer(index))) for index in range(3)]
+    bench.run()
+    again = bench.generate(range(9), 10, **_fields(sampling))
+    bench.run()
+    expected = []
+    for index in range(3):
+        expected.append(alone.generate(range(9), 10, **_fields(sampling.of_answer(index)), read_cache=False))
+        alone.run()
+    answers = [future.result(0).token_ids for future in together]
+    assert answers == [future.result(0).token_ids for future in expected]
+    assert len(set(answers)) == 3
+    assert again.result(0).token_ids == answers[0]
+    assert again.result(0).usage.cached_tokens == 8
+
+
+def test_who_follows_nothing_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    def note(requests: list[object]) -> dict[int, object]:
+        allowed = allowed_tokens(requests)  # type: ignore[arg-type]
+        seen.append([*allowed])
+        return allowed  # type: ignore[return-value]
+
+    monkeypatch.setattr(step, "allowed_tokens", note)
+    bench = Bench()
+    bench.generate(range(9), 3, **SAMPLED)
+    bench.submit(range(5))
+    bench.run()
+    assert seen
+    assert not any(seen)
+    bench.generate(range(9), 3, constraint=Rising(VOCAB_SIZE, 9))
+    bench.generate(range(20), 3, **SAMPLED)
+    bench.run()
+    assert seen[-1] == [0]
+
+
+def _fields(sampling: Sampling) -> dict[str, object]:
+    names = ("temperature", "seed", "constraint")
+    return {name: getattr(sampling, name) for name in names}
