@@ -93,6 +93,10 @@ class GenerateOptions(PromptOptions, total=False):
         prompt_logprobs: the same for each token of the prompt but the first, with the first answer; the prompt is
             computed anew. Default none.
         n: answers to the prompt, told apart by `index`; default 1.
+        json_schema: a JSON schema that the text of each answer follows. One of this and the next three may be given.
+        regex: a regular expression for the whole text of each answer.
+        grammar: a grammar for it, in the syntax of Lark or of llama.cpp.
+        json_object: whether each answer is a JSON object.
     """
 
     max_new_tokens: int | None
@@ -112,8 +116,13 @@ class GenerateOptions(PromptOptions, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     n: int | None
+    json_schema: str | None
+    regex: str | None
+    grammar: str | None
+    json_object: bool | None
 
 
+_CONSTRAINTS = ("json_schema", "regex", "grammar", "json_object")
 WIRE_NAMES = {"urgency": "priority"}  # options whose field has another name in the .proto
 
 
@@ -128,6 +137,9 @@ def generate_request(token_ids: npt.ArrayLike, options: GenerateOptions) -> Gene
     _require_known("generate", options, GenerateOptions.__optional_keys__)
     if isinstance(options.get("stop"), str):  # which would be taken for its letters
         raise TypeError(f"stop: expected a sequence of texts, got {reprlib.repr(options['stop'])}")
+    constraints = [name for name in _CONSTRAINTS if options.get(name) is not None]
+    if len(constraints) > 1:  # of which the last one would be taken
+        raise ValueError(f"{constraints[1]}: expected none beside {constraints[0]}, got one")
     of_prompt = {name: value for name, value in options.items() if name in PromptOptions.__optional_keys__}
     others = {name: value for name, value in options.items() if name not in of_prompt}
     return _message(GenerateRequest, prefill=_prompt(token_ids, of_prompt), **others)

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 
 from radixkv.service.token_ids import pack_token_ids
 
@@ -36,6 +37,20 @@ def name(text: str) -> str:
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("expected UTF-8") from None
     return text
+
+
+def text_or_file(text: str) -> str:
+    """Read text that a message can carry, from the file of this name if there is one."""
+    try:
+        is_file = Path(text).is_file()
+    except OSError:  # the text is too long for a name
+        is_file = False
+    if not is_file:
+        return name(text)
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"expected a file with text in UTF-8, got {text}: {error}") from None
 
 
 def names(text: str) -> list[str]:

@@ -89,6 +89,21 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
         default=[],
         help="text that ends it and is not printed; may be given more than once (default: none)",
     )
+    followed = sampling.add_mutually_exclusive_group()
+    followed.add_argument(
+        "--json-schema",
+        metavar="FILE|TEXT",
+        type=argument_types.text_or_file,
+        help="a JSON schema that it follows, or the file of one",
+    )
+    followed.add_argument("--json-object", action="store_true", help="it is a JSON object")
+    followed.add_argument("--regex", metavar="R", help="a regular expression that all of it matches")
+    followed.add_argument(
+        "--grammar",
+        metavar="FILE|TEXT",
+        type=argument_types.text_or_file,
+        help="a grammar that it follows, or the file of one, in the syntax of Lark or llama.cpp",
+    )
     add_connection(generate)
     generate.set_defaults(command=_generate)
 
@@ -113,6 +128,10 @@ def _generate(arguments: argparse.Namespace) -> None:
             presence_penalty=arguments.presence_penalty,
             frequency_penalty=arguments.frequency_penalty,
             min_tokens=arguments.min_tokens,
+            json_schema=arguments.json_schema,
+            json_object=arguments.json_object or None,
+            regex=arguments.regex,
+            grammar=arguments.grammar,
             **prompt_options(arguments, len(prompt.token_ids)),
         ):
             answer.MergeFrom(news)  # which joins the tokens

@@ -24,6 +24,7 @@ from radixkv.api.sampling import (
 )
 from radixkv.api.stats import EngineStats
 from radixkv.errors import InvalidRequest
+from radixkv.service.structured.grammar_text import GrammarText
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, prefill_pb2
 
@@ -107,6 +108,18 @@ def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
         logprobs=request.logprobs if request.HasField("logprobs") else None,
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         logit_bias=tuple(sorted(request.logit_bias.items())),
+    )
+
+
+def read_grammar(request: prefill_pb2.GenerateRequest) -> GrammarText | None:
+    """Read what the answers must follow; None for nothing."""
+    field = request.WhichOneof("constraint")
+    if field is None or (field == "json_object" and not request.json_object):
+        return None
+    return (
+        GrammarText.of_json_object(field)
+        if field == "json_object"
+        else GrammarText(field, field, getattr(request, field))
     )
 
 

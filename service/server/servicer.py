@@ -21,6 +21,7 @@ from radixkv.service.server.messages import (
     logprob_messages,
     prefill_response,
     read_caller,
+    read_grammar,
     read_num_answers,
     read_params,
     read_retention,
@@ -33,6 +34,7 @@ from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.stop_strings import stop_strings
 from radixkv.service.server.token_stream import TokenStream
 from radixkv.service.server.unfinished_calls import Context
+from radixkv.service.structured.grammars import Grammars
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -46,6 +48,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self, engine: Engine, tokenizer: ModelTokenizer) -> None:
         self._engine = engine
         self._tokenizer = tokenizer  # for stop strings
+        self._grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
         self._mailbox = Mailbox()
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
@@ -63,6 +66,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """
         params = read_params(request.prefill, context.time_remaining(), traceparent_of(context))
         sampling, num_left = read_sampling(request), read_num_answers(request)
+        sampling = await self._grammars.constrain(sampling, read_grammar(request))
         stops = await stop_strings(self._tokenizer, request.stop, params, sampling, num_left)
         stream = TokenStream(self._mailbox)
         num_told = [0] * num_left

@@ -77,6 +77,18 @@ class Tokenizer:
         """Whether `encode_chat` can work."""
         return bool(getattr(self._model, "chat_template", None))
 
+    @property
+    def definition(self) -> str:
+        """All of it as JSON, in the form of the package tokenizers.
+
+        Raises:
+            ValueError: it is of another package.
+        """
+        backend = getattr(self._model, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError("expected a tokenizer of the package tokenizers, got another one")
+        return str(backend.to_str())
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of token ids, every blank as the model wrote it."""
         return str(

@@ -217,9 +217,37 @@ def test_a_stop_string_ends_the_text_before_it_and_the_computing(fleet: Fleet, s
     assert sum(each.tokens.generated for each in fleet.stats()) - before <= 40
 
 
+def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_follows_the_schema_that_openais_client_asks_for(fleet: Fleet, stream: bool) -> None:
+    pytest.importorskip("llguidance")
+    properties = {"id": {"type": "integer", "maximum": 99}, "is": {"type": "boolean"}, "of": {"enum": ["a", "b"]}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    options = chat("An object", temperature=1.0, seed=3, max_tokens=400, response_format=schema_of(schema))
+    answer = fleet.openai().chat.completions.create(**options, stream=stream)
+    choices = [each.choices[0] for each in answer if each.choices] if stream else [answer.choices[0]]
+    texts = [choice.delta.content or "" if stream else choice.message.content for choice in choices]
+    value = json.loads("".join(texts))
+    assert list(value) == ["id", "is", "of"]
+    assert (type(value["id"]), type(value["is"]), value["of"] in ("a", "b")) == (int, bool, True)
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_json_mode(fleet: Fleet) -> None:
+    pytest.importorskip("llguidance")
+    options = chat("An object", temperature=1.0, seed=4, max_tokens=400, response_format={"type": "json_object"})
+    choice = fleet.openai().chat.completions.create(**options).choices[0]
+    assert choice.message.content.lstrip().startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"response_format": {"type": "json_object"}}, "json_schema"), ({"max_tokens": 10**6}, "max_new_tokens")],
+    [({"response_format": schema_of({"uniqueItems": True})}, "json_schema"), ({"max_tokens": 10**6}, "max_new_tokens")],
 )
 def test_a_refusal_reaches_the_client_by_the_fields_name(fleet: Fleet, options: dict[str, Any], field: str) -> None:
     with pytest.raises(openai.BadRequestError, match=field):

@@ -15,13 +15,14 @@ from radixkv.api.sampling import MAX_ANSWERS, MAX_STOP_TOKEN_IDS, Sampling, rand
 from radixkv.errors import InvalidRequest
 from radixkv.gateway import vllm_engine_pb2
 from radixkv.service.server.messages import require_names
+from radixkv.service.structured.grammar_text import GrammarText
 
 _NUM_SEEDS = 2**64
 
 # Fields that would change the answer, and that radixkv can't follow.
 _REFUSED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 _REFUSED_LISTS = ("extra_mm_inputs",)
-_REFUSED_OF_SAMPLING = ("truncate_prompt_tokens",)
+_REFUSED_OF_SAMPLING = ("truncate_prompt_tokens", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Asked:
         sampling: the options of its first answer.
         num_answers: how often it is answered.
         stops: strings that end an answer.
+        grammar: what each answer follows; None for nothing.
         is_streamed: whether tokens are told as they come.
     """
 
@@ -40,6 +42,7 @@ class Asked:
     sampling: Sampling
     num_answers: int
     stops: tuple[str, ...]
+    grammar: GrammarText | None
     is_streamed: bool
 
 
@@ -73,7 +76,7 @@ def read_generation(
         raise InvalidRequest(f"n: expected at most {MAX_ANSWERS}, got {asked.n}")
     most_new_tokens = max(1, limits.most_new_tokens(params.num_tokens, tenant))
     sampling = _read_sampling(asked, most_new_tokens)
-    return Asked(params, sampling, asked.n or 1, tuple(asked.stop), request.stream)
+    return Asked(params, sampling, asked.n or 1, tuple(asked.stop), _read_grammar(asked), request.stream)
 
 
 def _read_sampling(asked: vllm_engine_pb2.SamplingParams, most_new_tokens: int) -> Sampling:
@@ -102,15 +105,21 @@ def _read_sampling(asked: vllm_engine_pb2.SamplingParams, most_new_tokens: int) 
     )
 
 
+def _read_grammar(asked: vllm_engine_pb2.SamplingParams) -> GrammarText | None:
+    field = asked.WhichOneof("constraint")
+    if field == "choice":
+        return GrammarText.of_choices(field, asked.choice.choices)
+    if field == "json_object":
+        return GrammarText.of_json_object(field) if asked.json_object else None
+    return None if field is None else GrammarText(field, field, getattr(asked, field))
+
+
 def _require_followed(request: vllm_engine_pb2.GenerateRequest) -> None:
     """Refuse fields that radixkv would have to ignore."""
     asked = request.sampling_params
     present = [name for name in _REFUSED if request.HasField(name)]
     present += [name for name in _REFUSED_LISTS if getattr(request, name)]
     present += [name for name in _REFUSED_OF_SAMPLING if asked.HasField(name)]
-    constraint = asked.WhichOneof("constraint")
-    if constraint is not None:
-        present.append(constraint)
     if present:
         raise InvalidRequest(f"{present[0]}: expected none, because radixkv can't follow it, got one")
     if request.WhichOneof("input") == "text":

@@ -39,6 +39,8 @@ def complete_response(
     index: int,
     matched_stop: str = "",
     of_prompt: vllm_engine_pb2.InputLogProbs | None = None,
+    *,
+    has_stop_token: bool = True,
 ) -> vllm_engine_pb2.GenerateResponse:
     """Write the end of an answer.
 
@@ -48,6 +50,7 @@ def complete_response(
         index: which of the answers it is.
         matched_stop: the string that ended it, or empty.
         of_prompt: log probabilities of the prompt, if they come with it.
+        has_stop_token: whether an answer that stopped without a string did so at its last token.
     """
     token_ids = result.token_ids[start:]
     complete = vllm_engine_pb2.GenerateComplete(
@@ -62,7 +65,7 @@ def complete_response(
     )
     if matched_stop:
         complete.matched_stop_str = matched_stop
-    elif result.finish_reason is FinishReason.STOP:
+    elif has_stop_token and result.finish_reason is FinishReason.STOP:
         complete.matched_token_id = result.token_ids[-1]
     return vllm_engine_pb2.GenerateResponse(complete=complete)
 

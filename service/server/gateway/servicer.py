@@ -35,6 +35,7 @@ from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.stop_strings import stop_strings
 from radixkv.service.server.token_stream import TokenStream
 from radixkv.service.server.unfinished_calls import Context
+from radixkv.service.structured.grammars import Grammars
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
@@ -62,6 +63,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._config = config
         self._mailbox = Mailbox()
         self._tokenizer = ModelTokenizer(config.model.path)
+        self._grammars = Grammars(self._tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
         self._calls = RunningCalls()
         self._traffic = Traffic()
 
@@ -82,11 +84,13 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     yield response
 
     async def _answers(self, asked: Asked, call: RunningCall) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse]:
-        stops = await stop_strings(self._tokenizer, asked.stops, asked.params, asked.sampling, asked.num_answers)
+        sampling = await self._grammars.constrain(asked.sampling, asked.grammar)
+        stops = await stop_strings(self._tokenizer, asked.stops, asked.params, sampling, asked.num_answers)
+        stop_token_ids = sampling.stop_token_ids | self._engine.eos_token_ids
         stream = TokenStream(self._mailbox)
         for index in range(asked.num_answers):
             on_tokens = partial(stream.put, index) if asked.is_streamed or stops is not None else _tell_nobody
-            call.futures.append(self._engine.generate(asked.params, asked.sampling.of_answer(index), on_tokens))
+            call.futures.append(self._engine.generate(asked.params, sampling.of_answer(index), on_tokens))
             call.futures[index].add_done_callback(partial(stream.end, index))
         if call.is_aborted:  # while the tokenizer was loaded
             call.cancel()
@@ -123,7 +127,8 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     rest = result.token_ids[start:]
                     yield chunk_response(rest, result.logprobs[start:], result.usage, index, of_prompt)
                     of_prompt = None
-                yield complete_response(result, start, index, matched, of_prompt)
+                has_stop_token = result.token_ids[-1] in stop_token_ids
+                yield complete_response(result, start, index, matched, of_prompt, has_stop_token=has_stop_token)
             num_left -= len(ended)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:  # noqa: N802

@@ -15,6 +15,7 @@ from radixkv.gateway.vllm_engine_pb2 import (
     TokenizedInput,
 )
 from radixkv.service.server.gateway.requests import read_generation
+from radixkv.service.structured.grammar_text import GrammarText
 from tests.service.fake_engine import LIMITS
 
 PROMPT = TokenizedInput(original_text="ignored", input_ids=[1, 2, 300])
@@ -151,11 +152,7 @@ def test_what_a_request_may_not_ask_for(field, value):
     ("field", "value"),
     [
         ("truncate_prompt_tokens", -1),
-        ("json_schema", "{}"),
-        ("regex", "a+"),
-        ("grammar", "root ::= x"),
         ("structural_tag", "{}"),
-        ("json_object", True),
         ("choice", ChoiceConstraint()),
         ("n", 65),
         ("max_tokens", 0),
@@ -173,6 +170,16 @@ def test_what_sampling_may_not_ask_for(field, value):
 def test_values_out_of_range_are_left_to_the_engine_which_names_them(field, value):
     with pytest.raises(InvalidRequest, match=rf"^{field}: expected .*, got "):
         sampling_of(**{field: value}).validate(LIMITS.vocab_size)
+
+
+def test_what_an_answer_must_follow():
+    assert asked().grammar is None
+    assert asked({"json_object": False}).grammar is None
+    for kind in ("json_schema", "regex", "grammar"):
+        assert asked({kind: "a+"}).grammar == GrammarText(kind, kind, "a+")
+    assert asked({"json_object": True}).grammar == GrammarText.of_json_object("json_object")
+    choices = ChoiceConstraint(choices=["a", "b"])
+    assert asked({"choice": choices}).grammar == GrammarText.of_choices("choice", ["a", "b"])
 
 
 def test_text_is_refused_since_the_gateway_has_the_tokenizer():

@@ -41,6 +41,7 @@ def test_a_stop_names_its_token():
 def test_a_stop_that_was_told_before_names_its_token_or_its_string():
     stopped = result(FinishReason.STOP)
     assert complete_response(stopped, 3, 0).complete.matched_token_id == 3
+    assert not complete_response(stopped, 3, 0, has_stop_token=False).complete.HasField("matched_token_id")
     complete = complete_response(stopped, 3, 0, "end").complete
     assert (list(complete.output_ids), complete.finish_reason, complete.matched_stop_str) == ([], "stop", "end")
 

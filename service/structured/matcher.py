@@ -1,0 +1,133 @@
+"""Follows answers by llguidance: which tokens may come next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Set
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits
+
+from radixkv.errors import InvalidRequest
+from radixkv.service.structured.grammar_text import GrammarText, in_a_line
+from radixkv.service.structured.vocabulary import Vocabulary
+
+# A request whose next token takes longer to find out delays all others of its step, and is refused.
+MAX_SEARCH_S = 1.0
+
+_WORD = 32
+_LIMITS = LLParserLimits(verbose_errors=False)  # otherwise errors tell the answer's tokens
+_SILENT = 0
+
+
+class GrammarConstraint:
+    """A grammar that is ready for any number of answers.
+
+    Args:
+        text: as the caller wrote it.
+        vocabulary: the model's tokens.
+        clock: seconds, never going back.
+
+    Raises:
+        InvalidRequest: no answer can follow it. The message names the field, and says why.
+    """
+
+    def __init__(
+        self, text: GrammarText, vocabulary: Vocabulary, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._field = text.field
+        self._vocabulary = vocabulary
+        self._clock = clock
+        self._matcher = LLMatcher(vocabulary.tokens, text.lark(), limits=_LIMITS, log_level=_SILENT)
+        if self._matcher.is_error():
+            reason = in_a_line(self._matcher.get_error())
+            raise InvalidRequest(f"{self._field}: expected one that llguidance can follow, got {reason}")
+        first = self.start(frozenset())
+        if first.is_finished:
+            raise InvalidRequest(f"{self._field}: expected one that an answer with a token follows, got none")
+        first.allowed()
+
+    def start(self, stop_token_ids: Set[int]) -> GrammarMatcher:
+        """Return what follows a new answer; see `radixkv.api.constraint`."""
+        ends = np.array(sorted(stop_token_ids & self._vocabulary.without_text), dtype=np.int64)
+        return GrammarMatcher(self._matcher.deep_copy(), ends, self._vocabulary.vocab_size, self._field, self._clock)
+
+
+class GrammarMatcher:
+    """Follows one answer; see `radixkv.api.constraint`.
+
+    Args:
+        matcher: at the answer's beginning; owned from now on.
+        ends: tokens without text that end the answer, int64.
+        vocab_size: number of the model's tokens; the id of llguidance's end.
+        field: the caller's name for the grammar.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        ends: npt.NDArray[np.int64],
+        vocab_size: int,
+        field: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._matcher = matcher
+        self._ends = ends
+        self._vocab_size = vocab_size
+        self._field = field
+        self._clock = clock
+        self._found: tuple[npt.NDArray[np.bool_], bool] | InvalidRequest | None = None
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Return which tokens may come next."""
+        found = self._find()
+        if isinstance(found, InvalidRequest):
+            raise found
+        return found[0]
+
+    def accept(self, token_id: int) -> None:
+        """Take the next token."""
+        self._found = None
+        self._matcher.consume_token(token_id)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer is complete and no token with text may follow."""
+        if self._matcher.is_error() or not self._matcher.is_accepting():
+            return False
+        if self._matcher.is_stopped():
+            return True
+        found = self._find()  # some grammars find out only now
+        return not isinstance(found, InvalidRequest) and found[1]
+
+    def _find(self) -> tuple[npt.NDArray[np.bool_], bool] | InvalidRequest:
+        """Return which tokens may come, and whether only the end may; or why that is not known. Found once a token."""
+        if self._found is None:
+            self._found = self._search()
+        return self._found
+
+    def _search(self) -> tuple[npt.NDArray[np.bool_], bool] | InvalidRequest:
+        words = np.zeros(self._vocab_size // _WORD + 1, dtype="<u4")
+        started_s = self._clock()
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            reason = in_a_line(self._matcher.get_error())
+            return InvalidRequest(f"{self._field}: expected one whose next tokens can be found out, got {reason}")
+        took_s = self._clock() - started_s
+        if took_s > MAX_SEARCH_S:
+            return InvalidRequest(
+                f"{self._field}: expected one whose next tokens are found out in {MAX_SEARCH_S:g} s, got {took_s:.1f} s"
+            )
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size + 1).view(np.bool_)
+        allowed, can_end = bits[:-1], bool(bits[-1])
+        is_last = can_end and not allowed.any()
+        if can_end:
+            allowed[self._ends] = True
+        elif not allowed.any():
+            return InvalidRequest(
+                f"{self._field}: expected one that every answer can follow to its end, got a dead end"
+            )
+        return allowed, is_last

@@ -1,0 +1,69 @@
+"""A model's tokens as llguidance reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from llguidance import LLTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A model's tokens, and one after them that stands for the end of an answer.
+
+    Attributes:
+        tokens: llguidance's view of them.
+        vocab_size: number of the model's tokens; the id of the end.
+        without_text: tokens that no text stands for: special ones, and the model's own end-of-sequence tokens.
+    """
+
+    tokens: LLTokenizer
+    vocab_size: int
+    without_text: frozenset[int]
+
+    @classmethod
+    def of(cls, definition: str, vocab_size: int, eos_token_ids: Iterable[int]) -> Vocabulary:
+        """Read a tokenizer. Takes 0.4 s for 128,000 tokens.
+
+        Args:
+            definition: JSON in the form of the package tokenizers.
+            vocab_size: number of the model's tokens. A tokenizer may have fewer or more.
+            eos_token_ids: the model's own end-of-sequence tokens.
+
+        Raises:
+            ValueError: llguidance can't read it.
+        """
+        given = LLTokenizer(definition)
+        known = range(min(vocab_size, given.vocab_size))
+        # Bytes that no text in UTF-8 has come as special tokens without a name.
+        without_text = frozenset(i for i in known if given.is_special_token(i)).union(eos_token_ids)
+        names = [given.decode_bytes([token_id]) for token_id in known]
+        return cls.of_names([*names, *[b""] * (vocab_size - len(names))], without_text)
+
+    @classmethod
+    def of_names(cls, names: Sequence[bytes], without_text: frozenset[int]) -> Vocabulary:
+        """Take the bytes that each token stands for."""
+        return cls(LLTokenizer(_Tokens(names, without_text)), len(names), without_text)
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Tells llguidance of a tokenizer. It is never asked for tokens, since none are forced."""
+
+    names: Sequence[bytes]
+    special: Iterable[int]
+    is_tokenizer_wrapper: bool = True
+    bos_token_id: int | None = None
+    tokens: Sequence[bytes] = field(init=False)
+    eos_token_id: int = field(init=False)
+    special_token_ids: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.eos_token_id = len(self.names)
+        self.tokens = [*self.names, b""]
+        self.special_token_ids = [*self.special, self.eos_token_id]
+
+    def __call__(self, text: str) -> list[int]:
+        """Return no tokens: llguidance spells what is left, byte by byte."""
+        return []

@@ -1,0 +1,21 @@
+"""Whether a text follows a grammar, byte by byte."""
+
+from __future__ import annotations
+
+from radixkv.service.structured.grammar_text import GrammarText
+
+END = 256
+
+
+def follows(grammar: GrammarText, text: str) -> bool:
+    """Whether a text is a whole answer that follows a grammar."""
+    from radixkv.service.structured.matcher import GrammarConstraint
+    from radixkv.service.structured.vocabulary import Vocabulary
+
+    names = [*(bytes([byte]) for byte in range(256)), b"</s>"]
+    matcher = GrammarConstraint(grammar, Vocabulary.of_names(names, frozenset({END}))).start(frozenset({END}))
+    for byte in text.encode():
+        if matcher.is_finished or not matcher.allowed()[byte]:
+            return False
+        matcher.accept(byte)
+    return matcher.is_finished or bool(matcher.allowed()[END])

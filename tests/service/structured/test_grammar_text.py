@@ -1,0 +1,97 @@
+import json
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from radixkv.errors import InvalidRequest
+from radixkv.service.structured.grammar_text import MAX_CHARS, GrammarText, in_a_line
+from tests.service.structured.followed import follows
+
+
+def text(kind: str, value: str) -> GrammarText:
+    return GrammarText("my_field", kind, value)
+
+
+def answers(grammar: GrammarText, *candidates: str) -> list[str]:
+    return [candidate for candidate in candidates if follows(grammar, candidate)]
+
+
+@pytest.mark.parametrize("kind", MAX_CHARS)
+def test_long_texts_are_refused_by_name(kind: str) -> None:
+    text(kind, "é" * MAX_CHARS[kind]).require_short()
+    with pytest.raises(InvalidRequest) as refused:
+        text(kind, "a" * (MAX_CHARS[kind] + 1)).require_short()
+    assert str(refused.value) == (f"my_field: expected at most {MAX_CHARS[kind]} characters, got {MAX_CHARS[kind] + 1}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "got"),
+    [
+        ("{", "no JSON: Expecting property name"),
+        ("[" * 100_000, "no JSON: "),
+        ("1" * 5_000, "no JSON: "),
+        ("[]", "got list"),
+        ('"object"', "got str"),
+        ("null", "got NoneType"),
+        ("3", "got int"),
+    ],
+)
+def test_what_is_no_schema_is_refused_by_name(schema: str, got: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        text("json_schema", schema).lark()
+    assert str(refused.value).startswith("my_field: expected a JSON schema, got ")
+    assert got in str(refused.value)
+
+
+def test_any_json_follows_a_schema_that_says_nothing() -> None:
+    for schema in ("true", "{}"):
+        assert answers(text("json_schema", schema), "1", "[1, {}]", '"a"', "nul", "", "{") == ["1", "[1, {}]", '"a"']
+
+
+def test_white_space_is_bounded_unless_the_caller_says_otherwise() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    some, much = '{\n "a": 1}', '{"a":' + 40 * " " + "1}"
+    assert answers(text("json_schema", json.dumps(schema)), some, much, '{"a":1}') == [some, '{"a":1}']
+    schema["x-guidance"] = {"whitespace_flexible": False}
+    assert answers(text("json_schema", json.dumps(schema)), some, much, '{"a":1}') == ['{"a":1}']
+    schema["x-guidance"] = {"whitespace_flexible": True}
+    assert answers(text("json_schema", json.dumps(schema)), some, much) == [some, much]
+
+
+def test_json_objects() -> None:
+    grammar = GrammarText.of_json_object("json_object")
+    assert answers(grammar, "{}", '{"a": [1, "é"]}', "[]", "1", '{"a"}') == ["{}", '{"a": [1, "é"]}']
+
+
+def test_choices_are_taken_literally() -> None:
+    choices = ['a"b', "\\n", "line\nline", "é😀", "a|b", "%ignore"]
+    grammar = GrammarText.of_choices("choice", choices)
+    assert answers(grammar, *choices, "a", "b", "\n", "", "line") == choices
+
+
+def test_no_choices_are_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"^choice: expected at least 1 text, got 0$"):
+        GrammarText.of_choices("choice", [])
+
+
+def test_a_regex_is_about_the_whole_answer() -> None:
+    assert answers(text("regex", r"a/b\d+|^x$"), "a/b12", "x", "xx", "ya/b1", "a/b") == ["a/b12", "x"]
+
+
+def test_grammars_of_both_syntaxes() -> None:
+    lark = 'start: "a" b\nb: "b"+ // comment'
+    for grammar in (lark, 'root ::= "a" b\nb ::= "b"+  # comment'):
+        assert answers(text("grammar", grammar), "ab", "abb", "a", "b", "aab") == ["ab", "abb"]
+
+
+@pytest.mark.parametrize("grammar", ["", "root ::= (", "\x00", "(" * 16_384])
+def test_what_is_no_grammar_is_refused_by_name(grammar: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^my_field: expected "):
+        follows(text("grammar", grammar), "a")
+
+
+def test_reasons_are_one_short_line_without_the_grammar() -> None:
+    assert in_a_line("regex (a\n  ^\nerror: unclosed\n   1 | start: /(a/\n  ^\n") == "regex (a ^ error: unclosed"
+    assert in_a_line("stopped\n<non-verbose/>") == "stopped"
+    assert len(in_a_line("a" * 5_000)) == 300

@@ -1,0 +1,231 @@
+import asyncio
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from radixkv.api.sampling import Sampling
+from radixkv.errors import InvalidRequest, QueueFull
+from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.structured import grammars as module
+from radixkv.service.structured.grammar_text import MAX_CHARS, GrammarText
+from radixkv.service.structured.grammars import MAX_KEPT, MAX_WAITING, Grammars
+from radixkv.service.text.tokenizer import Tokenizer
+from tests.patience import PATIENCE_S
+
+SAMPLING = Sampling(5, seed=1)
+
+
+def regex(text: str) -> GrammarText:
+    return GrammarText("regex", "regex", text)
+
+
+def grammars(model_path: str | None = "tiny") -> Grammars:
+    return Grammars(ModelTokenizer(model_path), 512, frozenset())
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Note what is compiled, in order. While the lock is taken, nothing gets further."""
+    texts, gate = [], threading.Lock()
+    compile_text = Grammars._compile
+
+    def note(self, text):
+        texts.append(text.text)
+        with gate:
+            return compile_text(self, text)
+
+    monkeypatch.setattr(Grammars, "_compile", note)
+    return texts, gate
+
+
+def test_without_a_text_nothing_is_loaded(monkeypatch):
+    monkeypatch.setattr(Tokenizer, "load", lambda *_: pytest.fail("nobody asked"))
+    assert asyncio.run(grammars().constrain(SAMPLING, None)) is SAMPLING
+
+
+def test_everything_else_stays_as_it_was():
+    constrained = asyncio.run(grammars().constrain(SAMPLING, regex("a+")))
+    assert constrained.constraint is not None
+    assert (constrained.max_new_tokens, constrained.seed) == (5, 1)
+
+
+def test_a_text_is_compiled_once_for_all_who_wait_and_later(compiled):
+    async def ask():
+        made = grammars()
+        asked = [made.constrain(SAMPLING, regex("a+")) for _ in range(5)]
+        together = await asyncio.gather(*asked, made.constrain(SAMPLING, regex("b+")))
+        return [each.constraint for each in [*together, await made.constrain(SAMPLING, regex("a+"))]]
+
+    *same, other, again = asyncio.run(ask())
+    assert {id(each) for each in same} == {id(again)}
+    assert other is not again
+    assert compiled[0] == ["a+", "b+"]
+
+
+def test_the_latest_texts_are_kept(compiled):
+    async def ask():
+        made = grammars()
+        for number in range(MAX_KEPT):
+            await made.constrain(SAMPLING, regex(f"a{number}"))
+        await made.constrain(SAMPLING, regex("a0"))
+        await made.constrain(SAMPLING, regex("new"))
+        for text in ("a0", "new", "a2", "a1"):
+            await made.constrain(SAMPLING, regex(text))
+        return made
+
+    made = asyncio.run(ask())
+    assert compiled[0][MAX_KEPT:] == ["new", "a1"]
+    assert len(made._kept) == MAX_KEPT
+
+
+def test_who_goes_away_takes_nothing_from_others(compiled):
+    async def ask():
+        made = grammars()
+        with compiled[1]:
+            gone, stays = (asyncio.create_task(made.constrain(SAMPLING, regex("a+"))) for _ in range(2))
+            await asyncio.sleep(0)
+            gone.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await gone
+        return (await stays).constraint
+
+    assert asyncio.run(ask()) is not None
+    assert compiled[0] == ["a+"]
+
+
+def test_who_waits_too_long_is_refused_and_the_rest_is_still_compiled(compiled, monkeypatch):
+    async def ask():
+        made = grammars()
+        with compiled[1]:
+            first = asyncio.create_task(made.constrain(SAMPLING, regex("a+")))
+            while not compiled[0]:
+                await asyncio.sleep(0.001)
+            monkeypatch.setattr(module, "MAX_COMPILE_S", 0.01)
+            with pytest.raises(InvalidRequest, match=r"^regex: expected one that is compiled in 0.01 s, got"):
+                await made.constrain(SAMPLING, regex("a+"))
+            with pytest.raises(QueueFull, match=r"^regex: expected its turn in 0.01 s, got others before it"):
+                await made.constrain(SAMPLING, regex("b+"))
+            monkeypatch.setattr(module, "MAX_COMPILE_S", PATIENCE_S)
+        return [(await first).constraint, (await made.constrain(SAMPLING, regex("b+"))).constraint]
+
+    assert None not in asyncio.run(ask())
+    assert compiled[0] == ["a+", "b+"]
+
+
+def test_too_many_that_wait_are_refused(compiled):
+    async def ask():
+        made = grammars()
+        with compiled[1]:
+            waiting = [
+                asyncio.create_task(made.constrain(SAMPLING, regex(f"a{number}"))) for number in range(MAX_WAITING)
+            ]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFull, match=r"^regex: expected at most 32 texts that wait"):
+                await made.constrain(SAMPLING, regex("b"))
+        await asyncio.gather(*waiting)
+        return (await made.constrain(SAMPLING, regex("b"))).constraint
+
+    assert asyncio.run(ask()) is not None
+
+
+@pytest.mark.parametrize("text", ["(a", "b" * (MAX_CHARS["regex"] + 1)])
+def test_what_is_wrong_is_refused_each_time(text, compiled):
+    async def ask():
+        made = grammars()
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match=r"^regex: expected"):
+                await made.constrain(SAMPLING, regex(text))
+
+    asyncio.run(ask())
+    assert len(compiled[0]) == (text == "(a")
+
+
+def test_a_model_without_a_tokenizer_is_named_and_no_path(tmp_path, caplog):
+    (tmp_path / "config.json").write_text("{}")
+    for path in (None, str(tmp_path)):
+        with pytest.raises(InvalidRequest) as refused:
+            asyncio.run(grammars(path).constrain(SAMPLING, regex("a")))
+        assert str(refused.value) == "regex: expected a model whose tokenizer llguidance reads, got one without"
+    assert "there is no tokenizer for it" in caplog.text
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.delitem(sys.modules, "radixkv.service.structured.matcher", raising=False)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidRequest) as refused:
+        asyncio.run(grammars().constrain(SAMPLING, regex("a")))
+    assert str(refused.value) == (
+        "regex: the package llguidance is missing; install it from a checkout of radixkv: pip install '.[structured]'"
+    )
+
+
+LONGEST = {
+    "rules that lead on": (
+        "grammar",
+        lambda n: "start: r0\n" + "".join(f'r{i}:"x"r{i + 1}"y"\n' for i in range(n)) + f'r{n}:"z"',
+    ),
+    "rules in a circle": (
+        "grammar",
+        lambda n: "start: r0\n" + "".join(f'r{i}:"x"* r{(i + 1) % n}?\n' for i in range(n)),
+    ),
+    "rules that may be empty": (
+        "grammar",
+        lambda n: "start: r0\n" + "".join(f'r{i}:r{i + 1}|"x"?\n' for i in range(n)) + f'r{n}:"z"',
+    ),
+    "terminals that lead on": (
+        "grammar",
+        lambda n: "start: T0\n" + "".join(f'T{i}:"x"T{i + 1}\n' for i in range(n)) + f'T{n}:"z"',
+    ),
+    "references that lead on": (
+        "json_schema",
+        lambda n: (
+            '{"$ref":"#/$defs/0","$defs":{'
+            + "".join(f'"{i}":{{"items":{{"$ref":"#/$defs/{i + 1}"}},"type":"array","minItems":1}},' for i in range(n))
+            + f'"{n}":{{}}}}}}'
+        ),
+    ),
+    "objects of references": (
+        "json_schema",
+        lambda n: (
+            '{"$ref":"#/$defs/0","$defs":{'
+            + "".join(
+                f'"{i}":{{"type":"object","properties":{{"p":{{"$ref":"#/$defs/{i + 1}"}}}},"required":["p"]}},'
+                for i in range(n)
+            )
+            + f'"{n}":{{}}}}}}'
+        ),
+    ),
+    "references of references": (
+        "json_schema",
+        lambda n: (
+            '{"$ref":"#/$defs/0","$defs":{'
+            + "".join(f'"{i}":{{"$ref":"#/$defs/{i + 1}"}},' for i in range(n))
+            + f'"{n}":{{}}}}}}'
+        ),
+    ),
+    "all of references": (
+        "json_schema",
+        lambda n: (
+            '{"$ref":"#/$defs/0","$defs":{'
+            + "".join(f'"{i}":{{"allOf":[{{"$ref":"#/$defs/{i + 1}"}}]}},' for i in range(n))
+            + f'"{n}":{{}}}}}}'
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LONGEST)
+def test_the_longest_texts_need_less_stack_than_there_is(what):
+    """A stack that overflows would end this process."""
+    kind, write = LONGEST[what]
+    count = max(count for count in range(1, 5_000, 10) if len(write(count)) <= MAX_CHARS[kind])
+    text = GrammarText("field", kind, write(count))
+    assert count > 400
+    try:
+        constrained = asyncio.run(grammars().constrain(SAMPLING, text))
+    except InvalidRequest:
+        return
+    assert constrained.constraint.start(frozenset()).allowed().any()

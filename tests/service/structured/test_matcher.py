@@ -1,0 +1,179 @@
+"""Tokens that may come, against all strings there are; ends; dead ends; searches that take too long."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance")
+
+from radixkv.errors import InvalidRequest
+from radixkv.service.structured.grammar_text import GrammarText
+from radixkv.service.structured.matcher import MAX_SEARCH_S, GrammarConstraint, GrammarMatcher
+from radixkv.service.structured.vocabulary import Vocabulary
+
+LETTERS = [b"a", b"b", b"c", "é".encode()[:1], "é".encode()[1:], "è".encode()[1:]]
+NAMES = [*LETTERS, b"ab", b"bc", b"abc", b"aa", "é".encode(), "aé".encode(), b"a\xc3", b"bc", b"", b"<s>", b"</s>"]
+SPECIAL = frozenset({15, 16})
+VOCABULARY = Vocabulary.of_names(NAMES, SPECIAL)
+LONGEST = 6  # letters of the strings that are looked at
+
+PATTERNS = [
+    "abc",
+    "a*",
+    "(ab|bc)+",
+    "a(b|c)?a",
+    "[^a]b?",
+    "(abc|ab|a)c*",
+    "(aa){1,2}b?",
+    "é+a?",
+    "(é|è)b",
+    "a.c",
+    "b?c?",
+    "(a|b|c){2}",
+]
+
+
+def constraint(text: str, kind: str = "regex", vocabulary: Vocabulary = VOCABULARY) -> GrammarConstraint:
+    return GrammarConstraint(GrammarText(kind, kind, text), vocabulary)
+
+
+@cache
+def texts() -> dict[bytes, str]:
+    """All strings of letters that are text."""
+    found = {}
+    for count in range(LONGEST + 1):
+        for letters in itertools.product(LETTERS, repeat=count):
+            try:
+                found[b"".join(letters)] = b"".join(letters).decode()
+            except UnicodeDecodeError:
+                continue
+    return found
+
+
+def language(pattern: str) -> set[bytes]:
+    return {spelled for spelled, text in texts().items() if re.fullmatch(pattern, text)}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_what_may_come_is_what_some_string_goes_on_with(pattern: str) -> None:
+    strings = language(pattern)
+    prefixes = {spelled[:upto] for spelled in strings for upto in range(len(spelled) + 1)}
+    ready = constraint(pattern)
+    draws = random.Random(pattern)
+    for _ in range(20):
+        matcher, spelled = ready.start(frozenset({16})), b""
+        while len(spelled) < LONGEST - 3:  # what may come is seen in strings that are some letters longer
+            expected = {
+                token_id
+                for token_id, name in enumerate(NAMES)
+                if name and token_id not in SPECIAL and spelled + name in prefixes
+            }
+            assert matcher.is_finished == (spelled in strings and not expected)
+            if not expected:
+                break
+            allowed = set(np.flatnonzero(matcher.allowed()).tolist())
+            assert allowed == expected | ({16} if spelled in strings else set())
+            token_id = draws.choice(sorted(expected))
+            matcher.accept(token_id)
+            spelled += NAMES[token_id]
+
+
+def test_only_stop_tokens_without_text_end_an_answer() -> None:
+    ready = constraint("b*")
+    ends = {stops: set(np.flatnonzero(ready.start(stops).allowed()).tolist()) for stops in map(frozenset, ((), (16,)))}
+    assert ends[frozenset()] == {1}
+    assert ends[frozenset({16})] == {1, 16}
+    both = ready.start(frozenset({15, 16, 2}))
+    assert set(np.flatnonzero(both.allowed()).tolist()) == {1, 15, 16}
+
+
+def test_answers_are_followed_by_themselves() -> None:
+    ready = constraint("ab|bc")
+    first, second = ready.start(frozenset()), ready.start(frozenset())
+    first.accept(0)
+    second.accept(1)
+    assert np.flatnonzero(first.allowed()).tolist() == [1]
+    assert np.flatnonzero(second.allowed()).tolist() == [2]
+    assert np.flatnonzero(ready.start(frozenset()).allowed()).tolist() == [0, 1, 6, 7, 13]
+
+
+def test_what_may_come_is_found_once_a_token() -> None:
+    now_s = itertools.count()
+    ready = GrammarConstraint(GrammarText("regex", "regex", "a*"), VOCABULARY, clock=lambda: 0.0 * next(now_s))
+    matcher, before = ready.start(frozenset()), next(now_s)
+    assert not matcher.is_finished
+    for _ in range(3):
+        assert matcher.allowed() is matcher.allowed()
+    assert next(now_s) == before + 3, "two times of one search"
+
+
+def test_what_takes_too_long_is_refused_by_name() -> None:
+    now_s = itertools.count(step=2 * MAX_SEARCH_S)
+    with pytest.raises(
+        InvalidRequest, match=r"^regex: expected one whose next tokens are found out in 1 s, got 2.0 s$"
+    ):
+        GrammarConstraint(GrammarText("regex", "regex", "a*"), VOCABULARY, clock=lambda: next(now_s))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("regex", "(a", "unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", r"(a)\1", "backreferences"),
+        ("regex", "", "expected one that an answer with a token follows, got none"),
+        ("grammar", "start: x", 'unknown name: "x"'),
+        ("grammar", "start: @x", "unknown grammar @x"),
+        ("grammar", 'start: start "a"', "next tokens can be found out"),
+        ("grammar", "root ::= (", "Expected"),
+        ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 4}', "Unsatisfiable"),
+        ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("json_schema", '{"$ref": "https://example.com/a.json"}', "retriev"),
+        ("json_schema", '{"$ref": "#"}', "next tokens can be found out"),
+    ],
+)
+def test_what_nothing_can_follow_is_refused_by_name(kind: str, text: str, reason: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        constraint(text, kind)
+    assert str(refused.value).startswith(f"{kind}: expected ")
+    assert reason in str(refused.value)
+    assert "no_forcing" not in str(refused.value)
+
+
+def test_no_token_can_spell_it() -> None:
+    with pytest.raises(InvalidRequest, match=r"^regex: expected"):
+        constraint("x")
+
+
+def test_an_answer_that_gets_too_large_is_refused_and_tells_no_token() -> None:
+    matcher = constraint("((((a{1,30}){1,30}){1,30}){1,30}){1,30}").start(frozenset())
+    with pytest.raises(InvalidRequest) as refused:
+        repeat_a(matcher)
+    assert str(refused.value) == (
+        "regex: expected one whose next tokens can be found out, got lexer error: too many expressions constructed"
+    )
+    matcher.accept(9)
+    assert not matcher.is_finished
+    with pytest.raises(InvalidRequest):
+        matcher.allowed()
+
+
+def repeat_a(matcher: GrammarMatcher) -> None:
+    for _ in range(1000):
+        assert not matcher.is_finished
+        matcher.allowed()
+        matcher.accept(9)
+
+
+def test_a_token_that_may_not_come_is_followed_by_a_refusal() -> None:
+    matcher: GrammarMatcher = constraint("ab").start(frozenset())
+    matcher.accept(2)
+    assert not matcher.is_finished
+    with pytest.raises(InvalidRequest, match=r"^regex: expected"):
+        matcher.allowed()

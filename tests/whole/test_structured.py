@@ -1,0 +1,230 @@
+"""Answers that follow a schema, a regular expression or a grammar, from the embedded model, which never would."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+pytest.importorskip("llguidance")
+
+from radixkv.service.client import Client, Tokenizer
+from radixkv.service.commands.cli import main
+from radixkv.v1.prefill_pb2 import LENGTH, STOP, GenerateResponse
+from tests.patience import PATIENCE_S
+from tests.whole.test_end_to_end import serving
+
+PROMPT = "You are a helpful assistant. Hello"
+IM_END = 511  # a special token of the embedded model's tokenizer; the model itself has no end of sequence
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "minimum": 0, "maximum": 500},
+        "name": {"type": "string", "maxLength": 12},
+        "state": {"enum": ["open", "closed"]},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{2,5}$"}, "maxItems": 3},
+        "inner": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/inner"}]},
+    },
+    "required": ["id", "name", "state", "tags", "inner"],
+    "additionalProperties": False,
+    "$defs": {
+        "inner": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}, "is": {"type": "boolean"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def is_valid(value: Any) -> bool:
+    """Whether a value follows the schema."""
+    return (
+        list(value) == ["id", "name", "state", "tags", "inner"]
+        and type(value["id"]) is int
+        and 0 <= value["id"] <= 500
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 12
+        and value["state"] in ("open", "closed")
+        and len(value["tags"]) <= 3
+        and all(re.fullmatch("[a-z]{2,5}", tag) for tag in value["tags"])
+        and (value["inner"] is None or is_valid_inner(value["inner"]))
+    )
+
+
+def is_valid_inner(value: Any) -> bool:
+    return (
+        {"x"} <= value.keys() <= {"x", "is"}
+        and type(value["x"]) in (int, float)
+        and value.get("is")
+        in (
+            None,
+            True,
+            False,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serving() as (_, address):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[Client]:
+    with Client(address, timeout_s=PATIENCE_S) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(client: Client) -> Tokenizer:
+    return client.tokenizer()
+
+
+def answers(
+    client: Client, prompt: list[int], n: int = 1, **options: object
+) -> list[tuple[list[int], GenerateResponse]]:
+    """The tokens and the last message of each answer."""
+    told = list(client.generate(prompt, **{"temperature": 1.0, "seed": 3, "n": n, **options}))  # type: ignore[arg-type]
+    by_index = [[each for each in told if each.index == index] for index in range(n)]
+    return [([token_id for each in own for token_id in each.token_ids], own[-1]) for own in by_index]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_every_answer_follows_its_schema(client: Client, tokenizer: Tokenizer, temperature: float) -> None:
+    prompt, ends = tokenizer.encode(PROMPT), []
+    for seed in range(0, 32, 16):
+        options = {"json_schema": json.dumps(SCHEMA), "temperature": temperature, "seed": seed, "max_new_tokens": 300}
+        for token_ids, last in answers(client, prompt, n=16, **options):
+            ends.append(last.finish_reason)
+            if last.finish_reason == STOP:  # others are cut
+                assert is_valid(json.loads(tokenizer.decode(token_ids)))
+            else:
+                assert len(token_ids) == 300
+    assert ends.count(STOP) > 20
+
+
+def test_an_answer_that_is_cut_is_the_beginning_of_one_that_is_not(client: Client, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT)
+    options = {"json_schema": json.dumps(SCHEMA), "top_p": 0.9}
+    ((whole, last),) = answers(client, prompt, max_new_tokens=500, **options)
+    assert last.finish_reason == STOP
+    ((cut, last),) = answers(client, prompt, max_new_tokens=len(whole) - 1, **options)
+    assert (cut, last.finish_reason) == (whole[:-1], LENGTH)
+    ((exact, last),) = answers(client, prompt, max_new_tokens=len(whole), **options)
+    assert (exact, last.finish_reason) == (whole, STOP)
+
+
+def test_each_of_several_answers_is_what_it_is_alone_cached_or_not(client: Client, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT + " in JSON")
+    options = {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 60, "temperature": 1.5}
+    together = [token_ids for token_ids, _ in answers(client, prompt, n=3, **options)]
+    for index, expected in enumerate(together):
+        own = {**options, "seed": 3 + index}
+        ((cached, last),) = answers(client, prompt, **own)
+        assert last.usage.cached_tokens == len(prompt) - 1
+        ((cold, last),) = answers(client, prompt, read_cache=False, **own)
+        assert last.usage.cached_tokens == 0
+        assert cached == cold == expected
+    assert len({tuple(each) for each in together}) == 3
+
+
+def test_others_draw_what_they_draw_alone(client: Client, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT)
+    ((alone, _),) = answers(client, prompt, max_new_tokens=80)
+    free = client.generate(prompt, temperature=1.0, seed=3, max_new_tokens=80)
+    held = client.generate(prompt, temperature=1.0, seed=3, max_new_tokens=80, json_object=True)
+    first = next(held)
+    together = [token_id for news in free for token_id in news.token_ids]
+    assert together == alone
+    assert tokenizer.decode([*first.token_ids, *(token_id for news in held for token_id in news.token_ids)])[0] == "{"
+
+
+def test_all_kinds_of_text(client: Client, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT)
+    kinds = {
+        "regex": ("(ab|cd){3}x?é", lambda text: re.fullmatch("(ab|cd){3}x?é", text)),
+        "grammar": ('root ::= "yes" | "no" " "+ [0-9]{2}', lambda text: re.fullmatch("yes|no +[0-9]{2}", text)),
+        "json_object": (True, lambda text: isinstance(json.loads(text), dict)),
+    }
+    for kind, (value, is_right) in kinds.items():
+        for token_ids, last in answers(client, prompt, n=8, max_new_tokens=200, **{kind: value}):
+            assert last.finish_reason == LENGTH or is_right(tokenizer.decode(token_ids))
+    ((token_ids, _),) = answers(client, prompt, json_object=False)
+    ((free, _),) = answers(client, prompt)
+    assert token_ids == free
+
+
+def test_a_special_stop_token_comes_only_where_the_answer_may_end(client: Client, tokenizer: Tokenizer) -> None:
+    prompt, bias = tokenizer.encode(PROMPT), {IM_END: 100.0}
+    options = {"stop_token_ids": [IM_END], "logit_bias": bias, "max_new_tokens": 40}
+    ((token_ids, last),) = answers(client, prompt, regex="(ab){2,}", **options)
+    assert (tokenizer.decode(token_ids), token_ids[-1], last.finish_reason) == ("abab", IM_END, STOP)
+    ((token_ids, last),) = answers(client, prompt, regex="(ab){2,}", **{**options, "min_tokens": 12})
+    assert len(token_ids) > 12
+    assert re.fullmatch("(ab){2,}", tokenizer.decode(token_ids))
+    assert (token_ids[-1], last.finish_reason) == (IM_END, STOP)
+
+
+def test_strings_end_it_as_well(client: Client, tokenizer: Tokenizer) -> None:
+    ((token_ids, last),) = answers(
+        client, tokenizer.encode(PROMPT), regex="(ab)*c", stop=["bab"], logit_bias={99: -100}
+    )
+    assert tokenizer.decode(token_ids) == "abab"
+    assert (last.finish_reason, last.matched_stop) == (STOP, "bab")
+
+
+def test_the_next_turn_finds_the_whole_answer(client: Client, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT + " once")
+    ((token_ids, last),) = answers(client, prompt, regex="[a-z]{5,40}!", max_new_tokens=60)
+    assert last.finish_reason == STOP
+    again = client.prefill([*prompt, *token_ids, 1])
+    assert again.usage.cached_tokens >= len(prompt) + len(token_ids) - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"regex": "(a"}, "regex"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": '{"type": "array", "uniqueItems": true}'}, "json_schema"),
+        ({"grammar": "root ::= nothing"}, "grammar"),
+        ({"regex": "a" * 5000}, "regex"),
+        ({"regex": "((((a{1,30}){1,30}){1,30}){1,30}){1,30}"}, "regex"),  # once it has some tokens
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(client: Client, options: dict[str, str], field: str) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        answers(client, [1, 2, 3], max_new_tokens=2000, **options)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith(f"{field}: expected ")
+    assert client.stats().requests.running == 0
+    assert client.stats().blocks.leased == 0
+
+
+def test_two_of_them_are_refused_before_they_are_sent(client: Client) -> None:
+    with pytest.raises(ValueError, match=r"^regex: expected none beside json_schema, got one$"):
+        answers(client, [1], json_schema="{}", regex="a")
+
+
+def test_from_the_command_line(address: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(SCHEMA), encoding="utf-8")
+    asking = ["generate", "--address", address, "--text", PROMPT, "--max-new-tokens", "500", "--temperature", "1"]
+    for given in (str(schema), json.dumps(SCHEMA)):
+        assert main([*asking, "--seed", "1", "--json-schema", given]) == 0
+        out = capsys.readouterr().out
+        value, _ = json.JSONDecoder().raw_decode(out)
+        assert is_valid(value)
+    assert main([*asking, "--regex", "(ab)+c"]) == 0
+    assert re.match(r"(ab)+c\n", capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        main([*asking, "--regex", "a", "--json-object"])
+    assert "not allowed with" in capsys.readouterr().err
