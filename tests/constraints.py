@@ -47,9 +47,14 @@ class RisingMatcher:
         self._constraint = constraint
         self._ends = ends
 
+    @property
+    def is_at_a_loss(self) -> bool:
+        """Whether nobody knows what may come."""
+        return len(self.accepted) == self._constraint.refuses_after
+
     def allowed(self) -> npt.NDArray[np.bool_]:
         self.num_asked += 1
-        if len(self.accepted) == self._constraint.refuses_after:
+        if self.is_at_a_loss:
             raise InvalidRequest("rising: expected a token that may come, got none")
         last = self.accepted[-1] if self.accepted else -1
         allowed = np.zeros(self._constraint.vocab_size, dtype=np.bool_)

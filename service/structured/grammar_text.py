@@ -22,6 +22,10 @@ _WHITESPACE_OPTIONS = {"whitespace_pattern", "whitespace_flexible"}
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 
+# A grammar in Lark's syntax, not llama.cpp's. Takes no longer than the text is; llguidance's own search holds the
+# interpreter for seconds over many empty lines.
+_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
+
 _MOST_REASON_CHARS = 300
 _EXCERPT = re.compile(r"\n *[0-9]+ \| |\n<non-verbose/>")  # what follows is the grammar again
 
@@ -85,10 +89,12 @@ class GrammarText:
 
             grammars = json.loads(LLMatcher.grammar_from_regex(self.text))["grammars"]
             return f"{grammars[0]['lark_grammar']}{_OPTIONS}"
-        from llguidance.gbnf_to_lark import any_to_lark
+        if _LARK.search(self.text):
+            return f"{self.text}{_OPTIONS}"
+        from llguidance.gbnf_to_lark import gbnf_to_lark
 
         try:
-            return f"{any_to_lark(self.text)}{_OPTIONS}"
+            return f"{gbnf_to_lark(self.text)}{_OPTIONS}"
         except Exception as error:
             raise InvalidRequest(f"{self.field}: expected a grammar, got {in_a_line(error)}") from error
 

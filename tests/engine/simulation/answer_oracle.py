@@ -22,7 +22,7 @@ from radixkv.api.result import (
 )
 from radixkv.compute.forward import Chunk
 from radixkv.engine.sampler import read_logprobs
-from radixkv.errors import CapacityError, DeadlineExceeded, Draining, StepFailed
+from radixkv.errors import CapacityError, DeadlineExceeded, Draining, InvalidRequest, StepFailed
 from radixkv.scheduling.request import Request
 from tests.engine.simulation.engine_events import Ask
 from tests.engine.simulation.simulated_model import VOCAB_SIZE, content_of, continuation, logits_of
@@ -72,6 +72,14 @@ class Asked:
         return continuation(self.ask.namespace, self.ask.tokens, self.ask.sampling)
 
     @property
+    def is_at_a_loss(self) -> bool:
+        """Whether nobody knows how the answer goes on."""
+        if not self.ask.rises or len(self.expected) != self.ask.at_a_loss_at:
+            return False
+        has_ended = self.expected[-1] in (VOCAB_SIZE - 1, *self.ask.stop_token_ids)
+        return not has_ended and len(self.expected) < self.ask.max_new_tokens
+
+    @property
     def expected_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Work out the log probabilities of the prompt, if they were asked for."""
         count, tokens = self.ask.sampling.prompt_logprobs, self.ask.tokens
@@ -96,7 +104,10 @@ class Asked:
         told, expected = tuple(self.told), self.expected
         return [
             *self._counted_wrong(news.usage),
-            *_wrong(told == expected[: len(told)] and len(told) < len(expected), "a token that was told is not next"),
+            *_wrong(
+                told == expected[: len(told)] and len(told) < len(expected) + self.is_at_a_loss,
+                "a token that was told is not next",
+            ),
             *_wrong(not self.request.is_over, "a token was told after the end"),
             *_wrong(news.usage.generated_tokens == len(told), "more or fewer tokens are counted than were told"),
         ]
@@ -146,6 +157,9 @@ class Asked:
             assert self.ask.deadline_s <= now_s
         elif isinstance(error, StepFailed):
             assert self.must_fail
+        elif isinstance(error, InvalidRequest):
+            assert self.is_at_a_loss
+            assert tuple(self.told) == self.expected
         else:
             assert isinstance(error, CapacityError | Draining), f"unexpected: {error!r}"
             assert is_closed or not isinstance(error, Draining)
@@ -166,6 +180,7 @@ class Asked:
         else:
             assert told == result.token_ids[:-1]
             assert num_tokens == len(self.expected), "an answer ended early, and its last tokens were told late"
+            assert not self.is_at_a_loss
         most_tokens = num_tokens if self.told_at_finish is None else self.told_at_finish + 1
         assert num_tokens <= most_tokens, "an answer went on that was to be finished"
         is_stopped = is_early or result.token_ids[-1] in self.ask.stop_token_ids or self._has_risen(result)

@@ -222,6 +222,10 @@ def asks_what_may_come_as_if_nothing_had(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "allowed_tokens", allowed_at_first)
 
 
+def goes_on_without_a_next_token(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Computed, "refusal", None)
+
+
 def forgets_followers_when_it_publishes(patch: pytest.MonkeyPatch) -> None:
     published = SingleFlight.published
 
@@ -339,6 +343,7 @@ BREAKS: tuple[Breaks, ...] = (
     shares_between_salts,
     draws_by_the_place_in_the_batch,
     asks_what_may_come_as_if_nothing_had,
+    goes_on_without_a_next_token,
     forgets_followers_when_it_publishes,
     lets_followers_wait_until_their_leader_ends,
     follows_nobody,

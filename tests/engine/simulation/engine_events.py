@@ -65,6 +65,7 @@ class Ask(_Value):
         key: the name that other events use for it.
         max_new_tokens: of a generation; 0 for a prefill.
         rises: how far apart its rising tokens may be; 0 if they need not rise.
+        at_a_loss_at: the number of rising tokens after which nobody knows what may come; 0 for never.
         penalty: of presence, and what a repetition penalty is above 1.
         raises_at, cancels_at, finishes_at: the callback raises, cancels, or wants no more tokens, when it takes the
             token of this number; 0 for never.
@@ -89,6 +90,7 @@ class Ask(_Value):
     penalty: float = 0.0
     min_tokens: int = 0
     rises: int = 0
+    at_a_loss_at: int = 0
     raises_at: int = 0
     cancels_at: int = 0
     finishes_at: int = 0
@@ -113,7 +115,7 @@ class Ask(_Value):
             presence_penalty=self.penalty,
             min_tokens=self.min_tokens,
             prompt_logprobs=None if self.reads else 1,
-            constraint=Rising(VOCAB_SIZE, self.rises) if self.rises else None,
+            constraint=Rising(VOCAB_SIZE, self.rises, refuses_after=self.at_a_loss_at or None) if self.rises else None,
         )
 
 

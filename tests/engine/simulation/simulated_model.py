@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from radixkv.compute.forward import Chunk, pack_tokens
 from radixkv.compute.runner import Launch, StepResult, Wait
 from radixkv.engine.sampler import draw, penalize
 from radixkv.namespace import Namespace
+from tests.constraints import Rising
 from tests.fake_runner import with_tokens
 from tests.fakes import FakeClock
 
@@ -64,9 +65,10 @@ def logits_of(content: Content) -> npt.NDArray[np.float32]:
 def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
     """Return the tokens generated after a prompt: up to a stop token, or the number that was asked for."""
     tokens, token_ids = prompt, list[int]()
-    matcher = None if sampling.constraint is None else sampling.constraint.start(sampling.stop_token_ids)
+    constraint = cast(Rising | None, sampling.constraint)
+    matcher = None if constraint is None else constraint.start(sampling.stop_token_ids)
     while len(token_ids) < sampling.max_new_tokens and not set(token_ids[-1:]) & sampling.stop_token_ids:
-        if matcher is not None and matcher.is_finished:
+        if matcher is not None and (matcher.is_finished or matcher.is_at_a_loss):
             break
         row = torch.from_numpy(logits_of(content_of(namespace, tokens)))
         if sampling.changes_logits:

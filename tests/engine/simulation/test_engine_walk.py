@@ -23,6 +23,7 @@ INTERESTING = {
     "failed steps",
     "failed with DeadlineExceeded",
     "failed with Draining",
+    "failed with InvalidRequest",
     "failed with OutOfBlocks",
     "failed with StepFailed",
     "finished early",

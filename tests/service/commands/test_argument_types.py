@@ -2,7 +2,16 @@ import argparse
 
 import pytest
 
-from radixkv.service.commands.argument_types import capacities, count, points, positive, seed, token_ids, whole
+from radixkv.service.commands.argument_types import (
+    capacities,
+    count,
+    points,
+    positive,
+    seed,
+    text_or_file,
+    token_ids,
+    whole,
+)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +85,16 @@ def test_token_ids_stand_between_commas_or_spaces(text):
 def test_what_is_no_token_id_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match=r"^expected integers"):
         token_ids(text)
+
+
+def test_text_is_read_from_a_file_if_there_is_one(tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text('{"é": 1}', encoding="utf-8")
+    assert text_or_file(str(file)) == '{"é": 1}'
+    for text in ('{"type": "object"}', "a" * 5000, "", str(tmp_path), "a\0b"):
+        assert text_or_file(text) == text
+    for wrong in (tmp_path / "latin", "\udc80"):
+        if wrong == tmp_path / "latin":
+            wrong.write_bytes(b"\xe9")
+        with pytest.raises(argparse.ArgumentTypeError, match="UTF-8"):
+            text_or_file(str(wrong))

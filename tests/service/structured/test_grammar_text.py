@@ -85,6 +85,24 @@ def test_grammars_of_both_syntaxes() -> None:
         assert answers(text("grammar", grammar), "ab", "abb", "a", "b", "aab") == ["ab", "abb"]
 
 
+def test_the_syntax_is_seen_by_the_first_rule() -> None:
+    for lark in ('a: "x"\n  start : a', '%llguidance {}\nstart: "x"', '// root ::= "y"\nstart: "x"'):
+        assert answers(text("grammar", lark), "x", "y") == ["x"]
+    assert answers(text("grammar", 'root ::= started\nstarted ::= "x"'), "x", "y") == ["x"]
+    with pytest.raises(InvalidRequest, match="Rule 'start' already exists"):
+        text("grammar", 'root ::= start\nstart ::= "x"').lark()
+
+
+def test_empty_lines_take_no_longer_than_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llguidance import gbnf_to_lark
+
+    monkeypatch.setattr(gbnf_to_lark, "is_lark_syntax", lambda _: pytest.fail("takes seconds"))
+    empty = "\n" * 16_000
+    assert text("grammar", f'{empty}start: "x"').lark().startswith(empty)
+    with pytest.raises(InvalidRequest, match=r"^my_field: expected a grammar, got No 'root' rule found$"):
+        text("grammar", empty).lark()
+
+
 @pytest.mark.parametrize("grammar", ["", "root ::= (", "\x00", "(" * 16_384])
 def test_what_is_no_grammar_is_refused_by_name(grammar: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^my_field: expected "):

@@ -1,3 +1,4 @@
+import json
 import sys
 from functools import partial
 
@@ -14,6 +15,12 @@ def test_text_becomes_tokens_and_text_again():
     assert tokenizer.encode("~€") == [*"~€".encode()]
     assert tokenizer.decode(tokenizer.encode(" é , x .")) == " é , x .", "blanks are left alone"
     assert tokenizer.decode([510, *b"hi", 511]) == "hi"
+
+
+def test_the_definition_is_that_of_the_package_tokenizers():
+    assert json.loads(byte_level().definition)["model"]["type"] == "BPE"
+    with pytest.raises(ValueError, match="expected a tokenizer of the package tokenizers, got another one"):
+        _ = Tokenizer(object()).definition
 
 
 def test_a_chat_ends_where_the_answer_begins():
