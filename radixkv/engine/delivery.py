@@ -78,7 +78,7 @@ class Delivery:
 
     def _advance(self, computed: Computed) -> None:
         (request, start, upto), is_finite, prediction, prompt_logprobs = computed
-        if not is_finite or computed.refusal is not None:
+        if not is_finite:
             return
         request.computed_upto, request.has_computed = upto, True
         request.open_lease.copy = None  # the step has made it
