@@ -94,15 +94,15 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--json-schema",
         metavar="FILE|TEXT",
         type=argument_types.text_or_file,
-        help="a JSON schema that it follows, or the file of one",
+        help="a JSON schema that it follows, or the file of one (default: none)",
     )
     followed.add_argument("--json-object", action="store_true", help="it is a JSON object")
-    followed.add_argument("--regex", metavar="R", help="a regular expression that all of it matches")
+    followed.add_argument("--regex", metavar="R", help="a regular expression that all of it matches (default: none)")
     followed.add_argument(
         "--grammar",
         metavar="FILE|TEXT",
         type=argument_types.text_or_file,
-        help="a grammar that it follows, or the file of one, in the syntax of Lark or llama.cpp",
+        help="a grammar that it follows, or the file of one, in the syntax of Lark or llama.cpp (default: none)",
     )
     add_connection(generate)
     generate.set_defaults(command=_generate)
