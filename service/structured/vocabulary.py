@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from llguidance import LLTokenizer
 
@@ -44,7 +45,8 @@ class Vocabulary:
     @classmethod
     def of_names(cls, names: Sequence[bytes], without_text: frozenset[int]) -> Vocabulary:
         """Take the bytes that each token stands for."""
-        return cls(LLTokenizer(_Tokens(names, without_text)), len(names), without_text)
+        wrapped: Any = _Tokens(names, without_text)  # it asks for no more than this, whatever its types say
+        return cls(LLTokenizer(wrapped), len(names), without_text)
 
 
 @dataclass(slots=True)
