@@ -42,6 +42,7 @@ CACHE_TESTS = (
 ENGINE_TESTS = (
     "tests/cache/test_lease.py",
     "tests/engine/test_sampler.py",
+    "tests/engine/test_allowed_tokens.py",
     "tests/engine/test_core.py",
     "tests/scheduling/test_step_plan.py",
     "tests/scheduling/test_scheduler.py",
