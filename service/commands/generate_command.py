@@ -145,6 +145,7 @@ class _Printer:
     def __init__(self, prompt: Prompt, stops: Sequence[str], min_tokens: int, *, is_silent: bool) -> None:
         self._is_silent = is_silent
         self._is_terminal = sys.stdout.isatty()
+        self._has_ids = False  # before the next one
         self._pieces: list[str] = []
         self._answer: AnswerText | None = None
         if prompt.tokenizer is not None:
@@ -159,7 +160,10 @@ class _Printer:
         """Print the next part, and an end of line after the last."""
         end = "\n" if news.finished else ""
         if self._answer is None:
-            self._print(" ".join(map(str, news.token_ids)) + (end or " "))
+            # A space goes before a token: the last message may have none.
+            ids = " ".join(map(str, news.token_ids))
+            self._print((" " if ids and self._has_ids else "") + ids + end)
+            self._has_ids = self._has_ids or bool(ids)
             return
         piece = self._answer.put(news.token_ids) + (self._answer.end() if news.finished else "")
         self._pieces.append(piece)
