@@ -143,7 +143,7 @@ def penalize(
 
     if allowed is not None:
         logits.masked_fill_(~on_device(allowed[: len(logits)], torch.bool), -torch.inf)
-        if allowed.sum() == allowed[stop_ids].sum():
+        if stop_ids and allowed.sum() == allowed[stop_ids].sum():
             stop_ids = []
     if sampling.logit_bias:
         biased, biases = zip(*sampling.logit_bias, strict=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
 import shutil
 import tempfile
@@ -12,6 +11,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
+from radixkv.config.cache_directory import cache_directory
 from radixkv.v1.model_pb2 import TokenizerChunk
 
 MAX_BYTES = 512 * 2**20
@@ -111,5 +111,4 @@ def _unpack(data: bytes, directory: Path) -> None:
 
 
 def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "radixkv" / "tokenizers"
+    return cache_directory() / "tokenizers"

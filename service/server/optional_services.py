@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from radixkv.config import Config
-from radixkv.events.readers import EventReaders
+from radixkv.service.server.shared_parts import SharedParts
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
 
-AddService = Callable[[grpc.aio.Server, EventReaders | None], str]
-"""Adds a service to a server, inside its event loop, and returns the service's name.
-
-Readers are those of the server; None if the engine logs no events.
-"""
+AddService = Callable[[grpc.aio.Server, SharedParts], str]
+"""Adds a service to a server, inside its event loop, and returns the service's name."""
 
 
 def optional_services(engine: Engine, config: Config) -> list[AddService]:

@@ -27,8 +27,10 @@ from radixkv.service.server.model_servicer import ModelServicer
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.optional_services import AddService
 from radixkv.service.server.servicer import CacheServicer, PrefillServicer
+from radixkv.service.server.shared_parts import SharedParts
 from radixkv.service.server.status import StatusInterceptor
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
+from radixkv.service.structured.grammars import Grammars
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, model_pb2, model_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
@@ -83,7 +85,9 @@ class Server:
             ],
         )
         tokenizer = ModelTokenizer(model_path)
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(engine, tokenizer), self._grpc)  # type: ignore[no-untyped-call]
+        grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
+        prefill_servicer = PrefillServicer(engine, tokenizer, grammars)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, self._grpc)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine), self._grpc)  # type: ignore[no-untyped-call]
         model_servicer = ModelServicer(tokenizer)
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_servicer, self._grpc)  # type: ignore[no-untyped-call]
@@ -94,7 +98,8 @@ class Server:
             events = EventServicer(readers, engine.limits.epoch)
             self._grpc.add_generic_rpc_handlers((events.handler(),))
             own_services.append(EVENT_SERVICE)
-        self._services = (*own_services, *(add(self._grpc, readers) for add in services))
+        shared = SharedParts(readers, tokenizer, grammars)
+        self._services = (*own_services, *(add(self._grpc, shared) for add in services))
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
 

@@ -45,10 +45,10 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Answers prompts, generations and probes, and takes leases back."""
 
-    def __init__(self, engine: Engine, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, engine: Engine, tokenizer: ModelTokenizer, grammars: Grammars) -> None:
         self._engine = engine
         self._tokenizer = tokenizer  # for stop strings
-        self._grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
+        self._grammars = grammars
         self._mailbox = Mailbox()
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802

@@ -167,10 +167,13 @@ def test_prompts_that_begin_alike_meet_on_one_server(tmp_path: Path) -> None:
     assert all(homes), "one server has all prompts"
 
 
-def test_a_killed_server_costs_at_most_the_calls_in_flight(tmp_path: Path) -> None:
-    """1,000 calls, eight at once; a server is killed after a third of them."""
+@pytest.mark.parametrize(("order", "most_lost"), [(signal.SIGKILL, CALLERS), (signal.SIGTERM, 0)])
+def test_a_server_that_leaves_costs_at_most_the_calls_in_flight(
+    order: signal.Signals, most_lost: int, tmp_path: Path
+) -> None:
+    """1,000 calls, eight at once; a server is killed, or told to drain, after a third of them."""
     with fake_service() as (victim, first), fake_service() as (_, second), envoy(tmp_path, [first, second]) as address:
-        lost: Counter[grpc.StatusCode] = Counter()
+        lost: Counter[tuple[grpc.StatusCode, str]] = Counter()
         done = threading.Semaphore(0)
 
         def call(number: int) -> None:
@@ -178,13 +181,13 @@ def test_a_killed_server_costs_at_most_the_calls_in_flight(tmp_path: Path) -> No
             try:
                 client.prefill([group, group, group, number % 200])
             except grpc.RpcError as error:
-                lost[error.code()] += 1
+                lost[(error.code(), error.details()[:150])] += 1
             done.release()
 
         def kill() -> None:
             for _ in range(CALLS // 3):
                 assert done.acquire(timeout=PATIENCE_S)
-            victim.send_signal(signal.SIGKILL)
+            victim.send_signal(order)
 
         with Client(address, timeout_s=PATIENCE_S, prefix_key_tokens=3) as client:
             killer = threading.Thread(target=kill)
@@ -192,8 +195,23 @@ def test_a_killed_server_costs_at_most_the_calls_in_flight(tmp_path: Path) -> No
             with concurrent.futures.ThreadPoolExecutor(CALLERS) as callers:
                 list(callers.map(call, range(CALLS)))
             killer.join()
-        assert victim.wait(PATIENCE_S) == -signal.SIGKILL
-        assert lost.total() <= CALLERS, lost
+        assert victim.wait(PATIENCE_S) == (-signal.SIGKILL if order == signal.SIGKILL else 0)
+        assert lost.total() <= most_lost, lost
+
+
+def test_a_stream_that_had_begun_ends_with_its_server(tmp_path: Path) -> None:
+    """It is not begun again elsewhere: the caller has tokens of it."""
+    with (
+        fake_service(gate="shut") as (victim, first),
+        envoy(tmp_path, [first]) as address,
+        Client(address, timeout_s=PATIENCE_S) as client,
+    ):
+        stream = client.generate([1, 2, 3], max_new_tokens=5)
+        assert next(stream).token_ids
+        victim.send_signal(signal.SIGKILL)
+        with pytest.raises(grpc.RpcError) as ended:
+            list(stream)
+    assert ended.value.code() is grpc.StatusCode.INTERNAL, "Envoy resets it"
 
 
 def test_the_page_starts_the_configuration_that_is_tested() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.linear_packings import PACKINGS, packings_for
 from radixkv.kernels.product_trial import ProductChoice, choose_product
 from radixkv.kernels.row_tiles import SIZES
@@ -36,14 +37,14 @@ class ProductChoices:
     Args:
         is_exact: whether rows must have the same bits, whatever their number.
         weights: `auto`, or `int8` to round weights; see `ModelConfig`.
-        directory: of the file; None takes `$XDG_CACHE_HOME/radixkv`, or else `~/.cache/radixkv`.
+        directory: of the file; None takes that of `radixkv.config.cache_directory`.
     """
 
     def __init__(self, *, is_exact: bool, weights: str = "auto", directory: Path | None = None) -> None:
         # Integers are exact for any number of rows. Some numbers are slow: a lone row takes 170 times as long as two.
         self._is_exact = is_exact or weights == "int8"
         self._weights = weights
-        self._file = (directory or _cache_directory()) / _FILE
+        self._file = (directory or cache_directory()) / _FILE
         self._known: dict[str, ProductChoice | None] = {}
         self._remembered = self._read()
 
@@ -129,11 +130,6 @@ def _parsed(entry: Any, packings: tuple[str, ...], *, is_exact: bool) -> Product
         return None
     is_known = packing in packings and packing in PACKINGS and all(size in SIZES and cost > 0 for size, cost in costs)
     return ProductChoice(packing, costs) if is_known and bool(costs) == is_exact else None
-
-
-def _cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "radixkv"
 
 
 @cache

@@ -65,7 +65,7 @@ class EventStream:
                         yield message
         finally:
             coming.cancel()
-            with contextlib.suppress(BaseException):  # it was cancelled, or its error is not awaited any more
+            with contextlib.suppress(Exception, asyncio.CancelledError):  # its error is not awaited any more
                 await coming
 
     async def _load_message(self) -> engine_common_pb2.KvEventBatch | None:

@@ -15,7 +15,6 @@ import grpc.aio
 
 from radixkv.api.result import GeneratedTokens, Usage
 from radixkv.config import Config
-from radixkv.events.readers import EventReaders
 from radixkv.gateway import engine_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from radixkv.service.server.calls import answer_of, traceparent_of
 from radixkv.service.server.gateway.descriptions import loads_response, model_info, scheduler_load, server_info
@@ -31,11 +30,10 @@ from radixkv.service.server.gateway.running_calls import RunningCall, RunningCal
 from radixkv.service.server.gateway.traffic import Traffic
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.model_servicer import pieces_of
-from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.shared_parts import SharedParts
 from radixkv.service.server.stop_strings import stop_strings
 from radixkv.service.server.token_stream import TokenStream
 from radixkv.service.server.unfinished_calls import Context
-from radixkv.service.structured.grammars import Grammars
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
@@ -43,13 +41,13 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 _SERVICE: str = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
 
-def add_gateway(server: grpc.aio.Server, readers: EventReaders | None, engine: Engine, config: Config) -> str:
+def add_gateway(server: grpc.aio.Server, shared: SharedParts, engine: Engine, config: Config) -> str:
     """Add the gateway's service to a server. To be called inside the event loop that runs it.
 
     Returns:
         The service's name.
     """
-    servicer = GatewayServicer(engine, config, readers)
+    servicer = GatewayServicer(engine, config, shared)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     return _SERVICE
 
@@ -57,13 +55,13 @@ def add_gateway(server: grpc.aio.Server, readers: EventReaders | None, engine: E
 class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Answers a gateway that has the tokenizer and chooses among servers."""
 
-    def __init__(self, engine: Engine, config: Config, readers: EventReaders | None) -> None:
-        self._readers = readers
+    def __init__(self, engine: Engine, config: Config, shared: SharedParts) -> None:
+        self._readers = shared.readers
         self._engine = engine
         self._config = config
         self._mailbox = Mailbox()
-        self._tokenizer = ModelTokenizer(config.model.path)
-        self._grammars = Grammars(self._tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
+        self._tokenizer = shared.tokenizer
+        self._grammars = shared.grammars
         self._calls = RunningCalls()
         self._traffic = Traffic()
 

@@ -16,6 +16,7 @@ from radixkv.api.retention import Retention
 from radixkv.service.client import AsyncClient, logits_of
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.servicer import PrefillServicer
+from radixkv.service.structured.grammars import Grammars
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import COLD, DIVERGED, NONE, READ_DISABLED, GenerateRequest, PrefillRequest, PrefillResponse
 from radixkv.v1.prefill_pb2 import MissReason as MissReasonMessage
@@ -391,9 +392,9 @@ def test_a_cancelled_handler_ends_cancelled():
 
     async def run():
         engine = FakeEngine(is_gated=True)
-        handler = asyncio.create_task(
-            PrefillServicer(engine, ModelTokenizer(None)).Prefill(PrefillRequest(token_ids=[1]), Context())
-        )
+        tokenizer = ModelTokenizer(None)
+        servicer = PrefillServicer(engine, tokenizer, Grammars(tokenizer, 256, frozenset()))
+        handler = asyncio.create_task(servicer.Prefill(PrefillRequest(token_ids=[1]), Context()))
         assert await becomes_true(lambda: len(engine.futures) == 1)
         handler.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -33,7 +33,10 @@ def talking(talk, engine=None, **config):
 
     async def run():
         async with (
-            serving(engine, services=optional_services(engine, whole), **config) as (server, address),
+            serving(engine, services=optional_services(engine, whole), **{"model_path": "tiny", **config}) as (
+                server,
+                address,
+            ),
             grpc.aio.insecure_channel(address) as channel,
         ):
             stub = VllmEngineStub(channel)

@@ -1,0 +1,24 @@
+"""Parts of a server that several of its services use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixkv.events.readers import EventReaders
+from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.structured.grammars import Grammars
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParts:
+    """Parts that the services of one server share.
+
+    Attributes:
+        readers: of the events; None if the engine logs none.
+        tokenizer: the model's.
+        grammars: what answers may be asked to follow.
+    """
+
+    readers: EventReaders | None
+    tokenizer: ModelTokenizer
+    grammars: Grammars
