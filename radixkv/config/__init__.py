@@ -15,8 +15,8 @@ from radixkv.config.sections import (
     GatewayConfig,
     ModelConfig,
     ServerConfig,
-    TenantConfig,
 )
+from radixkv.config.tenant_section import TenantConfig
 
 __all__ = [
     "EVICTION_POLICIES",

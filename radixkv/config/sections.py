@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from radixkv.config.bounds import OneOf, Range, require_fields
 from radixkv.config.reading import read_file, read_setting, require_known, section_with, table
+from radixkv.config.tenant_section import TenantConfig
 from radixkv.errors import ConfigError
 
 KV_DTYPES = ("auto", "bf16", "fp8", "int8", "int4")
@@ -178,39 +179,13 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantConfig:
-    """Bounds of one tenant, and its share of the steps; a section `tenants.NAME`.
+class Config:
+    """The whole configuration, a section for each owner.
 
     Attributes:
-        floor_tokens: cached tokens that no other tenant can evict; rounded up to whole blocks.
-        ceiling_tokens: cached and leased tokens at most; rounded down to whole blocks. Without it, the whole pool.
-        max_retained_tokens: tokens with a priority above the default at most; rounded down to whole blocks. Without it,
-            what `cache.max_retained_share` leaves.
-        weight: its share of the computed tokens while tenants compete, beside the others' weights of 1.
+        tenants: sections `tenants.NAME`, by name.
+        default_tenant: the bounds of each tenant that has no section of its own.
     """
-
-    floor_tokens: _Count = 0
-    ceiling_tokens: _PositiveCount | None = None
-    max_retained_tokens: _Count | None = None
-    weight: Annotated[float, Range(1e-3, 1e3)] = 1.0
-
-    def require(self, path: str) -> None:
-        """Refuse values out of range; `Config` calls this, since only it knows the tenant's name.
-
-        Args:
-            path: `tenants.NAME`.
-
-        Raises:
-            ConfigError: the message names the key.
-        """
-        require_fields(path, self)
-        if self.ceiling_tokens is not None:
-            Range(self.floor_tokens).require(f"{path}.ceiling_tokens", self.ceiling_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """The whole configuration, a section for each owner."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -219,8 +194,15 @@ class Config:
     events: EventsConfig = EventsConfig()
     gateway: GatewayConfig = GatewayConfig()
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    default_tenant: TenantConfig = TenantConfig()
 
     def __post_init__(self) -> None:
+        self.default_tenant.require("default_tenant")
+        if self.default_tenant.floor_tokens:
+            raise ConfigError(
+                "default_tenant.floor_tokens: expected 0, since any number of tenants may come, got "
+                f"{self.default_tenant.floor_tokens}"
+            )
         for name, tenant in self.tenants.items():
             tenant.require(f"tenants.{name}")
         floors = sum(tenant.floor_tokens for tenant in self.tenants.values())

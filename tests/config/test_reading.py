@@ -210,6 +210,11 @@ class TestTenants:
         config = Config.load(file, ["tenants.acme.ceiling_tokens=128"])
         assert config.tenants == {"acme": TenantConfig(64, 128), "a b": TenantConfig(0, 640)}
 
+    def test_tenants_without_a_section_have_one_of_their_own(self) -> None:
+        config = Config.load(settings=["default_tenant.max_calls_per_s=2.5", "tenants.acme.weight=2"])
+        assert config.default_tenant == TenantConfig(max_calls_per_s=2.5)
+        assert config.tenants == {"acme": TenantConfig(weight=2)}
+
     def test_a_name_with_dots_is_quoted(self) -> None:
         config = Config.load(settings=['tenants."a.example.com".weight=2', "tenants.a b.weight=3"])
         assert config.tenants == {"a.example.com": TenantConfig(weight=2), "a b": TenantConfig(weight=3)}
@@ -224,6 +229,8 @@ class TestTenants:
             ("tenants.acme=1", "tenants.acme: expected a table of keys, got 1"),
             ("tenants.acme.floor_tokens=-1", "tenants.acme.floor_tokens: expected at least 0, got -1"),
             ("tenants.acme.ceiling_tokens=0", "tenants.acme.ceiling_tokens: expected at least 1, got 0"),
+            ("default_tenant.floor_tokens=1", "default_tenant.floor_tokens: expected 0, since any number"),
+            ("default_tenant.max_calls_per_s=0", "default_tenant.max_calls_per_s: expected 0.001 to 1000000000000.0"),
             ("tenants.acme.floor_tokens=6401", r"expected at most cache.capacity_tokens 6400 in all, got 6401"),
         ],
     )

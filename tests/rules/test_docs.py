@@ -38,7 +38,7 @@ SOURCE = re.compile(r"^(?:radixkv|kernels|service|bench|tests|docs|proto)/[\w./]
 COMMAND = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]\w*)+)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 NAME = re.compile(r"^([A-Z][a-z]+\w*)(?:\.(\w+))?(?:\(\))?$")
-KEY = re.compile(r"^(model|cache|engine|server|events|gateway|tenants\.NAME)\.(\w+)(?: = .+)?$")
+KEY = re.compile(r"^(model|cache|engine|server|events|gateway|default_tenant|tenants\.NAME)\.(\w+)(?: = .+)?$")
 SECTIONS = {
     "model": ModelConfig,
     "cache": CacheConfig,
@@ -47,6 +47,7 @@ SECTIONS = {
     "events": EventsConfig,
     "gateway": GatewayConfig,
     "tenants.NAME": TenantConfig,
+    "default_tenant": TenantConfig,
 }
 OUTSIDE = ("http://", "https://")
 

@@ -45,6 +45,7 @@ TESTED_IN = {
     "radixkv.compute.runner": "model/test_model.py",
     "radixkv.config.bounds": "config/test_reading.py",
     "radixkv.config.sections": "config/test_reading.py",
+    "radixkv.config.tenant_section": "config/test_reading.py",
     "radixkv.engine.answers": "engine/test_core.py",
     "radixkv.engine.delivery": "engine/test_core.py",
     "radixkv.engine.early_ends": "engine/test_core.py",
