@@ -194,7 +194,7 @@ class Config:
     events: EventsConfig = EventsConfig()
     gateway: GatewayConfig = GatewayConfig()
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
-    default_tenant: TenantConfig = TenantConfig()
+    default_tenant: TenantConfig = field(default_factory=TenantConfig)
 
     def __post_init__(self) -> None:
         self.default_tenant.require("default_tenant")
