@@ -144,15 +144,16 @@ class EventsConfig:
     Attributes:
         zmq_endpoint: address of a ZMQ PUB socket, such as `tcp://127.0.0.1:5557`. Without it there is none.
         replay_endpoint: address of a ZMQ ROUTER socket that sends batches again; needs `zmq_endpoint`.
-        form: `array` or `map`, of the events in a ZMQ message. Arrays have no field that isolates, so only what may be
-            matched by tokens is published in them.
+        form: `array`, `map` or `plain_map`, of the events in a ZMQ message. Arrays have no field that isolates, so only
+            what may be matched by tokens is published in them, and so it is in plain maps, for readers that refuse
+            a message with that field.
         topic: first frame of each ZMQ message. Some routers read the server's name from it: `kv@SERVER@MODEL`.
         block_size: tokens of an event block, whatever blocks the pool has.
     """
 
     zmq_endpoint: str | None = None
     replay_endpoint: str | None = None
-    form: Annotated[str, OneOf("array", "map")] = "array"
+    form: Annotated[str, OneOf("array", "map", "plain_map")] = "array"
     topic: str = ""
     block_size: Annotated[int, Range(1, 1024)] = 16
 

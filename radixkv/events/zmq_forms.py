@@ -1,10 +1,13 @@
 """Batches as the messages that vLLM publishes over ZMQ: msgpack, with events as arrays or as maps.
 
-    array   ["BlockStored", hashes, parent, tokens, block size, lora id, medium, lora name, extra keys]
-    map     {"type": "BlockStored", "block_hashes": hashes, ..., "cache_salt": salt}
+    array       ["BlockStored", hashes, parent, tokens, block size, lora id, medium, lora name, extra keys]
+    map         {"type": "BlockStored", "block_hashes": hashes, ..., "cache_salt": salt}
+    plain_map   the same without "cache_salt"
 
 Source: vLLM's `KVEventBatch`. Readers of arrays take a salt in `extra_keys` for no salt at all, so blocks that may not
-be matched by tokens are left out of arrays; in maps they have a `cache_salt`.
+be matched by tokens are left out of arrays; in maps they have a `cache_salt`. Some readers of maps (vllm-router 0.1.17)
+drop a message with a field that they do not know, and with it all other events of the step, so plain maps leave those
+blocks out too.
 """
 
 from __future__ import annotations
@@ -26,12 +29,21 @@ def array_payload(batch: EventBatch) -> bytes:
     return _payload(batch, [_as_array(event) for event in batch.events if _is_plain(event)])
 
 
+def plain_map_payload(batch: EventBatch) -> bytes:
+    """Write the events of a batch that need no isolation, as maps; maybe none."""
+    return _payload(batch, [_as_map(event) for event in batch.events if _is_plain(event)])
+
+
 def map_payload(batch: EventBatch) -> bytes:
     """Write the events of a batch as maps."""
     return _payload(batch, [_as_map(event) for event in batch.events])
 
 
-PAYLOADS: dict[str, Callable[[EventBatch], bytes]] = {"array": array_payload, "map": map_payload}
+PAYLOADS: dict[str, Callable[[EventBatch], bytes]] = {
+    "array": array_payload,
+    "map": map_payload,
+    "plain_map": plain_map_payload,
+}
 
 
 def _payload(batch: EventBatch, events: list[Any]) -> bytes:

@@ -4,7 +4,7 @@ import msgpack
 import numpy as np
 
 from radixkv.api.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch
-from radixkv.events.zmq_forms import array_payload, map_payload
+from radixkv.events.zmq_forms import array_payload, map_payload, plain_map_payload
 
 HASHES = [2**64 - 1, 7]
 PACKED = np.array(HASHES, "<u8").tobytes()
@@ -30,25 +30,31 @@ def test_a_batch_without_such_events_is_an_empty_message() -> None:
     assert msgpack.unpackb(array_payload(EventBatch(1, 2.0, (SALTED,)))) == [2.0, [], 0]
 
 
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": HASHES,
+    "parent_block_hash": None,
+    "token_ids": [2**32 - 1, 1, 2, 3],
+    "block_size": 2,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+}
+REMOVED = {"type": "BlockRemoved", "block_hashes": HASHES, "medium": "GPU"}
+
+
+def test_plain_maps_hold_what_may_be_matched_by_tokens() -> None:
+    assert msgpack.unpackb(plain_map_payload(BATCH)) == [12.5, [STORED, REMOVED, {"type": "AllBlocksCleared"}], 0]
+
+
 def test_maps_isolate_by_a_salt() -> None:
-    stored = {
-        "type": "BlockStored",
-        "block_hashes": HASHES,
-        "parent_block_hash": None,
-        "token_ids": [2**32 - 1, 1, 2, 3],
-        "block_size": 2,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-    }
-    removed = {"type": "BlockRemoved", "block_hashes": HASHES, "medium": "GPU"}
     assert msgpack.unpackb(map_payload(BATCH)) == [
         12.5,
         [
-            stored,
-            {**stored, "parent_block_hash": 2**63, "cache_salt": "0a" * 16},
-            removed,
-            removed,
+            STORED,
+            {**STORED, "parent_block_hash": 2**63, "cache_salt": "0a" * 16},
+            REMOVED,
+            REMOVED,
             {"type": "AllBlocksCleared"},
         ],
         0,

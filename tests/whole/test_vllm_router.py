@@ -1,0 +1,209 @@
+"""vllm-router, as it is installed, reads the events of two servers and chooses the one that holds a prompt.
+
+It drives its workers by a protocol that radixkv does not speak, so behind it are two stand-ins that only count, and the
+ZMQ endpoints that it follows are those of two real servers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2
+
+from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.model.tiny_files import write_tiny_files
+from radixkv.service.client import Client
+from tests.patience import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="needs vllm-router")
+
+ANSWER = bytes.fromhex("0a020801 120b 1801 220105 42040801 1001")  # vllm.GenerateResponse: token 5, finished by length
+EARLY = np.random.default_rng(5).integers(0, 256, (4, 320)).tolist()
+
+
+class CountingWorker(grpc.GenericRpcHandler):
+    """A stand-in for vLLM's engine: healthy, and answers each request with a token.
+
+    Attributes:
+        num_asked: requests so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def service(self, call: Any) -> Any:
+        if call.method == "/vllm.Inference/GenerateStream":
+            return grpc.unary_stream_rpc_method_handler(self._generate)
+        if call.method == "/grpc.health.v1.Health/Check":
+            serving = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+            return grpc.unary_unary_rpc_method_handler(lambda request, context: serving.SerializeToString())
+        return None
+
+    def _generate(self, request: bytes, context: Any) -> Iterator[bytes]:
+        self.num_asked += 1
+        yield ANSWER
+
+
+@dataclass
+class Routed:
+    """Two servers, and a router that follows them, whose workers are stand-ins."""
+
+    url: str
+    metrics_url: str
+    servers: list[Client]
+    workers: list[CountingWorker]
+
+    def num_known(self) -> int:
+        """Number of requests of whose prompt the router knew a holder."""
+        with urllib.request.urlopen(self.metrics_url, timeout=PATIENCE_S) as page:
+            found = re.search(
+                r'^vllm_router_kv_placement_lookups_total\{result="hit"\} (\d+)$', page.read().decode(), re.M
+            )
+        return int(found[1]) if found else 0
+
+    def ask(self, prompt: list[int]) -> tuple[int, bool]:
+        """Send a prompt through the router; returns the worker that it chose, and whether it knew a holder."""
+        asked, known = [worker.num_asked for worker in self.workers], self.num_known()
+        body = {"model": "tiny", "prompt": [*prompt, 1], "max_tokens": 1, "temperature": 0}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            assert len(json.load(response)["choices"]) == 1
+        (chosen,) = (index for index, worker in enumerate(self.workers) if worker.num_asked > asked[index])
+        return chosen, self.num_known() > known
+
+    def wait_for_all_events(self, prompts: Iterator[list[int]]) -> None:
+        """Wait until the router has read what the servers have published. Takes a fresh prompt for each message."""
+        for index, server in enumerate(self.servers):
+            for _ in range(20):  # the first ones may come before it has subscribed
+                last = next(prompts)
+                server.prefill(last)
+                if self._hears_of(last, index):
+                    break
+            else:
+                pytest.fail("expected the router to read events, got none")
+
+    def _hears_of(self, prompt: list[int], holder: int) -> bool:
+        for _ in range(40):
+            if self.ask(prompt) == (holder, True):
+                return True
+            time.sleep(0.02)
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in taken]
+
+
+@contextmanager
+def started_worker() -> Iterator[tuple[CountingWorker, str]]:
+    worker = CountingWorker()
+    server = grpc.server(ThreadPoolExecutor(2), handlers=(worker,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield worker, f"grpc://127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+@contextmanager
+def started_router(folder: Path, options: list[str]) -> Iterator[tuple[str, str]]:
+    """Run the router with the embedded model's tokenizer; yields its URL and that of its metrics."""
+    write_tiny_files(folder)
+    port, metrics_port = free_ports(2)
+    command = [
+        *(sys.executable, "-m", "vllm_router.launch_router", "--policy", "kv_aware", "--kv-event-model", "tiny"),
+        *("--host", "127.0.0.1", "--port", str(port), "--kv-event-block-size", "16"),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port), *options),
+    ]
+    env = {**os.environ, "VLLM_ROUTER_TOKENIZER": str(folder)}
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        try:
+            return urllib.request.urlopen(f"{url}/health", timeout=PATIENCE_S).status == 200
+        except OSError:
+            return False
+
+    with (folder / "log").open("w") as log, subprocess.Popen(command, env=env, stdout=log, stderr=log) as process:
+        try:
+            wait_until(is_ready)
+            yield url, f"http://127.0.0.1:{metrics_port}/metrics"
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def routed() -> Iterator[Routed]:
+    ports = free_ports(4)
+    with ExitStack() as stack:
+        workers = [stack.enter_context(started_worker()) for _ in range(2)]
+        servers, options = [], ["--worker-urls", *(url for _, url in workers)]
+        for (_, worker_url), port, replay_port in zip(workers, ports[:2], ports[2:], strict=True):
+            events, replays = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}"
+            settings = (f"events.zmq_endpoint={events}", f"events.replay_endpoint={replays}", "events.form=plain_map")
+            servers.append(ServerProcess(serve_command("tiny", "cpu", (*settings, "cache.capacity_tokens=65536"))))
+            options += ["--kv-event-source", f"{worker_url}={events}"]
+            options += ["--kv-event-replay-source", f"{worker_url}={replays}"]
+        with ThreadPoolExecutor(2) as threads:  # they load at the same time
+            addresses = list(threads.map(stack.enter_context, servers))
+        clients = [stack.enter_context(Client(address, timeout_s=PATIENCE_S)) for address in addresses]
+        for number, prompt in enumerate(EARLY):  # before the router comes
+            clients[number % 2].prefill(prompt)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="radixkv-router-")))
+        url, metrics_url = stack.enter_context(started_router(folder, options))
+        yield Routed(url, metrics_url, clients, [worker for worker, _ in workers])
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Iterator[list[int]]:
+    random = np.random.default_rng(6)
+    return (random.integers(0, 256, 320).tolist() for _ in itertools.count())
+
+
+def test_the_holder_is_chosen_each_time(routed: Routed, prompts: Iterator[list[int]]) -> None:
+    held = list(itertools.islice(prompts, 12))
+    routed.wait_for_all_events(prompts)
+    for number, prompt in enumerate(held):  # behind the router's back
+        routed.servers[number % 2].prefill(prompt)
+    routed.wait_for_all_events(prompts)
+    assert [routed.ask(prompt) for prompt in held] == [(0, True), (1, True)] * 6
+
+
+def test_what_was_cached_before_the_router_came_is_known(routed: Routed, prompts: Iterator[list[int]]) -> None:
+    routed.wait_for_all_events(prompts)
+    assert [routed.ask(prompt) for prompt in EARLY] == [(0, True), (1, True)] * 2
+
+
+def test_salted_prompts_are_never_matched_by_tokens(routed: Routed, prompts: Iterator[list[int]]) -> None:
+    hidden, held = list(itertools.islice(prompts, 8)), next(prompts)
+    for number, prompt in enumerate(hidden):
+        routed.servers[number % 2].prefill(prompt, **({"salt": "secret"} if number < 4 else {"tenant": "other"}))
+    routed.servers[0].prefill(held)
+    routed.wait_for_all_events(prompts)
+    assert [routed.ask(prompt)[1] for prompt in hidden] == [False] * 8
+    assert routed.ask(held) == (0, True)
