@@ -92,9 +92,9 @@ def warm(server: int, address: str) -> None:
 
 
 @contextlib.contextmanager
-def started_fleet() -> Iterator[Fleet]:
+def started_fleet(*settings: str) -> Iterator[Fleet]:
     with contextlib.ExitStack() as stack:
-        servers = [ServerProcess(serve_command(MODEL, "cpu", SETTINGS)) for _ in range(2)]
+        servers = [ServerProcess(serve_command(MODEL, "cpu", (*SETTINGS, *settings))) for _ in range(2)]
         with ThreadPoolExecutor(2) as threads:  # they load at the same time
             addresses = list(threads.map(stack.enter_context, servers))
             list(threads.map(warm, range(2), addresses))
@@ -340,6 +340,37 @@ def test_a_server_that_dies_costs_no_client_an_error_in_480_requests() -> None:
     for _ in range(2):
         with started_fleet() as fleet:
             assert outcomes_around_a_death(fleet, 480) == ["answered"] * 480
+
+
+def long_stream(fleet: Fleet, number: int) -> tuple[str, int]:
+    """Stream a long answer; returns how it ended, and its number of tokens."""
+    options = chat(f"{number}" * 40, max_tokens=1000, extra_body={"ignore_eos": True})
+    pieces = list(
+        fleet.openai().chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    reason = next(piece.choices[0].finish_reason for piece in reversed(pieces) if piece.choices)
+    return reason, pieces[-1].usage.completion_tokens
+
+
+@pytest.mark.slow
+def test_a_server_that_is_told_to_stop_costs_no_client_an_error_and_its_streams_finish() -> None:
+    with started_fleet("server.drain_timeout_s=120") as fleet, ThreadPoolExecutor(12) as threads:
+        streams = [threads.submit(long_stream, fleet, number) for number in range(6)]
+        wait_until(lambda: fleet.num_running() == 6)
+        texts = [f"{chr(ord('A') + number % 10) * 40} is question {number}" for number in range(40)]
+        asked = [
+            threads.submit(fleet.post, "/v1/chat/completions", chat(text, max_tokens=4, ignore_eos=True))
+            for text in texts
+        ]
+        wait_until(lambda: sum(answer.done() for answer in asked) >= 10)
+        running = [each.requests.running for each in fleet.stats()]
+        victim = fleet.servers[running.index(max(running))]
+        assert max(running) >= 3, "some streams run on it"
+        os.kill(victim.pid or 0, signal.SIGTERM)
+        assert {answer.result()["usage"]["completion_tokens"] for answer in asked} == {4}
+        assert [stream.result() for stream in streams] == [("length", 1000)] * 6
+        wait_until(lambda: not victim.is_running)
+        assert victim.stop() == 0
 
 
 def warm_each(fleet: Fleet, seed: int) -> list[list[int]]:
