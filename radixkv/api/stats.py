@@ -82,6 +82,41 @@ class TokenStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeStats:
+    """Times counted in buckets, since the start.
+
+    Attributes:
+        bounds_s: the largest time of each bucket but the last, which has none; ascending.
+        counts: times in each bucket.
+        sum_s: all times together.
+    """
+
+    bounds_s: tuple[float, ...] = ()
+    counts: tuple[int, ...] = (0,)
+    sum_s: float = 0.0
+
+    def since(self, before: TimeStats) -> TimeStats:
+        """Return what came after an earlier reading of the same times."""
+        counts = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
+        return TimeStats(self.bounds_s, counts, self.sum_s - before.sum_s)
+
+    def quantile_s(self, share: float) -> float | None:
+        """Estimate the time that this share of the times did not exceed, evenly spread in each bucket; None of none.
+
+        >>> TimeStats((1.0, 2.0), (1, 2, 0)).quantile_s(2 / 3)
+        1.5
+        """
+        rank, num_below = share * sum(self.counts), 0
+        lowest_s = 0.0
+        for count, highest_s in zip(self.counts, (*self.bounds_s, None), strict=True):
+            if count and num_below + count >= rank:
+                return lowest_s if highest_s is None else lowest_s + (highest_s - lowest_s) * (rank - num_below) / count
+            num_below += count
+            lowest_s = lowest_s if highest_s is None else highest_s
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class TenantStats:
     """The blocks of one tenant, its totals and its bounds; see `TenantUsage` and `Quota`."""
 
@@ -127,7 +162,8 @@ class EngineStats:
         segments: nodes of all radix trees.
         block_bytes: device bytes of one block, scales included.
         kv_dtype: how K and V are stored: fp32, bf16, fp16, fp8, int8 or int4.
-        tenants: all tenants with a quota, and the most recent others.
+        tenants: all tenants with a quota, and the most recent others; or as many as were asked for.
+        first_tokens: from the arrival of a request to its first token; of all that had one, whatever their end.
     """
 
     load: EngineLoad
@@ -137,3 +173,4 @@ class EngineStats:
     block_bytes: int
     kv_dtype: str
     tenants: tuple[TenantStats, ...]
+    first_tokens: TimeStats = TimeStats()

@@ -84,6 +84,10 @@ class BlockPool:
         """Blocks that leases own, retired ones that left a tree while leases could use them included."""
         return self.num_blocks - self.num_free - self.num_published
 
+    def states(self) -> bytes:
+        """Copy the `BlockState` of each block, a byte each."""
+        return bytes(self._bytes)
+
     def acquire(self, num_blocks: int, *, after: int | None = None, room: int = 0) -> BlockIds:
         """Take free blocks. They are the caller's to write, and their ids are ascending.
 

@@ -11,6 +11,8 @@ from radixkv.cache.child_table import ChildTable
 from radixkv.cache.tenants import TenantUsage
 from radixkv.namespace import Namespace
 
+NO_PLACE = -1
+
 
 @dataclass(frozen=True, slots=True)
 class Owner:
@@ -48,6 +50,8 @@ class Node:
         expiry_entry: the node's entry among the priorities that end; None if its priority does not end.
         has_expired: whether its priority was above the default and has ended.
         num_retained_children: children that `RetainedNodes` counts as retained.
+        place: its number in the `SegmentIndex`; `NO_PLACE` outside.
+        start_bytes: bytes of the path before it.
     """
 
     __slots__ = (
@@ -63,9 +67,11 @@ class Node:
         "owner",
         "parent",
         "pin_count",
+        "place",
         "policy_note",
         "priority",
         "retired_block_ids",
+        "start_bytes",
         "tokens",
     )
 
@@ -86,6 +92,8 @@ class Node:
         self.expiry_entry: tuple[float, int, Node] | None = None
         self.has_expired = False
         self.num_retained_children = 0
+        self.place = NO_PLACE
+        self.start_bytes = 0
 
     @property
     def num_blocks(self) -> int:

@@ -19,6 +19,7 @@ from radixkv.cache.evictor import Evictor
 from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
 from radixkv.cache.ledger import Ledger
+from radixkv.cache.listing.segment_index import SegmentIndex
 from radixkv.cache.lost_prefixes import LostPrefixes
 from radixkv.cache.node import Node
 from radixkv.cache.pins import Pins
@@ -72,6 +73,7 @@ class PrefixCache:
         pool: the state of each block.
         tenants: the bounds and the counters of each tenant.
         leases: the open leases.
+        segments: the nodes of all trees.
 
     Example:
         >>> cache = PrefixCache(num_blocks=8, block_size=4)
@@ -105,7 +107,8 @@ class PrefixCache:
         )
         self._clock = clock
         policy = policy or EvictionPolicy()
-        self._changes = Changes((self._retained, policy, self._lost, *listeners))
+        self.segments = SegmentIndex(clock)
+        self._changes = Changes((self._retained, policy, self._lost, self.segments, *listeners))
         self._lines = EvictionLines(policy, self.tenants.with_quota)
         self._holdings = Holdings(
             block_size=block_size,
@@ -152,11 +155,6 @@ class PrefixCache:
     def num_namespaces(self) -> int:
         """Namespaces with at least one cached token."""
         return len(self._trees)
-
-    @property
-    def num_segments(self) -> int:
-        """Nodes of all trees. Complexity: O(nodes)."""
-        return sum(1 for _ in self.nodes())
 
     def nodes(self) -> Iterator[Node]:
         """Iterate over the nodes of all trees, parents before children. They may not change meanwhile."""
@@ -292,6 +290,7 @@ class PrefixCache:
         """
         self._evictor.expire()
         audit(self._holdings, self.leases, self._pins)
+        self.segments.check(self.nodes())
 
     def _cut(self, node: Node, num_blocks: int) -> Node:
         """Cut a node after its first `num_blocks` blocks for the cache's own purposes. Returns the upper half."""

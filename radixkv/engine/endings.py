@@ -52,7 +52,7 @@ class Endings:
         request.is_over = True
         self._scheduler.remove(request)
         self._scheduler.resume(self._flights.leave(request))
-        self._tally.ended(outcome)
+        self._tally.ended(request, outcome)
         self._early_ends.forget(request)
         if request.lease is not None:
             request.lease.close()

@@ -17,6 +17,7 @@ from radixkv.api.result import GeneratedTokens, GenerationFuture, PrefillResult,
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.api.stats import EngineLoad, EngineStats
+from radixkv.cache.listing.segment_source import SegmentSource
 from radixkv.cache.prefix_cache import PrefixCache, Purged
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
@@ -61,6 +62,7 @@ class Engine:
         pool_tokens: tokens that the block pool holds.
         eos_token_ids: the model's own tokens that end a generation.
         events: the log of what is cached; None if nothing listens.
+        segments: what is cached, a page at a time.
     """
 
     def __init__(
@@ -84,8 +86,7 @@ class Engine:
             block_size=cache.block_size,
             ceiling_blocks={tenant: usage.quota.ceiling_blocks for tenant, usage in cache.tenants.with_quota.items()},
         )
-        self._model_fingerprint = model.fingerprint
-        self.eos_token_ids = model.eos_token_ids
+        self._model_fingerprint, self.eos_token_ids = model.fingerprint, model.eos_token_ids
         self._gate = Gate(config)
         self._inbox = Inbox()
         self._core = EngineCore(
@@ -99,6 +100,7 @@ class Engine:
             events=events,
         )
         self.events = None if events is None else EventSource(events, cache.nodes, self._call)
+        self.segments = SegmentSource(cache, self._call)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping = threading.Event()
@@ -147,10 +149,9 @@ class Engine:
     def generate(
         self, params: PrefillParams, sampling: Sampling, on_tokens: Callable[[GeneratedTokens], None]
     ) -> GenerationFuture:
-        """Queue a prompt and the generation after it.
+        """Queue a prompt, `params`, and the generation after it.
 
         Args:
-            params: the prompt.
             sampling: how tokens are chosen, and when to stop.
             on_tokens: called on the engine's thread with every new token but the last, which comes with the result. It
                 must be quick; if it raises, the request fails.
@@ -169,8 +170,7 @@ class Engine:
     def probe(self, tokens: bytes, caller: Caller = ANONYMOUS) -> Future[ProbeResult]:
         """Ask what a prefill would reuse now. Computes and changes nothing.
 
-        Raises:
-            InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
+        Raises InvalidRequest, PromptTooLong or UnknownAdapter if the request is wrong.
         """
         namespace = self._namespace(caller)
         self.limits.require_tokens(tokens)
@@ -201,9 +201,9 @@ class Engine:
             self._namespace(Caller(adapter=adapter))
         return self._call(lambda: self._core.purge(tenant=tenant, adapter=adapter, salt=salt))
 
-    def stats(self) -> Future[EngineStats]:
-        """Count everything the engine holds and has done. Complexity: O(segments)."""
-        return self._call(self._core.tally.stats)
+    def stats(self, max_tenants: int | None = None) -> Future[EngineStats]:
+        """Count everything the engine holds and has done, by all tenants or by the largest; see `Tenants.largest`."""
+        return self._call(lambda: self._core.tally.stats(max_tenants))
 
     def load(self) -> Future[EngineLoad]:
         """Ask how full the engine is; cheaper than `stats`."""

@@ -45,12 +45,76 @@ class PurgeResponse(_message.Message):
     pinned_blocks: int
     def __init__(self, freed_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ...) -> None: ...
 
+class ListSegmentsRequest(_message.Message):
+    __slots__ = ("tenant", "page_size", "page_token", "hottest_first")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HOTTEST_FIRST_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    page_size: int
+    page_token: str
+    hottest_first: bool
+    def __init__(self, tenant: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., hottest_first: bool = ...) -> None: ...
+
+class ListSegmentsResponse(_message.Message):
+    __slots__ = ("segments", "next_page_token", "total_segments", "compared_segments")
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    COMPARED_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedCompositeFieldContainer[Segment]
+    next_page_token: str
+    total_segments: int
+    compared_segments: int
+    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total_segments: _Optional[int] = ..., compared_segments: _Optional[int] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("segment_id", "parent_id", "tenant", "adapter", "namespace_id", "has_salt", "start_token", "num_tokens", "num_blocks", "num_children", "num_uses", "idle_s", "heat", "num_leases", "priority", "is_retained", "expires_in_s")
+    SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    PARENT_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    HAS_SALT_FIELD_NUMBER: _ClassVar[int]
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    NUM_USES_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    HEAT_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    IS_RETAINED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    segment_id: int
+    parent_id: int
+    tenant: str
+    adapter: str
+    namespace_id: int
+    has_salt: bool
+    start_token: int
+    num_tokens: int
+    num_blocks: int
+    num_children: int
+    num_uses: int
+    idle_s: float
+    heat: float
+    num_leases: int
+    priority: int
+    is_retained: bool
+    expires_in_s: float
+    def __init__(self, segment_id: _Optional[int] = ..., parent_id: _Optional[int] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., namespace_id: _Optional[int] = ..., has_salt: bool = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_children: _Optional[int] = ..., num_uses: _Optional[int] = ..., idle_s: _Optional[float] = ..., heat: _Optional[float] = ..., num_leases: _Optional[int] = ..., priority: _Optional[int] = ..., is_retained: bool = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("max_tenants",)
+    MAX_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    max_tenants: int
+    def __init__(self, max_tenants: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("model", "device", "epoch", "uptime_s", "block_size", "blocks", "requests", "tokens", "namespaces", "segments", "held_leases", "evicted_blocks", "block_bytes", "tenants", "kv_dtype")
+    __slots__ = ("model", "device", "epoch", "uptime_s", "block_size", "blocks", "requests", "tokens", "namespaces", "segments", "held_leases", "evicted_blocks", "block_bytes", "tenants", "kv_dtype", "first_tokens")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +130,7 @@ class StatsResponse(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     device: str
     epoch: int
@@ -81,7 +146,18 @@ class StatsResponse(_message.Message):
     block_bytes: int
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
     kv_dtype: str
-    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., namespaces: _Optional[int] = ..., segments: _Optional[int] = ..., held_leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
+    first_tokens: TimeStats
+    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., namespaces: _Optional[int] = ..., segments: _Optional[int] = ..., held_leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., first_tokens: _Optional[_Union[TimeStats, _Mapping]] = ...) -> None: ...
+
+class TimeStats(_message.Message):
+    __slots__ = ("bounds_s", "counts", "sum_s")
+    BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_S_FIELD_NUMBER: _ClassVar[int]
+    bounds_s: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum_s: float
+    def __init__(self, bounds_s: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum_s: _Optional[float] = ...) -> None: ...
 
 class TenantStats(_message.Message):
     __slots__ = ("tenant", "cached_blocks", "pinned_blocks", "leased_blocks", "evicted_blocks", "hit_tokens", "miss_tokens", "floor_blocks", "ceiling_blocks", "retained_blocks")

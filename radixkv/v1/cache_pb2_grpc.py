@@ -49,6 +49,11 @@ class CacheServiceStub(object):
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.PurgeRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_cache__pb2.PurgeResponse.FromString,
                 _registered_method=True)
+        self.ListSegments = channel.unary_unary(
+                '/radixkv.v1.CacheService/ListSegments',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -74,6 +79,13 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSegments(self, request, context):
+        """What is cached, a page at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +103,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Purge,
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.PurgeRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_cache__pb2.PurgeResponse.SerializeToString,
+            ),
+            'ListSegments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSegments,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +191,33 @@ class CacheService(object):
             '/radixkv.v1.CacheService/Purge',
             radixkv_dot_v1_dot_cache__pb2.PurgeRequest.SerializeToString,
             radixkv_dot_v1_dot_cache__pb2.PurgeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSegments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/ListSegments',
+            radixkv_dot_v1_dot_cache__pb2.ListSegmentsRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.ListSegmentsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -98,7 +98,7 @@ def test_a_leaf_is_evicted_from_its_end_and_no_more_than_asked() -> None:
     assert line.left("aaaabbbbccccdd") == [12]
     assert line.evict(2) == 2
     assert line.left("aaaabbbbccccdd") == [4]
-    assert line.cache.num_segments == 1
+    assert len(line.cache.segments) == 1
 
 
 def test_a_truncated_leaf_keeps_its_place() -> None:

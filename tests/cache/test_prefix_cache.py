@@ -31,7 +31,7 @@ def assert_all_free(cache: PrefixCache) -> None:
     cache.evict(cache.pool.num_blocks)
     cache.check()
     assert cache.pool.num_free == cache.pool.num_blocks
-    assert (cache.num_namespaces, cache.num_segments) == (0, 0)
+    assert (cache.num_namespaces, len(cache.segments)) == (0, 0)
 
 
 def test_an_empty_cache_matches_nothing() -> None:
@@ -224,7 +224,7 @@ def test_commits_go_on_where_the_last_one_ended() -> None:
     cache = make_cache()
     with lease_text(cache, "abcdefghij") as lease:
         assert [lease.commit(upto) for upto in (2, 5, 5, 4, 9, 10, 10)] == [0, 4, 0, 0, 4, 2, 0]
-        assert cache.num_segments == 1
+        assert len(cache.segments) == 1
         cache.check()
 
 

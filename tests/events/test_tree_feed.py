@@ -74,7 +74,7 @@ def test_a_split_is_nothing_to_readers() -> None:
     publish(cache, tokens(1, 2, 3, 4, 5, 6))
     assert watch.verify(cache) == 3
     cache.retain(BASE, tokens(1, 2), Retention(priority=80))
-    assert cache.num_segments == 2
+    assert len(cache.segments) == 2
     before = watch.log.num_batches
     assert watch.verify(cache) == 3
     assert watch.log.num_batches == before
@@ -84,7 +84,7 @@ def test_siblings_that_begin_alike_share_their_first_blocks() -> None:
     watch, cache = watched(2, 8)
     publish(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9, 9))
     publish(cache, tokens(1, 2, 3, 4, 0, 0, 0, 0, 9, 9))
-    assert cache.num_segments == 2
+    assert len(cache.segments) == 2
     assert watch.verify(cache) == 8
     cache.evict(2)
     assert watch.verify(cache) == 5
@@ -96,7 +96,7 @@ def test_blocks_larger_than_those_of_the_pool_end_in_children() -> None:
     watch, cache = watched(6, 4)
     publish(cache, tokens(*range(12)))
     publish(cache, tokens(0, 1, 2, 3, 9, 9, 9, 9, 9, 9, 9, 9))
-    assert cache.num_segments == 3
+    assert len(cache.segments) == 3
     assert watch.verify(cache) == 4
     cache.evict(2)
     watch.verify(cache)

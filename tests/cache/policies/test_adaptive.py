@@ -64,7 +64,7 @@ def test_what_is_learned_does_not_depend_on_where_a_path_is_cut() -> None:
         if cuts:
             for start in (8, 4, 12):
                 cache.retain(MODEL, spell("aaaabbbbccccdddd"), Retention(20, start=start))
-            assert cache.num_segments == 4
+            assert len(cache.segments) == 4
         clock.now_s = 7
         publish(cache, "aaaabbbbccccddddeeee")
         return policy._counts.hits.sum(), policy._counts.waits.sum()

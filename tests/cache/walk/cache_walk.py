@@ -223,7 +223,7 @@ class Walk:
             self.events["commits after a purge"] += 1
             return
         expected = end - min(end, max(self.oracle.num_published(holder.identities), lease.committed_tokens))
-        num_segments, num_published = self.cache.num_segments, self.cache.pool.num_published
+        num_segments, num_published = len(self.cache.segments), self.cache.pool.num_published
         block_ids = lease.block_ids.copy()
 
         assert lease.commit(upto) == expected
@@ -231,7 +231,7 @@ class Walk:
         assert lease.committed_tokens == end
         if end:
             self.oracle.publish(lease.namespace, bytes(lease.tokens[: end * 4]), holder.identities[:end])
-        grown = self.cache.num_segments - num_segments
+        grown = len(self.cache.segments) - num_segments
         self.events["splits"] += grown == 2
         self.events["leaves attached"] += grown == 1
         self.events["leaves grown"] += grown == 0 and expected > 0
@@ -279,14 +279,14 @@ class Walk:
                 assert self._counts() == before
 
     def evict(self) -> None:
-        num_blocks, num_segments = self.random.randint(1, 5), self.cache.num_segments
+        num_blocks, num_segments = self.random.randint(1, 5), len(self.cache.segments)
         tenant = self.random.choice((None, "", "a"))
         num_free, floors, leaves = self.cache.pool.num_free, self._floors(tenant), self._leaves()
         num_expected = min(num_blocks, self.cache.num_evictable_blocks - self._num_kept_from(tenant))
         assert self.cache.evict(num_blocks, tenant=tenant) == num_expected
         assert self.cache.pool.num_free == num_free + num_expected
         self._verify_floors(floors)
-        self.events["leaves truncated"] += num_expected > 0 and self.cache.num_segments == num_segments
+        self.events["leaves truncated"] += num_expected > 0 and len(self.cache.segments) == num_segments
         if not self.world.quotas:
             now = self._leaves()
             shrunk = [priority for leaf, (priority, size) in leaves.items() if now.get(leaf, (0, 0))[1] < size]

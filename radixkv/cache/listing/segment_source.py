@@ -1,0 +1,37 @@
+"""Looks at a cache from any thread, in short calls on the engine's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from radixkv.api.segments import SegmentPage
+from radixkv.cache.prefix_cache import PrefixCache
+
+
+class SegmentSource:
+    """The segments and the blocks of an engine's cache, for any thread. Each method is one call of less than 1 ms.
+
+    Every method raises Draining or StepHangs if the engine takes no calls; its future may be cancelled.
+
+    Args:
+        cache: belongs to the engine's thread.
+        call: calls a function on the engine's thread between two steps.
+    """
+
+    def __init__(self, cache: PrefixCache, call: Callable[[Callable[[], Any]], Future[Any]]) -> None:
+        self._cache = cache
+        self._call = call
+
+    def page(self, start: int, tenant: str | None, max_segments: int) -> Future[SegmentPage]:
+        """List segments by place, from `start` on; see `SegmentIndex.page`."""
+        return self._call(lambda: self._cache.segments.page(start, tenant, max_segments))
+
+    def hottest(self, start: int, stride: int, tenant: str | None, max_segments: int) -> Future[SegmentPage]:
+        """List hot segments among every `stride`-th place; see `SegmentIndex.hottest`."""
+        return self._call(lambda: self._cache.segments.hottest(start, stride, tenant, max_segments))
+
+    def block_states(self) -> Future[bytes]:
+        """Copy the state of each block, a `BlockState` a byte. Complexity: a copy of a byte a block."""
+        return self._call(lambda: self._cache.pool.states())
