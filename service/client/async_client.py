@@ -21,10 +21,17 @@ from radixkv.service.client.requests import (
     probe_request,
     purge_request,
     retain_request,
+    segments_request,
 )
 from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
-from radixkv.v1.cache_pb2 import PurgeResponse, RetainResponse, StatsRequest, StatsResponse
+from radixkv.v1.cache_pb2 import (
+    ListSegmentsResponse,
+    PurgeResponse,
+    RetainResponse,
+    StatsRequest,
+    StatsResponse,
+)
 from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
 from radixkv.v1.model_pb2 import GetTokenizerRequest
 from radixkv.v1.prefill_pb2 import (
@@ -123,9 +130,23 @@ class AsyncClient:
         answer: PurgeResponse = await self._cache.Purge(request, timeout=self._timeout_s)
         return answer
 
-    async def stats(self) -> StatsResponse:
-        """Read the contents of the cache and the counters of the service."""
-        answer: StatsResponse = await self._cache.Stats(StatsRequest(), timeout=self._timeout_s)
+    async def segments(
+        self,
+        *,
+        tenant: str | None = None,
+        page_size: int | None = None,
+        page_token: str = "",
+        hottest_first: bool = False,
+    ) -> ListSegmentsResponse:
+        """List what is cached, a page at a time; see `Client.segments`."""
+        request = segments_request(tenant, page_size, page_token, hottest_first=hottest_first)
+        answer: ListSegmentsResponse = await self._cache.ListSegments(request, timeout=self._timeout_s)
+        return answer
+
+    async def stats(self, *, max_tenants: int | None = None) -> StatsResponse:
+        """Read the contents of the cache and the counters of the service; see `Client.stats`."""
+        request = StatsRequest(max_tenants=max_tenants)
+        answer: StatsResponse = await self._cache.Stats(request, timeout=self._timeout_s)
         return answer
 
     async def tokenizer(self) -> Tokenizer:

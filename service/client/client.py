@@ -20,10 +20,17 @@ from radixkv.service.client.requests import (
     probe_request,
     purge_request,
     retain_request,
+    segments_request,
 )
 from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
-from radixkv.v1.cache_pb2 import PurgeResponse, RetainResponse, StatsRequest, StatsResponse
+from radixkv.v1.cache_pb2 import (
+    ListSegmentsResponse,
+    PurgeResponse,
+    RetainResponse,
+    StatsRequest,
+    StatsResponse,
+)
 from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
 from radixkv.v1.model_pb2 import GetTokenizerRequest
 from radixkv.v1.prefill_pb2 import (
@@ -167,9 +174,34 @@ class Client:
         answer: PurgeResponse = self._cache.Purge(request, timeout=self._timeout_s)
         return answer
 
-    def stats(self) -> StatsResponse:
-        """Read the contents of the cache and the counters of the service."""
-        answer: StatsResponse = self._cache.Stats(StatsRequest(), timeout=self._timeout_s)
+    def segments(
+        self,
+        *,
+        tenant: str | None = None,
+        page_size: int | None = None,
+        page_token: str = "",
+        hottest_first: bool = False,
+    ) -> ListSegmentsResponse:
+        """List what is cached, a page at a time; never its tokens.
+
+        Args:
+            tenant: whose segments; None for everybody's.
+            page_size: 1 to 1,000, 100 without a number. A page may have fewer segments although others follow.
+            page_token: `next_page_token` of the answer before, which is empty after the last page.
+            hottest_first: the hottest up to 256 in one page; see `HotWalk` for what is exact.
+
+        Raises:
+            TypeError, ValueError: an option has a wrong type or does not fit; nothing was sent.
+            grpc.RpcError: the service refused, or can't be reached.
+        """
+        request = segments_request(tenant, page_size, page_token, hottest_first=hottest_first)
+        answer: ListSegmentsResponse = self._cache.ListSegments(request, timeout=self._timeout_s)
+        return answer
+
+    def stats(self, *, max_tenants: int | None = None) -> StatsResponse:
+        """Read the contents of the cache and the counters of the service, of all tenants or of the largest."""
+        request = StatsRequest(max_tenants=max_tenants)
+        answer: StatsResponse = self._cache.Stats(request, timeout=self._timeout_s)
         return answer
 
     def tokenizer(self) -> Tokenizer:

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from radixkv.api.retention import MAX_TTL_S, Retention
 from radixkv.service.token_ids import pack_token_ids, write_token_ids
-from radixkv.v1.cache_pb2 import PurgeRequest, RetainRequest
+from radixkv.v1.cache_pb2 import ListSegmentsRequest, PurgeRequest, RetainRequest
 from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest, PrefillResponse, ProbeRequest
 from radixkv.v1.prefill_pb2 import Retention as RetentionMessage
 
@@ -169,6 +169,15 @@ def purge_request(tenant: str | None, adapter: str | None, salt: str | None, *, 
         got = "both" if is_named else "none"
         raise ValueError(f"purge: expected either a tenant, an adapter or a salt, or `everything`, got {got}")
     return _message(PurgeRequest, tenant=tenant, adapter=adapter, salt=salt)
+
+
+def segments_request(
+    tenant: str | None, page_size: int | None, page_token: str, *, hottest_first: bool
+) -> ListSegmentsRequest:
+    """Make the message of `Client.segments`, which names what it raises."""
+    return _message(
+        ListSegmentsRequest, tenant=tenant, page_size=page_size, page_token=page_token, hottest_first=hottest_first
+    )
 
 
 def logits_of(response: PrefillResponse) -> npt.NDArray[np.float32]:

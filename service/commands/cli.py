@@ -18,6 +18,7 @@ from radixkv import __version__
 from radixkv.errors import ConfigError, RadixKVError
 from radixkv.service.commands.client_commands import add_client_commands
 from radixkv.service.commands.plan_command import add_plan_command
+from radixkv.service.commands.segments_command import add_segments_command
 from radixkv.service.commands.serve_command import add_serve_command
 from radixkv.service.commands.simulate_command import add_simulate_command
 from radixkv.service.missing_package import MissingPackage, missing_package
@@ -101,6 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_serve_command(commands)
     add_client_commands(commands)
+    add_segments_command(commands)
     add_simulate_command(commands)
     add_plan_command(commands)
     return parser

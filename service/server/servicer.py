@@ -31,6 +31,7 @@ from radixkv.service.server.messages import (
     usage_message,
 )
 from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.segments.segment_lister import SegmentLister
 from radixkv.service.server.stop_strings import stop_strings
 from radixkv.service.server.token_stream import TokenStream
 from radixkv.service.server.unfinished_calls import Context
@@ -123,11 +124,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
-    """Answers operators: statistics, retention and purges."""
+    """Answers operators: statistics, segments, retention and purges."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._mailbox = Mailbox()
+        self._segments = SegmentLister(engine, self._mailbox)
 
     async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
         """Set the retention priority of a cached range."""
@@ -149,7 +151,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         purged = await answer_of(self._engine, self._mailbox, future)
         return cache_pb2.PurgeResponse(freed_blocks=purged.freed_blocks, pinned_blocks=purged.pinned_blocks)
 
+    async def ListSegments(  # noqa: N802
+        self, request: cache_pb2.ListSegmentsRequest, context: Context
+    ) -> cache_pb2.ListSegmentsResponse:
+        """List what is cached."""
+        return await self._segments.answer(request)
+
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
         """Count what the engine holds and has done."""
-        limits, stats = self._engine.limits, await answer_of(self._engine, self._mailbox, self._engine.stats())
-        return stats_response(limits, stats)
+        max_tenants = request.max_tenants if request.HasField("max_tenants") else None
+        stats = await answer_of(self._engine, self._mailbox, self._engine.stats(max_tenants))
+        return stats_response(self._engine.limits, stats)

@@ -29,6 +29,7 @@ TESTED_IN = {
     "radixkv.api.params": "engine/test_engine.py",
     "radixkv.api.result": "engine/test_core.py",
     "radixkv.api.retention": "cache/test_retained_nodes.py",
+    "radixkv.api.segments": "cache/listing/test_segment_index.py",
     "radixkv.api.stats": "telemetry/test_gauges.py",
     "radixkv.blocks": "cache/test_block_pool.py",
     "radixkv.cache.audit": "cache/test_prefix_cache.py",

@@ -25,8 +25,9 @@ from radixkv.api.result import (
     Usage,
 )
 from radixkv.api.retention import Grant
-from radixkv.api.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TokenStats
-from radixkv.cache.prefix_cache import Purged
+from radixkv.api.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TimeStats, TokenStats
+from radixkv.cache.listing.segment_source import SegmentSource
+from radixkv.cache.prefix_cache import PrefixCache, Purged
 from radixkv.errors import Draining, InvalidRequest, UnknownLease
 
 VOCAB_SIZE = 256
@@ -57,6 +58,8 @@ class FakeEngine:
         self.limits = LIMITS
         self.pool_tokens = 4096
         self.events = None
+        self.cache = PrefixCache(num_blocks=64, block_size=4)
+        self.segments = SegmentSource(self.cache, self._call)
         self.eos_token_ids = frozenset({2, 3})
         self.num_logits = num_logits
         self.is_healthy = self.is_alive = True
@@ -184,7 +187,13 @@ class FakeEngine:
             future.set_result(self._load())
         return future
 
-    def stats(self) -> Future:
+    def _call(self, function) -> Future:
+        future = Future()
+        if not self.is_hanging:
+            future.set_result(function())
+        return future
+
+    def stats(self, max_tenants=None) -> Future:
         future = Future()
         stats = EngineStats(
             load=self._load(),
@@ -196,7 +205,8 @@ class FakeEngine:
             tenants=(
                 TenantStats("a", 3, 2, 1, 4, 60, 40, 2, 0, None),
                 TenantStats("b", 0, 0, 0, 0, 0, 0, 0, 5, 9),
-            ),
+            )[:max_tenants],
+            first_tokens=TimeStats((0.1, 0.2), (3, 1, 0), 0.4),
         )
         future.set_result(stats)
         return future

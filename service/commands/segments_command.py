@@ -1,0 +1,101 @@
+"""`radixkv segments`: what is cached, a page at a time."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from radixkv.errors import ConfigError
+from radixkv.service.client import Client
+from radixkv.service.commands import argument_types
+from radixkv.service.commands.answer_tables import json_of
+from radixkv.service.commands.connection_arguments import add_connection, client_of
+from radixkv.service.commands.tables import aligned
+from radixkv.v1.cache_pb2 import ListSegmentsResponse, Segment
+
+_DEFAULT_PAGE_SIZE = 20
+_HEAD = ("segment", "after", "tenant", "from", "tokens", "blocks", "uses", "idle", "heat", "state")
+
+
+def add_segments_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add `segments` to the commands of a parser."""
+    segments: argparse.ArgumentParser = commands.add_parser(
+        "segments",
+        help="list what is cached: how large, how hot, how old, pinned or retained",
+        description="List cached segments, the runs of tokens that prompts share. Their tokens are not told.",
+    )
+    segments.add_argument("--tenant", type=argument_types.name, help="whose segments (default: everybody's)")
+    segments.add_argument(
+        "--page-size", metavar="N", type=argument_types.count, default=_DEFAULT_PAGE_SIZE, help="segments of a page"
+    )
+    segments.add_argument("--page-token", metavar="T", default="", help="where to go on (default: at the beginning)")
+    segments.add_argument("--hottest", action="store_true", help="those used most of late, in place of pages")
+    segments.add_argument("--all", action="store_true", help="all pages, one after the other")
+    add_connection(segments)
+    segments.set_defaults(command=_segments)
+
+
+def segment_rows(segments: Iterable[Segment]) -> list[tuple[str, ...]]:
+    """Return a row of cells for each segment, below the names of the columns."""
+    return [_HEAD, *map(_row, segments)]
+
+
+def _segments(arguments: argparse.Namespace) -> None:
+    if arguments.hottest and (arguments.all or arguments.page_token):
+        raise ConfigError("segments: expected --hottest, or pages by --all or --page-token, got both")
+    with client_of(arguments) as client:
+        answer = _page(client, arguments, arguments.page_token)
+        while arguments.all and answer.next_page_token:
+            next_page = _page(client, arguments, answer.next_page_token)
+            next_page.compared_segments += answer.compared_segments
+            answer.ClearField("next_page_token")
+            answer.MergeFrom(next_page)
+    if arguments.json:
+        print(json_of(answer))
+    else:
+        print("\n".join([*aligned(segment_rows(answer.segments), is_right=True), _summary(answer)]))
+
+
+def _page(client: Client, arguments: argparse.Namespace, page_token: str) -> ListSegmentsResponse:
+    return client.segments(
+        tenant=arguments.tenant,
+        page_size=arguments.page_size,
+        page_token=page_token,
+        hottest_first=arguments.hottest,
+    )
+
+
+def _summary(answer: ListSegmentsResponse) -> str:
+    total = f" of {answer.total_segments} segments" if answer.HasField("total_segments") else " segments"
+    more = f"; more with --page-token {answer.next_page_token}" if answer.next_page_token else ""
+    return f"{len(answer.segments)}{total}, {answer.compared_segments} looked at{more}"
+
+
+def _row(segment: Segment) -> tuple[str, ...]:
+    states = []
+    if segment.num_leases:
+        states.append(f"pinned by {segment.num_leases}")
+    if segment.is_retained:
+        ends = f" for {_duration(segment.expires_in_s)}" if segment.HasField("expires_in_s") else ""
+        states.append(f"retained at {segment.priority}{ends}")
+    return (
+        str(segment.segment_id),
+        str(segment.parent_id) if segment.parent_id else "-",
+        (segment.tenant or "(none)") + (" +salt" if segment.has_salt else ""),
+        str(segment.start_token),
+        str(segment.num_tokens),
+        str(segment.num_blocks),
+        str(segment.num_uses),
+        _duration(segment.idle_s),
+        f"{segment.heat:.1f}",
+        ", ".join(states),
+    )
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in the unit that it is read in: `7s`, `12m`, `5h`, `3d`."""
+    for unit, length_s, next_s in (("s", 1, 60), ("m", 60, 3600), ("h", 3600, 86_400)):
+        if seconds < next_s:
+            return f"{seconds / length_s:.0f}{unit}"
+    return f"{seconds / 86_400:.0f}d"

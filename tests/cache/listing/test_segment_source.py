@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from radixkv.cache.block_pool import BlockState
+from radixkv.cache.listing.segment_source import SegmentSource
+from radixkv.cache.prefix_cache import PrefixCache
+from tests.fakes import FakeClock, publish
+
+
+def test_each_look_is_one_call() -> None:
+    cache = PrefixCache(4, 4, clock=FakeClock())
+    publish(cache, "abcdef")
+    calls: list[Any] = []
+
+    def call(function: Any) -> Future[Any]:
+        calls.append(function)
+        return Future()
+
+    source = SegmentSource(cache, call)
+    for future in (source.page(0, None, 5), source.hottest(0, 1, None, 5), source.block_states()):
+        assert not future.done(), "the cache is read where the call is made, and nowhere else"
+    page, hottest, states = (function() for function in calls)
+    assert page.segments == hottest.segments
+    assert sorted(states) == [BlockState.FREE] * 2 + [BlockState.PUBLISHED] * 2

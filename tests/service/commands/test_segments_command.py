@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from radixkv.api.retention import Retention
+from radixkv.namespace import Namespace
+from radixkv.service.commands.cli import main
+from tests.fakes import lease_text, publish, spell
+from tests.service.command_line import run_cli
+from tests.service.fake_engine import FakeEngine
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    engine = FakeEngine()
+    publish(engine.cache, "abcdefgh", Namespace("model", "a"))
+    publish(engine.cache, "abcdxy", Namespace("model", "a"))
+    publish(engine.cache, "ab", Namespace("model", "", "", "salt"))
+    return engine
+
+
+def rows(out: str) -> list[list[str]]:
+    return [line.split() for line in out.splitlines()]
+
+
+def test_a_table_says_how_large_and_how_used_each_segment_is(capsys, engine):
+    cache, namespace = engine.cache, Namespace("model", "a")
+    cache.retain(namespace, spell("abcd"), Retention(80, ttl_s=3599.0))
+    with lease_text(cache, "abcdefghi", namespace):
+        code, out, err = run_cli(capsys, engine, "segments", "--hottest", "--tenant", "a")
+    assert (code, err) == (0, "")
+    head, first, second, third, summary = rows(out)
+    assert head == ["segment", "after", "tenant", "from", "tokens", "blocks", "uses", "idle", "heat", "state"]
+    assert " ".join(first[2:]) == "a 0 4 1 2 0s 3.0 pinned by 1, retained at 80 for 60m"
+    assert second[1:] == f"{first[0]} a 4 4 1 1 0s 2.0 pinned by 1".split()
+    assert third[1:7] == f"{first[0]} a 4 2 1 0".split()
+    assert " ".join(summary) == "3 segments, 3 looked at"
+
+
+def test_a_page_tells_how_to_go_on(capsys, engine):
+    first = rows(run_cli(capsys, engine, "segments", "--page-size", "3")[1])
+    assert (len(first), " ".join(first[-1][:-2])) == (5, "3 of 4 segments, 3 looked at; more with")
+    second = rows(run_cli(capsys, engine, "segments", first[-1][-2], first[-1][-1])[1])
+    assert second[1][2:4] == ["(none)", "+salt"]
+    assert " ".join(second[-1]) == "1 of 4 segments, 1 looked at"
+
+
+def test_all_pages_come_in_one_table_or_one_object(capsys, engine):
+    out = run_cli(capsys, engine, "segments", "--all", "--page-size", "1")[1]
+    assert (len(rows(out)), " ".join(rows(out)[-1])) == (6, "4 of 4 segments, 4 looked at")
+    answer = json.loads(run_cli(capsys, engine, "segments", "--all", "--page-size", "1", "--json")[1])
+    assert len({segment["segment_id"] for segment in answer["segments"]}) == 4
+    assert (answer["next_page_token"], answer["compared_segments"]) == ("", 4)
+
+
+@pytest.mark.parametrize("wrong", [["--hottest", "--all"], ["--hottest", "--page-token", "1-1"]])
+def test_what_makes_no_sense_is_refused_in_one_line(capsys, wrong):
+    assert main(["segments", *wrong, "--address", "127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
