@@ -124,14 +124,36 @@ class ServerConfig:
         metrics_port: port of Prometheus metrics over HTTP, on the same host; 0 picks a free one. Without it there are
             none.
         drain_timeout_s: seconds that running requests may still take after SIGTERM.
-        max_message_bytes: largest message accepted; a prompt has 4 bytes a token.
+        max_message_bytes: largest message accepted. Without it, what the longest prompt takes that the engine accepts:
+            5 bytes a token, since each may come with a tag of its own, and half a MiB for all else.
+        max_connections: open connections; more are closed at once.
+        connection_idle_s: a connection without calls is closed after this time.
+        max_connection_calls: calls under way on a connection; a client holds more of them back.
+        max_calls: calls under way; more are refused.
+        max_receiving_bytes: messages that are being received, at their largest; more wait, connection by connection.
+        receive_timeout_s: seconds that a message may take to come.
+        max_held_bytes: requests of calls under way and answers that are not sent yet. What is beyond is refused to
+            tenants that hold more than an equal share.
+        send_timeout_s: seconds that a caller may leave an answer unread; then its connection is closed.
+        default_deadline_s: deadline of a prompt that comes without one.
+        max_deadline_s: latest deadline of a prompt; later ones are moved to it.
     """
 
     host: str = "127.0.0.1"
     port: _Port = 50051
     metrics_port: _Port | None = None
     drain_timeout_s: _Seconds = 30.0
-    max_message_bytes: Annotated[int, Range(1024, _MAX_INT32)] = 64 * 2**20
+    max_message_bytes: Annotated[int, Range(1024, _MAX_INT32)] | None = None
+    max_connections: Annotated[int, Range(1, _MAX_INT32)] = 16_384
+    connection_idle_s: Annotated[float, Range(1, 1e6)] = 600.0
+    max_connection_calls: Annotated[int, Range(1, _MAX_INT32)] = 1024
+    max_calls: Annotated[int, Range(1, _MAX_INT32)] = 8192
+    max_receiving_bytes: _PositiveCount = 64 * 2**20
+    receive_timeout_s: Annotated[float, Range(0.01, _YEAR_S)] = 10.0
+    max_held_bytes: _PositiveCount = 256 * 2**20
+    send_timeout_s: Annotated[float, Range(0.01, _YEAR_S)] = 60.0
+    default_deadline_s: Annotated[float, Range(1e-3, _YEAR_S)] = 600.0
+    max_deadline_s: Annotated[float, Range(1e-3, _YEAR_S)] = 3600.0
 
     def __post_init__(self) -> None:
         require_fields("server", self)

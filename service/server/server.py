@@ -22,6 +22,9 @@ from radixkv.errors import Draining, InvariantViolation
 from radixkv.events.readers import EventReaders
 from radixkv.service.server.events.servicer import SERVICE as EVENT_SERVICE
 from radixkv.service.server.events.servicer import EventServicer
+from radixkv.service.server.intake.bounds import grpc_options
+from radixkv.service.server.intake.deadlines import Deadlines
+from radixkv.service.server.intake.intake import Intake
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.service.server.model_servicer import ModelServicer
 from radixkv.service.server.model_tokenizer import ModelTokenizer
@@ -74,19 +77,13 @@ class Server:
         self._health_watch: asyncio.Task[None] | None = None
         self._unfinished = UnfinishedCalls()
         self._grpc = grpc.aio.server(
-            interceptors=[StatusInterceptor(self._unfinished)],
-            options=[
-                ("grpc.so_reuseport", 0),  # otherwise a second server on the port would take half the requests
-                ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", -1),  # answers with logits may be large
-                # Callers that vanish without closing their connection are noticed within 40 s, not 2 hours.
-                ("grpc.keepalive_time_ms", 30_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-            ],
+            interceptors=[StatusInterceptor(Intake(config, engine.limits, self._unfinished))],
+            options=grpc_options(config, engine.limits),
+            maximum_concurrent_rpcs=config.max_calls,
         )
         tokenizer = ModelTokenizer(model_path)
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
-        prefill_servicer = PrefillServicer(engine, tokenizer, grammars)
+        prefill_servicer = PrefillServicer(engine, tokenizer, grammars, Deadlines.of(config))
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, self._grpc)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine), self._grpc)  # type: ignore[no-untyped-call]
         model_servicer = ModelServicer(tokenizer)

@@ -14,6 +14,7 @@ from radixkv.api.caller import Caller
 from radixkv.api.result import GenerationFuture
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.calls import answer_of, traceparent_of
+from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.messages import (
     grant_message,
@@ -46,15 +47,16 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Answers prompts, generations and probes, and takes leases back."""
 
-    def __init__(self, engine: Engine, tokenizer: ModelTokenizer, grammars: Grammars) -> None:
+    def __init__(self, engine: Engine, tokenizer: ModelTokenizer, grammars: Grammars, deadlines: Deadlines) -> None:
         self._engine = engine
+        self._deadlines = deadlines
         self._tokenizer = tokenizer  # for stop strings
         self._grammars = grammars
         self._mailbox = Mailbox()
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
         """Compute the part of a prompt that is not cached, and answer with the next token."""
-        params = read_params(request, context.time_remaining(), traceparent_of(context))
+        params = read_params(request, self._seconds_left(context), traceparent_of(context))
         result = await answer_of(self._engine, self._mailbox, self._engine.prefill(params))
         return prefill_response(result, self._engine.limits.block_size, self._engine.limits.epoch)
 
@@ -65,7 +67,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
         Several answers to one prompt are several requests, of which one computes the prompt for all.
         """
-        params = read_params(request.prefill, context.time_remaining(), traceparent_of(context))
+        params = read_params(request.prefill, self._seconds_left(context), traceparent_of(context))
         sampling, num_left = read_sampling(request), read_num_answers(request)
         sampling = await self._grammars.constrain(sampling, read_grammar(request))
         stops = await stop_strings(self._tokenizer, request.stop, params, sampling, num_left)
@@ -121,6 +123,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         future = self._engine.release(request.lease_id, Caller(request.tenant))
         await answer_of(self._engine, self._mailbox, future)
         return prefill_pb2.ReleaseResponse()
+
+    def _seconds_left(self, context: Context) -> float:
+        return self._deadlines.seconds_left(context.time_remaining())
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):

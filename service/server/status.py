@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from radixkv.errors import (
     BeyondCeiling,
@@ -20,7 +19,6 @@ from radixkv.errors import (
     DeadlineExceeded,
     Draining,
     EventsLost,
-    InvalidRequest,
     InvariantViolation,
     LifecycleError,
     RadixKVError,
@@ -32,7 +30,8 @@ from radixkv.errors import (
     UnknownSequence,
     UnknownTokenizer,
 )
-from radixkv.service.server.unfinished_calls import Context, UnfinishedCalls
+from radixkv.service.server.intake.intake import Intake, tenant_of
+from radixkv.service.server.unfinished_calls import Context
 
 # A class that is not here has the status of its nearest ancestor.
 STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
@@ -87,12 +86,15 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     A request that does not parse is INVALID_ARGUMENT. An exception that radixkv does not raise on purpose is INTERNAL
     without its message, which may contain data of other callers; the log has it. Other requests go on.
 
+    gRPC is told that requests are streams: then handlers read them, and can refuse a call whose message does not come.
+    On the wire both are the same.
+
     Args:
-        unfinished: notes every such call that ends by itself.
+        intake: receives messages, and notes answers.
     """
 
-    def __init__(self, unfinished: UnfinishedCalls) -> None:
-        self._unfinished = unfinished
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}  # by method
 
     async def intercept_service(
@@ -107,53 +109,69 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler  # unknown names are not kept, because callers may invent any number of them
-        self._wrapped[method] = _wrapped(handler, method, self._unfinished)
+        self._wrapped[method] = _wrapped(handler, method, self._intake)
         return self._wrapped[method]
 
 
-def _wrapped(
-    handler: grpc.RpcMethodHandler[Any, Any], method: str, unfinished: UnfinishedCalls
-) -> grpc.RpcMethodHandler[Any, Any]:
+def _wrapped(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake) -> grpc.RpcMethodHandler[Any, Any]:
     if handler.unary_unary is not None:
-        return grpc.unary_unary_rpc_method_handler(
-            _answering(handler, method, unfinished), response_serializer=handler.response_serializer
-        )
-    if inspect.isasyncgenfunction(handler.unary_stream):
-        return grpc.unary_stream_rpc_method_handler(
-            _streaming(handler, method, unfinished), response_serializer=handler.response_serializer
-        )
-    return handler
+        return grpc.stream_unary_rpc_method_handler(_answering(handler, method, intake))
+    if handler.unary_stream is None:
+        return handler
+    wrap = _streaming if inspect.isasyncgenfunction(handler.unary_stream) else _writing
+    return grpc.stream_stream_rpc_method_handler(
+        wrap(handler, method, intake), response_serializer=handler.response_serializer
+    )
 
 
-def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, unfinished: UnfinishedCalls) -> Any:
+def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake) -> Any:
     call: Any = handler.unary_unary
     parse: Any = handler.request_deserializer
+    serialize: Any = handler.response_serializer
 
-    async def answer(data: bytes, context: Context) -> Any:
-        unfinished.add(context)
+    async def answer(_: object, context: Context) -> Any:
         try:
-            return await call(_parsed(parse, data), context)
+            request = await intake.receive(parse, context)
+            response = await call(request, context)
+            return intake.send(context, tenant_of(request), serialize(response))
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
             await _refuse(error, context, method)
 
     return answer
 
 
-def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str, unfinished: UnfinishedCalls) -> Any:
+def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake) -> Any:
     call: Any = handler.unary_stream
     parse: Any = handler.request_deserializer
 
-    async def stream(data: bytes, context: Context) -> Any:
-        if method not in ENDLESS:
-            unfinished.add(context)
+    async def stream(_: object, context: Context) -> Any:
         try:
-            async with contextlib.aclosing(call(_parsed(parse, data), context)) as responses:
+            request = await intake.receive(parse, context, is_endless=method in ENDLESS)
+            async with contextlib.aclosing(call(request, context)) as responses:
                 async for response in responses:
-                    yield response
+                    intake.begin_part(context)
+                    try:
+                        yield response
+                    finally:
+                        intake.end_part(context)
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
             await _refuse(error, context, method)
 
     return stream
+
+
+def _writing(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake) -> Any:
+    """Wrap a handler that writes its answers itself, such as that of health checks."""
+    call: Any = handler.unary_stream
+    parse: Any = handler.request_deserializer
+
+    async def write(_: object, context: Context) -> None:
+        try:
+            await call(await intake.receive(parse, context, is_endless=True), context)
+        except Exception as error:  # noqa: BLE001 - the table has a status for every one
+            await _refuse(error, context, method)
+
+    return write
 
 
 async def _refuse(error: Exception, context: Context, method: str) -> None:
@@ -168,10 +186,3 @@ async def _refuse(error: Exception, context: Context, method: str) -> None:
         if code is grpc.StatusCode.INTERNAL:
             _logger.error("%s failed", method, exc_info=error)
         await context.abort(code, str(error), trailing_metadata_of(error))
-
-
-def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
-    try:
-        return parse(data)
-    except DecodeError as error:
-        raise InvalidRequest(f"request: expected a protobuf message, got {len(data)} other bytes") from error

@@ -28,6 +28,7 @@ from radixkv.service.server.gateway.responses import (
 )
 from radixkv.service.server.gateway.running_calls import RunningCall, RunningCalls
 from radixkv.service.server.gateway.traffic import Traffic
+from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.model_servicer import pieces_of
 from radixkv.service.server.shared_parts import SharedParts
@@ -59,6 +60,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._readers = shared.readers
         self._engine = engine
         self._config = config
+        self._deadlines = Deadlines.of(config.server)
         self._mailbox = Mailbox()
         self._tokenizer = shared.tokenizer
         self._grammars = shared.grammars
@@ -73,7 +75,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             request,
             self._engine.limits,
             self._config.gateway.tenant,
-            context.time_remaining(),
+            self._deadlines.seconds_left(context.time_remaining()),
             traceparent_of(context),
         )
         with self._calls.running(asked.params.request_id) as call:

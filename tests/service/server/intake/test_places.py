@@ -1,0 +1,138 @@
+import asyncio
+
+import pytest
+
+from radixkv.errors import DeadlineExceeded, QueueFull
+from radixkv.service.server.intake.places import Places
+from tests.patience import PATIENCE_S
+
+
+async def rest():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Message:
+    """A message that comes when it is told to."""
+
+    def __init__(self):
+        self.is_being_read = False
+        self.come = asyncio.Event()
+
+    async def read(self):
+        self.is_being_read = True
+        await self.come.wait()
+        return b"message"
+
+
+def start(places, connection):
+    message = Message()
+    return message, asyncio.create_task(places.receive(connection, message.read))
+
+
+def test_as_many_messages_are_read_at_once_as_there_are_places():
+    async def run():
+        places = Places(2, 10, PATIENCE_S)
+        calls = [start(places, "a") for _ in range(3)]
+        await rest()
+        before = [message.is_being_read for message, _ in calls]
+        calls[0][0].come.set()
+        assert await calls[0][1] == b"message"
+        await rest()
+        after = calls[2][0].is_being_read
+        for message, _ in calls:
+            message.come.set()
+        await asyncio.gather(*(task for _, task in calls))
+        return before, after
+
+    assert asyncio.run(run()) == ([True, True, False], True)
+
+
+def test_connections_take_turns():
+    async def run():
+        places = Places(1, 10, PATIENCE_S)
+        order = []
+
+        async def read(name):
+            order.append(name)
+            return b""
+
+        first, task = start(places, "a")
+        await rest()
+        waiting = [asyncio.create_task(places.receive("a", lambda: read("a"))) for _ in range(3)]
+        await rest()
+        waiting.append(asyncio.create_task(places.receive("b", lambda: read("b"))))
+        await rest()
+        first.come.set()
+        await asyncio.gather(task, *waiting)
+        return order
+
+    assert asyncio.run(run()) == ["a", "b", "a", "a"]
+
+
+def test_the_last_of_the_longest_line_is_refused():
+    async def run():
+        places = Places(1, 3, PATIENCE_S)
+        calls = [start(places, name) for name in ("a", "a", "a", "a")]
+        await rest()
+        calls.append(start(places, "b"))
+        await rest()
+        for message, _ in calls:
+            message.come.set()
+        return await asyncio.gather(*(task for _, task in calls), return_exceptions=True)
+
+    outcomes = asyncio.run(run())
+    assert [isinstance(each, QueueFull) for each in outcomes] == [False, False, False, True, False]
+
+
+def test_a_slow_message_gives_its_place_to_those_that_wait():
+    async def run():
+        places = Places(1, 10, PATIENCE_S)
+        _, slow = start(places, "a")
+        await rest()
+        message, task = start(places, "b")
+        message.come.set()
+        return await task, (await asyncio.gather(slow, return_exceptions=True))[0]
+
+    answer, refusal = asyncio.run(run())
+    assert answer == b"message"
+    assert isinstance(refusal, QueueFull)
+
+
+def test_a_message_that_does_not_come_is_refused():
+    async def run():
+        places = Places(1, 10, 0.01)
+        _, slow = start(places, "a")
+        with pytest.raises(DeadlineExceeded, match="message: expected to come within"):
+            await slow
+        message, task = start(places, "b")
+        message.come.set()
+        return await task
+
+    assert asyncio.run(run()) == b"message"
+
+
+@pytest.mark.parametrize("moment", ["waiting", "reading", "called"])
+def test_a_caller_that_goes_away_leaves_no_place_taken(moment):
+    async def run():
+        places = Places(1, 10, PATIENCE_S)
+        first, first_task = start(places, "a")
+        await rest()
+        _, gone = start(places, "b")
+        await rest()
+        if moment == "waiting":
+            gone.cancel()
+        first.come.set()
+        if moment == "called":
+            await first_task  # the place is given in the same moment
+            gone.cancel()
+        await first_task
+        if moment == "reading":
+            await rest()
+            gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        last, last_task = start(places, "c")
+        last.come.set()
+        return await asyncio.wait_for(last_task, PATIENCE_S)
+
+    assert asyncio.run(run()) == b"message"

@@ -1,0 +1,42 @@
+import asyncio
+
+from radixkv.service.server.intake.unsent import UnsentAnswers
+from tests.service.serving import becomes_true
+
+
+class Call:
+    def __init__(self, peer):
+        self._peer = peer
+
+    def peer(self):
+        return self._peer
+
+
+def test_connections_that_leave_an_answer_unread_are_closed():
+    async def run():
+        closed = []
+        unsent = UnsentAnswers(0.05, lambda peers: closed.append(peers) or len(peers))
+        read, unread = Call("ipv4:1.1.1.1:1"), Call("ipv4:1.1.1.1:2")
+        unsent.add(read)
+        unsent.add(unread)
+        unsent.discard(read)
+        assert await becomes_true(lambda: bool(closed))
+        later = Call("ipv4:1.1.1.1:3")
+        unsent.add(later)
+        assert await becomes_true(lambda: len(closed) == 2)
+        return closed
+
+    assert asyncio.run(run()) == [{"ipv4:1.1.1.1:2"}, {"ipv4:1.1.1.1:3"}]
+
+
+def test_a_call_that_is_over_may_be_discarded_again():
+    async def run():
+        closed = []
+        unsent = UnsentAnswers(60, lambda peers: closed.append(peers) or 0)
+        call = Call("ipv4:1.1.1.1:1")
+        unsent.add(call)
+        unsent.discard(call)
+        unsent.discard(call)
+        return closed
+
+    assert asyncio.run(run()) == []
