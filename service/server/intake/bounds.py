@@ -13,7 +13,7 @@ _TOKEN_BYTES = 5
 _OTHER_BYTES = 2**19
 _MAX_MESSAGE_BYTES = 2**31 - 1
 
-# A call whose message nobody reads yet holds so much of it. gRPC's own window grows to 4 MiB a call.
+# Most bytes in memory of a call whose message is not read yet. gRPC's own window is 4 MiB a call.
 WINDOW_BYTES = 65_536
 
 

@@ -309,16 +309,6 @@ def test_the_deadline_reaches_the_engine():
     assert 999 < deadline_s < 1020 + took_s, "gRPC rounds by a hundredth"
 
 
-def test_no_deadline_is_none():
-    async def run():
-        engine = FakeEngine()
-        async with serving(engine) as (_, address), AsyncClient(address) as client:
-            await client.prefill([1])
-        return engine.params[0].deadline_s
-
-    assert asyncio.run(run()) is None
-
-
 @pytest.mark.parametrize("metadata", [[], [("traceparent", "00-ab-cd-01")], [("other", "x"), ("traceparent", "y")]])
 def test_the_callers_span_reaches_the_engine(metadata):
     async def talk(client, engine):
