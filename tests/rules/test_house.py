@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -116,7 +117,7 @@ def test_the_books_reach_no_torch(room: str) -> None:
 
 def test_the_books_can_be_imported_where_there_is_no_torch() -> None:
     blocked = "; ".join(f"sys.modules[{name!r}] = None" for name in sorted(TORCH | WIRE))
-    books = [name for name in modules() if name.count(".") and name.split(".")[1] in WITHOUT_TORCH]
+    books = [name for name in modules() if re.match(rf"radixkv\.({'|'.join(WITHOUT_TORCH)})\b", name)]
     assert "radixkv.cache.prefix_cache" in books
     subprocess.run([sys.executable, "-c", f"import sys; {blocked}; import {', '.join(books)}"], cwd=ROOT, check=True)
 

@@ -1,0 +1,1 @@
+"""Prefills beside callers that follow what is cached: `python -m bench.events`."""

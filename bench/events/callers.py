@@ -1,0 +1,105 @@
+"""Callers of `EventService.Subscribe` in a process of their own: some read slowly, some never, some are refused.
+
+    python -m bench.events.callers ADDRESS COUNT
+
+Prints `ACCEPTED REFUSED` once each caller has its first answer, and goes on until its stdin is closed. Whoever is
+refused asks again after a second; of the accepted ones every other one reads, ten batches a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import grpc.aio
+
+from radixkv.v1 import events_pb2, events_pb2_grpc
+
+RETRY_S = 1.0
+READ_PERIOD_S = 0.1
+CALLERS_A_CONNECTION = 50
+_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+
+
+class Callers:
+    """A number of callers, each with a task.
+
+    Args:
+        stubs: of EventService, one a connection, which the callers share evenly.
+        count: callers.
+
+    Attributes:
+        num_accepted, num_refused: callers by the answer to their first call.
+    """
+
+    def __init__(self, stubs: Sequence[Any], count: int) -> None:
+        self.num_accepted = 0
+        self.num_refused = 0
+        self._have_answers = asyncio.Event()
+        self._count = count
+        self._tasks = [asyncio.create_task(self._call(stubs[i % len(stubs)], i % 2 == 0)) for i in range(count)]
+
+    async def have_answers(self) -> None:
+        """Wait until each caller has its first answer."""
+        await self._have_answers.wait()
+
+    async def stop(self) -> None:
+        """Hang up."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _call(self, stub: Any, reads: bool) -> None:
+        is_first = True
+        while True:
+            call = stub.Subscribe(events_pb2.SubscribeRequest(start_sequence_number=0))
+            try:
+                await call.initial_metadata()
+                is_accepted = not call.done()
+            except grpc.aio.AioRpcError:
+                is_accepted = False
+            if is_first:
+                is_first = False
+                self._answered(is_accepted)
+            if is_accepted:
+                await _follow(call, reads)
+            await asyncio.sleep(RETRY_S)
+
+    def _answered(self, is_accepted: bool) -> None:
+        self.num_accepted += is_accepted
+        self.num_refused += not is_accepted
+        if self.num_accepted + self.num_refused == self._count:
+            self._have_answers.set()
+
+
+async def _follow(
+    call: grpc.aio.UnaryStreamCall[events_pb2.SubscribeRequest, events_pb2.EventBatch], reads: bool
+) -> None:
+    """Read slowly until the stream ends; or hold it and never read."""
+    if not reads:
+        await call.wait_for_connection()
+        await asyncio.Event().wait()
+    try:
+        async for _ in call:
+            await asyncio.sleep(READ_PERIOD_S)
+    except grpc.aio.AioRpcError:  # it fell behind
+        return
+
+
+async def _run(address: str, count: int) -> None:
+    num_connections = -(-count // CALLERS_A_CONNECTION)
+    channels = [grpc.aio.insecure_channel(address, options=_OPTIONS) for _ in range(num_connections)]
+    stubs = [events_pb2_grpc.EventServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
+    callers = Callers(stubs, count)
+    await callers.have_answers()
+    print(callers.num_accepted, callers.num_refused, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await callers.stop()
+    for channel in channels:
+        await channel.close(None)
+
+
+if __name__ == "__main__":
+    asyncio.run(_run(sys.argv[1], int(sys.argv[2])))
