@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 
@@ -13,9 +14,12 @@ from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node, path_to
 from radixkv.cache.pins import Pins
+from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.retained_nodes import is_retained
 from radixkv.errors import require_invariant
+from radixkv.tokens import TOKEN_BYTES
 
+_require_of_tree = functools.partial(require_invariant, "radix tree")
 _require = functools.partial(require_invariant, "prefix cache")
 
 
@@ -26,33 +30,38 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
         InvariantViolation: the message names what does not add up.
     """
     pool, tenants, lines, retained = holdings.pool, holdings.tenants, holdings.lines, holdings.retained
-    leases_of: Counter[Node] = Counter()
+    leases_of: Counter[Node] = Counter()  # by the node that their path ends in
     leased, published = [], []  # packed block ids
     held: dict[str, Counter[str]] = {tenant: Counter() for tenant, _ in tenants.items()}
     for lease in leases:
         leased.append(lease.block_ids[lease.num_published_blocks :].tobytes())
         held[lease.namespace.tenant]["leased"] += lease.block_ids.size - lease.num_published_blocks
-        leases_of.update(path_to(lease.node))
+        if lease.node is not None:
+            leases_of[lease.node] += 1
+    held_nodes = {above for node in leases_of for above in path_to(node)}
     num_evictable = num_expiring = 0
     for tree in holdings.trees.values():
-        tree.check()
+        check_tree(tree)
         _require(not tree.root.is_leaf, "an empty tree is kept")
         blocks = held[tree.owner.namespace.tenant]
         for node in tree.nodes():
             published.append(node.block_ids)
             leased.append(node.retired_block_ids)
-            _require(node.pin_count > 0 or not node.retired_block_ids, "an unused node keeps a retired block")
-            _require(node.pin_count == leases_of.pop(node, 0), "a pin count is not its number of leases")
+            _require(node.num_holds > 0 or not node.retired_block_ids, "an unused node keeps a retired block")
+            num_held_children = sum(child in held_nodes for child in (node.children or {}).values())
+            num_holds = leases_of.pop(node, 0) + num_held_children
+            _require(node.num_holds == num_holds, "holds are not the leases and the held children")
             _require((node in lines) == node.is_evictable, "the eviction index is not the unused leaves")
             _require(_num_retained_children(node) == node.num_retained_children, "retained children are miscounted")
             blocks["retained"] += node.num_blocks if is_retained(node) else 0
             blocks["cached"] += node.num_blocks
-            blocks["pinned"] += node.num_blocks if node.pin_count else 0
+            blocks["pinned"] += node.num_blocks if node.num_holds else 0
             blocks["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
             num_evictable += node.is_evictable
             num_expiring += node.expiry_entry is not None
-    for node, num_leases in leases_of.items():
-        _require(node.pin_count == num_leases and not node.block_ids, "a lease pins a node outside every tree")
+        held_nodes.difference_update(tree.nodes())
+    for node in held_nodes:
+        _require(node.num_holds > 0 and not node.block_ids, "a lease pins a node outside every tree")
         leased.append(node.retired_block_ids)
         held[node.owner.namespace.tenant]["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
     totals = sum(held.values(), Counter())
@@ -68,6 +77,34 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
         _require(usage.num_leased_blocks == blocks["leased"], "a tenant's number of leased blocks drifted")
         _require(usage.num_retained_blocks == blocks["retained"], "a tenant's number of retained blocks drifted")
     pool.check(np.frombuffer(b"".join(leased), dtype=np.int32), np.frombuffer(b"".join(published), dtype=np.int32))
+
+
+def check_tree(tree: RadixTree) -> None:
+    """Check the shape of every node of a tree. Complexity: O(all tokens).
+
+    Raises:
+        InvariantViolation: the message names what is wrong.
+    """
+    block_bytes = tree.owner.block_size * TOKEN_BYTES
+    for node in (tree.root, *tree.nodes()):
+        pairs = itertools.pairwise(sorted(node.children or ()))
+        _require_of_tree(not any(after.startswith(before) for before, after in pairs), "a leaf begins its sibling")
+        is_in_order = node.children is None or node.children.is_in_order()
+        _require_of_tree(is_in_order, "the sorted keys are not the children's")
+    for node in tree.nodes():
+        parent, num_bytes = node.parent, len(node.tokens)
+        _require_of_tree(parent is not None and parent.children is not None, "a node has no parent")
+        assert parent is not None
+        assert parent.children is not None
+        is_filed = parent.children.get(node.tokens[:block_bytes]) is node
+        _require_of_tree(is_filed, "a node is not filed under its first block")
+        _require_of_tree(node.owner is tree.owner, "a node belongs to another tree")
+        _require_of_tree(node.start_bytes == parent.start_bytes + len(parent.tokens), "a node begins elsewhere")
+        _require_of_tree(num_bytes > 0 and num_bytes % TOKEN_BYTES == 0, "a run is not whole tokens")
+        _require_of_tree(node.num_blocks == -(-num_bytes // block_bytes), "blocks do not cover the run")
+        _require_of_tree(node.is_leaf or num_bytes % block_bytes == 0, "an inner node ends inside a block")
+        _require_of_tree(node.children is None or len(node.children) > 0, "an empty child table is kept")
+        _require_of_tree(node.fingerprint == tree.fingerprint_after(node, 0), "a fingerprint is stale")
 
 
 def _num_retained_children(node: Node) -> int:

@@ -28,7 +28,7 @@ class BlockPool:
               release             unpublish
 
     A leased block belongs to one lease, whose holder writes it. A published block belongs to a tree. References to it
-    are counted by node (`Node.pin_count`) and not by block, so a hit does no work for each block. At all times
+    are counted by node (`Node.num_holds`) and not by block, so a hit does no work for each block. At all times
     `num_free + num_leased + num_published == num_blocks`.
 
     Ids that are handed out together are ascending and form few runs, because adjacent blocks can be read in place:

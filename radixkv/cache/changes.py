@@ -37,6 +37,12 @@ class Listener:
     def cut(self, lower: Node) -> None:
         """A node was cut in two for the cache's own purposes, not by a use. Both halves have its `policy_note`."""
 
+    def joined(self, uppers: list[Node], lower: Node) -> None:
+        """Nodes that followed each other, without branches, are one now: `lower`. The others are gone.
+
+        Called after `lower` has the tokens and blocks of all. `uppers`, the topmost first, still have their own.
+        """
+
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """The last `num_blocks` blocks of a leaf, perhaps all, are about to leave the cache.
 
@@ -61,6 +67,7 @@ class Changes(Listener):
         self._grown = _overridden(listeners, "grown")
         self._split = _overridden(listeners, "split")
         self._cut = _overridden(listeners, "cut")
+        self._joined = _overridden(listeners, "joined")
         self._evicted = _overridden(listeners, "evicted")
         self._purged = _overridden(listeners, "purged")
 
@@ -88,6 +95,11 @@ class Changes(Listener):
         """Tell of a cut."""
         for tell in self._cut:
             tell(lower)
+
+    def joined(self, uppers: list[Node], lower: Node) -> None:
+        """Tell of a join."""
+        for tell in self._joined:
+            tell(uppers, lower)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Tell of an eviction."""

@@ -143,7 +143,7 @@ class Evictor:
         for node in tree.nodes():
             self._lines.discard(node)
             self._changes.purged(node)
-            if node.pin_count:
+            if node.num_holds:
                 self._pins.count(node, -node.num_blocks)
                 node.retired_block_ids += node.block_ids
                 used.append(node.block_ids)

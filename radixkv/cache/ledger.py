@@ -74,7 +74,7 @@ class Ledger:
         num_new_blocks = -(-len(tokens) // (self._block_size * TOKEN_BYTES)) - cached_tokens // self._block_size
         num_takeable_blocks = self._evictor.num_takeable_blocks(namespace.tenant, usage, num_spared_blocks)
         num_spare_blocks = num_takeable_blocks - num_new_blocks
-        if num_spare_blocks < _num_unpinned_blocks(node):
+        if num_spare_blocks < _num_unpinned_blocks(node, num_spare_blocks):
             node, cached_tokens, num_missing_blocks = self._narrow(node, cached_tokens, num_spare_blocks)
             if num_missing_blocks:
                 raise self._shortage(num_missing_blocks, namespace.tenant, usage, num_spared_blocks)
@@ -83,7 +83,7 @@ class Ledger:
         if node is not None:
             node_used_s = node.last_used_s
             self._changes.used(node, found_bytes, self._clock())
-        self._pins.pin(node)
+            self._pins.pin(node)
         self._evictor.make_room(num_new_blocks, namespace.tenant, usage)
         reused = np.frombuffer(packed, dtype=np.int32)
         num_reused_blocks = -(-cached_tokens // self._block_size)
@@ -126,7 +126,7 @@ class Ledger:
             The end of the path to pin, the tokens to reuse, and the number of blocks that are missing to keep the
             whole ones of these beside the suffix. If any are missing, nothing has changed.
         """
-        num_pinned_blocks = sum(above.num_blocks for above in path_to(node) if above.pin_count)
+        num_pinned_blocks = sum(above.num_blocks for above in path_to(node) if above.num_holds)
         num_held_blocks = -(-cached_tokens // self._block_size)
         if num_spare_blocks < num_held_blocks - num_pinned_blocks:
             num_held_blocks = cached_tokens // self._block_size
@@ -210,7 +210,7 @@ class Ledger:
             owner = Owner(lease.namespace, lease.usage, self._block_size)
             tree = self._trees[lease.namespace] = RadixTree(owner)
         packed = lease.block_ids[:num_blocks].tobytes()
-        insertion = tree.insert(tokens, packed)
+        insertion = tree.insert(tokens, packed, _known_part(lease))
         if not packed.startswith(insertion.known_block_ids):
             self._adopt(lease, np.frombuffer(insertion.known_block_ids, dtype=np.int32))
         if insertion.split is not None:
@@ -224,7 +224,8 @@ class Ledger:
             lease.num_published_blocks = num_blocks
         before, lease.node, lease.copy = lease.node, insertion.node, None
         self._pins.pin(insertion.node)
-        self._pins.unpin(before)
+        if before is not None:
+            self._pins.unpin(before)
         if before is not None and insertion.split is before:
             before.last_used_s = lease.node_used_s  # what this lease used is the upper half
             self._lines.requeue(before)
@@ -254,7 +255,7 @@ class Ledger:
         usage.num_cached_blocks += num_more_blocks
         if replaced.size:
             self._pool.unpublish(replaced)
-        if node.pin_count:  # the leases that use this leaf may also use the replaced block
+        if node.num_holds:  # the leases that use this leaf may also use the replaced block
             node.retired_block_ids += insertion.replaced_block_ids
             self._pins.count(node, num_more_blocks)
         elif replaced.size:
@@ -279,13 +280,30 @@ class Ledger:
         if own.size:
             self._pool.release(own)
             lease.usage.num_leased_blocks -= own.size
-        self._pins.unpin(lease.node)
+        if lease.node is not None:
+            self._pins.unpin_and_join(lease.node)
 
 
-def _num_unpinned_blocks(node: Node | None) -> int:
-    """Count the blocks of a path that no lease pins yet. Complexity: O(depth)."""
+def _known_part(lease: Lease) -> Node | None:
+    """Return the deepest pinned node that begins within what the lease knows to be in the tree."""
+    node = lease.node
+    while node is not None and node.start_bytes > lease.committed_tokens * TOKEN_BYTES:
+        node = node.parent  # the lease used the upper half of a node that others cut
+    return node
+
+
+def _num_unpinned_blocks(node: Node | None, enough: int) -> int:
+    """Count the blocks of a path that no lease pins yet; 0 if they are at most `enough` anyway.
+
+    Complexity: O(1) if there is plenty, otherwise O(nodes of the path that nothing holds).
+    """
+    if node is None:
+        return 0
+    num_blocks = node.start_bytes // (node.owner.block_size * TOKEN_BYTES) + node.num_blocks
+    if num_blocks <= enough:
+        return 0
     num_blocks = 0
-    while node is not None and node.pin_count == 0:
+    while node.parent is not None and node.num_holds == 0:
         num_blocks += node.num_blocks
         node = node.parent
     return num_blocks

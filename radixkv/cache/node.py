@@ -35,15 +35,18 @@ class Node:
     Attributes:
         owner: namespace, counters and block size of the tree that this node belongs to.
         parent: the node before this one; None only for a root, which holds no tokens.
+        start_bytes: length of all tokens before this node.
         tokens: little-endian uint32 token ids, at least one. Whole blocks, except in a leaf.
         block_ids: little-endian int32 block ids, `ceil(num_tokens / block_size)` of them.
         fingerprint: hash of the namespace and of all tokens up to the end of this node's first block.
         children: the nodes after this one, by the bytes of their first block; None while there are none.
-        pin_count: number of leases whose path ends at or below this node.
+        num_holds: number of leases whose path ends in this node, and of children that are held. A node is held while
+            there are any.
         retired_block_ids: packed ids of blocks that were replaced here while leases could still use them; they are
-            freed when the pin count is 0 again.
-        last_used_s: when a lease last began or ended here.
-        num_uses: leases that found all of this node's tokens cached.
+            freed when the node is not held any more.
+        last_used_s: when a lease last began or ended here or below. High above the end of that lease's path the time is
+            right only while the node is not held.
+        num_uses: leases that found all of this node's tokens cached, those of deep paths that go on far below excepted.
         policy_note: whatever the eviction policy keeps here; None on a new node. Both halves of a split have it.
         eviction_entry: the node's entry in the eviction index; None while it is not evictable.
         priority: 0 to 100; unused leaves of lower priority are evicted first.
@@ -51,7 +54,6 @@ class Node:
         has_expired: whether its priority was above the default and has ended.
         num_retained_children: children that `RetainedNodes` counts as retained.
         place: its number in the `SegmentIndex`; `NO_PLACE` outside.
-        start_bytes: bytes of the path before it.
     """
 
     __slots__ = (
@@ -62,11 +64,11 @@ class Node:
         "fingerprint",
         "has_expired",
         "last_used_s",
+        "num_holds",
         "num_retained_children",
         "num_uses",
         "owner",
         "parent",
-        "pin_count",
         "place",
         "policy_note",
         "priority",
@@ -75,14 +77,17 @@ class Node:
         "tokens",
     )
 
-    def __init__(self, owner: Owner, parent: Node | None, tokens: bytes, block_ids: bytes, fingerprint: int) -> None:
+    def __init__(
+        self, owner: Owner, parent: Node | None, start_bytes: int, tokens: bytes, block_ids: bytes, fingerprint: int
+    ) -> None:
         self.owner = owner
         self.parent = parent
+        self.start_bytes = start_bytes
         self.tokens = tokens
         self.block_ids = block_ids
         self.fingerprint = fingerprint
         self.children: ChildTable[Node] | None = None
-        self.pin_count = 0
+        self.num_holds = 0
         self.retired_block_ids = b""
         self.last_used_s = 0.0
         self.num_uses = 0
@@ -93,7 +98,6 @@ class Node:
         self.has_expired = False
         self.num_retained_children = 0
         self.place = NO_PLACE
-        self.start_bytes = 0
 
     @property
     def num_blocks(self) -> int:
@@ -108,7 +112,11 @@ class Node:
     @property
     def is_evictable(self) -> bool:
         """Whether this is a leaf with blocks that no lease uses. A root has no blocks, nor has a purged node."""
-        return self.pin_count == 0 and not self.children and len(self.block_ids) > 0
+        return self.num_holds == 0 and not self.children and len(self.block_ids) > 0
+
+
+# Uses of this many nodes at the end of a path are followed one by one. Paths of real traffic have fewer than 20 nodes.
+NUM_FOLLOWED_NODES = 64
 
 
 def path_to(node: Node | None) -> list[Node]:

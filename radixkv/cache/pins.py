@@ -5,14 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from radixkv.cache.holdings import Holdings
-from radixkv.cache.node import Node
+from radixkv.cache.node import NUM_FOLLOWED_NODES, Node
 
 
 class Pins:
-    """Counts the leases that use each node, and takes used leaves out of the eviction lines.
+    """Counts what holds each node, and takes held leaves out of the eviction lines.
 
-        pinned ── unpin, by the last lease ──▶ unused; a leaf is in line ── evict ──▶ gone
-               ◀───────────── pin ────────────
+        held ── unpin, by the last lease ──▶ unused; a leaf is in line ── evict ──▶ gone
+             ◀───────────── pin ────────────
+
+    A lease holds the node in which its path ends, and a held node holds its parent. So the nodes before a held one
+    need no count of their own for each lease:
+
+        root ── [2] ─┬─ [1] ◀─ lease          a second lease on the upper leaf makes that 2, and nothing above changes
+                     └─ [1] ◀─ lease
 
     Attributes:
         num_pinned_blocks: published blocks that a lease keeps from eviction.
@@ -20,36 +26,84 @@ class Pins:
 
     def __init__(self, holdings: Holdings) -> None:
         self.num_pinned_blocks = 0
+        self._trees = holdings.trees
         self._pool = holdings.pool
+        self._policy = holdings.policy
         self._lines = holdings.lines
+        self._changes = holdings.changes
         self._clock = holdings.clock
 
-    def pin(self, node: Node | None) -> None:
-        """Keep a path from eviction. Complexity: O(depth + log leaves)."""
-        now = self._clock()
-        if node is not None:
-            self._lines.discard(node)
-        while node is not None and node.parent is not None:
-            if node.pin_count == 0:
-                self.count(node, node.num_blocks)
-            node.pin_count += 1
+    def pin(self, node: Node) -> None:
+        """Keep a path from eviction. Complexity: O(log leaves + nodes of the path that nothing held)."""
+        self._lines.discard(node)
+        now, first, num_blocks = self._clock(), node, 0
+        while node.parent is not None:
+            node.num_holds += 1
+            if node.num_holds > 1:
+                break
+            num_blocks += node.num_blocks
             node.last_used_s = now
             node = node.parent
+        self.count(first, num_blocks)
+        _touch(node, now)
 
-    def unpin(self, node: Node | None) -> None:
-        """Undo one `pin` of the same node. Complexity: O(depth + log leaves)."""
-        now = self._clock()
-        leaf = node
-        while node is not None and node.parent is not None:
-            node.pin_count -= 1
-            if node.pin_count == 0:
-                self.count(node, -node.num_blocks)
-                if node.retired_block_ids:
-                    self._free_retired(node)
+    def unpin(self, node: Node) -> Node:
+        """Undo one `pin` of the same node.
+
+        Returns:
+            The deepest node of the path that is still held, or the root.
+
+        Complexity: O(log leaves + nodes of the path that nothing holds any more).
+        """
+        now, first, num_blocks = self._clock(), node, 0
+        while node.parent is not None:
+            node.num_holds -= 1
+            if node.num_holds:
+                break
+            num_blocks += node.num_blocks
+            if node.retired_block_ids:
+                self._free_retired(node)
             node.last_used_s = now
             node = node.parent
-        if leaf is not None and leaf.is_evictable:
-            self._lines.add(leaf)
+        self.count(first, -num_blocks)
+        _touch(node, now)
+        if first.is_evictable:
+            self._lines.add(first)
+        return node
+
+    def unpin_and_join(self, node: Node) -> None:
+        """Undo one `pin`, and make one node of those that nothing holds any more, where nothing differs.
+
+        So what was cut for a priority that ended, or for a branch that is gone, does not cost every later request.
+
+        Complexity: that of `unpin`, and O(tokens of the nodes that are joined).
+        """
+        end = self.unpin(node)
+        while node is not end:
+            uppers: list[Node] = []
+            above = node.parent
+            while above is not None and above is not end and self._may_join(above, node):
+                uppers.append(above)
+                above = above.parent
+            if uppers:
+                uppers.reverse()
+                self._trees[node.owner.namespace].join(uppers, node)
+                self._changes.joined(uppers, node)
+            if above is None:
+                return
+            node = above
+
+    def _may_join(self, upper: Node, lower: Node) -> bool:
+        return (
+            upper.children is not None
+            and len(upper.children) == 1
+            and len(upper.block_ids) > 0  # otherwise it was purged
+            and upper.priority == lower.priority
+            and upper.has_expired is lower.has_expired
+            and upper.expiry_entry is None
+            and lower.expiry_entry is None
+            and self._policy.are_alike(upper, lower)
+        )
 
     def count(self, node: Node, num_blocks: int) -> None:
         """Note that `num_blocks` more blocks of a node are pinned, or fewer if it is negative."""
@@ -61,3 +115,12 @@ class Pins:
         self._pool.release(block_ids)
         node.owner.usage.num_leased_blocks -= block_ids.size
         node.retired_block_ids = b""
+
+
+def _touch(node: Node, now_s: float) -> None:
+    """Note a use of the nodes from a held one up. Those far above learn of it when nothing holds them any more."""
+    for _ in range(NUM_FOLLOWED_NODES):
+        if node.parent is None:
+            return
+        node.last_used_s = now_s
+        node = node.parent

@@ -12,18 +12,13 @@ A match only reads; an insert adds. Blocks have four tokens here:
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.child_table import ChildTable
 from radixkv.cache.node import Node, Owner
-from radixkv.errors import require_invariant
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, shared_bytes
-
-_require = functools.partial(require_invariant, "radix tree")
 
 
 class Insertion(NamedTuple):
@@ -73,7 +68,7 @@ class RadixTree:
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
-        self.root = Node(owner, None, b"", b"", 0)
+        self.root = Node(owner, None, 0, b"", b"", 0)
         self._block_bytes = owner.block_size * TOKEN_BYTES
         self._seed = owner.namespace.seed
 
@@ -109,18 +104,22 @@ class RadixTree:
             break
         return node if position else None, position, b"".join(runs)
 
-    def insert(self, tokens: bytes, block_ids: bytes) -> Insertion:
+    def insert(self, tokens: bytes, block_ids: bytes, known: Node | None = None) -> Insertion:
         """Make a run of tokens matchable. The tree takes over those of its blocks that it did not hold before.
 
         Args:
             tokens: the run from the root on, at least one token.
             block_ids: packed ids of all its blocks, `ceil(tokens / block_size)`.
+            known: a node before which the tree is known to hold this run in these blocks.
 
-        Complexity: O(len(tokens)) memory comparison, one split or one new node at most.
+        Complexity: O(len(tokens)) memory comparison, one split or one new node at most; a dict look-up for each node of
+        the path from `known` on.
         """
         block_bytes = self._block_bytes
         node, position = self.root, 0
-        runs: list[bytes] = []
+        if known is not None and known.parent is not None:
+            node, position = known.parent, known.start_bytes
+        runs = [block_ids[: position // block_bytes * BLOCK_ID_BYTES]]
         while children := node.children:
             first_block = tokens[position : position + block_bytes]
             child = children.get(first_block)
@@ -162,7 +161,7 @@ class RadixTree:
     ) -> Insertion:
         """Add a node with `tokens[start:]` below `parent`; `start` is a block boundary."""
         first = start // self._block_bytes * BLOCK_ID_BYTES
-        node = Node(self.owner, parent, tokens[start:], block_ids[first:], self._fingerprint(tokens, start))
+        node = Node(self.owner, parent, start, tokens[start:], block_ids[first:], self._fingerprint(tokens, start))
         if parent.children is None:
             parent.children = ChildTable()
         parent.children[tokens[start : start + self._block_bytes]] = node
@@ -208,20 +207,38 @@ class RadixTree:
         parent = lower.parent
         assert parent is not None
         assert parent.children is not None
-        upper = Node(
-            self.owner, parent, lower.tokens[:cut], lower.block_ids[: num_blocks * BLOCK_ID_BYTES], lower.fingerprint
-        )
-        upper.pin_count = lower.pin_count
+        packed = lower.block_ids[: num_blocks * BLOCK_ID_BYTES]
+        upper = Node(self.owner, parent, lower.start_bytes, lower.tokens[:cut], packed, lower.fingerprint)
+        upper.num_holds = int(lower.num_holds > 0)
         upper.last_used_s = lower.last_used_s
         upper.num_uses = lower.num_uses
         upper.policy_note = lower.policy_note
         parent.children[upper.tokens[: self._block_bytes]] = upper
         lower.parent = upper
+        lower.start_bytes += cut
         lower.tokens = lower.tokens[cut:]
         lower.block_ids = lower.block_ids[num_blocks * BLOCK_ID_BYTES :]
         upper.children = ChildTable()
         upper.children[lower.tokens[: self._block_bytes]] = lower
         lower.fingerprint = prefix_fingerprint(self._seed, tokens, start + cut, lower.tokens[: self._block_bytes])
+
+    def join(self, uppers: list[Node], lower: Node) -> None:
+        """Make a node and those before it one node, the inverse of splits. The object stays the lowest one.
+
+        Args:
+            uppers: nodes that follow each other, the topmost first; each is the only child of the one before.
+            lower: the only child of the last of them.
+
+        Complexity: O(tokens of these nodes).
+        """
+        top = uppers[0]
+        parent = top.parent
+        assert parent is not None
+        assert parent.children is not None
+        lower.tokens = b"".join(node.tokens for node in (*uppers, lower))
+        lower.block_ids = b"".join(node.block_ids for node in (*uppers, lower))
+        lower.start_bytes, lower.fingerprint, lower.parent = top.start_bytes, top.fingerprint, parent
+        parent.children[lower.tokens[: self._block_bytes]] = lower
 
     def remove(self, leaf: Node) -> None:
         """Remove a leaf. Its blocks are the caller's. Complexity: O(log siblings)."""
@@ -270,29 +287,3 @@ class RadixTree:
             yield node
             if node.children:
                 stack.extend(node.children.values())
-
-    def check(self) -> None:
-        """Check the shape of every node. Complexity: O(all tokens).
-
-        Raises:
-            InvariantViolation: the message names what is wrong.
-        """
-        for node in (self.root, *self.nodes()):
-            pairs = itertools.pairwise(sorted(node.children or ()))
-            _require(not any(after.startswith(before) for before, after in pairs), "a leaf begins its sibling")
-            _require(node.children is None or node.children.is_in_order(), "the sorted keys are not the children's")
-        for node in self.nodes():
-            parent = node.parent
-            key = node.tokens[: self._block_bytes]
-            _require(parent is not None and parent.children is not None, "a node has no parent")
-            assert parent is not None
-            assert parent.children is not None
-            _require(parent.children.get(key) is node, "a node is not filed under its first block")
-            _require(node.owner is self.owner, "a node belongs to another tree")
-            _require(len(node.tokens) > 0 and len(node.tokens) % TOKEN_BYTES == 0, "a run is not whole tokens")
-            _require(node.num_blocks == -(-len(node.tokens) // self._block_bytes), "blocks do not cover the run")
-            _require(node.is_leaf or len(node.tokens) % self._block_bytes == 0, "an inner node ends inside a block")
-            _require(node.children is None or len(node.children) > 0, "an empty child table is kept")
-            path = self.path_tokens(node)
-            fingerprint = self._fingerprint(path, len(path) - len(node.tokens))
-            _require(node.fingerprint == fingerprint, "a fingerprint is stale")

@@ -21,7 +21,16 @@ Shortened = tuple[Node, int]
 """A leaf, and the number of tokens that it keeps; 0 if it is gone."""
 Purged = tuple[Node]
 """A node whose tree was taken out."""
-Change = Stored | Split | Shortened | Purged
+
+
+class Joined(NamedTuple):
+    """Nodes that followed each other, the topmost first, and the one that has the tokens of all now."""
+
+    uppers: list[Node]
+    lower: Node
+
+
+Change = Stored | Split | Shortened | Purged | Joined
 
 
 class _Run:
@@ -92,7 +101,9 @@ class StoredBlocks:
         while changes and max_blocks > 0:
             change = changes.popleft()
             max_blocks -= 1
-            if len(change) == 4:
+            if isinstance(change, Joined):
+                self._join(change)
+            elif len(change) == 4:
                 max_blocks -= self._store(change, events)
             elif len(change) == 3:
                 self._split(change)
@@ -175,6 +186,16 @@ class StoredBlocks:
         lower.hashes = lower.hashes[cut:]
         lower.phase = num_tokens % self._block_size
         self._count_copies(lower.hashes, self._num_counted(lower.phase, len(lower.hashes) // HASH_BYTES))
+
+    def _join(self, change: Joined) -> None:
+        """Put the blocks of nodes together. Readers see nothing of it."""
+        top = self._runs[change.uppers[0]]
+        runs = [*(self._runs.pop(upper) for upper in change.uppers), self._runs[change.lower]]
+        for run in runs[1:]:
+            num_counted = self._num_counted(run.phase, len(run.hashes) // HASH_BYTES)
+            for start in range(0, num_counted * HASH_BYTES, HASH_BYTES):
+                del self._copies[run.hashes[start : start + HASH_BYTES]]  # it has no siblings
+        self._runs[change.lower] = _Run(top.before, b"".join(run.hashes for run in runs), top.phase)
 
     def _shorten(self, node: Node, num_kept_tokens: int, events: list[BlocksStored | _Removal]) -> None:
         """Take the blocks off a node of which a token leaves."""

@@ -14,7 +14,7 @@ from radixkv.errors import InvariantViolation, RadixKVError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot, StoredRun
-from radixkv.events.stored_blocks import Change, StoredBlocks
+from radixkv.events.stored_blocks import Change, Joined, StoredBlocks
 from radixkv.tokens import TOKEN_BYTES
 
 MAX_STEP_BLOCKS = 2048  # 0.6 ms
@@ -148,6 +148,11 @@ class TreeFeed(Listener):
     def cut(self, lower: Node) -> None:
         """Note where a node was cut."""
         self.split(lower, 0.0, 0.0)
+
+    def joined(self, uppers: list[Node], lower: Node) -> None:
+        """Note which nodes are one now."""
+        if self._is_on:
+            self._note(Joined(uppers, lower))
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Note how much a leaf keeps."""

@@ -18,7 +18,7 @@ def first_of(index: EvictionIndex) -> Node:
 
 def idle_node(last_used_s: float) -> Node:
     tree = make_tree(4)
-    node = Node(tree.owner, tree.root, b"\0\0\0\0", b"\0\0\0\0", 0)
+    node = Node(tree.owner, tree.root, 0, b"\0\0\0\0", b"\0\0\0\0", 0)
     node.last_used_s = last_used_s
     return node
 

@@ -20,7 +20,7 @@ def state(cache: PrefixCache) -> tuple[object, ...]:
     pool = cache.pool
     states = [pool.state(block_id) for block_id in range(pool.num_blocks)]
     segments = [
-        (node.tokens, node.block_ids, node.pin_count, node.last_used_s, node.eviction_entry)
+        (node.tokens, node.block_ids, node.num_holds, node.last_used_s, node.eviction_entry)
         for tree in cache._trees.values()
         for node in tree.nodes()
     ]
@@ -490,8 +490,8 @@ def test_a_prompt_as_large_as_the_pool_can_always_come_again() -> None:
 def test_check_notices_a_pin_without_a_lease() -> None:
     cache = make_cache()
     publish(cache, "abcd")
-    next(cache._trees[MODEL].nodes()).pin_count += 1
-    with pytest.raises(InvariantViolation, match="pin count"):
+    next(cache._trees[MODEL].nodes()).num_holds += 1
+    with pytest.raises(InvariantViolation, match="holds are not"):
         cache.check()
 
 
@@ -499,8 +499,8 @@ def test_check_notices_a_pin_that_is_missing() -> None:
     cache = make_cache()
     publish(cache, "abcd")
     lease_text(cache, "abcdX")
-    next(cache._trees[MODEL].nodes()).pin_count -= 1
-    with pytest.raises(InvariantViolation, match="pin count"):
+    next(cache._trees[MODEL].nodes()).num_holds -= 1
+    with pytest.raises(InvariantViolation, match="holds are not"):
         cache.check()
 
 

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from radixkv.cache.audit import check_tree
 from radixkv.cache.node import Node
 from radixkv.cache.radix_tree import Insertion
 from radixkv.errors import InvariantViolation
@@ -24,7 +25,7 @@ class Planter:
     def insert(self, text: str) -> Insertion:
         num_blocks = -(-len(text) // self.tree.owner.block_size)
         insertion = self.tree.insert(spell(text), packed(*itertools.islice(self._block_ids, num_blocks)))
-        self.tree.check()
+        check_tree(self.tree)
         return insertion
 
     def match(self, text: str) -> tuple[int, list[int]]:
@@ -98,7 +99,7 @@ def test_a_match_changes_nothing() -> None:
     for prompt in ("abcdeX", "abX", "abcdefghijklm", "X"):
         planter.tree.match(spell(prompt))
     assert planter.shape() == shape
-    assert (node.pin_count, node.last_used_s) == (0, 0.0)
+    assert (node.num_holds, node.last_used_s) == (0, 0.0)
 
 
 def test_the_sibling_that_shares_most_is_found_among_many() -> None:
@@ -163,14 +164,15 @@ def test_a_split_keeps_the_old_object_as_the_lower_half() -> None:
     assert old.parent.eviction_entry is None
 
 
-def test_a_split_keeps_pin_counts_and_last_use() -> None:
+def test_a_split_keeps_holds_and_last_use() -> None:
     planter = Planter()
     old = planter.insert("abcdefghij").node
-    old.pin_count, old.last_used_s = 3, 7.0
+    old.num_holds, old.last_used_s = 3, 7.0  # three leases end there
     planter.insert("abcdXY")
     upper, attached = node_of(planter, "abcd"), node_of(planter, "abcd/XY")
-    assert (upper.pin_count, upper.last_used_s) == (old.pin_count, old.last_used_s) == (3, 7.0)
-    assert attached.pin_count == 0
+    assert (old.num_holds, old.last_used_s) == (3, 7.0)
+    assert (upper.num_holds, upper.last_used_s) == (1, 7.0)
+    assert attached.num_holds == 0
 
 
 def test_a_split_keeps_the_children_below_the_lower_half() -> None:
@@ -258,7 +260,7 @@ def test_a_removed_leaf_is_not_matched_any_more() -> None:
     planter.insert("abcdefgh")
     planter.insert("abcdEFGH")
     planter.tree.remove(node_of(planter, "abcd/efgh"))
-    planter.tree.check()
+    check_tree(planter.tree)
     assert planter.match("abcdefgh") == (4, [0])
     assert planter.match("abcdEFGH") == (8, [0, 3])
 
@@ -279,7 +281,7 @@ def test_truncating_cuts_from_the_end(text: str, kept: str) -> None:
     planter = Planter()
     leaf = planter.insert(text).node
     removed = planter.tree.truncate(leaf, 2)
-    planter.tree.check()
+    check_tree(planter.tree)
     assert planter.shape() == {kept: [0, 1]}
     assert unpacked(removed) == [2]
     assert planter.match(text) == (8, [0, 1])
@@ -308,7 +310,7 @@ def test_cutting_splits_a_node_and_returns_the_upper_half() -> None:
     planter.insert("abcdXXXX")
     lower = node_of(planter, "abcd/efghijkl")
     upper = planter.tree.cut(lower, 1)
-    planter.tree.check()
+    check_tree(planter.tree)
     assert path_text(upper) == "abcd/efgh"
     assert path_text(lower) == "abcd/efgh/ijkl"
 
@@ -355,7 +357,7 @@ def test_check_names_a_broken_node(field: str, value: object, message: str) -> N
     planter.insert("abcdEFGH")
     setattr(node_of(planter, "abcd/efgh"), field, value)
     with pytest.raises(InvariantViolation, match=message):
-        planter.tree.check()
+        check_tree(planter.tree)
 
 
 def test_check_notices_a_leaf_that_begins_its_sibling() -> None:
@@ -364,6 +366,6 @@ def test_check_notices_a_leaf_that_begins_its_sibling() -> None:
     root = planter.tree.root
     assert root.children is not None
     short = planter.tree._fingerprint(spell("ab"), 0)
-    root.children[spell("ab")] = Node(planter.tree.owner, root, spell("ab"), packed(9), short)
+    root.children[spell("ab")] = Node(planter.tree.owner, root, 0, spell("ab"), packed(9), short)
     with pytest.raises(InvariantViolation, match="a leaf begins its sibling"):
-        planter.tree.check()
+        check_tree(planter.tree)

@@ -111,9 +111,6 @@ class SegmentIndex(Listener):
 
     def inserted(self, leaf: Node, now_s: float) -> None:
         """Give a new leaf a place."""
-        parent = leaf.parent
-        assert parent is not None
-        leaf.start_bytes = parent.start_bytes + len(parent.tokens)
         self._add(leaf)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
@@ -124,9 +121,12 @@ class SegmentIndex(Listener):
         """Give the upper half a place."""
         upper = lower.parent
         assert upper is not None
-        upper.start_bytes = lower.start_bytes
-        lower.start_bytes += len(upper.tokens)
         self._add(upper)
+
+    def joined(self, uppers: list[Node], lower: Node) -> None:
+        """Take the places of the nodes that are gone."""
+        for upper in uppers:
+            self._remove(upper)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Take the place of a leaf that goes."""
@@ -165,7 +165,6 @@ class SegmentIndex(Listener):
             parent = node.parent
             assert parent is not None
             _require(0 <= node.place < len(self._nodes) and self._nodes[node.place] is node, "a node has no place")
-            _require(node.start_bytes == parent.start_bytes + len(parent.tokens), "a node begins elsewhere")
         _require(len(self) == num_nodes, "a place holds a node outside every tree")
         _require(all(self._nodes[place] is None for place in self._free), "a place with a node is free")
 
@@ -189,7 +188,7 @@ def _segment(node: Node, now_s: float) -> Segment:
         node.num_uses,
         idle_s,
         (node.num_uses + 1) * 2 ** (-idle_s / HEAT_HALF_LIFE_S),
-        node.pin_count,
+        node.num_holds,
         node.priority,
         is_retained(node),
         None if expiry is None else max(0.0, expiry[0] - now_s),

@@ -112,8 +112,14 @@ class BestOfThreeOrders(EvictionPolicy):
         short_s, long_s = self._lifetimes_s[stay.kind]
         return long_s if node.fingerprint < self._long_share * 2.0**64 else short_s
 
+    def are_alike(self, upper: Node, lower: Node) -> bool:
+        """Return whether both are of one kind."""
+        above: _Stay = upper.policy_note
+        below: _Stay = lower.policy_note
+        return above.kind == below.kind
+
     def used(self, node: Node, num_bytes: int, now_s: float) -> None:
-        """Learn from each node of the path that was found whole. Complexity: O(depth)."""
+        """Learn from the nodes of the path that were found whole, the last ones of a deep path."""
         for used in used_nodes(node, num_bytes):
             self._use(used, used.last_used_s, now_s)
         self._tick(now_s)
@@ -143,6 +149,20 @@ class BestOfThreeOrders(EvictionPolicy):
             stay.num_uses,
             tuple(Sample(index - cut, digest) for index, digest in stay.samples if index >= cut),
             tuple((index - cut, digest) for index, digest in stay.marks if index >= cut),
+        )
+
+    def joined(self, uppers: list[Node], lower: Node) -> None:
+        """Join their notes."""
+        stay: _Stay = lower.policy_note
+        samples: list[Sample] = []
+        num_blocks = 0
+        for upper in uppers:
+            samples += (Sample(place + num_blocks, digest) for place, digest in upper.policy_note.samples)
+            num_blocks += upper.num_blocks
+        samples += (Sample(place + num_blocks, digest) for place, digest in stay.samples)
+        marks = tuple((index + num_blocks, digest) for index, digest in stay.marks)
+        lower.policy_note = stay._replace(
+            num_blocks=stay.num_blocks + num_blocks, samples=tuple(samples), marks=marks, ghost=None
         )
 
     def inserted(self, leaf: Node, now_s: float) -> None:

@@ -13,6 +13,10 @@ class LeastRecentlyUsed(EvictionPolicy):
         """Return the time of the last use, in seconds."""
         return node.last_used_s
 
+    def are_alike(self, upper: Node, lower: Node) -> bool:
+        """Return True: only the time of the last use matters."""
+        return True
+
 
 class SegmentedLeastRecentlyUsed(EvictionPolicy):
     """Evict leaves that were never reused before all others; of each kind, the least recently used one first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixkv.cache.changes import Listener
-from radixkv.cache.node import Node
+from radixkv.cache.node import NUM_FOLLOWED_NODES, Node
 
 
 class EvictionPolicy(Listener):
@@ -35,8 +35,16 @@ class EvictionPolicy(Listener):
         """
         return leaf.num_blocks
 
+    def are_alike(self, upper: Node, lower: Node) -> bool:
+        """Return whether a node and its only child, last used at the same time, may become one node.
+
+        The keys of both should be equal, so that nothing is evicted sooner or later for it. By default they are alike
+        if they had as many uses.
+        """
+        return upper.num_uses == lower.num_uses
+
     def used(self, node: Node, num_bytes: int, now_s: float) -> None:
-        """Count a use of each node that the first `num_bytes` of the path cover whole. Complexity: O(depth)."""
+        """Count a use of the nodes that the first `num_bytes` of the path cover whole, the last ones of a deep path."""
         for used in used_nodes(node, num_bytes):
             used.num_uses += 1
 
@@ -47,11 +55,14 @@ class EvictionPolicy(Listener):
 
 
 def used_nodes(node: Node, num_bytes: int) -> list[Node]:
-    """List the nodes that the first `num_bytes` of the path to the end of `node` cover whole, the deepest first."""
+    """List the nodes that the first `num_bytes` of the path to the end of `node` cover whole, the deepest first.
+
+    Of a deep path only the last `NUM_FOLLOWED_NODES` are listed.
+    """
     nodes: list[Node] = []
-    path_bytes = 0
-    while node.parent is not None:
-        nodes.append(node)
-        path_bytes += len(node.tokens)
+    if node.parent is not None and node.start_bytes + len(node.tokens) > num_bytes:
         node = node.parent
-    return nodes[1:] if path_bytes > num_bytes else nodes
+    while node.parent is not None and len(nodes) < NUM_FOLLOWED_NODES:
+        nodes.append(node)
+        node = node.parent
+    return nodes

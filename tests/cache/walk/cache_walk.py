@@ -371,7 +371,7 @@ class Walk:
         """Priority and blocks of each leaf that may be evicted."""
         self.cache.check()  # priorities whose time has come are taken back
         nodes = (node for tree in self.cache._trees.values() for node in tree.nodes())
-        return {node: (node.priority, node.num_blocks) for node in nodes if node.is_leaf and not node.pin_count}
+        return {node: (node.priority, node.num_blocks) for node in nodes if node.is_leaf and not node.num_holds}
 
     def _num_kept_from(self, tenant: str | None) -> int:
         """Count the evictable blocks that floors of other tenants keep from a tenant."""

@@ -225,7 +225,7 @@ class EngineOracle(Observer):
         node, _, cached_tokens, _ = self._cache.leases.find(
             request.namespace, request.tokens, request.params.read_cache
         )
-        num_pinned = sum(part.num_blocks for part in path_to(node) if part.pin_count)
+        num_pinned = sum(part.num_blocks for part in path_to(node) if part.num_holds)
         usage = self._cache.tenants[tenant]
         num_takeable = self._cache._evictor.num_takeable_blocks(tenant, usage)
         if num_blocks - min(num_pinned, cached_tokens // block_size) <= num_takeable:
