@@ -12,10 +12,10 @@ import numpy as np
 from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
-from radixkv.cache.node import Node, path_to
 from radixkv.cache.pins import Pins
-from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.retained_nodes import is_retained
+from radixkv.cache.tree.node import Node, path_to
+from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.errors import require_invariant
 from radixkv.tokens import TOKEN_BYTES
 

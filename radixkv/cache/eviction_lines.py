@@ -11,8 +11,8 @@ from typing import Any
 
 from sortedcontainers import SortedList
 
-from radixkv.cache.node import Node
 from radixkv.cache.policies.policy import EvictionPolicy
+from radixkv.cache.tree.node import Node
 
 _KEYED_AT_ONCE = 32  # takes 0.1 ms; all of a million leaves at once would take 3 s
 

@@ -9,10 +9,10 @@ import numpy as np
 from radixkv.api.miss_reason import MissReason
 from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.holdings import Holdings
-from radixkv.cache.node import Node
 from radixkv.cache.pins import Pins
-from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tenants import TenantUsage
+from radixkv.cache.tree.node import Node
+from radixkv.cache.tree.radix_tree import RadixTree
 
 
 class Evictor:

@@ -9,9 +9,9 @@ from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes
 from radixkv.cache.eviction_lines import EvictionLines
 from radixkv.cache.policies.policy import EvictionPolicy
-from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Tenants
+from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.namespace import Namespace
 
 

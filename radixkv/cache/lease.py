@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Protocol
 
 from radixkv.blocks import BlockCopy, BlockIds
-from radixkv.cache.node import Node
 from radixkv.cache.tenants import TenantUsage
+from radixkv.cache.tree.node import Node
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 

@@ -11,10 +11,10 @@ from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.evictor import Evictor
 from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
-from radixkv.cache.node import Node, Owner, path_to
 from radixkv.cache.pins import Pins
-from radixkv.cache.radix_tree import Insertion, RadixTree
 from radixkv.cache.tenants import TenantUsage
+from radixkv.cache.tree.node import Node, Owner, path_to
+from radixkv.cache.tree.radix_tree import Insertion, RadixTree
 from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, OutOfBlocks, QuotaExceeded
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, require_tokens
@@ -74,7 +74,7 @@ class Ledger:
         num_new_blocks = -(-len(tokens) // (self._block_size * TOKEN_BYTES)) - cached_tokens // self._block_size
         num_takeable_blocks = self._evictor.num_takeable_blocks(namespace.tenant, usage, num_spared_blocks)
         num_spare_blocks = num_takeable_blocks - num_new_blocks
-        if num_spare_blocks < _num_unpinned_blocks(node, num_spare_blocks):
+        if num_spare_blocks < self._pins.num_unheld_blocks(node, num_spare_blocks):
             node, cached_tokens, num_missing_blocks = self._narrow(node, cached_tokens, num_spare_blocks)
             if num_missing_blocks:
                 raise self._shortage(num_missing_blocks, namespace.tenant, usage, num_spared_blocks)
@@ -290,20 +290,3 @@ def _known_part(lease: Lease) -> Node | None:
     while node is not None and node.start_bytes > lease.committed_tokens * TOKEN_BYTES:
         node = node.parent  # the lease used the upper half of a node that others cut
     return node
-
-
-def _num_unpinned_blocks(node: Node | None, enough: int) -> int:
-    """Count the blocks of a path that no lease pins yet; 0 if they are at most `enough` anyway.
-
-    Complexity: O(1) if there is plenty, otherwise O(nodes of the path that nothing holds).
-    """
-    if node is None:
-        return 0
-    num_blocks = node.start_bytes // (node.owner.block_size * TOKEN_BYTES) + node.num_blocks
-    if num_blocks <= enough:
-        return 0
-    num_blocks = 0
-    while node.parent is not None and node.num_holds == 0:
-        num_blocks += node.num_blocks
-        node = node.parent
-    return num_blocks

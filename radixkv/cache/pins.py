@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from radixkv.cache.holdings import Holdings
-from radixkv.cache.node import NUM_FOLLOWED_NODES, Node
+from radixkv.cache.tree.node import NUM_FOLLOWED_NODES, Node
+from radixkv.tokens import TOKEN_BYTES
 
 
 class Pins:
@@ -104,6 +105,22 @@ class Pins:
             and lower.expiry_entry is None
             and self._policy.are_alike(upper, lower)
         )
+
+    def num_unheld_blocks(self, node: Node | None, enough: int) -> int:
+        """Count the blocks of a path that nothing holds yet; 0 if they are at most `enough` anyway.
+
+        Complexity: O(1) if they are, otherwise O(nodes of the path that nothing holds).
+        """
+        if node is None:
+            return 0
+        num_blocks_before = node.start_bytes // (node.owner.block_size * TOKEN_BYTES)
+        if num_blocks_before + node.num_blocks <= enough:
+            return 0
+        num_blocks = 0
+        while node.parent is not None and node.num_holds == 0:
+            num_blocks += node.num_blocks
+            node = node.parent
+        return num_blocks
 
     def count(self, node: Node, num_blocks: int) -> None:
         """Note that `num_blocks` more blocks of a node are pinned, or fewer if it is negative."""

@@ -21,12 +21,12 @@ from radixkv.cache.lease import Lease
 from radixkv.cache.ledger import Ledger
 from radixkv.cache.listing.segment_index import SegmentIndex
 from radixkv.cache.lost_prefixes import LostPrefixes
-from radixkv.cache.node import Node
 from radixkv.cache.pins import Pins
 from radixkv.cache.policies.policy import EvictionPolicy
-from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Quota, Tenants
+from radixkv.cache.tree.node import Node
+from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, require_tokens
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
-from radixkv.cache.node import Node, path_to
+from radixkv.cache.tree.node import Node, path_to
 from radixkv.errors import InvariantViolation, RadixKVError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog

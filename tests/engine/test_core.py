@@ -5,8 +5,8 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Grant, Retention
-from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tenants import Quota
+from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import StepResult
 from radixkv.engine.observer import Observer

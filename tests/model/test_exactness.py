@@ -19,6 +19,7 @@ from radixkv.model.products.choices import ProductChoices
 from radixkv.startup.model_check import check_model
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS, run_cases
+from tests.processor import needs_exact_int8
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,7 @@ def test_no_bit_of_a_quantized_pool_depends_on_the_cache(model: str, dtype: str,
     assert counts["partial hits"] >= 4
 
 
+@needs_exact_int8
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["qwen3", "mixtral", "gpt2"])
 def test_no_bit_of_int8_weights_depends_on_the_cache(model: str, dtype: str) -> None:

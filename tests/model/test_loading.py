@@ -20,6 +20,7 @@ from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.model.loading import load_model
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
+from tests.processor import needs_exact_int8
 
 
 def small(config_class: type, **extra: object) -> object:
@@ -180,6 +181,7 @@ def test_int8_weights_are_refused_where_sums_are_cut_off(monkeypatch: pytest.Mon
         load_model(ModelConfig(weights="int8", device="cpu"))
 
 
+@needs_exact_int8
 def test_int8_weights_make_another_model() -> None:
     own, rounded = (load_model(ModelConfig(weights=weights, device="cpu")) for weights in ("auto", "int8"))
     assert rounded.fingerprint != own.fingerprint

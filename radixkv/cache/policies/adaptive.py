@@ -9,11 +9,11 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from radixkv.api.miss_reason import MissReason
-from radixkv.cache.node import Node
 from radixkv.cache.policies.lifetimes import ReuseCounts
 from radixkv.cache.policies.order_trial import FOREVER_S, Order, OrderTrial
 from radixkv.cache.policies.policy import EvictionPolicy, used_nodes
 from radixkv.cache.policies.shadow_cache import Sample
+from radixkv.cache.tree.node import Node
 from radixkv.tokens import TOKEN_BYTES
 
 # Nine kinds of nodes that were never used: below a parent with no, one, or more uses, each by three lengths. Four kinds

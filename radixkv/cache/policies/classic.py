@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from radixkv.cache.node import Node
 from radixkv.cache.policies.policy import EvictionPolicy
+from radixkv.cache.tree.node import Node
 
 
 class LeastRecentlyUsed(EvictionPolicy):

@@ -7,8 +7,8 @@ import math
 import operator
 from enum import IntEnum
 
-from radixkv.cache.node import Node
 from radixkv.cache.policies.shadow_cache import BlockSampler, Sample, ShadowCache
+from radixkv.cache.tree.node import Node
 
 # One turn is as many inserted blocks as the cache has. A change of order gives all leaves new keys, so it waits for a
 # tenth of a turn; lifetimes are given four turns to be learned. Another order must lead by twice the noise. docs/LOG.md

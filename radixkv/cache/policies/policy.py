@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixkv.cache.changes import Listener
-from radixkv.cache.node import NUM_FOLLOWED_NODES, Node
+from radixkv.cache.tree.node import NUM_FOLLOWED_NODES, Node
 
 
 class EvictionPolicy(Listener):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64
 
-from radixkv.cache.node import Node
+from radixkv.cache.tree.node import Node
 from radixkv.tokens import TOKEN_BYTES
 
 _SAMPLED_TOKENS = 512  # one block in this many tokens may be sampled, so short blocks cost no more than long ones

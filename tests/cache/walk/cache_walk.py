@@ -21,10 +21,10 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
-from radixkv.cache.node import Node
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
+from radixkv.cache.tree.node import Node
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, RadixKVError
 from radixkv.namespace import Namespace

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from radixkv.cache.block_pool import BlockState
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import Match, PrefixCache
-from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.namespace import Namespace
 from tests.cache.walk.retention_oracle import RetentionOracle
 from tests.fakes import spell

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.cache.child_table import ChildTable, _SortedKeys
+from radixkv.cache.tree.child_table import ChildTable, _SortedKeys
 from tests.fakes import spell
 
 

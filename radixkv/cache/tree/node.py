@@ -7,8 +7,8 @@ from typing import Any
 
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BLOCK_ID_BYTES
-from radixkv.cache.child_table import ChildTable
 from radixkv.cache.tenants import TenantUsage
+from radixkv.cache.tree.child_table import ChildTable
 from radixkv.namespace import Namespace
 
 NO_PLACE = -1

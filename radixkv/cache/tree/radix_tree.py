@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from radixkv.blocks import BLOCK_ID_BYTES
-from radixkv.cache.child_table import ChildTable
-from radixkv.cache.node import Node, Owner
+from radixkv.cache.tree.child_table import ChildTable
+from radixkv.cache.tree.node import Node, Owner
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, shared_bytes
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from radixkv.cache.audit import check_tree
-from radixkv.cache.node import Node
-from radixkv.cache.radix_tree import Insertion
+from radixkv.cache.tree.node import Node
+from radixkv.cache.tree.radix_tree import Insertion
 from radixkv.errors import InvariantViolation
 from tests.fakes import make_tree, packed, spell
 

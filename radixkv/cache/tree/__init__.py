@@ -1,0 +1,4 @@
+"""Radix trees: nodes, their children, and the match.
+
+Face: `RadixTree`, `Node`.
+"""
