@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.segments import HEAT_HALF_LIFE_S, Segment, SegmentPage
 from radixkv.cache.changes import Listener
-from radixkv.cache.node import NO_PLACE, Node
 from radixkv.cache.retained_nodes import is_retained
+from radixkv.cache.tree.node import NO_PLACE, Node
 from radixkv.errors import require_invariant
 from radixkv.tokens import TOKEN_BYTES
 
@@ -162,8 +162,6 @@ class SegmentIndex(Listener):
         num_nodes = 0
         for node in nodes:
             num_nodes += 1
-            parent = node.parent
-            assert parent is not None
             _require(0 <= node.place < len(self._nodes) and self._nodes[node.place] is node, "a node has no place")
         _require(len(self) == num_nodes, "a place holds a node outside every tree")
         _require(all(self._nodes[place] is None for place in self._free), "a place with a node is free")

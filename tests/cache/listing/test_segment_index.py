@@ -9,8 +9,8 @@ import pytest
 from radixkv.api.retention import Retention
 from radixkv.api.segments import HEAT_HALF_LIFE_S, Segment
 from radixkv.cache.listing import segment_index
-from radixkv.cache.node import Node
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tree.node import Node
 from radixkv.errors import InvariantViolation
 from radixkv.namespace import Namespace
 from tests.fakes import MODEL, FakeClock, lease_text, publish, spell
