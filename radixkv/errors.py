@@ -3,6 +3,8 @@
     RadixKVError
     ├── RequestError                 the request is wrong and would be wrong again
     │   ├── InvalidRequest
+    │   ├── Unauthenticated
+    │   ├── PermissionDenied
     │   ├── PromptTooLong
     │   ├── BeyondCeiling
     │   ├── UnknownAdapter
@@ -44,6 +46,14 @@ class RequestError(RadixKVError):
 
 class InvalidRequest(RequestError):
     """A field of the request holds a value that is never allowed."""
+
+
+class Unauthenticated(RequestError):
+    """The caller shows no credential that this service knows."""
+
+
+class PermissionDenied(RequestError):
+    """The caller's credential does not allow this call, or not for this tenant."""
 
 
 class PromptTooLong(RequestError):

@@ -137,6 +137,12 @@ class ServerConfig:
         send_timeout_s: seconds that a caller may leave an answer unread; then its connection is closed.
         default_deadline_s: deadline of a prompt that comes without one.
         max_deadline_s: latest deadline of a prompt; later ones are moved to it.
+        tls_certificate: PEM file with the server's certificate chain; needs `tls_key`. Without it there is no TLS.
+        tls_key: PEM file with its private key, without a password.
+        client_ca: PEM file with the authorities of callers' certificates, which every caller then needs.
+        tokens_file: TOML file that says who callers are. Without it, anyone may make every call.
+        insecure: whether to listen beyond this machine without TLS or credentials, or to take tokens without TLS.
+        admin_port: port of the calls of admins, on the same host; 0 picks a free one. Without it they share `port`.
     """
 
     host: str = "127.0.0.1"
@@ -154,6 +160,12 @@ class ServerConfig:
     send_timeout_s: Annotated[float, Range(0.01, _YEAR_S)] = 60.0
     default_deadline_s: Annotated[float, Range(1e-3, _YEAR_S)] = 600.0
     max_deadline_s: Annotated[float, Range(1e-3, _YEAR_S)] = 3600.0
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    client_ca: str | None = None
+    tokens_file: str | None = None
+    insecure: bool = False
+    admin_port: _Port | None = None
 
     def __post_init__(self) -> None:
         require_fields("server", self)

@@ -108,10 +108,12 @@ class Segment(_message.Message):
     def __init__(self, segment_id: _Optional[int] = ..., parent_id: _Optional[int] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., namespace_id: _Optional[int] = ..., has_salt: bool = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_children: _Optional[int] = ..., num_uses: _Optional[int] = ..., idle_s: _Optional[float] = ..., heat: _Optional[float] = ..., num_leases: _Optional[int] = ..., priority: _Optional[int] = ..., is_retained: bool = ..., expires_in_s: _Optional[float] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
-    __slots__ = ("max_tenants",)
+    __slots__ = ("max_tenants", "tenant")
     MAX_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     max_tenants: int
-    def __init__(self, max_tenants: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, max_tenants: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
     __slots__ = ("model", "device", "epoch", "uptime_s", "block_size", "blocks", "requests", "tokens", "namespaces", "segments", "held_leases", "evicted_blocks", "block_bytes", "tenants", "kv_dtype", "first_tokens")
@@ -236,3 +238,11 @@ class TokenStats(_message.Message):
     generated: int
     recomputed: int
     def __init__(self, prompt: _Optional[int] = ..., cached: _Optional[int] = ..., computed: _Optional[int] = ..., written: _Optional[int] = ..., generated: _Optional[int] = ..., recomputed: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

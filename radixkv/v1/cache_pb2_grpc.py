@@ -54,6 +54,11 @@ class CacheServiceStub(object):
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/radixkv.v1.CacheService/Drain',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.DrainRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -86,6 +91,13 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """End the service as SIGTERM does: refuse new requests, let running ones finish, exit. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,6 +120,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.ListSegments,
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.DrainRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,6 +235,33 @@ class CacheService(object):
             '/radixkv.v1.CacheService/ListSegments',
             radixkv_dot_v1_dot_cache__pb2.ListSegmentsRequest.SerializeToString,
             radixkv_dot_v1_dot_cache__pb2.ListSegmentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/Drain',
+            radixkv_dot_v1_dot_cache__pb2.DrainRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

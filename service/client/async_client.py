@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-import grpc.aio
 import numpy.typing as npt
 
 from radixkv.api.retention import Retention
-from radixkv.service.client.channel import Options, channel_options, stubs, target, timeout
+from radixkv.service.client.access import Access, File
+from radixkv.service.client.channel import Options, async_channel_to, channel_options, stubs, target, timeout
 from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.requests import (
     GenerateOptions,
@@ -26,6 +26,7 @@ from radixkv.service.client.requests import (
 from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import (
+    DrainRequest,
     ListSegmentsResponse,
     PurgeResponse,
     RetainResponse,
@@ -53,12 +54,23 @@ class AsyncClient:
         timeout_s: float | None = None,
         retries: int = 0,
         prefix_key_tokens: int = 0,
+        tls_ca: File | None = None,
+        token: str | None = None,
+        certificate: File | None = None,
+        key: File | None = None,
         options: Options = (),
     ) -> None:
         """Connect lazily; see `Client`."""
         self._timeout_s = timeout(timeout_s)
-        self._prefix_key = PrefixKey(prefix_key_tokens)
-        self._channel = grpc.aio.insecure_channel(target(address), options=channel_options(options, retries))
+        self._access = Access(
+            target(address),
+            tls_ca=tls_ca,
+            token=token,
+            certificate=certificate,
+            key=key,
+            prefix_key=PrefixKey(prefix_key_tokens),
+        )
+        self._channel = async_channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -79,7 +91,7 @@ class AsyncClient:
         """Prefill one prompt; see `Client.prefill`. Cancelling the awaiting task cancels the request."""
         request = prefill_request(token_ids, options)
         answer: PrefillResponse = await self._prefill.Prefill(
-            request, timeout=self._timeout(timeout_s), metadata=self._prefix_key.metadata(request)
+            request, timeout=self._timeout(timeout_s), metadata=self._access.metadata_of(request)
         )
         return answer
 
@@ -88,7 +100,7 @@ class AsyncClient:
     ) -> AsyncIterator[GenerateResponse]:
         """Continue a prompt; see `Client.generate`. `async for` reads the answers."""
         request = generate_request(token_ids, options)
-        metadata = self._prefix_key.metadata(request.prefill)
+        metadata = self._access.metadata_of(request.prefill)
         return _closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
 
     async def probe(
@@ -97,14 +109,16 @@ class AsyncClient:
         """Ask how many tokens a prefill would reuse now; see `Client.probe`."""
         request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
         answer: ProbeResponse = await self._prefill.Probe(
-            request, timeout=self._timeout_s, metadata=self._prefix_key.metadata(request)
+            request, timeout=self._timeout_s, metadata=self._access.metadata_of(request)
         )
         return answer
 
     async def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
         """Give back a held lease; see `Client.release`."""
         request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
-        answer: ReleaseResponse = await self._prefill.Release(request, timeout=self._timeout_s)
+        answer: ReleaseResponse = await self._prefill.Release(
+            request, timeout=self._timeout_s, metadata=self._access.metadata
+        )
         return answer
 
     async def retain(
@@ -113,7 +127,7 @@ class AsyncClient:
         """Set the priority of a cached range; see `Client.retain`."""
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
         answer: RetainResponse = await self._cache.Retain(
-            request, timeout=self._timeout_s, metadata=self._prefix_key.metadata(request)
+            request, timeout=self._timeout_s, metadata=self._access.metadata_of(request)
         )
         return answer
 
@@ -127,7 +141,9 @@ class AsyncClient:
     ) -> PurgeResponse:
         """Forget namespaces; see `Client.purge`."""
         request = purge_request(tenant, adapter, salt, everything=everything)
-        answer: PurgeResponse = await self._cache.Purge(request, timeout=self._timeout_s)
+        answer: PurgeResponse = await self._cache.Purge(
+            request, timeout=self._timeout_s, metadata=self._access.metadata
+        )
         return answer
 
     async def segments(
@@ -140,22 +156,34 @@ class AsyncClient:
     ) -> ListSegmentsResponse:
         """List what is cached, a page at a time; see `Client.segments`."""
         request = segments_request(tenant, page_size, page_token, hottest_first=hottest_first)
-        answer: ListSegmentsResponse = await self._cache.ListSegments(request, timeout=self._timeout_s)
+        answer: ListSegmentsResponse = await self._cache.ListSegments(
+            request, timeout=self._timeout_s, metadata=self._access.metadata
+        )
         return answer
 
-    async def stats(self, *, max_tenants: int | None = None) -> StatsResponse:
+    async def stats(self, *, max_tenants: int | None = None, tenant: str | None = None) -> StatsResponse:
         """Read the contents of the cache and the counters of the service; see `Client.stats`."""
-        request = StatsRequest(max_tenants=max_tenants)
-        answer: StatsResponse = await self._cache.Stats(request, timeout=self._timeout_s)
+        request = StatsRequest(max_tenants=max_tenants, tenant=tenant)
+        answer: StatsResponse = await self._cache.Stats(
+            request, timeout=self._timeout_s, metadata=self._access.metadata
+        )
         return answer
+
+    async def drain(self) -> None:
+        """End the service as SIGTERM does; see `Client.drain`."""
+        await self._cache.Drain(DrainRequest(), timeout=self._timeout_s, metadata=self._access.metadata)
 
     async def tokenizer(self) -> Tokenizer:
         """Load the tokenizer of the served model, on a thread of its own; see `Client.tokenizer`."""
         reader = ArchiveReader()
-        async for chunk in self._model.GetTokenizer(GetTokenizerRequest(digest_only=True), timeout=self._timeout_s):
+        async for chunk in self._model.GetTokenizer(
+            GetTokenizerRequest(digest_only=True), timeout=self._timeout_s, metadata=self._access.metadata
+        ):
             reader.put(chunk)
         if (directory := kept(reader.digest)) is None:
-            async for chunk in self._model.GetTokenizer(GetTokenizerRequest(), timeout=self._timeout_s):
+            async for chunk in self._model.GetTokenizer(
+                GetTokenizerRequest(), timeout=self._timeout_s, metadata=self._access.metadata
+            ):
                 reader.put(chunk)
             directory = await asyncio.to_thread(reader.keep)
         return await asyncio.to_thread(Tokenizer.load, directory)
@@ -163,7 +191,7 @@ class AsyncClient:
     def subscribe(self, start_sequence_number: int = 0, *, timeout_s: float | None = None) -> AsyncIterator[EventBatch]:
         """Follow what is cached; see `Client.subscribe`. `async for` reads the batches."""
         request = SubscribeRequest(start_sequence_number=start_sequence_number)
-        return _closing(self._events.Subscribe(request, timeout=timeout(timeout_s)))
+        return _closing(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)

@@ -74,6 +74,20 @@ def channel_options(options: Options, retries: int) -> list[tuple[str, Any]]:
     return list({**ours, **dict(options)}.items())  # gRPC keeps the first of two equal names
 
 
+def channel_to(address: str, credentials: grpc.ChannelCredentials | None, options: Options) -> grpc.Channel:
+    """Make a channel, with TLS if there are credentials. Connects lazily."""
+    if credentials is None:
+        return grpc.insecure_channel(target(address), options=options)
+    return grpc.secure_channel(target(address), credentials, options=options)
+
+
+def async_channel_to(address: str, credentials: grpc.ChannelCredentials | None, options: Options) -> grpc.aio.Channel:
+    """Make a channel for the running event loop; see `channel_to`."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(target(address), options=options)
+    return grpc.aio.secure_channel(target(address), credentials, options=options)
+
+
 def stubs(
     channel: grpc.Channel | grpc.aio.Channel,
 ) -> tuple[PrefillServiceStub, CacheServiceStub, ModelServiceStub, EventServiceStub]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-import grpc
 import numpy.typing as npt
 
 from radixkv.api.retention import Retention
-from radixkv.service.client.channel import Options, channel_options, stubs, target, timeout
+from radixkv.service.client.access import Access, File
+from radixkv.service.client.channel import Options, channel_options, channel_to, stubs, target, timeout
 from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.requests import (
     GenerateOptions,
@@ -25,6 +25,7 @@ from radixkv.service.client.requests import (
 from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import (
+    DrainRequest,
     ListSegmentsResponse,
     PurgeResponse,
     RetainResponse,
@@ -52,6 +53,10 @@ class Client:
         timeout_s: float | None = None,
         retries: int = 0,
         prefix_key_tokens: int = 0,
+        tls_ca: File | None = None,
+        token: str | None = None,
+        certificate: File | None = None,
+        key: File | None = None,
         options: Options = (),
     ) -> None:
         """Connect lazily; nothing is sent before the first call.
@@ -65,16 +70,27 @@ class Client:
             prefix_key_tokens: calls with a prompt carry the header `x-prefix-key`, a digest of tenant, adapter, salt
                 and this number of first tokens; 0 for no header. A proxy that hashes it sends prompts that begin alike
                 to one server.
+            tls_ca: PEM file with the authorities that signed the service's certificate; None for no TLS.
+            token: a bearer token, which says who the caller is. Needs `tls_ca`, unless the service is on this machine.
+            certificate, key: PEM files of the caller's own certificate and its private key, for mutual TLS.
             options: further gRPC channel options; they win over ours.
 
         Raises:
+            OSError: a file can't be read.
             TypeError: the address is no text.
-            ValueError: the address has no port from 1 to 65535, `timeout_s` is not a positive number, or `retries` or
-                `prefix_key_tokens` is out of range.
+            ValueError: the address has no port from 1 to 65535, `timeout_s` is not a positive number, `retries` or
+                `prefix_key_tokens` is out of range, or the credentials can't be used like this.
         """
         self._timeout_s = timeout(timeout_s)
-        self._prefix_key = PrefixKey(prefix_key_tokens)
-        self._channel = grpc.insecure_channel(target(address), options=channel_options(options, retries))
+        self._access = Access(
+            target(address),
+            tls_ca=tls_ca,
+            token=token,
+            certificate=certificate,
+            key=key,
+            prefix_key=PrefixKey(prefix_key_tokens),
+        )
+        self._channel = channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
 
     def __enter__(self) -> Self:
@@ -106,7 +122,7 @@ class Client:
         """
         request = prefill_request(token_ids, options)
         answer: PrefillResponse = self._prefill.Prefill(
-            request, timeout=self._timeout(timeout_s), metadata=self._prefix_key.metadata(request)
+            request, timeout=self._timeout(timeout_s), metadata=self._access.metadata_of(request)
         )
         return answer
 
@@ -129,21 +145,23 @@ class Client:
             grpc.RpcError: the service refused, or can't be reached; also while tokens are read.
         """
         request = generate_request(token_ids, options)
-        metadata = self._prefix_key.metadata(request.prefill)
+        metadata = self._access.metadata_of(request.prefill)
         return _closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
 
     def probe(self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
         """Ask how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
         request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
         answer: ProbeResponse = self._prefill.Probe(
-            request, timeout=self._timeout_s, metadata=self._prefix_key.metadata(request)
+            request, timeout=self._timeout_s, metadata=self._access.metadata_of(request)
         )
         return answer
 
     def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
         """Give back a lease that `prefill(hold_lease=True)` handed out."""
         request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
-        answer: ReleaseResponse = self._prefill.Release(request, timeout=self._timeout_s)
+        answer: ReleaseResponse = self._prefill.Release(
+            request, timeout=self._timeout_s, metadata=self._access.metadata
+        )
         return answer
 
     def retain(
@@ -152,7 +170,7 @@ class Client:
         """Set the priority of a cached range, whatever it was before. Raises like `prefill`."""
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
         answer: RetainResponse = self._cache.Retain(
-            request, timeout=self._timeout_s, metadata=self._prefix_key.metadata(request)
+            request, timeout=self._timeout_s, metadata=self._access.metadata_of(request)
         )
         return answer
 
@@ -171,7 +189,7 @@ class Client:
             grpc.RpcError: the service refused, or can't be reached.
         """
         request = purge_request(tenant, adapter, salt, everything=everything)
-        answer: PurgeResponse = self._cache.Purge(request, timeout=self._timeout_s)
+        answer: PurgeResponse = self._cache.Purge(request, timeout=self._timeout_s, metadata=self._access.metadata)
         return answer
 
     def segments(
@@ -195,14 +213,25 @@ class Client:
             grpc.RpcError: the service refused, or can't be reached.
         """
         request = segments_request(tenant, page_size, page_token, hottest_first=hottest_first)
-        answer: ListSegmentsResponse = self._cache.ListSegments(request, timeout=self._timeout_s)
+        answer: ListSegmentsResponse = self._cache.ListSegments(
+            request, timeout=self._timeout_s, metadata=self._access.metadata
+        )
         return answer
 
-    def stats(self, *, max_tenants: int | None = None) -> StatsResponse:
-        """Read the contents of the cache and the counters of the service, of all tenants or of the largest."""
-        request = StatsRequest(max_tenants=max_tenants)
-        answer: StatsResponse = self._cache.Stats(request, timeout=self._timeout_s)
+    def stats(self, *, max_tenants: int | None = None, tenant: str | None = None) -> StatsResponse:
+        """Read the contents of the cache and the counters of the service.
+
+        Args:
+            max_tenants: only this number of tenants, the largest; None for all.
+            tenant: only what this tenant may know; None for all, or for the caller's own with a tenant's credential.
+        """
+        request = StatsRequest(max_tenants=max_tenants, tenant=tenant)
+        answer: StatsResponse = self._cache.Stats(request, timeout=self._timeout_s, metadata=self._access.metadata)
         return answer
+
+    def drain(self) -> None:
+        """End the service as SIGTERM does: it refuses new requests, finishes running ones and exits."""
+        self._cache.Drain(DrainRequest(), timeout=self._timeout_s, metadata=self._access.metadata)
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer of the served model. Its files are asked for once, and kept for later processes.
@@ -215,10 +244,14 @@ class Client:
             grpc.RpcError: the service can't be reached, or has no tokenizer (NOT_FOUND).
         """
         reader = ArchiveReader()
-        for chunk in self._model.GetTokenizer(GetTokenizerRequest(digest_only=True), timeout=self._timeout_s):
+        for chunk in self._model.GetTokenizer(
+            GetTokenizerRequest(digest_only=True), timeout=self._timeout_s, metadata=self._access.metadata
+        ):
             reader.put(chunk)
         if (directory := kept(reader.digest)) is None:
-            for chunk in self._model.GetTokenizer(GetTokenizerRequest(), timeout=self._timeout_s):
+            for chunk in self._model.GetTokenizer(
+                GetTokenizerRequest(), timeout=self._timeout_s, metadata=self._access.metadata
+            ):
                 reader.put(chunk)
             directory = reader.keep()
         return Tokenizer.load(directory)
@@ -236,7 +269,7 @@ class Client:
             grpc.RpcError: OUT_OF_RANGE or DATA_LOSS: begin again from 0; UNAVAILABLE: the service ended.
         """
         request = SubscribeRequest(start_sequence_number=start_sequence_number)
-        return _closing(self._events.Subscribe(request, timeout=timeout(timeout_s)))
+        return _closing(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)

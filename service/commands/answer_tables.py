@@ -83,12 +83,26 @@ def purge_table(answer: PurgeResponse) -> str:
 
 
 def stats_table(stats: StatsResponse) -> str:
-    """Return a table of what the cache holds and what the service did."""
-    blocks, requests, tokens = stats.blocks, stats.requests, stats.tokens
+    """Return a table of what the cache holds and what the service did; of one tenant if the answer has no more."""
+    blocks = stats.blocks
     rows = [
         ("model", f"{stats.model} on {stats.device}"),
         ("uptime", f"{stats.uptime_s:.1f} s"),
         ("blocks", f"{blocks.total} of {stats.block_size} tokens, {stats.block_bytes} bytes each, {stats.kv_dtype}"),
+    ]
+    if stats.HasField("requests"):
+        rows += _whole_process_rows(stats)
+    for tenant in stats.tenants:
+        reused = percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
+        rows += [
+            (f"tenant {tenant.tenant or '(none)'}", f"{tenant.cached_blocks} blocks, {tenant.hit_tokens} hits{reused}")
+        ]
+    return _table(rows)
+
+
+def _whole_process_rows(stats: StatsResponse) -> list[tuple[str, str]]:
+    blocks, requests, tokens = stats.blocks, stats.requests, stats.tokens
+    return [
         ("  free", str(blocks.free)),
         ("  published", f"{blocks.published} ({blocks.pinned} pinned)"),
         ("  leased", str(blocks.leased)),
@@ -109,12 +123,6 @@ def stats_table(stats: StatsResponse) -> str:
         ("segments", str(stats.segments)),
         ("held leases", str(stats.held_leases)),
     ]
-    for tenant in stats.tenants:
-        reused = percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
-        rows += [
-            (f"tenant {tenant.tenant or '(none)'}", f"{tenant.cached_blocks} blocks, {tenant.hit_tokens} hits{reused}")
-        ]
-    return _table(rows)
 
 
 def _make_numbers(tree: dict[str, Any], descriptor: Any) -> None:  # a Descriptor of either implementation

@@ -21,6 +21,7 @@ from radixkv.service.commands.plan_command import add_plan_command
 from radixkv.service.commands.segments_command import add_segments_command
 from radixkv.service.commands.serve_command import add_serve_command
 from radixkv.service.commands.simulate_command import add_simulate_command
+from radixkv.service.commands.token_command import add_token_command
 from radixkv.service.missing_package import MissingPackage, missing_package
 
 # Top-level modules that the extra `engine` brings.
@@ -103,6 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_serve_command(commands)
     add_client_commands(commands)
     add_segments_command(commands)
+    add_token_command(commands)
     add_simulate_command(commands)
     add_plan_command(commands)
     return parser

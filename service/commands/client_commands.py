@@ -1,4 +1,4 @@
-"""Commands that call a running service: prefill, generate, purge, stats."""
+"""Commands that call a running service: prefill, generate, purge, stats, drain."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def add_client_commands(commands: argparse._SubParsersAction[Any]) -> None:
     add_generate_command(commands)
     _add_purge(commands)
     _add_stats(commands)
+    _add_drain(commands)
 
 
 def _add_prefill(commands: argparse._SubParsersAction[Any]) -> None:
@@ -60,8 +61,16 @@ def _add_stats(commands: argparse._SubParsersAction[Any]) -> None:
         help=f"refresh every S seconds, {_WATCH_PERIOD_S:g} without a number, until Ctrl-C; a terminal is redrawn, "
         "elsewhere tables follow each other, and with --json each is one line (default: show once)",
     )
+    stats.add_argument("--tenant", type=argument_types.name, help="only what this tenant may know (default: all)")
     add_connection(stats)
     stats.set_defaults(command=_stats)
+
+
+def _add_drain(commands: argparse._SubParsersAction[Any]) -> None:
+    about = "end a service as SIGTERM does: running requests finish"
+    drain = commands.add_parser("drain", help=about, description=f"{about.capitalize()}.")
+    add_connection(drain)
+    drain.set_defaults(command=_drain)
 
 
 def _prefill(arguments: argparse.Namespace) -> None:
@@ -82,21 +91,27 @@ def _purge(arguments: argparse.Namespace) -> None:
     print(json_of(purged) if arguments.json else purge_table(purged))
 
 
+def _drain(arguments: argparse.Namespace) -> None:
+    with client_of(arguments) as client:
+        client.drain()
+    print("{}" if arguments.json else "draining")
+
+
 def _stats(arguments: argparse.Namespace) -> None:
     with client_of(arguments) as client:
         if arguments.watch is None:
-            stats = client.stats()
+            stats = client.stats(tenant=arguments.tenant)
             print(json_of(stats) if arguments.json else stats_table(stats))
         else:
-            _watch(client, arguments.watch, as_json=arguments.json)
+            _watch(client, arguments.watch, arguments.tenant, as_json=arguments.json)
 
 
-def _watch(client: Client, period_s: float, *, as_json: bool) -> None:
+def _watch(client: Client, period_s: float, tenant: str | None, *, as_json: bool) -> None:
     """Print the stats until Ctrl-C, which is how it ends in the ordinary way."""
     is_redrawn = sys.stdout.isatty() and not as_json
     try:
         while True:
-            stats = client.stats()
+            stats = client.stats(tenant=tenant)
             if as_json:
                 print(json_of(stats, indent=None), flush=True)
             elif is_redrawn:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
 from radixkv.service.client import Client
 from radixkv.service.client.channel import MAX_RETRIES
+
+TOKEN_VARIABLE = "RADIXKV_TOKEN"
 
 _ADDRESS = f"{ServerConfig().host}:{ServerConfig().port}"
 
@@ -20,6 +24,12 @@ def add_connection(command: argparse.ArgumentParser) -> None:
     service.add_argument(
         "--retries", metavar="N", type=int, default=0, help=f"further attempts after UNAVAILABLE, at most {MAX_RETRIES}"
     )
+    service.add_argument("--tls-ca", metavar="FILE", help="PEM authorities of its certificate (default: no TLS)")
+    service.add_argument(
+        "--token-file", metavar="FILE", help=f"file with the caller's token (default: the variable {TOKEN_VARIABLE})"
+    )
+    service.add_argument("--certificate", metavar="FILE", help="PEM certificate of the caller (default: none)")
+    service.add_argument("--key", metavar="FILE", help="PEM private key of that certificate (default: none)")
     service.add_argument("--json", action="store_true", help="print the whole answer as JSON")
 
 
@@ -30,6 +40,23 @@ def client_of(arguments: argparse.Namespace) -> Client:
         ConfigError: an option makes no sense.
     """
     try:
-        return Client(arguments.address, timeout_s=arguments.timeout_s, retries=arguments.retries)
+        return Client(
+            arguments.address,
+            timeout_s=arguments.timeout_s,
+            retries=arguments.retries,
+            tls_ca=arguments.tls_ca,
+            token=_token(arguments),
+            certificate=arguments.certificate,
+            key=arguments.key,
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: expected a readable file, got {error.strerror}") from error
+
+
+def _token(arguments: argparse.Namespace) -> str | None:
+    """Return the caller's token; never from an argument, which others on the machine could read."""
+    if arguments.token_file is not None:
+        return Path(arguments.token_file).read_text(encoding="ascii", errors="replace").strip()
+    return os.environ.get(TOKEN_VARIABLE) or None

@@ -16,6 +16,7 @@ from typing import Any
 from radixkv.config import Config, ModelConfig, ServerConfig
 from radixkv.config.model_directory import check_servable
 from radixkv.service.server.events.publishing import publishing, require_publishable
+from radixkv.service.server.identity.requirements import require_secure
 from radixkv.service.server.listen_address import require_free
 
 _logger = logging.getLogger(__name__)
@@ -44,6 +45,11 @@ def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--metrics-port",
         type=int,
         help="port of Prometheus metrics over HTTP; 0 picks a free one (default: no metrics)",
+    )
+    serve.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen beyond this machine without TLS or credentials, or take tokens without TLS",
     )
     serve.add_argument("--config", metavar="F", help="a TOML file (default: none)")
     serve.add_argument(
@@ -82,6 +88,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     start_s = time.monotonic()
     config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
     _start_log(arguments.log_level, arguments.log_format)
+    require_secure(config.server)
     require_free(config.server)
     require_publishable(config.events)
     _announce(config.model)
@@ -106,7 +113,7 @@ def _serve(arguments: argparse.Namespace) -> None:
             limits.block_size,
         )
         with telemetry.serving(engine), publishing(engine, config.events):
-            run(engine, config.server, config.model.path, optional_services(engine, config))
+            run(engine, config.server, config.model.path, optional_services(engine, config), config.gateway.tenant)
     finally:
         gc.unfreeze()  # as `run` does, also if there is nothing to run
 
@@ -146,6 +153,7 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
         "server.host": arguments.host,
         "server.port": arguments.port,
         "server.metrics_port": arguments.metrics_port,
+        "server.insecure": arguments.insecure or None,
     }
     # A JSON string is a TOML string.
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]

@@ -25,7 +25,12 @@ def require_free(config: ServerConfig) -> None:
     Raises:
         ConfigError: the message names the port's key.
     """
-    for key, port in (("server.port", config.port), ("server.metrics_port", config.metrics_port)):
+    ports = {
+        "server.port": config.port,
+        "server.metrics_port": config.metrics_port,
+        "server.admin_port": config.admin_port,
+    }
+    for key, port in ports.items():
         if port:  # 0 picks a free one
             try:
                 _bind(config.host, port)

@@ -244,6 +244,25 @@ def stats_response(limits: Limits, stats: EngineStats) -> cache_pb2.StatsRespons
     )
 
 
+def tenant_stats_response(limits: Limits, stats: EngineStats, tenant: str) -> cache_pb2.StatsResponse:
+    """Write what one tenant may know: its own counts, the model and the size of the pool.
+
+    Sums over all tenants are left out, since a caller who subtracts its own part would know the others'.
+    """
+    mine = [each for each in stats.tenants if each.tenant == tenant]
+    return cache_pb2.StatsResponse(
+        model=limits.model,
+        device=limits.device,
+        epoch=limits.epoch,
+        uptime_s=stats.uptime_s,
+        block_size=limits.block_size,
+        block_bytes=stats.block_bytes,
+        kv_dtype=stats.kv_dtype,
+        blocks=cache_pb2.BlockStats(total=stats.load.blocks.total),
+        tenants=[dataclasses.asdict(each) for each in mine] or [cache_pb2.TenantStats(tenant=tenant)],
+    )
+
+
 def _timing_message(timing: Timing) -> prefill_pb2.Timing:
     return prefill_pb2.Timing(
         queue_us=timing.queue_us,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -18,12 +19,17 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from radixkv import __version__
 from radixkv.config import Config
 from radixkv.engine.observer import Observer
+from radixkv.service.server.identity.doors import known_callers
+from radixkv.service.server.identity.http_guard import guarded
+from radixkv.service.server.identity.tls import Tls, tls_of
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.telemetry.gauges import EngineGauges
 from radixkv.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
+
+OPEN_PATHS = ("/healthz", "/readyz")  # probes of an orchestrator carry no credentials
 
 _logger = logging.getLogger(__name__)
 
@@ -44,6 +50,8 @@ class Telemetry:
     def serving(self, engine: Engine) -> Iterator[str | None]:
         """Serve the metrics port while the context lasts, also while the service drains.
 
+        With credentials, everything but `OPEN_PATHS` needs an admin's token. With TLS, it is HTTPS.
+
         Yields:
             `HOST:PORT` with the port that was taken, which is logged too; None without a port in the configuration.
 
@@ -56,13 +64,18 @@ class Telemetry:
             return
         self._metrics.registry.register(EngineGauges(engine))
         try:
-            server = _Server(host, port, make_app(engine, self._metrics.registry))
+            app = make_app(engine, self._metrics.registry)
+            callers = known_callers(self._config)
+            if callers is not None:
+                app = guarded(app, callers, OPEN_PATHS)
+            tls = tls_of(self._config)
+            server = _Server(host, port, app, tls)
         except (OSError, UnicodeError) as error:
             raise not_free("server.metrics_port", host, port) from error
         thread = threading.Thread(target=server.serve_forever, name="radixkv-metrics", daemon=True)
         thread.start()
         address = host_port(host, server.server_port)
-        _logger.info("metrics on http://%s/metrics", address)
+        _logger.info("metrics on %s://%s/metrics", "http" if tls is None else "https", address)
         try:
             yield address
         finally:
@@ -110,18 +123,37 @@ def make_app(engine: Engine, registry: CollectorRegistry) -> WSGIApplication:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Answers each connection on a thread of its own, which does not keep the process alive."""
+    """Answers each connection on a thread of its own, which does not keep the process alive.
+
+    With TLS, the handshake is on that thread too, so that a caller who begins one and stops keeps nobody waiting.
+    """
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, app: WSGIApplication) -> None:
+    def __init__(self, host: str, port: int, app: WSGIApplication, tls: Tls | None) -> None:
+        self._tls = tls
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         super().__init__((host, port), _QuietHandler)
         self.set_app(app)
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection."""
+        connection, address = super().get_request()
+        if self._tls is not None:
+            context = self._tls.https()
+            connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Keep quiet about connections that break, as those of callers without TLS do; print other errors."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
 
 class _QuietHandler(WSGIRequestHandler):
     """Writes no line for each request."""
+
+    timeout = 30  # seconds in which a caller has to say something
 
     def log_message(self, format: str, *args: object) -> None:
         """Write nothing."""

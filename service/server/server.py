@@ -22,6 +22,8 @@ from radixkv.errors import Draining, InvariantViolation
 from radixkv.events.readers import EventReaders
 from radixkv.service.server.events.servicer import SERVICE as EVENT_SERVICE
 from radixkv.service.server.events.servicer import EventServicer
+from radixkv.service.server.identity.doors import Door, Doors
+from radixkv.service.server.identity.gate import Gate
 from radixkv.service.server.intake.bounds import grpc_options
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.intake.intake import Intake
@@ -44,6 +46,7 @@ SERVICES = (
     cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
     model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
 )
+ADMIN_SERVICES = (cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,)
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -62,6 +65,14 @@ class Server:
         config: where to listen, and for how long to drain.
         model_path: where the files beside the model's weights are: `tiny` or a directory; None for none.
         services: add more services; see `optional_services`.
+        gateway_tenant: the owner of the gateway's data.
+
+    Attributes:
+        stop: set when the service should drain: by a caller of `Drain`, or by whoever runs the server.
+        admin_address: `HOST:PORT` of the calls of admins, once started; None without a port of their own.
+
+    Raises:
+        ConfigError: a file of credentials or certificates can't be used.
     """
 
     def __init__(
@@ -70,35 +81,47 @@ class Server:
         config: ServerConfig,
         model_path: str | None = None,
         services: Iterable[AddService] = (),
+        gateway_tenant: str = "",
     ) -> None:
         self._engine = engine
         self._config = config
+        self.stop = asyncio.Event()
+        self.admin_address: str | None = None
+        self._doors = Doors(config)
+        self._gateway_tenant = gateway_tenant
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # behind a version check
         self._health_watch: asyncio.Task[None] | None = None
         self._unfinished = UnfinishedCalls()
-        self._grpc = grpc.aio.server(
-            interceptors=[StatusInterceptor(Intake(config, engine.limits, self._unfinished))],
-            options=grpc_options(config, engine.limits),
-            maximum_concurrent_rpcs=config.max_calls,
-        )
+        self._intake = Intake(config, engine.limits, self._unfinished)
+        self._grpc = self._made(self._doors.requests)
+        cache_servicer = CacheServicer(engine, self.stop.set)
+        self._services = self._add_services(cache_servicer, model_path, services)
+        _add_descriptions(self._grpc, self._health, self._services)
+        self._admin_grpc = None if self._doors.admins is None else self._made(self._doors.admins)
+        if self._admin_grpc is not None:
+            cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, self._admin_grpc)  # type: ignore[no-untyped-call]
+            _add_descriptions(self._admin_grpc, self._health, ADMIN_SERVICES)
+
+    def _add_services(
+        self, cache_servicer: CacheServicer, model_path: str | None, services: Iterable[AddService]
+    ) -> tuple[str, ...]:
+        """Add everything but health and reflection to the port of requests, and return the names."""
+        engine = self._engine
         tokenizer = ModelTokenizer(model_path)
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
-        prefill_servicer = PrefillServicer(engine, tokenizer, grammars, Deadlines.of(config))
+        prefill_servicer = PrefillServicer(engine, tokenizer, grammars, Deadlines.of(self._config))
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, self._grpc)  # type: ignore[no-untyped-call]
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine), self._grpc)  # type: ignore[no-untyped-call]
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, self._grpc)  # type: ignore[no-untyped-call]
         model_servicer = ModelServicer(tokenizer)
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_servicer, self._grpc)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        own_services = [*SERVICES]
+        names = [*SERVICES]
         readers = None if engine.events is None else EventReaders(engine.events)
         if readers is not None:
             events = EventServicer(readers, engine.limits.epoch)
             self._grpc.add_generic_rpc_handlers((events.handler(),))
-            own_services.append(EVENT_SERVICE)
+            names.append(EVENT_SERVICE)
         shared = SharedParts(readers, tokenizer, grammars)
-        self._services = (*own_services, *(add(self._grpc, shared) for add in services))
-        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._grpc)
+        return (*names, *(add(self._grpc, shared) for add in services))
 
     async def start(self) -> str:
         """Bind and serve.
@@ -109,15 +132,17 @@ class Server:
         Raises:
             ConfigError: the address can't be bound; nothing is served.
         """
-        host, port = self._config.host, self._config.port
-        try:
-            port = self._grpc.add_insecure_port(host_port(host, port))
-        except RuntimeError as error:
-            raise not_free("server.port", host, port) from error
+        port = self._bind(self._grpc, "server.port", self._config.port)
+        if self._admin_grpc is not None and self._config.admin_port is not None:
+            admin_port = self._bind(self._admin_grpc, "server.admin_port", self._config.admin_port)
+            self.admin_address = host_port(self._config.host, admin_port)
         await self._set_health()
         await self._grpc.start()
+        if self._admin_grpc is not None:
+            await self._admin_grpc.start()
+            _logger.info("calls of admins on %s", self.admin_address)
         self._health_watch = asyncio.create_task(self._watch_health())
-        return host_port(host, port)
+        return host_port(self._config.host, port)
 
     async def drain(self) -> bool:
         """Refuse new requests, let running ones finish, then stop.
@@ -142,8 +167,27 @@ class Server:
             are_over = await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)
             have_left = await self._unfinished.finish(max(_FLUSH_S, end - asyncio.get_running_loop().time()))
         finally:
-            await self._grpc.stop(_FLUSH_S)
+            await asyncio.gather(*(each.stop(_FLUSH_S) for each in (self._grpc, self._admin_grpc) if each is not None))
         return are_over and have_left
+
+    def _made(self, door: Door) -> grpc.aio.Server:
+        """Make a gRPC server without services."""
+        gate = Gate(door, self._gateway_tenant)
+        return grpc.aio.server(
+            interceptors=[StatusInterceptor(self._intake, gate)],
+            options=grpc_options(self._config, self._engine.limits),
+            maximum_concurrent_rpcs=self._config.max_calls,
+        )
+
+    def _bind(self, server: grpc.aio.Server, key: str, port: int) -> int:
+        """Bind a port and return its number. `key` names it in errors."""
+        address = host_port(self._config.host, port)
+        try:
+            if self._doors.tls is None:
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, self._doors.tls.grpc_credentials())
+        except RuntimeError as error:
+            raise not_free(key, self._config.host, port) from error
 
     async def _watch_health(self) -> None:
         while True:
@@ -156,10 +200,20 @@ class Server:
             await self._health.set(service, status)
 
 
+def _add_descriptions(server: grpc.aio.Server, servicer: health.HealthServicer, services: Iterable[str]) -> None:
+    """Add health and reflection to a server of these services."""
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+
+
 def run(
-    engine: Engine, config: ServerConfig, model_path: str | None = None, services: Iterable[AddService] = ()
+    engine: Engine,
+    config: ServerConfig,
+    model_path: str | None = None,
+    services: Iterable[AddService] = (),
+    gateway_tenant: str = "",
 ) -> None:
-    """Serve until SIGTERM or SIGINT, drain, and return. The arguments are those of `Server`.
+    """Serve until SIGTERM, SIGINT or a call of `Drain`, drain, and return. The arguments are those of `Server`.
 
     Starts the engine, and stops it at every exit. Prints one line, `listening on HOST:PORT`, on stdout when ready.
     Objects that exist at the start are exempt from garbage collection until the end.
@@ -172,25 +226,24 @@ def run(
     gc.freeze()  # a collection that walks modules and model stops every request for 0.2 s
     engine.start()
     try:
-        asyncio.run(_serve_until_signal(engine, config, model_path, services))
+        asyncio.run(_serve_until_signal(engine, config, model_path, services, gateway_tenant))
     finally:
         engine.stop()
         gc.unfreeze()  # otherwise nanobind, which Triton uses, reports leaks on stderr at exit
 
 
 async def _serve_until_signal(
-    engine: Engine, config: ServerConfig, model_path: str | None, services: Iterable[AddService]
+    engine: Engine, config: ServerConfig, model_path: str | None, services: Iterable[AddService], gateway_tenant: str
 ) -> None:
-    stop = asyncio.Event()
+    server = Server(engine, config, model_path, services, gateway_tenant)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)  # further signals change nothing: the drain ends by itself
-    server = Server(engine, config, model_path, services)
+        loop.add_signal_handler(number, server.stop.set)  # further signals change nothing: the drain ends by itself
     address = await server.start()
     print(f"listening on {address}", flush=True)
-    while not stop.is_set() and engine.is_alive:
+    while not server.stop.is_set() and engine.is_alive:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _HEALTH_PERIOD_S)
+            await asyncio.wait_for(server.stop.wait(), _HEALTH_PERIOD_S)
     if not engine.is_alive:
         raise InvariantViolation("engine: expected its thread to run until the server stops, got a thread that ended")
     _logger.info("draining, at most %g s", config.drain_timeout_s)

@@ -6,7 +6,7 @@ cancels its future, and with it the request. `radixkv.service.server.status` tur
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from radixkv.service.server.messages import (
     read_sampling,
     require_names,
     stats_response,
+    tenant_stats_response,
     usage_message,
 )
 from radixkv.service.server.model_tokenizer import ModelTokenizer
@@ -129,10 +130,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
-    """Answers operators: statistics, segments, retention and purges."""
+    """Answers operators: statistics, segments, retention, purges and the end of the service.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: is asked.
+        start_drain: makes the service end as SIGTERM does, soon after the call that asks for it.
+    """
+
+    def __init__(self, engine: Engine, start_drain: Callable[[], None]) -> None:
         self._engine = engine
+        self._start_drain = start_drain
         self._mailbox = Mailbox()
         self._segments = SegmentLister(engine, self._mailbox)
 
@@ -163,7 +170,16 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         return await self._segments.answer(request)
 
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
-        """Count what the engine holds and has done."""
+        """Count what the engine holds and has done, or only what is one tenant's."""
+        require_names(tenant=request.tenant)
         max_tenants = request.max_tenants if request.HasField("max_tenants") else None
+        if request.HasField("tenant"):
+            stats = await answer_of(self._engine, self._mailbox, self._engine.stats(None))
+            return tenant_stats_response(self._engine.limits, stats, request.tenant)
         stats = await answer_of(self._engine, self._mailbox, self._engine.stats(max_tenants))
         return stats_response(self._engine.limits, stats)
+
+    async def Drain(self, request: cache_pb2.DrainRequest, context: Context) -> cache_pb2.DrainResponse:  # noqa: N802
+        """End the service as SIGTERM does."""
+        self._start_drain()
+        return cache_pb2.DrainResponse()

@@ -21,15 +21,18 @@ from radixkv.errors import (
     EventsLost,
     InvariantViolation,
     LifecycleError,
+    PermissionDenied,
     RadixKVError,
     RequestError,
     StepFailed,
     StepHangs,
+    Unauthenticated,
     UnknownAdapter,
     UnknownLease,
     UnknownSequence,
     UnknownTokenizer,
 )
+from radixkv.service.server.identity.gate import Gate
 from radixkv.service.server.intake.intake import Intake, tenant_of
 from radixkv.service.server.unfinished_calls import Context
 
@@ -37,6 +40,8 @@ from radixkv.service.server.unfinished_calls import Context
 STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     RequestError: grpc.StatusCode.INVALID_ARGUMENT,
     BeyondCeiling: grpc.StatusCode.FAILED_PRECONDITION,  # the request is valid, and trying again does not help
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     UnknownAdapter: grpc.StatusCode.NOT_FOUND,
     UnknownLease: grpc.StatusCode.NOT_FOUND,
     UnknownSequence: grpc.StatusCode.OUT_OF_RANGE,
@@ -91,10 +96,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
     Args:
         intake: receives messages, and notes answers.
+        gate: says who may make a call, before its message is received.
     """
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: Intake, gate: Gate) -> None:
         self._intake = intake
+        self._gate = gate
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}  # by method
 
     async def intercept_service(
@@ -109,29 +116,33 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler  # unknown names are not kept, because callers may invent any number of them
-        self._wrapped[method] = _wrapped(handler, method, self._intake)
+        self._wrapped[method] = _wrapped(handler, method, self._intake, self._gate)
         return self._wrapped[method]
 
 
-def _wrapped(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake) -> grpc.RpcMethodHandler[Any, Any]:
+def _wrapped(
+    handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake, gate: Gate
+) -> grpc.RpcMethodHandler[Any, Any]:
     if handler.unary_unary is not None:
-        return grpc.stream_unary_rpc_method_handler(_answering(handler, method, intake))
+        return grpc.stream_unary_rpc_method_handler(_answering(handler, method, intake, gate))
     if handler.unary_stream is None:
-        return handler
+        return grpc.stream_stream_rpc_method_handler(
+            _conversing(handler, method, gate), handler.request_deserializer, handler.response_serializer
+        )
     wrap = _streaming if inspect.isasyncgenfunction(handler.unary_stream) else _writing
     return grpc.stream_stream_rpc_method_handler(
-        wrap(handler, method, intake), response_serializer=handler.response_serializer
+        wrap(handler, method, intake, gate), response_serializer=handler.response_serializer
     )
 
 
-def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake) -> Any:
+def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake, gate: Gate) -> Any:
     call: Any = handler.unary_unary
     parse: Any = handler.request_deserializer
     serialize: Any = handler.response_serializer
 
     async def answer(_: object, context: Context) -> Any:
         try:
-            request = await intake.receive(parse, context)
+            request = await intake.receive(parse, context, gate.admit(method, context))
             response = await call(request, context)
             return intake.send(context, tenant_of(request), serialize(response))
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
@@ -140,13 +151,13 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: In
     return answer
 
 
-def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake) -> Any:
+def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake, gate: Gate) -> Any:
     call: Any = handler.unary_stream
     parse: Any = handler.request_deserializer
 
     async def stream(_: object, context: Context) -> Any:
         try:
-            request = await intake.receive(parse, context, is_endless=method in ENDLESS)
+            request = await intake.receive(parse, context, gate.admit(method, context), is_endless=method in ENDLESS)
             async with contextlib.aclosing(call(request, context)) as responses:
                 async for response in responses:
                     intake.begin_part(context)
@@ -160,18 +171,35 @@ def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: In
     return stream
 
 
-def _writing(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake) -> Any:
+def _writing(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake, gate: Gate) -> Any:
     """Wrap a handler that writes its answers itself, such as that of health checks."""
     call: Any = handler.unary_stream
     parse: Any = handler.request_deserializer
 
     async def write(_: object, context: Context) -> None:
         try:
-            await call(await intake.receive(parse, context, is_endless=True), context)
+            admission = gate.admit(method, context)
+            await call(await intake.receive(parse, context, admission, is_endless=True), context)
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
             await _refuse(error, context, method)
 
     return write
+
+
+def _conversing(handler: grpc.RpcMethodHandler[Any, Any], method: str, gate: Gate) -> Any:
+    """Wrap a handler that reads a stream, such as that of reflection."""
+    call: Any = handler.stream_stream
+
+    async def converse(requests: Any, context: Context) -> Any:
+        try:
+            gate.admit(method, context)
+            async with contextlib.aclosing(call(requests, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:  # noqa: BLE001 - the table has a status for every one
+            await _refuse(error, context, method)
+
+    return converse
 
 
 async def _refuse(error: Exception, context: Context, method: str) -> None:

@@ -29,10 +29,15 @@ sys.meta_path.insert(0, Refuse())
 
 @contextlib.asynccontextmanager
 async def serving(
-    engine, *, model_path: str | None = None, services: Iterable[AddService] = (), **config: Any
+    engine,
+    *,
+    model_path: str | None = None,
+    services: Iterable[AddService] = (),
+    gateway_tenant: str = "",
+    **config: Any,
 ) -> AsyncIterator[tuple[Server, str]]:
     """Yield a started server and its address; drain it at the end."""
-    server = Server(engine, ServerConfig(port=0, **config), model_path, services)
+    server = Server(engine, ServerConfig(port=0, **config), model_path, services, gateway_tenant)
     address = await server.start()
     try:
         yield server, address
@@ -41,11 +46,11 @@ async def serving(
         await server.drain()
 
 
-def serve_and_call(engine, function: Callable[[str], Any], model_path: str | None = None) -> Any:
+def serve_and_call(engine, function: Callable[[str], Any], model_path: str | None = None, **config: Any) -> Any:
     """Return `function(address)`, called in a thread of its own beside a server."""
 
     async def run() -> Any:
-        async with serving(engine, model_path=model_path) as (_, address):
+        async with serving(engine, model_path=model_path, **config) as (_, address):
             return await asyncio.to_thread(function, address)
 
     return asyncio.run(run())

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
 from radixkv.errors import InvalidRequest
+from radixkv.service.server.identity.gate import Admission
 from radixkv.service.server.intake.bounds import largest_message_bytes
 from radixkv.service.server.intake.held_bytes import HeldBytes
 from radixkv.service.server.intake.parsing import PIECE_BYTES, parse_in_pieces
@@ -48,16 +49,18 @@ class Intake:
         self._unsent = UnsentAnswers(config.send_timeout_s)
         self._unfinished = unfinished
 
-    async def receive(self, parse: Parse, context: Context, *, is_endless: bool = False) -> Any:
+    async def receive(self, parse: Parse, context: Context, admission: Admission, *, is_endless: bool = False) -> Any:
         """Receive the message of a call and parse it.
 
         Args:
             parse: the class method `FromString` of the message's class.
             context: of the call.
+            admission: looks at the tenant of the message, and writes the caller's own where none is named.
             is_endless: whether the call ends with the service and not before, so that nobody waits for its end.
 
         Raises:
             InvalidRequest: no message came, or it can't be parsed.
+            PermissionDenied: the caller may not act for its tenant.
             QueueFull, DeadlineExceeded: it had to wait, or came too slowly; or too much is held for its tenant.
         """
         data = await self._places.receive(context.peer(), context.read)
@@ -66,6 +69,7 @@ class Intake:
         if not is_endless:
             self._unfinished.add(context)
         message = await self._parsed(parse, data)
+        admission.place_tenant(message)
         self._hold(context, tenant_of(message), len(data))
         return message
 

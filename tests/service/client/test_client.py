@@ -23,8 +23,10 @@ from radixkv.v1.model_pb2 import DESCRIPTOR as MODEL
 from radixkv.v1.prefill_pb2 import DESCRIPTOR as PREFILL
 from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest, PrefillResponse
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
+from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
+from tests.service.server.identity.certificates import Papers
 from tests.service.serving import WITHOUT_ENGINE, becomes_true, serve_and_call, serving
 
 
@@ -51,7 +53,7 @@ def test_the_blocking_client_is_shared_between_threads():
 
 
 def test_both_clients_take_the_same_arguments():
-    for name in ("__init__", "prefill", "generate", "probe", "release", "stats", "close", "retain", "purge"):
+    for name in ("__init__", "prefill", "generate", "probe", "release", "stats", "close", "retain", "purge", "drain"):
         blocking, awaited = (inspect.signature(getattr(kind, name)).parameters for kind in (Client, AsyncClient))
         assert blocking == awaited, name
 
@@ -322,3 +324,64 @@ def test_the_client_works_where_the_engine_is_not_installed():
 
     done = serve_and_call(FakeEngine(), talk)
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+@pytest.mark.parametrize(
+    ("address", "access", "message"),
+    [
+        ("10.0.0.1:1", {"token": "t"}, "token: expected tls_ca beside it"),
+        ("example.org:1", {"token": "t"}, "token: expected tls_ca beside it"),
+        ("127.0.0.1:1", {"token": "two words"}, "token: expected printable ASCII"),
+        ("127.0.0.1:1", {"token": ""}, "token: expected printable ASCII"),
+        ("127.0.0.1:1", {"token": "line\n"}, "token: expected printable ASCII"),
+        ("127.0.0.1:1", {"certificate": "c.pem"}, "certificate, key: expected both or neither"),
+        ("127.0.0.1:1", {"certificate": "c.pem", "key": "k.pem"}, "tls_ca: expected one beside a certificate"),
+    ],
+)
+def test_credentials_that_would_leak_or_miss_a_part_are_refused_without_the_token(address, access, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Client(address, **access)
+    assert "two words" not in str(caught.value)
+
+
+def test_a_token_goes_along_with_every_call_also_beside_a_prefix_key():
+    class Credentials(PrefillServiceServicer):
+        async def Prefill(self, request, context):  # noqa: N802
+            names = {"authorization", "x-prefix-key"}
+            text = ",".join(sorted(name for name, _ in context.invocation_metadata() if name in names))
+            return PrefillResponse(request_id=text)
+
+    async def run():
+        server = grpc.aio.server()
+        add_PrefillServiceServicer_to_server(Credentials(), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        try:
+            answers = []
+            for options in ({"token": "t"}, {"token": "t", "prefix_key_tokens": 4}, {"prefix_key_tokens": 4}):
+                async with AsyncClient(address, timeout_s=PATIENCE_S, **options) as client:
+                    answers.append((await client.prefill([1, 2])).request_id)
+            return answers
+        finally:
+            await server.stop(0)
+
+    assert asyncio.run(run()) == ["authorization", "authorization,x-prefix-key", "x-prefix-key"]
+
+
+def test_both_clients_call_over_tls_with_a_token(tmp_path):
+    papers = Papers(tmp_path)
+    engine = FakeEngine()
+    engine.events = FakeSource()
+
+    def talk(address):
+        with Client(address, timeout_s=PATIENCE_S, **papers.client("boss")) as client:
+            return client.prefill([1, 2]).next_token_id, next(client.subscribe()).snapshot.count
+
+    async def run():
+        async with serving(engine, **papers.tls) as (_, address):
+            async with AsyncClient(address, timeout_s=PATIENCE_S, **papers.client("boss")) as client:
+                awaited = (await client.prefill([1, 2])).next_token_id, (await anext(client.subscribe())).snapshot.count
+            return awaited, await asyncio.to_thread(talk, address)
+
+    awaited, blocking = asyncio.run(run())
+    assert awaited == blocking == (3, 1)

@@ -70,7 +70,7 @@ def test_help_says_what_every_option_does_and_its_default(command):
 
 
 def test_every_command_of_a_client_finds_the_service_where_it_listens_by_default():
-    for command in ("prefill", "generate", "purge", "stats"):
+    for command in ("prefill", "generate", "purge", "stats", "drain"):
         assert parsers()[command].get_default("address") == "127.0.0.1:50051"
 
 

@@ -6,8 +6,10 @@ import pytest
 
 from radixkv.api.caller import Caller
 from radixkv.service.commands.cli import main
-from tests.service.command_line import launch, run_cli
+from tests.patience import PATIENCE_S
+from tests.service.command_line import fake_service, launch, run_cli
 from tests.service.fake_engine import FakeEngine
+from tests.service.server.identity.certificates import TOKENS, Papers
 from tests.service.serving import WITHOUT_ENGINE, serve_and_call
 
 
@@ -155,3 +157,45 @@ def test_the_commands_of_a_client_work_where_the_engine_is_not_installed():
     for code, out, err in serve_and_call(FakeEngine(), talk):
         assert (code, err) == (0, "")
         assert out
+
+
+def test_drain_asks_the_service_to_end():
+    with fake_service() as (process, address):
+        assert main(["drain", "--address", address]) == 0
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch, capsys):
+    papers = Papers(tmp_path)
+    file = tmp_path / "acme.token"
+    file.write_text(TOKENS["acme"] + "\n")
+    engine = FakeEngine()
+
+    def talk(address):
+        call = ["prefill", "--tokens", "1,2", "--address", address, "--tls-ca", str(papers.ca_file)]
+        codes = [main([*call, "--token-file", str(file)]), main(call)]
+        monkeypatch.setenv("RADIXKV_TOKEN", TOKENS["globex"])
+        return [*codes, main(call)]
+
+    assert serve_and_call(engine, talk, **papers.tls) == [0, 1, 0]
+    assert [params.caller.tenant for params in engine.params] == ["acme", "globex"]
+    assert "radixkv: UNAUTHENTICATED: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "none.token: expected a readable file"), ("two words", "token: expected printable")]
+)
+def test_a_token_file_that_holds_no_token_is_one_line(tmp_path, capsys, content, message):
+    file = tmp_path / "none.token"
+    if content is not None:
+        file.write_text(content)
+    assert main(["stats", "--token-file", str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_tenant_is_shown_what_it_may_know(tmp_path, capsys):
+    code, out, _ = run_cli(capsys, FakeEngine(), "stats", "--tenant", "a")
+    assert code == 0
+    assert re.search(r"^tenant a +3 blocks", out, re.MULTILINE)
+    assert "prompt tokens" not in out
+    assert "tenant b" not in out

@@ -22,6 +22,9 @@ from tests.service.command_line import LAUNCHER, fake_service, install, launch
     ("arguments", "message"),
     [
         (["--port", "70000"], "server.port: expected 0 to 65535, got 70000"),
+        (["--host", "0.0.0.0"], "server.host: expected 127.0.0.1, ::1 or localhost without server.tokens_file"),
+        (["--set", "server.tokens_file=/nowhere.toml", "--insecure"], "server.tokens_file: expected a readable file"),
+        (["--host", "0.0.0.0", "--insecure"], "model.dtype: expected float32"),
         (["--set", "cache.block_sise=16"], "cache.block_sise: unknown key; the nearest is cache.block_size"),
         (["--config", "/nowhere.toml"], "config file /nowhere.toml: "),
         (["--set", "model.dtype=bfloat16"], "model.dtype: expected float32, got bfloat16"),

@@ -1,5 +1,7 @@
+import json
 import re
 import socket
+import ssl
 import sys
 import threading
 import urllib.error
@@ -21,6 +23,7 @@ from radixkv.service.server.metrics_port import Telemetry
 from tests.patience import PATIENCE_S
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 from tests.service.fake_engine import FakeEngine
+from tests.service.server.identity.certificates import TOKENS, Papers
 from tests.telemetry.test_metrics import ended_request
 
 
@@ -199,3 +202,41 @@ def test_the_command_serves_metrics_and_names_the_port_on_stderr_only():
 def test_a_wrong_metrics_port_is_named():
     code, out, err = launch(LAUNCHER, "open", "serve", "--port", "0", "--metrics-port", "70000")
     assert (code, out, err) == (2, "", "radixkv: server.metrics_port: expected 0 to 65535, got 70000\n")
+
+
+def get_over_tls(address, path, papers, caller=None):
+    """Status and body of an answer over HTTPS, with a caller's token."""
+    headers = {} if caller is None else {"Authorization": f"Bearer {TOKENS[caller]}"}
+    request = urllib.request.Request(f"https://{address}{path}", headers=headers)
+    context = ssl.create_default_context(cafile=papers.ca_file)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S, context=context) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_with_credentials_only_an_admin_reads_more_than_the_health_and_only_over_tls(tmp_path):
+    papers = Papers(tmp_path)
+    settings = [f"server.{key}={json.dumps(value)}" for key, value in papers.tls.items()]
+    with telemetry("server.metrics_port=0", *settings).serving(FakeEngine()) as address:
+        assert get_over_tls(address, "/metrics", papers, "boss")[0] == 200
+        assert get_over_tls(address, "/nothing", papers, "boss")[0] == 404
+        assert get_over_tls(address, "/metrics", papers) == (401, "Unauthorized\n")
+        assert get_over_tls(address, "/nothing", papers) == (401, "Unauthorized\n")
+        assert get_over_tls(address, "/metrics", papers, "acme") == (403, "Forbidden\n")
+        assert [get_over_tls(address, path, papers)[0] for path in ("/healthz", "/readyz")] == [200, 200]
+        with pytest.raises(OSError):
+            get(address, "/healthz")
+        assert get_over_tls(address, "/healthz", papers)[0] == 200
+
+
+def test_a_caller_who_begins_a_handshake_and_stops_keeps_nobody_waiting(tmp_path):
+    papers = Papers(tmp_path)
+    settings = [f"server.{key}={json.dumps(value)}" for key, value in papers.tls.items()]
+    with telemetry("server.metrics_port=0", *settings).serving(FakeEngine()) as address:
+        host, port = address.rsplit(":", 1)
+        with socket.create_connection((host, int(port))) as silent:
+            silent.sendall(b"\x16\x03")
+            assert get_over_tls(address, "/healthz", papers)[0] == 200

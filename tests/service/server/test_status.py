@@ -18,6 +18,8 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
 
 EXPECTED = {
     "InvalidRequest": "INVALID_ARGUMENT",
+    "Unauthenticated": "UNAUTHENTICATED",
+    "PermissionDenied": "PERMISSION_DENIED",
     "PromptTooLong": "INVALID_ARGUMENT",
     "BeyondCeiling": "FAILED_PRECONDITION",
     "UnknownAdapter": "NOT_FOUND",

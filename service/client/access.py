@@ -1,0 +1,86 @@
+"""How a client shows who it is, and how it knows the server: TLS, a token, a certificate."""
+
+from __future__ import annotations
+
+import ipaddress
+from os import PathLike
+from pathlib import Path
+
+import grpc
+
+from radixkv.service.client.prefix_key import Metadata, PrefixKey
+from radixkv.service.token_ids import Prompt
+
+File = str | PathLike[str]
+
+
+class Access:
+    """Credentials of one connection and the metadata of its calls.
+
+    Args:
+        address: of the service.
+        tls_ca: PEM file with the authorities of its certificate; None for a connection without TLS.
+        token: a bearer token, sent with every call; None for none.
+        certificate: PEM file with the caller's own certificate chain; None for none.
+        key: PEM file with its private key.
+        prefix_key: makes the header of prompts.
+
+    Raises:
+        ValueError: the token would leave this machine in the clear, is no token, or files are given without others that
+            they need. The message has no part of the token.
+        OSError: a file can't be read.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls_ca: File | None,
+        token: str | None,
+        certificate: File | None,
+        key: File | None,
+        prefix_key: PrefixKey,
+    ) -> None:
+        if (certificate is None) is not (key is None):
+            raise ValueError("certificate, key: expected both or neither, got one")
+        if certificate is not None and tls_ca is None:
+            raise ValueError("tls_ca: expected one beside a certificate, got none")
+        if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
+            raise ValueError("token: expected printable ASCII characters without spaces, got others")
+        if token is not None and tls_ca is None and not _is_on_this_machine(address):
+            raise ValueError("token: expected tls_ca beside it, since the service is on another machine, got none")
+        self._prefix_key = prefix_key
+        self.credentials = None if tls_ca is None else _credentials(tls_ca, certificate, key)
+        self.metadata: Metadata | None = None if token is None else (("authorization", f"Bearer {token}"),)
+
+    def metadata_of(self, request: Prompt) -> Metadata | None:
+        """Return the metadata of a call with this prompt; None for none."""
+        of_prompt: Metadata | None = self._prefix_key.metadata(request)
+        if self.metadata is None or of_prompt is None:
+            return self.metadata or of_prompt
+        return self.metadata + of_prompt
+
+
+def _credentials(tls_ca: File, certificate: File | None, key: File | None) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        root_certificates=Path(tls_ca).read_bytes(),
+        private_key=None if key is None else Path(key).read_bytes(),
+        certificate_chain=None if certificate is None else Path(certificate).read_bytes(),
+    )
+
+
+def _is_on_this_machine(address: str) -> bool:
+    """Return whether what is sent there stays on this machine.
+
+    >>> [_is_on_this_machine(each) for each in ("127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/s", "10.0.0.1:1")]
+    [True, True, True, True, False]
+    """
+    if address.startswith("unix:"):
+        return True
+    host = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,41 @@
+"""A caller that is known, and the tenants that it may act for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Role(Enum):
+    """Kind of a caller: one tenant, a router that names tenants, or an admin, who may do everything."""
+
+    TENANT = "tenant"
+    ROUTER = "router"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A caller that is known.
+
+    Attributes:
+        name: of the credential, for the log; never of a tenant.
+        role: the kind of caller.
+        tenants: those that it may act for; None for all. Exactly one with the role `TENANT`.
+    """
+
+    name: str
+    role: Role
+    tenants: frozenset[str] | None = None
+
+    def may_act_for(self, tenant: str) -> bool:
+        """Return whether the caller may name this tenant."""
+        return self.tenants is None or tenant in self.tenants
+
+    @property
+    def own_tenant(self) -> str | None:
+        """The tenant that a message without one means; None if it means what it says."""
+        if self.role is not Role.TENANT or self.tenants is None:
+            return None
+        (tenant,) = self.tenants
+        return tenant

@@ -1,0 +1,67 @@
+"""Refuses configurations that would let strangers in, before a model is loaded."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+
+from radixkv.config import ServerConfig
+from radixkv.errors import ConfigError
+from radixkv.service.server.identity.doors import Doors
+
+_logger = logging.getLogger(__name__)
+
+
+def require_secure(config: ServerConfig) -> None:
+    """Check who could reach the service, and read all files once.
+
+    ```
+                          no TLS               TLS                    TLS and tokens_file
+    on this machine       open to all users    open to all users      credentials
+    beyond                refused              refused                credentials
+    beyond, insecure      open to all, logged  open to all, logged    credentials
+    ```
+
+    Tokens without TLS are refused as well, unless `insecure` says that a proxy in front has ended it.
+
+    Raises:
+        ConfigError: the message names the key.
+    """
+    _require_together(config)
+    has_credentials = config.tokens_file is not None
+    if has_credentials and config.tls_certificate is None and not config.insecure:
+        raise ConfigError(
+            "server.tokens_file: expected server.tls_certificate beside it, or --insecure behind a proxy that ends TLS"
+            ", got neither"
+        )
+    if not is_on_this_machine(config.host) and not has_credentials:
+        if not config.insecure:
+            raise ConfigError(
+                "server.host: expected 127.0.0.1, ::1 or localhost without server.tokens_file and "
+                f"server.tls_certificate, got {config.host!r}; --insecure serves anyone who can reach it"
+            )
+        _logger.warning("anyone who can reach %s may make every call: there are no credentials", config.host)
+    Doors(config)
+
+
+def is_on_this_machine(host: str) -> bool:
+    """Return whether only this machine reaches a host.
+
+    >>> [is_on_this_machine(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "", "example.org")]
+    [True, True, True, False, False, False, False]
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _require_together(config: ServerConfig) -> None:
+    if (config.tls_certificate is None) is not (config.tls_key is None):
+        raise ConfigError("server.tls_certificate, tls_key: expected both or neither, got one")
+    if config.client_ca is not None and config.tls_certificate is None:
+        raise ConfigError("server.client_ca: expected server.tls_certificate beside it, got none")
+    if config.client_ca is not None and config.tokens_file is None:
+        raise ConfigError("server.client_ca: expected server.tokens_file, which says who a certificate is, got none")

@@ -1,0 +1,126 @@
+"""The table of all RPCs, on every port: who may call each, and where its message names a tenant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from radixkv.errors import PermissionDenied
+from radixkv.service.server.identity.identity import Identity, Role
+
+
+class Access(Enum):
+    """Conditions of a call, by the credential of its caller.
+
+    ```
+                  nobody known   tenant           router                  admin
+    OPEN          yes            yes              yes                     yes
+    KNOWN         no             yes              yes                     yes
+    TENANT        no             for itself       for those it may name   yes
+    GATEWAY       no             if gateway.tenant is one of its tenants  yes
+    ALL_TENANTS   no             no               if it may name all      yes
+    ADMIN         no             no               no                      yes
+    ```
+
+    With `TENANT`, a message that means all tenants because it names none is one of admins.
+    """
+
+    OPEN = "open"
+    KNOWN = "known"
+    TENANT = "tenant"
+    GATEWAY = "gateway"
+    ALL_TENANTS = "all tenants"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Condition of one call, and where its message names a tenant.
+
+    Attributes:
+        access: what it asks of its caller.
+        tenant_of: name of the field of the request that holds the message with `tenant`; empty for the request itself.
+            Counts with `Access.TENANT` only.
+        is_logged: whether the log tells who makes it.
+    """
+
+    access: Access
+    tenant_of: str = ""
+    is_logged: bool = False
+
+    def admit(self, caller: Identity, gateway_tenant: str) -> None:
+        """Refuse a caller who may not make the call, whatever its message says.
+
+        Args:
+            caller: who calls.
+            gateway_tenant: the owner of the gateway's data.
+
+        Raises:
+            PermissionDenied: the message names what would be needed.
+        """
+        if caller.role is Role.ADMIN or self.access in (Access.OPEN, Access.KNOWN, Access.TENANT):
+            return
+        if self.access is Access.GATEWAY and not caller.may_act_for(gateway_tenant):
+            raise PermissionDenied("credential: expected one that may act for the gateway's tenant, got another")
+        if self.access is Access.ALL_TENANTS and caller.tenants is not None:
+            raise PermissionDenied(
+                f"credential: expected a router that may name all tenants, or an admin, got a {caller.role.value}"
+            )
+        if self.access is Access.ADMIN:
+            raise PermissionDenied(f"credential: expected the role admin, got {caller.role.value}")
+
+    def place_tenant(self, caller: Identity, request: Any) -> None:
+        """Write the caller's own tenant where the request names none, and refuse one that it may not act for.
+
+        Raises:
+            PermissionDenied: the message never repeats the tenant that the request names.
+        """
+        if self.access is not Access.TENANT:
+            return
+        message = getattr(request, self.tenant_of) if self.tenant_of else request
+        own, named = caller.own_tenant, message.tenant
+        if own is not None and not named:
+            message.tenant = own
+        elif not caller.may_act_for(named):
+            raise PermissionDenied("tenant: expected one that this credential may act for, got another")
+        elif caller.role is not Role.ADMIN and _names_none(message):
+            raise PermissionDenied(
+                f"tenant: expected one, since all need the role admin, got none as {caller.role.value}"
+            )
+
+
+def _names_none(message: Any) -> bool:
+    """Return whether a message could name a tenant or none, and names none: then all are meant."""
+    field = message.DESCRIPTOR.fields_by_name["tenant"]
+    return bool(field.has_presence) and not message.HasField("tenant")
+
+
+_TENANT, _GATEWAY, _KNOWN, _OPEN = Rule(Access.TENANT), Rule(Access.GATEWAY), Rule(Access.KNOWN), Rule(Access.OPEN)
+
+RULES: dict[str, Rule] = {
+    "/radixkv.v1.PrefillService/Prefill": _TENANT,
+    "/radixkv.v1.PrefillService/Generate": Rule(Access.TENANT, tenant_of="prefill"),
+    "/radixkv.v1.PrefillService/Probe": _TENANT,
+    "/radixkv.v1.PrefillService/Release": _TENANT,
+    "/radixkv.v1.CacheService/Stats": _TENANT,
+    "/radixkv.v1.CacheService/Retain": _TENANT,
+    "/radixkv.v1.CacheService/Purge": Rule(Access.TENANT, is_logged=True),
+    "/radixkv.v1.CacheService/ListSegments": _TENANT,
+    "/radixkv.v1.CacheService/Drain": Rule(Access.ADMIN, is_logged=True),
+    "/radixkv.v1.EventService/Subscribe": Rule(Access.ALL_TENANTS),  # events of all tenants, with their tokens
+    "/radixkv.v1.ModelService/GetTokenizer": _KNOWN,
+    "/vllm.grpc.engine.VllmEngine/Generate": _GATEWAY,
+    "/vllm.grpc.engine.VllmEngine/Abort": _GATEWAY,
+    "/vllm.grpc.engine.VllmEngine/HealthCheck": _OPEN,
+    "/vllm.grpc.engine.VllmEngine/GetModelInfo": _GATEWAY,
+    "/vllm.grpc.engine.VllmEngine/GetServerInfo": _GATEWAY,
+    "/vllm.grpc.engine.VllmEngine/GetLoads": _GATEWAY,
+    "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents": _GATEWAY,
+    "/vllm.grpc.engine.VllmEngine/GetTokenizer": _GATEWAY,
+    "/vllm.grpc.engine.VllmEngine/FlushCache": Rule(Access.GATEWAY, is_logged=True),
+    "/grpc.health.v1.Health/Check": _OPEN,  # probes of an orchestrator carry no credentials
+    "/grpc.health.v1.Health/Watch": _OPEN,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _KNOWN,
+}
+"""Rules by method. A method that is not here is refused to everybody."""

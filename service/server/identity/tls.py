@@ -1,0 +1,110 @@
+"""TLS of a server: its certificate, key and the authorities of callers, read again when their files change."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from radixkv.config import ServerConfig
+from radixkv.errors import ConfigError
+from radixkv.service.server.identity.reloaded_files import ReloadedFiles
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Contents of the files, and what serves HTTPS with them.
+
+    Attributes:
+        certificate: the chain, PEM.
+        key: the private key, PEM.
+        client_ca: authorities of callers' certificates, PEM; None if callers show none.
+        https: a context with the same certificate, which asks callers for none.
+    """
+
+    certificate: bytes
+    key: bytes = field(repr=False)
+    client_ca: bytes | None
+    https: ssl.SSLContext = field(repr=False)
+
+
+class Tls:
+    """The TLS of one server.
+
+    Args:
+        config: with `tls_certificate` and `tls_key`.
+
+    Raises:
+        ConfigError: the files can't be read, or do not belong together.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        paths = [path for path in (config.tls_certificate, config.tls_key, config.client_ca) if path is not None]
+        self._files = ReloadedFiles("TLS certificates", paths, lambda: _read(config))
+        self._needs_client_certificate = config.client_ca is not None
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Make the credentials of one port. Connections from now on see changed files; older ones go on."""
+        current = self._files.get()
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:  # called before each handshake, by gRPC's threads
+            nonlocal current
+            files = self._files.get()
+            if files is current:
+                return None
+            current = files
+            return _configuration(files)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(current),
+            changed,  # type: ignore[arg-type]  # its stubs do not know that None stands for no change
+            self._needs_client_certificate,
+        )
+
+    def https(self) -> ssl.SSLContext:
+        """Return the context for the next connection over HTTPS."""
+        return self._files.get().https
+
+
+def tls_of(config: ServerConfig) -> Tls | None:
+    """Return the TLS of a server; None without a certificate in the configuration.
+
+    Raises:
+        ConfigError: as `Tls`.
+    """
+    return None if config.tls_certificate is None else Tls(config)
+
+
+def _read(config: ServerConfig) -> TlsFiles:
+    certificate, key = _contents("tls_certificate", config.tls_certificate), _contents("tls_key", config.tls_key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # A key with a password would make OpenSSL ask for it on the terminal.
+        context.load_cert_chain(str(config.tls_certificate), str(config.tls_key), password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError("server.tls_key: expected the key of server.tls_certificate, both PEM, got others") from error
+    if config.client_ca is None:
+        return TlsFiles(certificate, key, None, context)
+    client_ca = _contents("client_ca", config.client_ca)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=client_ca.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError("server.client_ca: expected certificates, PEM, got something else") from error
+    return TlsFiles(certificate, key, client_ca, context)
+
+
+def _contents(key: str, path: str | None) -> bytes:
+    if path is None:
+        raise ConfigError(f"server.{key}: expected a file, got none")
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"server.{key}: expected a readable file, got {error.strerror}") from error
+
+
+def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(files.key, files.certificate)], root_certificates=files.client_ca
+    )

@@ -1,0 +1,105 @@
+"""Certificates and credentials of a test, written into a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import trustme
+
+TOKENS = {name: f"rkv_{name}_0123456789" for name in ("acme", "globex", "some", "every", "boss")}
+
+
+def entry_of(name: str, rest: str) -> str:
+    """Write the entry of a token."""
+    digest = hashlib.sha256(TOKENS[name].encode()).hexdigest()
+    return f'[[credentials]]\nname = "{name} credential"\n{rest}\ntoken_sha256 = "{digest}"\n'
+
+
+def entry_of_certificate(name: str, rest: str) -> str:
+    """Write the entry of a certificate."""
+    return f'[[credentials]]\nname = "certificate of {name}"\n{rest}\ncertificate = "{name}"\n'
+
+
+FILE = "\n".join(
+    [
+        entry_of("acme", 'role = "tenant"\ntenant = "acme"'),
+        entry_of("globex", 'role = "tenant"\ntenant = "globex"'),
+        entry_of("some", 'role = "router"\ntenants = ["acme", "initech"]'),
+        entry_of("every", 'role = "router"\ntenants = "all"'),
+        entry_of("boss", 'role = "admin"'),
+    ]
+)
+"""A file of credentials: two tenants, a router with a list, a router without one, an admin."""
+
+
+class Papers:
+    """Files in a folder: authorities, the server's certificate, its key, tokens.
+
+    Attributes:
+        ca: signs the server's certificate.
+        client_ca: signs callers' certificates.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._numbers = itertools.count()
+        self.ca, self.client_ca = trustme.CA(), trustme.CA()
+        self.ca.cert_pem.write_to_path(folder / "ca.pem")
+        self.client_ca.cert_pem.write_to_path(folder / "client_ca.pem")
+        self.write_certificate(self.ca)
+        self.write_tokens(FILE)
+
+    def write_certificate(self, ca: trustme.CA) -> None:
+        """Write a new certificate of the server, and its key."""
+        new = ca.issue_cert("127.0.0.1", "localhost")
+        new.private_key_pem.write_to_path(self.folder / "server.key")
+        new.cert_chain_pems[0].write_to_path(self.folder / "server.pem")
+
+    def write_tokens(self, text: str) -> None:
+        """Replace the file of credentials."""
+        (self.folder / "new.toml").write_text(text)
+        (self.folder / "new.toml").replace(self.folder / "tokens.toml")
+
+    def caller(
+        self,
+        name: str,
+        ca: trustme.CA | None = None,
+        *,
+        is_expired: bool = False,
+        alternative: str | None = None,
+        common_name: str | None = None,
+    ) -> dict[str, Any]:
+        """Write the certificate of a caller; returns the arguments of a client that shows it."""
+        new = (ca or self.client_ca).issue_cert(
+            *([] if alternative is None else [alternative]),
+            common_name=common_name or name,
+            not_after=datetime(2001, 1, 1, tzinfo=UTC) if is_expired else None,
+        )
+        folder = self.folder / f"{name}-{next(self._numbers)}"
+        folder.mkdir()
+        new.private_key_pem.write_to_path(folder / "key.pem")
+        new.cert_chain_pems[0].write_to_path(folder / "chain.pem")
+        return {"certificate": folder / "chain.pem", "key": folder / "key.pem", "tls_ca": self.ca_file}
+
+    @property
+    def ca_file(self) -> Path:
+        return self.folder / "ca.pem"
+
+    @property
+    def tls(self) -> dict[str, Any]:
+        """Keys of a server with TLS and tokens."""
+        names = {"tls_certificate": "server.pem", "tls_key": "server.key", "tokens_file": "tokens.toml"}
+        return {key: str(self.folder / name) for key, name in names.items()}
+
+    @property
+    def mutual_tls(self) -> dict[str, Any]:
+        """Keys of a server that asks for certificates too."""
+        return {**self.tls, "client_ca": str(self.folder / "client_ca.pem")}
+
+    def client(self, name: str | None) -> dict[str, Any]:
+        """Arguments of a client with a token; None for one without."""
+        return {"tls_ca": self.ca_file, "token": None if name is None else TOKENS[name]}

@@ -1,0 +1,76 @@
+import logging
+
+import pytest
+
+from radixkv.errors import ConfigError
+from radixkv.service.server.identity.reloaded_files import PERIOD_S, ReloadedFiles
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("first")
+    return path
+
+
+def reloaded(file, clock, reads=None):
+    def read():
+        if reads is not None:
+            reads.append(1)
+        text = file.read_text() if file.exists() else ""
+        if not text:
+            raise ConfigError("file: expected text, got none")
+        return text
+
+    return ReloadedFiles("words", [file], read, clock)
+
+
+def test_a_changed_file_is_read_within_a_second_and_an_unchanged_one_never_again(file):
+    clock, reads = Clock(), []
+    words = reloaded(file, clock, reads)
+    file.write_text("second")
+    assert words.get() == "first"
+    clock.now_s += PERIOD_S
+    assert words.get() == "second"
+    clock.now_s += PERIOD_S
+    assert (words.get(), len(reads)) == ("second", 2)
+
+
+def test_a_file_that_is_put_in_place_of_another_is_read(file):
+    clock = Clock()
+    words = reloaded(file, clock)
+    other = file.with_name("other")
+    other.write_text("other")
+    other.replace(file)
+    clock.now_s += PERIOD_S
+    assert words.get() == "other"
+
+
+def test_a_broken_or_missing_file_leaves_the_old_value_and_is_logged_once(file, caplog):
+    caplog.set_level(logging.ERROR)
+    clock = Clock()
+    words = reloaded(file, clock)
+    file.unlink()
+    for _ in range(3):
+        clock.now_s += PERIOD_S
+        assert words.get() == "first"
+    assert [record.getMessage() for record in caplog.records] == [
+        "words: kept as they were, since the changed files can't be used: file: expected text, got none"
+    ]
+    file.write_text("third")
+    clock.now_s += PERIOD_S
+    assert words.get() == "third"
+
+
+def test_a_file_that_is_broken_at_start_is_an_error(file):
+    file.write_text("")
+    with pytest.raises(ConfigError, match="expected text"):
+        reloaded(file, Clock())

@@ -1,0 +1,124 @@
+"""The table of RPCs, walked through reflection: every method of every port, called with every credential."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+
+from radixkv.config import Config
+from radixkv.service.server.identity.rpc_rules import RULES
+from radixkv.service.server.optional_services import optional_services
+from tests.events.fake_source import FakeSource
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import serving
+
+from .certificates import TOKENS, Papers
+from .reflected_calls import described_methods, status_of_call
+
+NOBODY = "nobody"
+CALLERS = (NOBODY, *TOKENS)  # acme and globex are tenants, some and every are routers, boss is an admin
+REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+
+_OWN = {"acme", "some", "every"}  # those who may act for the tenant acme
+_ALL = set(TOKENS) - {"boss"}
+# Who may call what on the port of requests, written out: with the tenant acme in the message if it has one.
+REQUESTS = {
+    "radixkv.v1.PrefillService/Prefill": _OWN,
+    "radixkv.v1.PrefillService/Generate": _OWN,
+    "radixkv.v1.PrefillService/Probe": _OWN,
+    "radixkv.v1.PrefillService/Release": _OWN,
+    "radixkv.v1.CacheService/Stats": _OWN,
+    "radixkv.v1.CacheService/Retain": _OWN,
+    "radixkv.v1.CacheService/Purge": _OWN,
+    "radixkv.v1.CacheService/ListSegments": _OWN,
+    "radixkv.v1.CacheService/Drain": set(),
+    "radixkv.v1.EventService/Subscribe": {"every"},
+    "radixkv.v1.ModelService/GetTokenizer": _ALL,
+    "vllm.grpc.engine.VllmEngine/Generate": _OWN,  # the gateway's tenant is acme
+    "vllm.grpc.engine.VllmEngine/Abort": _OWN,
+    "vllm.grpc.engine.VllmEngine/HealthCheck": {NOBODY, *TOKENS},
+    "vllm.grpc.engine.VllmEngine/GetModelInfo": _OWN,
+    "vllm.grpc.engine.VllmEngine/GetServerInfo": _OWN,
+    "vllm.grpc.engine.VllmEngine/GetLoads": _OWN,
+    "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": _OWN,
+    "vllm.grpc.engine.VllmEngine/GetTokenizer": _OWN,
+    "vllm.grpc.engine.VllmEngine/FlushCache": _OWN,
+    "grpc.health.v1.Health/Check": {NOBODY, *TOKENS},
+    "grpc.health.v1.Health/Watch": {NOBODY, *TOKENS},
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
+}
+ADMINS = {
+    "radixkv.v1.CacheService/Stats": {"boss"},
+    "radixkv.v1.CacheService/Retain": {"boss"},
+    "radixkv.v1.CacheService/Purge": {"boss"},
+    "radixkv.v1.CacheService/ListSegments": {"boss"},
+    "radixkv.v1.CacheService/Drain": {"boss"},
+    "grpc.health.v1.Health/Check": {NOBODY, *TOKENS},
+    "grpc.health.v1.Health/Watch": {NOBODY, *TOKENS},
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": {"boss"},
+}
+
+
+def metadata_of(caller):
+    return None if caller == NOBODY else (("authorization", f"Bearer {TOKENS[caller]}"),)
+
+
+def request_of(method):
+    """An otherwise empty request that names the tenant acme where it can."""
+    request = method.request()
+    for message in (request, *([request.prefill] if method.path.endswith("PrefillService/Generate") else [])):
+        if "tenant" in message.DESCRIPTOR.fields_by_name:
+            message.tenant = "acme"
+    if method.path.endswith("VllmEngine/Generate"):
+        request.sampling_params.max_tokens = 1  # not as many as fit
+    return request
+
+
+async def allowed_on(address, credentials, describer):
+    """Who is not refused, by method, with every credential."""
+    allowed = {}
+    async with grpc.aio.secure_channel(address, credentials) as channel:
+        for method in await described_methods(channel, metadata_of(describer)):
+            allowed[method.path[1:]] = {
+                caller
+                for caller in CALLERS
+                if await status_of_call(channel, method, request_of(method), metadata_of(caller)) not in REFUSALS
+            }
+    return allowed
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory):
+    """Who may call what on the port of requests, and on that of admins."""
+    papers = Papers(tmp_path_factory.mktemp("papers"))
+    whole = Config.load(None, ["gateway.enabled=true", "gateway.tenant=acme"])
+    credentials = grpc.ssl_channel_credentials(papers.ca_file.read_bytes())
+
+    async def walk():
+        engine = FakeEngine()
+        engine.events = FakeSource()
+        services = optional_services(engine, whole)
+        async with serving(
+            engine, model_path="tiny", services=services, gateway_tenant="acme", admin_port=0, **papers.tls
+        ) as (server, address):
+            return (
+                await allowed_on(address, credentials, "acme"),
+                await allowed_on(server.admin_address, credentials, "boss"),
+            )
+
+    return asyncio.run(asyncio.wait_for(walk(), PATIENCE_S))
+
+
+def test_every_method_that_reflection_describes_has_a_rule_and_no_rule_is_of_another(walked):
+    assert {f"/{name}" for name in walked[0]} == set(RULES)
+    assert {f"/{name}" for name in walked[1]} <= set(RULES)
+
+
+def test_each_caller_may_call_what_is_written_here_on_the_port_of_requests(walked):
+    assert walked[0] == REQUESTS
+
+
+def test_each_caller_may_call_what_is_written_here_on_the_port_of_admins(walked):
+    assert walked[1] == ADMINS
