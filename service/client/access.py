@@ -1,4 +1,4 @@
-"""How a client shows who it is, and how it knows the server: TLS, a token, a certificate."""
+"""TLS, tokens and certificates of a client: it shows who it is, and knows the server."""
 
 from __future__ import annotations
 

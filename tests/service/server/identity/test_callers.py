@@ -9,7 +9,7 @@ from .certificates import FILE, TOKENS, entry_of, entry_of_certificate
 
 
 class Call:
-    """What a call carries beside its message."""
+    """Metadata and certificate of a call."""
 
     def __init__(self, *metadata, **shown):
         self._metadata = metadata

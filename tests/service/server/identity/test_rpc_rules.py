@@ -77,7 +77,7 @@ def request_of(method):
 
 
 async def allowed_on(address, credentials, describer):
-    """Who is not refused, by method, with every credential."""
+    """Return the callers that are not refused, by method."""
     allowed = {}
     async with grpc.aio.secure_channel(address, credentials) as channel:
         for method in await described_methods(channel, metadata_of(describer)):
@@ -91,7 +91,7 @@ async def allowed_on(address, credentials, describer):
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory):
-    """Who may call what on the port of requests, and on that of admins."""
+    """Callers of each method on the port of requests, and on that of admins."""
     papers = Papers(tmp_path_factory.mktemp("papers"))
     whole = Config.load(None, ["gateway.enabled=true", "gateway.tenant=acme"])
     credentials = grpc.ssl_channel_credentials(papers.ca_file.read_bytes())

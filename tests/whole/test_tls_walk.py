@@ -1,0 +1,83 @@
+"""The commands of docs/deploy/tls.md, run as they stand there, around a fake engine."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE_S
+from tests.service.command_line import LAUNCHER
+
+PAGE = Path(__file__).parents[2] / "docs" / "deploy" / "tls.md"
+STEP = re.compile(r"^```(console|toml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Starts a command in a folder where `radixkv` is the command, with a fake engine in place of a model."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "radixkv").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{LAUNCHER}" open "$@"\n')
+    (commands / "radixkv").chmod(0o755)
+    started = []
+
+    def start(command: str) -> subprocess.Popen[str]:
+        environment = {"PATH": f"{commands}:/usr/bin:/bin", "HOME": str(tmp_path)}
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command.replace("radixkv serve", "exec radixkv serve")],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def is_as_written(written: list[str], output: str) -> bool:
+    """Whether each line stands in the output; three points stand for anything, runs of spaces for one."""
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    patterns = [re.escape(line).replace(re.escape("..."), ".*") for line in written]
+    return all(any(re.fullmatch(pattern, line) for line in lines) for pattern in patterns)
+
+
+def test_the_page_does_what_it_says(shell, tmp_path):
+    text = PAGE.read_text(encoding="utf-8").replace("50051", str(free_port()))
+    server = None
+    num_commands = 0
+    for kind, block in STEP.findall(text):
+        if kind == "toml":
+            name, _, content = block.partition("\n")
+            (tmp_path / name.removeprefix("# ")).write_text(content)
+            continue
+        for step in block.removeprefix("$ ").split("\n$ "):
+            command, *written = step.strip().split("\n")
+            num_commands += 1
+            process = shell(command)
+            if command.startswith("radixkv serve"):
+                server = process
+                line = next(
+                    (line for line in process.stdout if line.startswith("listening")), ""
+                )  # its log is there too
+                assert line.strip() == written[0]
+            else:
+                output, _ = process.communicate(timeout=PATIENCE_S)
+                assert is_as_written(written, output), (command, output)
+    assert num_commands == 13
+    assert server.wait(PATIENCE_S) == 0
