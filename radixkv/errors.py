@@ -15,6 +15,7 @@
     │   ├── OutOfBlocks
     │   ├── OutOfMemory
     │   ├── QueueFull
+    │   ├── RateExceeded
     │   ├── TooManyReaders
     │   └── QuotaExceeded
     ├── LifecycleError               something was used outside its life
@@ -102,6 +103,10 @@ class OutOfMemory(CapacityError):
 
 class QueueFull(CapacityError):
     """Too many requests are unfinished, of all or of one tenant."""
+
+
+class RateExceeded(CapacityError):
+    """The tenant calls, or has tokens computed, faster than it may. `retry_after_s` is exact."""
 
 
 class TooManyReaders(CapacityError):

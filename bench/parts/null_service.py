@@ -22,6 +22,7 @@ from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner, StepResult
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
+from radixkv.scheduling.rates import Rates
 from radixkv.service.server.server import run
 from radixkv.v1 import prefill_pb2, prefill_pb2_grpc
 
@@ -68,7 +69,9 @@ def build_null_engine(config: Config) -> Engine:
         config.cache.block_size,
         policy=make_policy(config.cache.policy, config.cache.num_blocks),
     )
-    return Engine(cast("Runner", NullRunner()), cache, config.engine)
+    return Engine(
+        cast("Runner", NullRunner()), cache, config.engine, rates=Rates(config.tenants, config.default_tenant)
+    )
 
 
 class _Echo(prefill_pb2_grpc.PrefillServiceServicer):

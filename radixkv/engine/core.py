@@ -53,6 +53,7 @@ class EngineCore:
         config: budgets and limits.
         clock: seconds, never going back.
         on_end: called with every request that is over.
+        on_start: called with every request that got its blocks, each time.
         observers: are told of requests and steps. What they raise is logged.
         weights: shares of each step by tenant; 1 for a tenant that is not there.
         has_news: whether anything waits to be submitted or called between two steps. Asked before a step is prepared
@@ -74,6 +75,7 @@ class EngineCore:
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Request], None] = lambda _: None,
+        on_start: Callable[[Request], None] = lambda _: None,
         observers: Iterable[Observer] = (),
         weights: dict[str, float] | None = None,
         has_news: Callable[[], bool] = lambda: False,
@@ -94,7 +96,7 @@ class EngineCore:
         self._early_ends = early_ends = EarlyEnds()
         self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock)
         self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, on_end, clock)
-        self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail)
+        self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail, on_start)
         self._growth = Growth(scheduler, flights, tally, observer)
         self._steps_ahead = StepsAhead(runner, scheduler, early_ends, held_leases, has_news, clock)
         self._answers = answers = Answers(cache, held_leases)

@@ -30,12 +30,12 @@ from radixkv.errors import Draining, LifecycleError, RadixKVError, StepHangs, Un
 from radixkv.events.readers import EventSource
 from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import Namespace
+from radixkv.scheduling.rates import Rates
 from radixkv.scheduling.request import Generation, Request
 from radixkv.tokens import TOKEN_BYTES
 
 _T = TypeVar("_T")
-
-# After this many failed steps in a row the engine is not healthy, and tries a step of its own each period.
+# After this many failed steps in a row the engine is not healthy, and tries one of its own each period.
 _MAX_FAILED_STEPS = 3
 _RETRY_PERIOD_S = 1.0
 _STOP_TIMEOUT_S = 5.0
@@ -46,8 +46,7 @@ _log = logging.getLogger(__name__)
 class Engine:
     """An `EngineCore` on a thread of its own.
 
-    All methods may be called from any thread. A future that is cancelled cancels its request at the end of the step;
-    its blocks go back, and what it had published stays cached.
+    Any thread may call its methods. A cancelled future cancels its request at the end of the step: its blocks go back.
 
     Args:
         runner: model and K/V memory.
@@ -56,6 +55,7 @@ class Engine:
         weights: shares of each step by tenant; 1 for a tenant that is not there.
         observers: are told of requests and steps, on the engine's thread.
         events: listens to the cache.
+        rates: how fast tenants may call; None for any rate.
 
     Attributes:
         limits: what the engine serves and accepts.
@@ -74,6 +74,7 @@ class Engine:
         weights: dict[str, float] | None = None,
         observers: Iterable[Observer] = (),
         events: TreeFeed | None = None,
+        rates: Rates | None = None,
     ) -> None:
         model = runner.model
         self.pool_tokens = cache.pool.num_blocks * cache.block_size
@@ -87,13 +88,13 @@ class Engine:
             ceiling_blocks={tenant: usage.quota.ceiling_blocks for tenant, usage in cache.tenants.with_quota.items()},
         )
         self._model_fingerprint, self.eos_token_ids = model.fingerprint, model.eos_token_ids
-        self._gate = Gate(config)
-        self._inbox = Inbox()
+        self._gate, self._inbox = Gate(config, rates), Inbox()
         self._core = EngineCore(
             runner,
             cache,
             config,
             on_end=self._gate.leave,
+            on_start=self._gate.note_start,
             observers=observers,
             weights=weights,
             has_news=lambda: not self._inbox.is_empty,
@@ -103,8 +104,7 @@ class Engine:
         self.segments = SegmentSource(cache, self._call)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
-        self._is_stopping = threading.Event()
-        self._next_try_s = 0.0
+        self._is_stopping, self._next_try_s = threading.Event(), 0.0
 
     @property
     def is_alive(self) -> bool:
@@ -134,7 +134,7 @@ class Engine:
 
         Raises:
             InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
-            QueueFull: too many requests are unfinished, or too many of this tenant.
+            QueueFull, RateExceeded: too many requests are unfinished, or too many of this tenant; or it is too fast.
             BeyondCeiling: the request needs more than its tenant may ever hold.
             Draining, StepHangs: the engine takes no requests.
             Later, through the future: OutOfBlocks, QuotaExceeded, DeadlineExceeded, StepFailed.

@@ -11,6 +11,7 @@ from typing import Any
 
 from radixkv.config import EngineConfig
 from radixkv.errors import Draining, QueueFull, RadixKVError
+from radixkv.scheduling.rates import Rates
 from radixkv.scheduling.request import Request
 
 # Bounds and default of the hint after how many seconds to try a full queue again.
@@ -25,9 +26,11 @@ class Gate:
 
     Args:
         config: how many requests may be unfinished, in all and of one tenant.
+        rates: how fast tenants may call and have tokens computed; None for any rate.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rates: Rates | None = None) -> None:
+        self._rates = rates
         self._max_unfinished = config.max_waiting_requests + config.max_running_requests
         self._max_tenant_requests = config.max_tenant_requests
         self._is_closed = False
@@ -47,6 +50,7 @@ class Gate:
         Raises:
             Draining: the gate is closed.
             QueueFull: too many requests are unfinished, or too many of this tenant.
+            RateExceeded: this tenant is above its rates.
         """
         tenant = request.tenant
         with self._changed:
@@ -54,13 +58,22 @@ class Gate:
                 raise Draining("engine: shutting down, no new requests")
             self._require_room(len(self._unfinished), self._max_unfinished, "")
             self._require_room(self._num_by_tenant[tenant], self._max_tenant_requests, " of this tenant")
+            if self._rates is not None:
+                self._rates.enter(tenant)
             self._unfinished.add(request.future)
             self._num_by_tenant[tenant] += 1
             pass_on()
 
+    def note_start(self, request: Request) -> None:
+        """Charge the tenant of a request that got its blocks for the tokens that are not cached."""
+        if self._rates is not None:
+            self._rates.charge(request.tenant, request.num_left)
+
     def leave(self, request: Request) -> None:
-        """Forget a request that is over."""
+        """Forget a request that is over, and charge its tenant for the tokens that it generated."""
         tenant = request.tenant
+        if self._rates is not None and request.generation is not None:
+            self._rates.charge(tenant, len(request.generation.token_ids))
         with self._changed:
             self._unfinished.discard(request.future)
             self._num_by_tenant[tenant] -= 1

@@ -33,6 +33,7 @@ class Admitter:
         held_leases: may be in the way when no request runs.
         clock: seconds, never going back.
         refuse: ends a request for which there is no room.
+        on_start: called with each request that got its blocks.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Admitter:
         held_leases: HeldLeases,
         clock: Callable[[], float],
         refuse: Callable[[Request, CapacityError], None],
+        on_start: Callable[[Request], None],
     ) -> None:
         self._cache = cache
         self._flights = flights
         self._held_leases = held_leases
         self._clock = clock
         self._refuse = refuse
+        self._on_start = on_start
 
     def look(self, request: Request) -> int:
         """Count the tokens that a request could reuse now. Complexity: one match."""
@@ -114,6 +117,7 @@ class Admitter:
         else:
             request.recomputed_tokens += max(0, request.computed_upto - lease.cached_tokens)
         request.computed_upto = lease.cached_tokens
+        self._on_start(request)
 
     def _end(self, request: Request, error: CapacityError) -> Admission:
         """Refuse a request that only held leases or other tenants' floors keep from its blocks."""

@@ -24,6 +24,7 @@ from radixkv.events.tree_feed import MAX_STEP_BLOCKS, TreeFeed
 from radixkv.model.attention.interface import AttentionKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
+from radixkv.scheduling.rates import Rates
 from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.startup.host_memory import keep_freed_memory, use_huge_pages
@@ -75,7 +76,8 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
     cache = _make_cache(config.cache, quotas, num_blocks, events)
     runner = make_runner(model, storage, kernels, recorder)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
-    return Engine(runner, cache, config.engine, weights=weights, observers=observers, events=events)
+    rates = Rates(config.tenants, config.default_tenant)
+    return Engine(runner, cache, config.engine, weights=weights, observers=observers, events=events, rates=rates)
 
 
 def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, recorder: GraphRecorder) -> Runner:

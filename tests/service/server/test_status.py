@@ -29,6 +29,7 @@ EXPECTED = {
     "OutOfBlocks": "RESOURCE_EXHAUSTED",
     "OutOfMemory": "RESOURCE_EXHAUSTED",
     "QueueFull": "RESOURCE_EXHAUSTED",
+    "RateExceeded": "RESOURCE_EXHAUSTED",
     "TooManyReaders": "RESOURCE_EXHAUSTED",
     "QuotaExceeded": "RESOURCE_EXHAUSTED",
     "LeaseClosed": "INTERNAL",

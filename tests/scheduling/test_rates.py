@@ -1,0 +1,133 @@
+"""Rates in virtual time."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from radixkv.api.params import PrefillParams
+from radixkv.config import EngineConfig, TenantConfig
+from radixkv.engine.gate import Gate
+from radixkv.errors import QueueFull, RateExceeded
+from radixkv.scheduling.rates import Rates
+from radixkv.scheduling.request import Request
+from tests.fake_runner import tokens
+from tests.fakes import MODEL, FakeClock
+
+
+def retry_after_s(rates: Rates, tenant: str = "a") -> float:
+    """Return when a refused tenant may come back."""
+    with pytest.raises(RateExceeded) as refused:
+        rates.enter(tenant)
+    return refused.value.retry_after_s
+
+
+def rates_of(clock: FakeClock, **bounds) -> Rates:
+    return Rates({}, TenantConfig(**bounds), clock)
+
+
+def test_a_burst_is_let_in_and_the_next_call_refused_until_exactly_then() -> None:
+    clock = FakeClock()
+    rates = rates_of(clock, max_calls_per_s=2, rate_burst_s=3)
+    for _ in range(6):
+        rates.enter("a")
+    assert retry_after_s(rates) == pytest.approx(0.5)
+    clock.now_s += 0.3
+    wait_s = retry_after_s(rates)
+    assert wait_s == pytest.approx(0.2)
+    clock.now_s += wait_s + 1e-9
+    rates.enter("a")
+    assert retry_after_s(rates) == pytest.approx(0.5)
+
+
+def test_no_more_is_saved_than_the_burst() -> None:
+    clock = FakeClock()
+    rates = rates_of(clock, max_calls_per_s=2, rate_burst_s=2)
+    clock.now_s += 1000
+    for _ in range(4):
+        rates.enter("a")
+    assert retry_after_s(rates) == pytest.approx(0.5)
+
+
+def test_a_slow_rate_lets_one_call_in() -> None:
+    rates = rates_of(FakeClock(), max_calls_per_s=0.1, rate_burst_s=1)
+    rates.enter("a")
+    assert retry_after_s(rates) == pytest.approx(10)
+
+
+def test_tokens_may_go_below_zero_and_are_waited_for() -> None:
+    clock = FakeClock()
+    rates = rates_of(clock, max_computed_tokens_per_s=100, rate_burst_s=1)
+    rates.enter("a")
+    rates.charge("a", 350)
+    assert retry_after_s(rates) == pytest.approx(2.5)
+    clock.now_s += 2.5 + 1e-9
+    rates.enter("a")
+
+
+def test_a_hit_costs_little() -> None:
+    rates = rates_of(FakeClock(), max_computed_tokens_per_s=100, rate_burst_s=1)
+    for _ in range(100):
+        rates.enter("a")
+        rates.charge("a", 1)
+    rates.charge("a", 1)
+    assert retry_after_s(rates) == pytest.approx(0.01)
+
+
+def test_tenants_have_rates_of_their_own() -> None:
+    rates = Rates({"named": TenantConfig(max_calls_per_s=5, rate_burst_s=1)}, TenantConfig(), FakeClock())
+    for _ in range(5):
+        rates.enter("named")
+    assert retry_after_s(rates, "named") == pytest.approx(0.2)
+    for _ in range(1000):
+        rates.enter("other")
+    assert rates.num_known == 1
+
+
+def test_tenants_whose_buckets_are_full_are_forgotten() -> None:
+    clock = FakeClock()
+    rates = rates_of(clock, max_calls_per_s=10, rate_burst_s=1)
+    for number in range(1000):
+        rates.enter(str(number))
+    assert rates.num_known == 1000
+    clock.now_s += 1
+    for number in range(1000, 1600):
+        rates.enter(str(number))
+    assert rates.num_known == 600
+
+
+class TestGate:
+    """The gate takes calls, and charges what is computed."""
+
+    def request(self, num_tokens: int) -> Request:
+        return Request(PrefillParams(tokens(list(range(num_tokens)))), MODEL, Future(), 0.0)
+
+    def test_a_refused_request_is_not_passed_on(self) -> None:
+        clock = FakeClock()
+        gate = Gate(EngineConfig(), rates_of(clock, max_calls_per_s=1, rate_burst_s=1))
+        passed = []
+        gate.enter(self.request(3), lambda: passed.append(1))
+        with pytest.raises(RateExceeded):
+            gate.enter(self.request(3), lambda: passed.append(2))
+        assert passed == [1]
+
+    def test_a_full_gate_takes_no_call_from_the_rate(self) -> None:
+        rates = rates_of(FakeClock(), max_calls_per_s=2, rate_burst_s=1)
+        gate = Gate(EngineConfig(max_tenant_requests=1), rates)
+        first = self.request(3)
+        gate.enter(first, lambda: None)
+        for _ in range(5):
+            with pytest.raises(QueueFull):
+                gate.enter(self.request(3), lambda: None)
+        gate.leave(first)
+        gate.enter(self.request(3), lambda: None)
+
+    def test_only_tokens_that_are_not_cached_are_charged(self) -> None:
+        rates = rates_of(FakeClock(), max_computed_tokens_per_s=10, rate_burst_s=1)
+        gate = Gate(EngineConfig(), rates)
+        request = self.request(30)
+        gate.enter(request, lambda: None)
+        request.computed_upto = 15
+        gate.note_start(request)
+        assert retry_after_s(rates, request.tenant) == pytest.approx(0.5)
