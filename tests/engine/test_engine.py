@@ -153,7 +153,7 @@ def test_cancelled_requests_count_until_their_blocks_are_back(engine: Engine, ru
 def test_a_call_that_fails_in_the_engine_fails_its_caller_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._core.tally, "stats", lambda: 1 / 0)
+    monkeypatch.setattr(engine._core.tally, "stats", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.stats().result(PATIENCE_S)
     assert engine.prefill(params(range(8))).result(PATIENCE_S).usage.prompt_tokens == 8
