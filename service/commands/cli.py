@@ -18,7 +18,8 @@ from radixkv import __version__
 from radixkv.errors import ConfigError, RadixKVError
 from radixkv.service.commands.client_commands import add_client_commands
 from radixkv.service.commands.plan_command import add_plan_command
-from radixkv.service.commands.segments_command import add_segments_command
+from radixkv.service.commands.seeing.segments_command import add_segments_command
+from radixkv.service.commands.seeing.top_command import add_top_command
 from radixkv.service.commands.serve_command import add_serve_command
 from radixkv.service.commands.simulate_command import add_simulate_command
 from radixkv.service.commands.token_command import add_token_command
@@ -104,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_serve_command(commands)
     add_client_commands(commands)
     add_segments_command(commands)
+    add_top_command(commands)
     add_token_command(commands)
     add_simulate_command(commands)
     add_plan_command(commands)

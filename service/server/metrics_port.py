@@ -23,6 +23,8 @@ from radixkv.service.server.identity.doors import known_callers
 from radixkv.service.server.identity.http_guard import guarded
 from radixkv.service.server.identity.tls import Tls, tls_of
 from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.page.page import Page
+from radixkv.service.server.page.state_feed import StateFeed
 from radixkv.telemetry.gauges import EngineGauges
 from radixkv.telemetry.metrics import Metrics
 
@@ -75,7 +77,8 @@ class Telemetry:
         thread = threading.Thread(target=server.serve_forever, name="radixkv-metrics", daemon=True)
         thread.start()
         address = host_port(host, server.server_port)
-        _logger.info("metrics on %s://%s/metrics", "http" if tls is None else "https", address)
+        scheme = "http" if tls is None else "https"
+        _logger.info("a page on %s://%s/, metrics on %s://%s/metrics", scheme, address, scheme, address)
         try:
             yield address
         finally:
@@ -89,6 +92,7 @@ def make_app(engine: Engine, registry: CollectorRegistry) -> WSGIApplication:
 
     | path | answer |
     |---|---|
+    | / | a page that draws what is cached, fed by /state.json |
     | /metrics | all metrics, or those that `?name[]=NAME` names |
     | /healthz | 200 while the engine's thread runs, else 503: restart the process |
     | /readyz | 200 while requests are taken, else 503: send them elsewhere |
@@ -99,13 +103,15 @@ def make_app(engine: Engine, registry: CollectorRegistry) -> WSGIApplication:
         "/healthz": lambda: engine.is_alive,
         "/readyz": lambda: engine.is_healthy,
     }
-    metrics = make_wsgi_app(registry)
+    metrics, page = make_wsgi_app(registry), Page(StateFeed(engine))
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         if path == "/metrics":
             pages: Iterable[bytes] = metrics(environ, start_response)
             return pages
+        if path in page.PATHS:
+            return page(environ, start_response)
         if path not in checks:
             status = HTTPStatus.NOT_FOUND
         elif environ["REQUEST_METHOD"] not in ("GET", "HEAD"):

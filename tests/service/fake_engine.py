@@ -49,16 +49,24 @@ class FakeEngine:
     Attributes:
         params: every PrefillParams that came, in order.
         futures: every future handed out by `prefill`, in order.
+        cache: what `segments` lists; requests do not change it.
         retentions, purges: the arguments of every call of `retain` and `purge`, in order.
         refusal: raised by the next calls at once.
         failure: set on the future of the next calls.
     """
 
-    def __init__(self, *, is_gated: bool = False, delay_s: float = 0.0, num_logits: int = VOCAB_SIZE) -> None:
+    def __init__(
+        self,
+        *,
+        is_gated: bool = False,
+        delay_s: float = 0.0,
+        num_logits: int = VOCAB_SIZE,
+        num_blocks: int = 64,
+    ) -> None:
         self.limits = LIMITS
         self.pool_tokens = 4096
         self.events = None
-        self.cache = PrefixCache(num_blocks=64, block_size=4)
+        self.cache = PrefixCache(num_blocks, block_size=4)
         self.segments = SegmentSource(self.cache, self._call)
         self.eos_token_ids = frozenset({2, 3})
         self.num_logits = num_logits

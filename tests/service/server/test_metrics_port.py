@@ -68,7 +68,7 @@ def get(address, path, method="GET"):
         return error.code, error.read().decode(), error.headers
 
 
-@pytest.mark.parametrize("path", ["/", "/metrics/", "/metric", "/favicon.ico", "/healthz/x", "/%2e%2e/etc/passwd"])
+@pytest.mark.parametrize("path", ["/page", "/metrics/", "/metric", "/favicon.ico", "/healthz/x", "/%2e%2e/etc/passwd"])
 def test_where_nothing_is_the_port_says_so(path):
     with telemetry("server.metrics_port=0").serving(FakeEngine()) as address:
         assert get(address, path)[:2] == (404, "Not Found\n")

@@ -41,6 +41,14 @@ def segment_rows(segments: Iterable[Segment]) -> list[tuple[str, ...]]:
     return [_HEAD, *map(_row, segments)]
 
 
+def duration(seconds: float) -> str:
+    """Return a time in the unit that it is read in: `7s`, `12m`, `5h`, `3d`."""
+    for unit, length_s, next_s in (("s", 1, 60), ("m", 60, 3600), ("h", 3600, 86_400)):
+        if seconds < next_s:
+            return f"{seconds / length_s:.0f}{unit}"
+    return f"{seconds / 86_400:.0f}d"
+
+
 def _segments(arguments: argparse.Namespace) -> None:
     if arguments.hottest and (arguments.all or arguments.page_token):
         raise ConfigError("segments: expected --hottest, or pages by --all or --page-token, got both")
@@ -77,7 +85,7 @@ def _row(segment: Segment) -> tuple[str, ...]:
     if segment.num_leases:
         states.append(f"pinned by {segment.num_leases}")
     if segment.is_retained:
-        ends = f" for {_duration(segment.expires_in_s)}" if segment.HasField("expires_in_s") else ""
+        ends = f" for {duration(segment.expires_in_s)}" if segment.HasField("expires_in_s") else ""
         states.append(f"retained at {segment.priority}{ends}")
     return (
         str(segment.segment_id),
@@ -87,15 +95,7 @@ def _row(segment: Segment) -> tuple[str, ...]:
         str(segment.num_tokens),
         str(segment.num_blocks),
         str(segment.num_uses),
-        _duration(segment.idle_s),
+        duration(segment.idle_s),
         f"{segment.heat:.1f}",
         ", ".join(states),
     )
-
-
-def _duration(seconds: float) -> str:
-    """Return a time in the unit that it is read in: `7s`, `12m`, `5h`, `3d`."""
-    for unit, length_s, next_s in (("s", 1, 60), ("m", 60, 3600), ("h", 3600, 86_400)):
-        if seconds < next_s:
-            return f"{seconds / length_s:.0f}{unit}"
-    return f"{seconds / 86_400:.0f}d"

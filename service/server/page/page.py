@@ -1,0 +1,69 @@
+"""The page on the metrics port, and the state that it draws."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable
+from http import HTTPStatus
+from pathlib import Path
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+from radixkv.service.server.page.state_feed import StateFeed
+
+_FILE = Path(__file__).with_name("page.html")
+
+
+class Page:
+    """Answers `/`, one HTML file without outside assets, and `/state.json`, what it draws once a second.
+
+    The page itself holds nothing secret, and sends a bearer token with its requests for the state if one is asked for
+    with 401. Its security policy lets nothing run or load but what is in the file.
+
+    Args:
+        feed: makes the state.
+    """
+
+    PATHS = ("/", "/state.json")
+
+    def __init__(self, feed: StateFeed) -> None:
+        self._feed = feed
+        self._html = _FILE.read_bytes()
+        self._policy = _policy(self._html.decode())
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """Answer a request for one of `PATHS`: 405 if it would change something, 503 if the engine does not answer."""
+        body: bytes | None
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            status, kind, body = HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"Method Not Allowed\n"
+        elif environ["PATH_INFO"] == "/":
+            status, kind, body = HTTPStatus.OK, "text/html", self._html
+        else:
+            status, kind, body = HTTPStatus.OK, "application/json", self._feed.state()
+        if body is None:
+            status, kind, body = HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"the engine does not answer\n"
+        headers = [
+            ("Content-Type", f"{kind}; charset=utf-8"),
+            ("Content-Length", str(len(body))),
+            ("Content-Security-Policy", self._policy),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cache-Control", "no-store"),
+        ]
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            headers.append(("Allow", "GET, HEAD"))
+        start_response(f"{status.value} {status.phrase}", headers)
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+
+def _policy(html: str) -> str:
+    """Return a Content-Security-Policy that allows the page's own script and style, by their digests."""
+    sources = {}
+    for tag in ("script", "style"):
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        sources[tag] = "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src '{sources['script']}'; style-src '{sources['style']}'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

@@ -1,0 +1,184 @@
+"""The page over HTTP, and in a browser where there is one: what it shows against what the engine holds."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from radixkv.config import Config
+from radixkv.namespace import Namespace
+from radixkv.service.server.metrics_port import Telemetry
+from radixkv.service.server.page import state_feed
+from tests.fakes import lease_text, publish
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+in_a_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@contextlib.contextmanager
+def serving(engine: FakeEngine) -> Iterator[str]:
+    with Telemetry(Config.load(settings=["server.metrics_port=0"])).serving(engine) as address:
+        assert address is not None
+        yield address
+
+
+@pytest.fixture
+def address(engine) -> Iterator[str]:
+    with serving(engine) as address:
+        yield address
+
+
+def get(address: str, path: str, method: str = "GET"):
+    request = urllib.request.Request(f"http://{address}{path}", method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            return response.status, response.read().decode(), response.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers
+
+
+def test_the_page_is_one_file_that_loads_nothing_from_elsewhere(address):
+    status, html, headers = get(address, "/")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert re.findall(r"""(?:src|href)=["'](?!data:)""", html) == []
+    assert set(re.findall(r"https?://[^\"'`\s]+", html)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_the_policy_allows_what_is_in_the_file_and_nothing_else(address):
+    _, html, headers = get(address, "/")
+    policy = headers["Content-Security-Policy"]
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert ' style="' not in html, "the policy would refuse it"
+
+
+def test_the_state_is_json_that_nobody_keeps(address):
+    status, text, headers = get(address, "/state.json")
+    assert (status, headers["Content-Type"]) == (200, "application/json; charset=utf-8")
+    assert (headers["Cache-Control"], headers["X-Content-Type-Options"]) == ("no-store", "nosniff")
+    assert json.loads(text)["model"] == "fake"
+
+
+def test_an_engine_that_does_not_answer_is_told_as_503(address, engine, monkeypatch):
+    monkeypatch.setattr(state_feed, "_TIMEOUT_S", 0.01)
+    engine.is_hanging = True
+    assert get(address, "/state.json")[:2] == (503, "the engine does not answer\n")
+    assert get(address, "/")[0] == 200
+
+
+def test_nothing_is_changed_by_the_page(address):
+    for path in ("/", "/state.json"):
+        assert get(address, path, "HEAD")[:2] == (200, "")
+        status, _, headers = get(address, path, "POST")
+        assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+class Shown(HTMLParser):
+    """Reads what a browser has drawn: texts by the id of the nearest element that has one, and classes."""
+
+    VOID = frozenset({"meta", "link", "input", "br"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.texts: dict[str, str] = {}
+        self.classes: list[str] = []
+        self.hidden: set[str] = set()
+        self._ids: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        fields = dict(attrs)
+        self.classes.append(fields.get("class") or "")
+        if "hidden" in fields:
+            self.hidden.add(fields.get("id") or "")
+        if tag not in self.VOID:
+            self._ids.append(fields.get("id") or (self._ids[-1] if self._ids else ""))
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID and self._ids:
+            self._ids.pop()
+
+    def handle_data(self, data):
+        place = self._ids[-1] if self._ids else ""
+        self.texts[place] = " ".join(f"{self.texts.get(place, '')} {data}".split())
+
+
+def shown(address: str, profile: Path) -> Shown:
+    """Open the page in a browser, and read what it has drawn some seconds later, by the browser's own clock."""
+    assert BROWSER is not None
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+    command += ["--virtual-time-budget=4000", "--dump-dom", f"http://{address}/"]
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=True)
+    return Shown(done.stdout.decode())
+
+
+@in_a_browser
+def test_a_browser_draws_what_the_engine_holds(address, engine, tmp_path):
+    cache, namespace = engine.cache, Namespace("model", "acme <b>")
+    publish(cache, "abcdefgh", namespace)
+    publish(cache, "abcdxy", namespace)
+    lease_text(cache, "abcdefghi", namespace)
+    page = shown(address, tmp_path)
+    stats = engine.stats().result()
+    assert page.texts["state"] == "serving"
+    assert page.texts["model"].startswith("fake on cpu")
+    segments = [name for name in page.classes if name.split()[:1] == ["segment"]]
+    assert page.texts["drawn"] == f"{len(segments)} segments" == "3 segments"
+    assert segments.count("segment pinned") == 2
+    assert "acme <b>" in page.texts["tree"], "a name is text, whatever is in it"
+    tokens, blocks = stats.tokens, stats.load.blocks
+    assert f"{100 * tokens.cached / tokens.prompt:.1f} %" in page.texts["hits"]
+    assert f"{blocks.published} published" in page.texts["states"]
+    assert f"{blocks.free} free" in page.texts["states"]
+    assert "bounded" not in page.texts["tenants"]
+    assert "a 3 2 2 4 60.0 %" in page.texts["tenants"]
+    assert page.texts["wait"].startswith("Time to first token 67 ms")
+    assert "alert" in page.hidden
+
+
+@in_a_browser
+def test_a_browser_says_when_nothing_is_cached(address, tmp_path):
+    assert shown(address, tmp_path).texts["tree"].startswith("Nothing is cached yet. Try")
+
+
+@in_a_browser
+def test_a_browser_says_when_the_engine_does_not_answer(address, engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(state_feed, "_TIMEOUT_S", 0.01)
+    engine.is_hanging = True
+    page = shown(address, tmp_path)
+    assert page.texts["alert"].startswith("No answer from the service: the engine is busy")
+    assert (page.texts["state"], "main" in page.hidden) == ("no answer", True)
+
+
+@in_a_browser
+def test_a_browser_draws_the_hottest_of_ten_thousand(tmp_path):
+    engine = FakeEngine(num_blocks=30_000)
+    for number in range(10_000):
+        publish(engine.cache, f"same{number:08}")
+    with serving(engine) as address:
+        page = shown(address, tmp_path)
+    assert page.texts["drawn"] == "250 segments, the hottest of 10,001"
+    assert "+9.75k" in page.texts["tree"], "249 of 10,000 are drawn"

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from radixkv.errors import Draining
+from radixkv.namespace import Namespace
+from radixkv.service.server.page import state_feed
+from radixkv.service.server.page.state_feed import MAX_CELLS, StateFeed, block_map
+from tests.fakes import FakeClock, publish
+from tests.service.fake_engine import FakeEngine
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    engine = FakeEngine()
+    publish(engine.cache, "abcdefgh", Namespace("model", "a", "", "a salt"))
+    publish(engine.cache, "abcdxy", Namespace("model", "a", "", "a salt"))
+    return engine
+
+
+def test_a_state_has_what_the_engine_holds(engine):
+    text = StateFeed(engine).state()
+    state = json.loads(text)
+    assert b"a salt" not in text
+    assert (state["model"], state["is_healthy"], state["epoch"]) == ("fake", True, str(2**53 + 1))
+    assert (state["blocks"]["published"], state["tokens"]["cached"], state["first_tokens"]["counts"]) == (
+        3,
+        60,
+        [3, 1, 0],
+    )
+    assert [tenant["tenant"] for tenant in state["tenants"]] == ["a", "b"]
+    assert (state["num_segments"], state["compared_segments"]) == (3, 3)
+    first, *others = state["segments"]
+    assert (first["parent"], first["start"], first["tokens"], first["has_salt"]) == (None, 0, 4, True)
+    assert [(each["parent"], each["start"]) for each in others] == [(first["id"], 4)] * 2
+    assert state["block_map"]["cells"].count([0, 0, 1]) == 3
+
+
+def test_a_state_is_made_once_for_all_who_ask_soon(engine):
+    clock = FakeClock()
+    feed = StateFeed(engine, clock)
+    before = feed.state()
+    publish(engine.cache, "xyz")
+    clock.now_s = 0.4
+    assert feed.state() is before
+    clock.now_s = 0.5
+    assert json.loads(feed.state())["num_segments"] == 4
+
+
+def test_an_engine_that_does_not_answer_has_no_state(engine, monkeypatch):
+    monkeypatch.setattr(state_feed, "_TIMEOUT_S", 0.01)
+    engine.is_hanging = True
+    assert StateFeed(engine).state() is None
+
+
+def test_an_engine_that_has_stopped_has_no_state(engine, monkeypatch):
+    def refuse(_):
+        raise Draining("engine: stopped")
+
+    monkeypatch.setattr(engine, "stats", refuse)
+    assert StateFeed(engine).state() is None
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, MAX_CELLS, MAX_CELLS + 1, 10 * MAX_CELLS + 7])
+def test_a_map_counts_each_block_once_in_few_cells(num_blocks):
+    states = bytes(place % 3 for place in range(num_blocks))
+    drawn = block_map(states)
+    assert len(drawn["cells"]) <= MAX_CELLS
+    assert [sum(column) for column in zip(*drawn["cells"], strict=True)] == [
+        states.count(state) for state in range(3) if num_blocks
+    ]
+    assert all(sum(cell) == drawn["blocks_a_cell"] for cell in drawn["cells"][:-1])
