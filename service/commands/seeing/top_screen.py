@@ -15,7 +15,7 @@ _BAR = (("published", "#"), ("leased", "+"), ("free", "."))
 
 
 class Reading(NamedTuple):
-    """What a service said at one moment.
+    """Answers of a service at one moment.
 
     Attributes:
         stats: its counts.
@@ -100,7 +100,7 @@ def _blocks(stats: StatsResponse, num_columns: int) -> list[str]:
 
 
 def _tenant_lines(stats: StatsResponse) -> list[str]:
-    rows = [("tenant", "blocks", "pinned", "retained", "evicted", "hit rate")]
+    rows: list[tuple[str, ...]] = [("tenant", "blocks", "pinned", "retained", "evicted", "hit rate")]
     for tenant in stats.tenants:
         rate = _percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
         counts = (tenant.cached_blocks, tenant.pinned_blocks, tenant.retained_blocks, tenant.evicted_blocks)

@@ -91,7 +91,7 @@ def test_a_terminal_is_redrawn_and_left_as_it_was():
 
 
 def read_until(terminal: int, is_enough) -> str:
-    """What a program has written to its terminal."""
+    """Read what a program writes to its terminal, until it is enough."""
     text, end_s = "", time.monotonic() + PATIENCE_S
     while not is_enough(text) and time.monotonic() < end_s:
         if select.select([terminal], [], [], 0.1)[0]:
