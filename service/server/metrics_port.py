@@ -31,7 +31,8 @@ from radixkv.telemetry.metrics import Metrics
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
 
-OPEN_PATHS = ("/healthz", "/readyz")  # probes of an orchestrator carry no credentials
+# Probes of an orchestrator carry no credentials. The page has no data: it asks for a token, and gets its state with it.
+OPEN_PATHS = ("/healthz", "/readyz", "/")
 
 _logger = logging.getLogger(__name__)
 

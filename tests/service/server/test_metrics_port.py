@@ -226,7 +226,9 @@ def test_with_credentials_only_an_admin_reads_more_than_the_health_and_only_over
         assert get_over_tls(address, "/metrics", papers) == (401, "Unauthorized\n")
         assert get_over_tls(address, "/nothing", papers) == (401, "Unauthorized\n")
         assert get_over_tls(address, "/metrics", papers, "acme") == (403, "Forbidden\n")
-        assert [get_over_tls(address, path, papers)[0] for path in ("/healthz", "/readyz")] == [200, 200]
+        assert [get_over_tls(address, path, papers)[0] for path in ("/healthz", "/readyz", "/")] == [200, 200, 200]
+        states = [get_over_tls(address, "/state.json", papers, caller)[0] for caller in (None, "acme", "boss")]
+        assert states == [401, 403, 200], "the page has no data; its state has"
         with pytest.raises(OSError):
             get(address, "/healthz")
         assert get_over_tls(address, "/healthz", papers)[0] == 200

@@ -24,6 +24,7 @@ from radixkv.service.server.page import state_feed
 from tests.fakes import lease_text, publish
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
+from tests.service.server.identity.certificates import Papers
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 in_a_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
@@ -35,8 +36,8 @@ def engine() -> FakeEngine:
 
 
 @contextlib.contextmanager
-def serving(engine: FakeEngine) -> Iterator[str]:
-    with Telemetry(Config.load(settings=["server.metrics_port=0"])).serving(engine) as address:
+def serving(engine: FakeEngine, *settings: str) -> Iterator[str]:
+    with Telemetry(Config.load(settings=["server.metrics_port=0", *settings])).serving(engine) as address:
         assert address is not None
         yield address
 
@@ -171,6 +172,16 @@ def test_a_browser_says_when_the_engine_does_not_answer(address, engine, tmp_pat
     page = shown(address, tmp_path)
     assert page.texts["alert"].startswith("No answer from the service: the engine is busy")
     assert (page.texts["state"], "main" in page.hidden) == ("no answer", True)
+
+
+@in_a_browser
+def test_a_browser_asks_for_a_token_where_one_is_needed(engine, tmp_path):
+    Papers(tmp_path)
+    settings = (f"server.tokens_file={json.dumps(str(tmp_path / 'tokens.toml'))}", "server.insecure=true")
+    with serving(engine, *settings) as address:
+        page = shown(address, tmp_path / "profile")
+    assert page.texts["alert"] == "This page needs an administrator's token."
+    assert (page.texts["state"], "main" in page.hidden) == ("locked", True)
 
 
 @in_a_browser
