@@ -11,6 +11,8 @@ from .house import ROOT, imports, is_generated, modules, reachable
 
 # Modules that are tested through another one: through a face, or together with their neighbors.
 TESTED_IN = {
+    "bench.hostile.attacks": "bench/hostile/test_trial.py",
+    "bench.hostile.frames": "bench/hostile/test_trial.py",
     "bench.parts.attention_inputs": "bench/test_kernels.py",
     "bench.parts.copy_inputs": "bench/test_kernels.py",
     "bench.parts.device_time": "bench/test_kernels.py",
