@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "engine": "api cache scheduling compute events",
     "planning": "cache storage",
     "telemetry": "api scheduling engine",
-    "startup": "api cache storage model compute events engine kernels",
+    "startup": "api cache storage model compute events engine kernels scheduling",
     "kernels": "",
 }
 WORDS = ("errors", "config", "namespace", "tokens", "blocks")  # what everybody but kernels may import
