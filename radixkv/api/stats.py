@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from radixkv.api.result import Usage
 
+DEFAULT_MAX_TENANTS = 100  # told by statistics, unless more or fewer are asked for
+
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
@@ -162,7 +164,8 @@ class EngineStats:
         segments: nodes of all radix trees.
         block_bytes: device bytes of one block, scales included.
         kv_dtype: how K and V are stored: fp32, bf16, fp16, fp8, int8 or int4.
-        tenants: all tenants with a quota, and the most recent others; or as many as were asked for.
+        tenants: the largest tenants, as many as were asked for; or the one that was.
+        known_tenants: number of tenants with a quota, and of others that hold something or were here lately.
         first_tokens: from the arrival of a request to its first token; of all that had one, whatever their end.
     """
 
@@ -173,4 +176,5 @@ class EngineStats:
     block_bytes: int
     kv_dtype: str
     tenants: tuple[TenantStats, ...]
+    known_tenants: int
     first_tokens: TimeStats = TimeStats()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -10,15 +9,21 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 MAX_IDLE_TENANTS = 10_000
-_MAX_COMPARED = 1024  # 0.7 ms
+_FORGOTTEN_AT_ONCE = 2
+# Work of one list of tenants on the engine's thread: comparing takes 0.25 ms, reading 128 tenants 0.25 ms.
+_MAX_COMPARED = 1024
+_MAX_TOLD = 128
 
 _V = TypeVar("_V")
 
 
 class RecentTenants(OrderedDict[str, _V]):
-    """Values by tenant, in the order in which tenants were added. Forgets idle tenants beyond `MAX_IDLE_TENANTS`.
+    """Values by tenant, the most recent last. Forgets idle tenants beyond `MAX_IDLE_TENANTS`.
 
-    Tenants are named by callers, so their number has no bound of its own.
+    Tenants are named by callers, so their number has no bound of its own. Two are looked at for each that comes, so
+    that their number falls again after a time in which very many were busy:
+
+        oldest [ idle | busy | ...... ] newest     ── forget_idle ──▶     [ ...... | busy ]
 
     Args:
         is_idle: whether a tenant may be forgotten, by its value.
@@ -29,15 +34,21 @@ class RecentTenants(OrderedDict[str, _V]):
         self._is_idle = is_idle
 
     def add(self, tenant: str, value: _V) -> None:
-        """Add a tenant. If there are too many then, forget the oldest, or put it last if it is not idle.
+        """Add a tenant, after forgetting others if there are too many. Complexity: O(1)."""
+        self.forget_idle()
+        self[tenant] = value
+
+    def forget_idle(self) -> None:
+        """While there are too many tenants, look at the two oldest: forget those that are idle, put the others last.
 
         Complexity: O(1).
         """
-        self[tenant] = value
-        if len(self) > MAX_IDLE_TENANTS:
-            oldest, old_value = self.popitem(last=False)
-            if not self._is_idle(old_value):
-                self[oldest] = old_value
+        for _ in range(_FORGOTTEN_AT_ONCE):
+            if len(self) < MAX_IDLE_TENANTS:
+                return
+            oldest, value = self.popitem(last=False)
+            if not self._is_idle(value):
+                self[oldest] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +120,7 @@ class TenantUsage:
 
 
 class Tenants:
-    """Usage by tenant. A tenant without a quota is forgotten when it holds nothing and many others came after it.
+    """Usage by tenant. A tenant without a quota is forgotten when it holds nothing and many others were used after it.
 
     Args:
         quotas: by tenant.
@@ -121,27 +132,43 @@ class Tenants:
             lambda usage: not (usage.num_cached_blocks or usage.num_leased_blocks)
         )
 
+    def __len__(self) -> int:
+        return len(self.with_quota) + len(self._others)
+
     def __getitem__(self, tenant: str) -> TenantUsage:
-        usage = self.with_quota.get(tenant) or self._others.get(tenant)
+        """Return the usage of a tenant that is about to hold something. Complexity: O(1)."""
+        usage = self.with_quota.get(tenant)
+        if usage is not None:
+            return usage
+        usage = self._others.get(tenant)
         if usage is None:
             usage = TenantUsage(Quota())
             self._others.add(tenant, usage)
+        else:
+            self._others.move_to_end(tenant)
+            self._others.forget_idle()
         return usage
 
+    def get(self, tenant: str) -> TenantUsage | None:
+        """Return the usage of a tenant, None if it is not known. Changes nothing."""
+        return self.with_quota.get(tenant) or self._others.get(tenant)
+
     def items(self) -> list[tuple[str, TenantUsage]]:
-        """List all known tenants."""
+        """List all known tenants. Complexity: O(tenants), of which there may be as many as blocks."""
         return [*self.with_quota.items(), *self._others.items()]
 
     def largest(self, num_tenants: int) -> list[tuple[str, TenantUsage]]:
-        """List the tenants that hold most cached blocks, the largest first.
+        """List the tenants that hold most cached blocks, the largest first, 128 at most.
 
-        Those with a quota and the 1,024 most recent others are compared.
+        Those with a quota and the 1,024 others that were used last are compared.
 
         Complexity: O(tenants with a quota + 1,024).
         """
-        recent = ((tenant, self._others[tenant]) for tenant in reversed(self._others))
-        compared = itertools.chain(self.with_quota.items(), itertools.islice(recent, _MAX_COMPARED))
-        return heapq.nlargest(num_tenants, compared, key=lambda item: item[1].num_cached_blocks)
+        recent = itertools.islice(reversed(self._others.items()), _MAX_COMPARED)
+        compared = sorted(
+            itertools.chain(self.with_quota.items(), recent), key=lambda item: item[1].num_cached_blocks, reverse=True
+        )
+        return compared[: min(num_tenants, _MAX_TOLD)]
 
     def num_blocks_kept_from(self, tenant: str) -> int:
         """Count the evictable blocks that this tenant can't take because the floors of others protect them.

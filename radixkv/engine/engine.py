@@ -16,7 +16,7 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerationFuture, PrefillResult, ProbeResult, Retained
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
-from radixkv.api.stats import EngineLoad, EngineStats
+from radixkv.api.stats import DEFAULT_MAX_TENANTS, EngineLoad, EngineStats
 from radixkv.cache.listing.segment_source import SegmentSource
 from radixkv.cache.prefix_cache import PrefixCache, Purged
 from radixkv.compute.runner import Runner
@@ -201,9 +201,9 @@ class Engine:
             self._namespace(Caller(adapter=adapter))
         return self._call(lambda: self._core.purge(tenant=tenant, adapter=adapter, salt=salt))
 
-    def stats(self, max_tenants: int | None = None) -> Future[EngineStats]:
-        """Count everything the engine holds and has done, by all tenants or by the largest; see `Tenants.largest`."""
-        return self._call(lambda: self._core.tally.stats(max_tenants))
+    def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
+        """Count all that the engine holds and has done, and what the largest tenants hold, or one: `Tally.stats`."""
+        return self._call(lambda: self._core.tally.stats(max_tenants, tenant))
 
     def load(self) -> Future[EngineLoad]:
         """Ask how full the engine is; cheaper than `stats`."""

@@ -6,7 +6,16 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from radixkv.api.result import Usage
-from radixkv.api.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TimeStats, TokenStats
+from radixkv.api.stats import (
+    DEFAULT_MAX_TENANTS,
+    BlockStats,
+    EngineLoad,
+    EngineStats,
+    RequestStats,
+    TenantStats,
+    TimeStats,
+    TokenStats,
+)
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import TenantUsage
 from radixkv.scheduling.held_leases import HeldLeases
@@ -94,9 +103,21 @@ class Tally:
             evicted_blocks=self._cache.num_evicted_blocks,
         )
 
-    def stats(self, max_tenants: int | None = None) -> EngineStats:
-        """Count everything. Complexity: O(waiting requests + tenants); see `Tenants.largest` for `max_tenants`."""
+    def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> EngineStats:
+        """Count everything.
+
+        Args:
+            max_tenants: the largest tenants are told, as many as this; see `Tenants.largest`.
+            tenant: tell this one instead, if it is known.
+
+        Complexity: O(waiting requests + tenants with a quota), whatever number of tenants is known.
+        """
         tenants = self._cache.tenants
+        if tenant is None:
+            told = tenants.largest(max_tenants)
+        else:
+            usage = tenants.get(tenant)
+            told = [] if usage is None else [(tenant, usage)]
         return EngineStats(
             load=self.load(),
             uptime_s=self._clock() - self._started_s,
@@ -104,10 +125,8 @@ class Tally:
             segments=len(self._cache.segments),
             block_bytes=self._block_bytes,
             kv_dtype=self._kv_dtype,
-            tenants=tuple(
-                _tenant_stats(tenant, usage)
-                for tenant, usage in (tenants.items() if max_tenants is None else tenants.largest(max_tenants))
-            ),
+            tenants=tuple(_tenant_stats(name, usage) for name, usage in told),
+            known_tenants=len(tenants),
             first_tokens=TimeStats(_BOUNDS_S, tuple(self._first_tokens), self._first_tokens_s),
         )
 

@@ -222,7 +222,7 @@ class Client:
         """Read the contents of the cache and the counters of the service.
 
         Args:
-            max_tenants: only this number of tenants, the largest; None for all.
+            max_tenants: this number of tenants, the largest, at most 128; None for 100.
             tenant: only what this tenant may know; None for all, or for the caller's own with a tenant's credential.
         """
         request = StatsRequest(max_tenants=max_tenants, tenant=tenant)

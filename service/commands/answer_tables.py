@@ -97,6 +97,8 @@ def stats_table(stats: StatsResponse) -> str:
         rows += [
             (f"tenant {tenant.tenant or '(none)'}", f"{tenant.cached_blocks} blocks, {tenant.hit_tokens} hits{reused}")
         ]
+    if stats.known_tenants > len(stats.tenants):
+        rows.append((f"{stats.known_tenants - len(stats.tenants)} smaller tenants", "by name: --tenant"))
     return _table(rows)
 
 

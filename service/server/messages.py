@@ -22,7 +22,7 @@ from radixkv.api.sampling import (
     Sampling,
     random_seed,
 )
-from radixkv.api.stats import EngineStats
+from radixkv.api.stats import EngineStats, TenantStats
 from radixkv.errors import InvalidRequest
 from radixkv.service.structured.grammar_text import GrammarText
 from radixkv.service.token_ids import read_token_ids
@@ -233,12 +233,15 @@ def grant_message(retained: Retained) -> prefill_pb2.Grant:
 
 def stats_response(limits: Limits, stats: EngineStats) -> cache_pb2.StatsResponse:
     """Write the counts of an engine. Fields have the same names on both sides."""
-    counts = dataclasses.asdict(stats)
+    tenants = [_tenant_message(each) for each in stats.tenants]
+    counts = dataclasses.asdict(dataclasses.replace(stats, tenants=()))
+    del counts["tenants"]
     return cache_pb2.StatsResponse(
         model=limits.model,
         device=limits.device,
         epoch=limits.epoch,
         block_size=limits.block_size,
+        tenants=tenants,
         **counts.pop("load"),
         **counts,
     )
@@ -259,8 +262,13 @@ def tenant_stats_response(limits: Limits, stats: EngineStats, tenant: str) -> ca
         block_bytes=stats.block_bytes,
         kv_dtype=stats.kv_dtype,
         blocks=cache_pb2.BlockStats(total=stats.load.blocks.total),
-        tenants=[dataclasses.asdict(each) for each in mine] or [cache_pb2.TenantStats(tenant=tenant)],
+        tenants=[_tenant_message(each) for each in mine] or [cache_pb2.TenantStats(tenant=tenant)],
     )
+
+
+def _tenant_message(stats: TenantStats) -> cache_pb2.TenantStats:
+    """Write the counts of one tenant; `asdict` would take five times as long."""
+    return cache_pb2.TenantStats(**{name: getattr(stats, name) for name in TenantStats.__slots__})
 
 
 def _timing_message(timing: Timing) -> prefill_pb2.Timing:

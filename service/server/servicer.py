@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.api.caller import Caller
 from radixkv.api.result import GenerationFuture
+from radixkv.api.stats import DEFAULT_MAX_TENANTS
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.calls import answer_of, traceparent_of
 from radixkv.service.server.intake.deadlines import Deadlines
@@ -172,9 +173,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
         """Count what the engine holds and has done, or only what is one tenant's."""
         require_names(tenant=request.tenant)
-        max_tenants = request.max_tenants if request.HasField("max_tenants") else None
+        max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS
         if request.HasField("tenant"):
-            stats = await answer_of(self._engine, self._mailbox, self._engine.stats(None))
+            stats = await answer_of(self._engine, self._mailbox, self._engine.stats(tenant=request.tenant))
             return tenant_stats_response(self._engine.limits, stats, request.tenant)
         stats = await answer_of(self._engine, self._mailbox, self._engine.stats(max_tenants))
         return stats_response(self._engine.limits, stats)

@@ -104,7 +104,68 @@ def test_the_oldest_idle_tenants_are_forgotten_first() -> None:
     recent.add("busy", 1)
     for number in range(MAX_IDLE_TENANTS + 10):
         recent.add(str(number), 0)
-    assert len(recent) == MAX_IDLE_TENANTS + 1
+    assert len(recent) == MAX_IDLE_TENANTS
     assert recent.get("busy") == 1
     assert recent.get("0") is None
     assert recent.pop(str(MAX_IDLE_TENANTS + 9)) == 0
+
+
+def test_known_tenants_shrink_below_their_peak_once_they_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.tenants.MAX_IDLE_TENANTS", 10)
+    tenants = Tenants({})
+    crowd = []
+    for number in range(100):
+        crowd.append(tenants[f"crowd {number}"])
+        crowd[-1].num_cached_blocks = 1
+    for number in range(200):
+        tenants[f"first {number}"]
+    assert [tenants.get(f"crowd {number}") for number in range(100)] == crowd
+    assert 100 < len(tenants) < 200
+    for usage in crowd[1:]:
+        usage.num_cached_blocks = 0
+    for number in range(300):
+        tenants[f"second {number}"]
+    assert len(tenants) == 10
+    assert tenants.get("crowd 0") is crowd[0]
+
+
+def test_known_tenants_shrink_although_no_new_ones_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants = Tenants({})
+    for number in range(100):
+        tenants[str(number)]
+    monkeypatch.setattr("radixkv.cache.tenants.MAX_IDLE_TENANTS", 10)
+    for _ in range(50):
+        tenants["99"]
+    assert len(tenants) < 12
+    assert tenants.get("99") is not None
+
+
+def test_a_tenant_that_is_used_again_is_forgotten_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.tenants.MAX_IDLE_TENANTS", 10)
+    tenants = Tenants({})
+    for number in range(10):
+        tenants[str(number)]
+    again = tenants["0"]
+    tenants["new"]
+    assert tenants.get("0") is again
+    assert tenants.get("1") is None
+
+
+def test_looking_a_tenant_up_makes_it_not_known() -> None:
+    tenants = Tenants({"quota": Quota(floor_blocks=1)})
+    assert tenants.get("acme") is None
+    assert len(tenants) == 1
+    assert tenants.get("quota") is tenants["quota"]
+
+
+def test_the_largest_are_found_among_those_with_a_quota_and_those_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.tenants._MAX_COMPARED", 3)
+    tenants = Tenants({"quota": Quota()})
+    tenants["quota"].num_cached_blocks = 1
+    for number in range(6):
+        tenants[str(number)].num_cached_blocks = 9 - number
+    tenants["0"]
+    assert [tenant for tenant, _ in tenants.largest(3)] == ["0", "4", "5"]
+    assert [tenant for tenant, _ in tenants.largest(9)] == ["0", "4", "5", "quota"]
+    monkeypatch.setattr("radixkv.cache.tenants._MAX_TOLD", 1)
+    assert len(tenants.largest(9)) == 1

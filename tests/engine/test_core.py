@@ -171,7 +171,7 @@ def test_a_tenant_beyond_its_ceiling_is_refused_and_holds_up_nobody() -> None:
     bench.run()
     assert isinstance(refused.exception(0), QuotaExceeded)
     assert served.result(0).usage.computed_tokens == 12
-    acme, other = bench.core.tally.stats().tenants
+    other, acme = bench.core.tally.stats().tenants
     assert (acme.tenant, acme.ceiling_blocks, acme.cached_blocks) == ("acme", 2, 0)
     assert (other.tenant, other.cached_blocks, other.miss_tokens) == ("other", 3, 12)
 
@@ -383,3 +383,17 @@ def test_the_load_is_told_as_in_stats_but_without_a_walk_through_the_trees(monke
     monkeypatch.setattr(RadixTree, "nodes", walk)
     load = bench.core.tally.load()
     assert load == stats.load
+
+
+def test_stats_tell_the_largest_tenants_and_how_many_there_are_or_one_by_name() -> None:
+    bench = Bench()
+    for number in range(3):
+        bench.submit(range(4 * number + 4), tenant=str(number))
+    bench.run()
+    tally = bench.core.tally
+    stats = tally.stats(max_tenants=2)
+    assert [each.tenant for each in stats.tenants] == ["2", "1"]
+    assert stats.known_tenants == 3
+    assert [each.tenant for each in tally.stats(tenant="0").tenants] == ["0"]
+    assert tally.stats(tenant="nobody").tenants == ()
+    assert tally.stats().known_tenants == 3

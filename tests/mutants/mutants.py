@@ -77,6 +77,10 @@ CACHE_MUTANTS = (
     Mutant("cache/evictor.py", "                node.retired_block_ids += node.block_ids\n", ""),
     Mutant("cache/evictor.py", "            self._changes.purged(node)\n", ""),
     Mutant("cache/evictor.py", '            node.block_ids = b""\n', ""),
+    Mutant("cache/tenants.py", "for _ in range(_FORGOTTEN_AT_ONCE):", "for _ in range(1):"),
+    Mutant("cache/tenants.py", "            if not self._is_idle(value):\n", "            if False:\n"),
+    Mutant("cache/tenants.py", "            self._others.move_to_end(tenant)\n", ""),
+    Mutant("cache/tenants.py", "            self._others.forget_idle()\n", ""),
     Mutant("cache/retained_nodes.py", "            node.num_retained_children += sign\n", ""),
     Mutant("cache/retained_nodes.py", "- _num_unretained_blocks(node.parent)", ""),
     Mutant(

@@ -22,8 +22,8 @@ _AT_TOP = ("kernels", "service")
 CACHE_TESTS = (
     "tests/cache/test_block_pool.py",
     "tests/test_tokens.py",
-    "tests/cache/test_child_table.py",
-    "tests/cache/test_radix_tree.py",
+    "tests/cache/tree/test_child_table.py",
+    "tests/cache/tree/test_radix_tree.py",
     "tests/cache/test_lease.py",
     "tests/cache/test_evictor.py",
     "tests/cache/test_eviction_lines.py",
@@ -33,6 +33,7 @@ CACHE_TESTS = (
     "tests/cache/test_prefix_cache.py",
     "tests/cache/test_retained_nodes.py",
     "tests/cache/test_purge.py",
+    "tests/cache/test_tenants.py",
     "tests/cache/policies/test_classic.py",
     "tests/cache/policies/test_adaptive.py",
     "tests/cache/policies/test_order_trial.py",

@@ -41,6 +41,10 @@ LIMITS = Limits(
     epoch=2**53 + 1,
     ceiling_tokens={"bounded": 32},
 )
+TENANTS = (
+    TenantStats("a", 3, 2, 1, 4, 60, 40, 2, 0, None),
+    TenantStats("b", 0, 0, 0, 0, 0, 0, 0, 5, 9),
+)
 
 
 class FakeEngine:
@@ -201,7 +205,7 @@ class FakeEngine:
             future.set_result(function())
         return future
 
-    def stats(self, max_tenants=None) -> Future:
+    def stats(self, max_tenants=100, tenant=None) -> Future:
         future = Future()
         stats = EngineStats(
             load=self._load(),
@@ -210,10 +214,8 @@ class FakeEngine:
             segments=11,
             block_bytes=4096,
             kv_dtype="int8",
-            tenants=(
-                TenantStats("a", 3, 2, 1, 4, 60, 40, 2, 0, None),
-                TenantStats("b", 0, 0, 0, 0, 0, 0, 0, 5, 9),
-            )[:max_tenants],
+            tenants=tuple(each for each in TENANTS if tenant in (None, each.tenant))[:max_tenants],
+            known_tenants=1234,
             first_tokens=TimeStats((0.1, 0.2), (3, 1, 0), 0.4),
         )
         future.set_result(stats)

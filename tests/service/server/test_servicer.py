@@ -445,7 +445,9 @@ def test_the_engine_judges_prompts():
 
 
 def test_each_tenant_is_told_with_its_bounds():
-    first, second = calling(lambda client, _: client.stats()).tenants
+    stats = calling(lambda client, _: client.stats())
+    assert stats.known_tenants == 1234
+    first, second = stats.tenants
     assert (first.tenant, first.cached_blocks, first.hit_tokens) == ("a", 3, 60)
     assert not first.HasField("ceiling_blocks")
     assert (second.floor_blocks, second.ceiling_blocks) == (5, 9)
