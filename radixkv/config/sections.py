@@ -97,6 +97,9 @@ class EngineConfig:
         max_running_requests: requests that may hold blocks at the same time.
         max_waiting_requests: unfinished requests beyond the running ones; more are refused with RESOURCE_EXHAUSTED.
         max_tenant_requests: unfinished requests of a single tenant.
+        max_waiting_calls: calls that wait between two steps, Probe, Retain and Release; as many of admins. More are
+            refused with RESOURCE_EXHAUSTED.
+        max_tenant_calls: waiting calls of a single tenant.
         held_lease_ttl_s: seconds after which a held lease is released by itself.
         step_timeout_s: seconds after which a step hangs: all requests are cancelled, new ones refused until it ends.
         cuda_graphs: whether short steps are recorded at load, on a GPU, so that each is a single launch.
@@ -106,6 +109,8 @@ class EngineConfig:
     max_running_requests: _PositiveCount = 64
     max_waiting_requests: _PositiveCount = 4096
     max_tenant_requests: _PositiveCount = 2048
+    max_waiting_calls: _PositiveCount = 4096
+    max_tenant_calls: _PositiveCount = 1024
     held_lease_ttl_s: _Seconds = 60.0
     step_timeout_s: Annotated[float, Range(1e-3, _YEAR_S)] = 300.0
     cuda_graphs: bool = True

@@ -21,9 +21,9 @@ from radixkv.cache.listing.segment_source import SegmentSource
 from radixkv.cache.prefix_cache import PrefixCache, Purged
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
+from radixkv.engine.calls.inbox import Asker, Inbox, Lane
 from radixkv.engine.core import EngineCore
 from radixkv.engine.gate import Gate
-from radixkv.engine.inbox import Inbox
 from radixkv.engine.observer import Observer
 from radixkv.engine.watchdog import Watchdog
 from radixkv.errors import Draining, LifecycleError, RadixKVError, StepHangs, UnknownAdapter
@@ -88,7 +88,7 @@ class Engine:
             ceiling_blocks={tenant: usage.quota.ceiling_blocks for tenant, usage in cache.tenants.with_quota.items()},
         )
         self._model_fingerprint, self.eos_token_ids = model.fingerprint, model.eos_token_ids
-        self._gate, self._inbox = Gate(config, rates), Inbox()
+        self._gate, self._inbox = Gate(config, rates), Inbox(config.max_waiting_calls, config.max_tenant_calls)
         self._core = EngineCore(
             runner,
             cache,
@@ -101,7 +101,7 @@ class Engine:
             events=events,
         )
         self.events = None if events is None else EventSource(events, cache.nodes, self._call)
-        self.segments = SegmentSource(cache, self._call)
+        self.segments = SegmentSource(cache, lambda look, tenant: self._call(look, Asker.ADMIN, tenant))
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping, self._next_try_s = threading.Event(), 0.0
@@ -174,11 +174,11 @@ class Engine:
         """
         namespace = self._namespace(caller)
         self.limits.require_tokens(tokens)
-        return self._call(lambda: self._core.probe(namespace, tokens))
+        return self._call(lambda: self._core.probe(namespace, tokens), Asker.TENANT, caller.tenant)
 
     def release(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[None]:
         """Give a held lease back. The future raises UnknownLease if the caller's tenant holds no such lease."""
-        return self._call(lambda: self._core.held_leases.release(lease_id, caller.tenant))
+        return self._call(lambda: self._core.held_leases.release(lease_id, caller.tenant), Asker.TENANT, caller.tenant)
 
     def retain(self, tokens: bytes, retention: Retention, caller: Caller = ANONYMOUS) -> Future[Retained]:
         """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`.
@@ -188,7 +188,7 @@ class Engine:
         namespace = self._namespace(caller)
         self.limits.require_tokens(tokens)
         retention.range_in(len(tokens) // TOKEN_BYTES)
-        return self._call(lambda: self._core.retain(namespace, tokens, retention))
+        return self._call(lambda: self._core.retain(namespace, tokens, retention), Asker.TENANT, caller.tenant)
 
     def purge(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
@@ -199,11 +199,11 @@ class Engine:
         """
         if adapter is not None:
             self._namespace(Caller(adapter=adapter))
-        return self._call(lambda: self._core.purge(tenant=tenant, adapter=adapter, salt=salt))
+        return self._call(lambda: self._core.purge(tenant=tenant, adapter=adapter, salt=salt), Asker.ADMIN, tenant)
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
         """Count all that the engine holds and has done, and what the largest tenants hold, or one: `Tally.stats`."""
-        return self._call(lambda: self._core.tally.stats(max_tenants, tenant))
+        return self._call(lambda: self._core.tally.stats(max_tenants, tenant), Asker.ADMIN, tenant)
 
     def load(self) -> Future[EngineLoad]:
         """Ask how full the engine is; cheaper than `stats`."""
@@ -264,11 +264,11 @@ class Engine:
         if self._watchdog.is_hanging:  # since a moment ago; the requests before this one have been cancelled
             request.future.cancel()
 
-    def _call(self, function: Callable[[], _T]) -> Future[_T]:
+    def _call(self, function: Callable[[], _T], asker: Asker = Asker.SERVICE, tenant: str | None = None) -> Future[_T]:
         """Call a short function on the engine's thread, between two steps."""
         if self._watchdog.is_hanging:
             raise self._hanging()
-        future = self._inbox.call(function)
+        future = self._inbox.call(function, Lane(asker, tenant or ""))
         if self._watchdog.is_hanging:  # since a moment ago; the calls before this one have been cancelled
             future.cancel()
         return future
@@ -293,8 +293,8 @@ class Engine:
                 self._gate.abandon(Draining("engine: stopped"))
 
     def _read_inbox(self) -> None:
-        """Run what is in the inbox. While there is nothing to compute, wait for the next function."""
+        """Run some of what is in the inbox. While there is nothing to compute, wait for something to run."""
         if not self._core.has_work:
             is_failing = self._core.num_failed_steps >= _MAX_FAILED_STEPS
             self._inbox.run_next(_RETRY_PERIOD_S if is_failing else self._core.seconds_to_rest())
-        self._inbox.run_all()
+        self._inbox.run_some()

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from radixkv import __version__
 from radixkv.api.stats import BlockStats, EngineLoad, RequestStats
-from radixkv.errors import LifecycleError
+from radixkv.errors import LifecycleError, QueueFull
 
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
@@ -79,7 +79,7 @@ class EngineGauges(Collector):
             return None
         try:
             future = self._engine.load()
-        except LifecycleError:  # it has just stopped
+        except (LifecycleError, QueueFull):  # it has just stopped, or very many ask
             return None
         try:
             return future.result(self._timeout_s)

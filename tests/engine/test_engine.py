@@ -10,6 +10,7 @@ from radixkv.api.caller import Caller
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens
+from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -153,10 +154,32 @@ def test_cancelled_requests_count_until_their_blocks_are_back(engine: Engine, ru
 def test_a_call_that_fails_in_the_engine_fails_its_caller_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._core.tally, "stats", lambda _: 1 / 0)
+    monkeypatch.setattr(engine._core.tally, "stats", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.stats().result(PATIENCE_S)
     assert engine.prefill(params(range(8))).result(PATIENCE_S).usage.prompt_tokens == 8
+
+
+def test_calls_that_wait_are_bounded_by_tenant_and_requests_are_not_refused_for_them(runner: GatedRunner) -> None:
+    config = EngineConfig(max_waiting_calls=3, max_tenant_calls=2)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), config)
+    engine.start()
+    runner.gate.clear()
+    running = engine.prefill(params(range(8)))
+    assert runner.entered.wait(PATIENCE_S)
+    prompt, acme = tokens(range(4)), Caller("acme")
+    calls = [engine.probe(prompt, acme), engine.release("x", acme)]
+    with pytest.raises(QueueFull, match="of this tenant"):
+        engine.retain(prompt, Retention(60), acme)
+    calls.append(engine.probe(prompt, Caller("other")))
+    with pytest.raises(QueueFull):
+        engine.probe(prompt, Caller("third"))
+    calls += [engine.purge(tenant="acme"), engine.stats(), engine.load()]
+    request = engine.prefill(params(range(8), "acme"))
+    runner.gate.set()
+    assert [isinstance(call.exception(PATIENCE_S), UnknownLease) for call in calls] == [False, True] + [False] * 4
+    assert running.result(PATIENCE_S).usage.prompt_tokens == request.result(PATIENCE_S).usage.prompt_tokens == 8
+    engine.stop()
 
 
 def test_cancelling_during_a_step_returns_the_blocks(engine: Engine, runner: GatedRunner) -> None:

@@ -124,6 +124,22 @@ CACHE_MUTANTS = (
 )
 
 ENGINE_MUTANTS = (
+    Mutant("engine/calls/lanes.py", "popitem(last=False)", "popitem()"),
+    Mutant("engine/calls/lanes.py", "        if lane:\n            self._lanes[tenant] = lane\n", ""),
+    Mutant("engine/calls/lanes.py", "        self._num_calls -= 1\n", ""),
+    Mutant("engine/calls/lanes.py", ".appendleft(call)", ".append(call)"),
+    Mutant("engine/calls/inbox.py", "self._run_call() and self._clock() < end_s", "self._run_call()"),
+    Mutant("engine/calls/inbox.py", "            self._turns.rotate(-1)\n", ""),
+    Mutant(
+        "engine/calls/inbox.py",
+        "            return False\n        self._run_functions()\n",
+        "            return False\n",
+    ),
+    Mutant(
+        "engine/calls/inbox.py",
+        "return self._functions.empty() and not self._has_calls",
+        "return self._functions.empty()",
+    ),
     Mutant(
         "scheduling/single_flight.py",
         "        shared = shared_bytes(tokens, led, 0)\n",

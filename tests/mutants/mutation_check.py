@@ -44,6 +44,8 @@ ENGINE_TESTS = (
     "tests/cache/test_lease.py",
     "tests/engine/test_sampler.py",
     "tests/engine/test_allowed_tokens.py",
+    "tests/engine/calls/test_lanes.py",
+    "tests/engine/calls/test_inbox.py",
     "tests/engine/test_core.py",
     "tests/scheduling/test_step_plan.py",
     "tests/scheduling/test_scheduler.py",

@@ -199,7 +199,7 @@ class FakeEngine:
             future.set_result(self._load())
         return future
 
-    def _call(self, function) -> Future:
+    def _call(self, function, tenant=None) -> Future:
         future = Future()
         if not self.is_hanging:
             future.set_result(function())

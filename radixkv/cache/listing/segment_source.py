@@ -17,21 +17,21 @@ class SegmentSource:
 
     Args:
         cache: belongs to the engine's thread.
-        call: calls a function on the engine's thread between two steps.
+        call: calls a function on the engine's thread between two steps, for a tenant; None for everybody.
     """
 
-    def __init__(self, cache: PrefixCache, call: Callable[[Callable[[], Any]], Future[Any]]) -> None:
+    def __init__(self, cache: PrefixCache, call: Callable[[Callable[[], Any], str | None], Future[Any]]) -> None:
         self._cache = cache
         self._call = call
 
     def page(self, start: int, tenant: str | None, max_segments: int) -> Future[SegmentPage]:
         """List segments by place, from `start` on; see `SegmentIndex.page`."""
-        return self._call(lambda: self._cache.segments.page(start, tenant, max_segments))
+        return self._call(lambda: self._cache.segments.page(start, tenant, max_segments), tenant)
 
     def hottest(self, start: int, stride: int, tenant: str | None, max_segments: int) -> Future[SegmentPage]:
         """List hot segments among every `stride`-th place; see `SegmentIndex.hottest`."""
-        return self._call(lambda: self._cache.segments.hottest(start, stride, tenant, max_segments))
+        return self._call(lambda: self._cache.segments.hottest(start, stride, tenant, max_segments), tenant)
 
     def block_states(self) -> Future[bytes]:
         """Copy the state of each block, a `BlockState` a byte. Complexity: a copy of a byte a block."""
-        return self._call(lambda: self._cache.pool.states())
+        return self._call(lambda: self._cache.pool.states(), None)

@@ -13,14 +13,17 @@ def test_each_look_is_one_call() -> None:
     cache = PrefixCache(4, 4, clock=FakeClock())
     publish(cache, "abcdef")
     calls: list[Any] = []
+    askers: list[str | None] = []
 
-    def call(function: Any) -> Future[Any]:
+    def call(function: Any, tenant: str | None) -> Future[Any]:
         calls.append(function)
+        askers.append(tenant)
         return Future()
 
     source = SegmentSource(cache, call)
-    for future in (source.page(0, None, 5), source.hottest(0, 1, None, 5), source.block_states()):
+    for future in (source.page(0, None, 5), source.hottest(0, 1, "", 5), source.block_states()):
         assert not future.done(), "the cache is read where the call is made, and nowhere else"
+    assert askers == [None, "", None]
     page, hottest, states = (function() for function in calls)
     assert page.segments == hottest.segments
     assert sorted(states) == [BlockState.FREE] * 2 + [BlockState.PUBLISHED] * 2

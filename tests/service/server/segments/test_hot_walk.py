@@ -13,7 +13,7 @@ from radixkv.service.server.segments.hot_walk import HotWalk
 from tests.fakes import FakeClock, lease_text, publish
 
 
-def answered(function) -> Future:
+def answered(function, tenant) -> Future:
     future: Future = Future()
     future.set_result(function())
     return future

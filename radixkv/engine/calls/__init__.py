@@ -1,0 +1,4 @@
+"""Calls of other threads to the engine's thread.
+
+Face: `Inbox`, `Lane`.
+"""

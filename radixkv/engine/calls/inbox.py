@@ -1,0 +1,199 @@
+"""Brings functions from other threads to the engine's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+from radixkv.engine.calls.lanes import Lanes
+from radixkv.errors import Draining
+
+# Calls run this long between two steps, and one call more. A step takes some milliseconds and more.
+_MAX_CALLS_S = 0.002
+
+_T = TypeVar("_T")
+
+
+class Asker(Enum):
+    """Who asks: three kinds, which take turns."""
+
+    SERVICE = "the service itself: metrics, events"
+    ADMIN = "those who look at the cache, and purge it"
+    TENANT = "those who use it"
+
+
+class Lane(NamedTuple):
+    """Whose calls wait behind each other."""
+
+    asker: Asker = Asker.SERVICE
+    tenant: str = ""
+
+
+_OWN = Lane()
+
+
+class _Call(NamedTuple):
+    slices: Generator[None, None, Any]
+    future: Future[Any]
+
+    def run(self) -> bool:
+        """Run the next slice. Returns whether more follow."""
+        if not self.future.running() and not self.future.set_running_or_notify_cancel():
+            return False
+        try:
+            next(self.slices)
+        except StopIteration as end:
+            self.future.set_result(end.value)
+        except Exception as error:  # noqa: BLE001 - the caller gets it, and the engine goes on
+            self.future.set_exception(error)
+        else:
+            return True
+        return False
+
+
+class Inbox:
+    """What the engine's thread runs between two steps: functions, all of them, and then calls, for a short time.
+
+        put   ─▶ [ function, function ... ]                       ─▶ run_some: all functions,
+        call  ─▶ lanes of the service, of admins, of tenants      ─▶           some calls, in turn
+
+    Functions have an order, and each is run before the calls that came after it. Calls keep theirs within a lane. A
+    call may be cut into slices, between which others have their turns.
+
+    Every call that was accepted is run, or cancelled: `close` lets no more in, and `run_all` after it empties the
+    inbox.
+
+    Args:
+        max_waiting_calls: calls of each kind of asker that may wait.
+        max_tenant_calls: calls of one lane that may wait.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self, max_waiting_calls: int, max_tenant_calls: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._functions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards `_is_closed`, the lanes, and additions to `_unfinished`
+        self._is_closed = False
+        self._lanes: dict[Asker, Lanes[_Call]] = {each: Lanes(max_waiting_calls, max_tenant_calls) for each in Asker}
+        self._turns = deque(Asker)
+        self._unfinished: set[Future[Any]] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be run."""
+        return self._functions.empty() and not self._has_calls
+
+    @property
+    def _has_calls(self) -> bool:
+        return any(self._lanes.values())
+
+    def put(self, function: Callable[[], None]) -> None:
+        """Have the engine's thread run a function that raises nothing. It is never refused."""
+        self._functions.put(function)
+
+    def call(self, function: Callable[[], _T], lane: Lane = _OWN) -> Future[_T]:
+        """Have the engine's thread call a short function.
+
+        Returns:
+            Its result, or what it raised.
+
+        Raises:
+            Draining: the inbox is closed.
+            QueueFull: too many calls wait.
+        """
+        return self.call_in_slices(_one_slice(function), lane)
+
+    def call_in_slices(self, slices: Generator[None, None, _T], lane: Lane) -> Future[_T]:
+        """Have the engine's thread run a generator, from one `yield` to the next at a time.
+
+        Returns and raises the same as `call`; the result is what the generator returns.
+        """
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise Draining("engine: stopped")
+            had_calls = self._has_calls
+            self._lanes[lane.asker].add(lane.tenant, _Call(slices, future))
+            self._unfinished.add(future)
+        if not had_calls:
+            self._functions.put(_wake_up)
+        future.add_done_callback(self._unfinished.discard)
+        return future
+
+    def run_next(self, timeout_s: float | None) -> None:
+        """Wait for something to run, `timeout_s` seconds at most, None for ever. Run it if it is a function."""
+        if not self._has_calls:
+            with contextlib.suppress(queue.Empty):
+                self._functions.get(timeout=timeout_s)()
+
+    def run_some(self) -> None:
+        """Run the functions that are in the inbox now, and calls for 2 ms."""
+        self._run_functions()
+        end_s = self._clock() + _MAX_CALLS_S
+        while self._run_call() and self._clock() < end_s:
+            pass
+
+    def run_all(self) -> None:
+        """Run everything."""
+        self._run_functions()
+        while self._run_call():
+            pass
+
+    def _run_functions(self) -> None:
+        for _ in range(self._functions.qsize()):
+            self._functions.get()()
+
+    def _run_call(self) -> bool:
+        """Run the next call, or a slice of it, after the functions that came before it. Returns whether there was one.
+
+        A purge reaches every request that came before it.
+        """
+        with self._lock:
+            taken = self._take()
+        if taken is None:
+            return False
+        self._run_functions()
+        lanes, tenant, call = taken
+        if call.run():
+            with self._lock:
+                lanes.put_back(tenant, call)
+        return True
+
+    def _take(self) -> tuple[Lanes[_Call], str, _Call] | None:
+        for _ in range(len(self._turns)):
+            self._turns.rotate(-1)
+            lanes = self._lanes[self._turns[-1]]
+            taken = lanes.take()
+            if taken is not None:
+                return lanes, *taken
+        return None
+
+    def cancel_calls(self) -> None:
+        """Cancel the calls that are not begun. From any thread."""
+        with self._lock:
+            unfinished = list(self._unfinished)
+        for future in unfinished:
+            future.cancel()
+
+    def close(self) -> None:
+        """Accept no more calls."""
+        with self._lock:
+            self._is_closed = True
+
+
+def _one_slice(function: Callable[[], _T]) -> Generator[None, None, _T]:
+    yield from ()  # makes this a generator
+    return function()
+
+
+def _wake_up() -> None:
+    """Do nothing: the engine's thread waits for functions alone."""

@@ -1,0 +1,195 @@
+"""Calls of other threads: each is run once, or cancelled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+
+import pytest
+
+from radixkv.engine.calls.inbox import Asker, Inbox, Lane
+from radixkv.errors import Draining, QueueFull
+from tests.fakes import FakeClock
+
+ACME, OTHER = Lane(Asker.TENANT, "acme"), Lane(Asker.TENANT, "other")
+
+
+def make_inbox(max_calls: int = 100, max_tenant_calls: int = 100) -> Inbox:
+    return Inbox(max_calls, max_tenant_calls, FakeClock())
+
+
+def test_functions_are_run_in_the_order_in_which_they_came() -> None:
+    inbox, ran = make_inbox(), []
+    for number in range(3):
+        inbox.put(lambda number=number: ran.append(number))
+    call = inbox.call(lambda: ran.append("call") or "result")
+    assert not inbox.is_empty
+    inbox.run_all()
+    assert (ran, call.result(0), inbox.is_empty) == ([0, 1, 2, "call"], "result", True)
+
+
+def test_what_is_put_meanwhile_is_for_the_next_time() -> None:
+    inbox, ran = make_inbox(), []
+    inbox.put(lambda: inbox.put(lambda: ran.append("later")))
+    inbox.run_all()
+    assert ran == []
+    inbox.run_all()
+    assert ran == ["later"]
+
+
+def test_a_call_that_raises_fails_its_caller_alone() -> None:
+    inbox = make_inbox()
+    broken, good = inbox.call(lambda: 1 / 0), inbox.call(lambda: 1)
+    inbox.run_all()
+    assert isinstance(broken.exception(0), ZeroDivisionError)
+    assert good.result(0) == 1
+
+
+def test_cancelled_calls_are_not_run() -> None:
+    inbox, ran = make_inbox(), []
+    mine, other = inbox.call(lambda: ran.append("mine")), inbox.call(lambda: ran.append("other"))
+    mine.cancel()
+    inbox.run_all()
+    assert ran == ["other"]
+    waiting = inbox.call(lambda: ran.append("waiting"))
+    inbox.cancel_calls()
+    inbox.run_all()
+    assert (waiting.cancelled(), other.cancelled(), ran) == (True, False, ["other"])
+
+
+def test_calls_that_were_accepted_are_run_after_the_end_and_no_others_come() -> None:
+    inbox = make_inbox()
+    accepted = inbox.call(lambda: 1)
+    inbox.close()
+    with pytest.raises(Draining):
+        inbox.call(lambda: 2)
+    inbox.run_all()
+    assert accepted.result(0) == 1
+    assert inbox.is_empty
+
+
+def test_the_engine_wakes_up_for_a_function_and_when_time_is_up() -> None:
+    inbox, ran = make_inbox(), threading.Event()
+    inbox.run_next(0.0)
+    thread = threading.Thread(target=inbox.run_next, args=(None,))
+    thread.start()
+    inbox.put(ran.set)
+    thread.join(10)
+    assert ran.is_set()
+    assert not thread.is_alive()
+
+
+def test_the_engine_wakes_up_for_a_call_and_does_not_wait_while_calls_wait() -> None:
+    inbox = make_inbox()
+    thread = threading.Thread(target=inbox.run_next, args=(None,))
+    thread.start()
+    call = inbox.call(lambda: 1)
+    thread.join(10)
+    assert not thread.is_alive()
+    inbox.run_next(None)
+    inbox.run_some()
+    assert call.result(0) == 1
+
+
+def working(clock: FakeClock, ran: list[str], name: str, seconds: float = 0.001) -> Callable[[], None]:
+    def work() -> None:
+        clock.now_s += seconds
+        ran.append(name)
+
+    return work
+
+
+def test_calls_run_for_a_short_time_between_two_steps_and_functions_all() -> None:
+    clock, ran = FakeClock(), []
+    inbox = Inbox(100, 100, clock)
+    for number in range(5):
+        inbox.call(working(clock, ran, str(number)), ACME)
+        inbox.put(working(clock, ran, "request"))
+    inbox.run_some()
+    assert ran == ["request"] * 5 + ["0", "1"]
+    assert not inbox.is_empty
+    inbox.run_some()
+    inbox.run_some()
+    assert ran[-3:] == ["2", "3", "4"]
+    assert inbox.is_empty
+
+
+def test_a_tenants_call_waits_for_one_call_of_a_crowd_and_not_for_all() -> None:
+    clock, ran = FakeClock(), []
+    inbox = Inbox(10_000, 10_000, clock)
+    for _ in range(9_999):
+        inbox.call(working(clock, ran, "crowd"), ACME)
+    inbox.call(working(clock, ran, "mine"), OTHER)
+    inbox.run_some()
+    assert ran == ["crowd", "mine"]
+
+
+def test_kinds_of_askers_take_turns() -> None:
+    inbox, ran = make_inbox(), []
+    for name in ("first", "second"):
+        for lane in (ACME, OTHER, Lane(Asker.ADMIN, "acme"), Lane()):
+            inbox.call(lambda name=name, lane=lane: ran.append((lane.asker.name, lane.tenant, name)), lane)
+    inbox.run_some()
+    assert [asker for asker, _, _ in ran] == ["SERVICE", "ADMIN", "TENANT"] * 2 + ["TENANT"] * 2
+    assert [tenant for asker, tenant, _ in ran if asker == "TENANT"] == ["acme", "other"] * 2
+
+
+def test_too_many_calls_are_refused_and_those_of_others_are_not() -> None:
+    inbox = make_inbox(3, 2)
+    waiting = [inbox.call(lambda: 1, ACME) for _ in range(2)]
+    with pytest.raises(QueueFull, match="expected fewer than 2 waiting calls of this tenant, got 2"):
+        inbox.call(lambda: 1, ACME)
+    inbox.call(lambda: 1, OTHER)
+    with pytest.raises(QueueFull, match="expected fewer than 3 waiting calls, got 3") as refusal:
+        inbox.call(lambda: 1, Lane(Asker.TENANT, "third"))
+    assert 0 < refusal.value.retry_after_s < 1
+    admins, own = inbox.call(lambda: 1, Lane(Asker.ADMIN, "acme")), inbox.call(lambda: 1)
+    for _ in range(5):
+        inbox.put(lambda: None)
+    inbox.run_some()
+    assert [call.result(0) for call in (*waiting, admins, own)] == [1] * 4
+    assert inbox.call(lambda: 1, ACME)
+
+
+def test_a_call_comes_after_every_request_that_came_before_it() -> None:
+    inbox, ran = make_inbox(), []
+
+    def come() -> None:  # while the engine runs calls
+        inbox.put(lambda: ran.append("request"))
+        inbox.call(lambda: ran.append("purge"), Lane(Asker.ADMIN))
+
+    inbox.call(come, ACME)
+    inbox.run_some()
+    assert ran == ["request", "purge"]
+
+
+def counting(ran: list[str], name: str, num_slices: int) -> Generator[None, None, str]:
+    for _ in range(num_slices):
+        ran.append(name)
+        yield
+    return name
+
+
+def test_others_have_their_turns_between_the_slices_of_a_call() -> None:
+    inbox, ran = make_inbox(), []
+    sliced = inbox.call_in_slices(counting(ran, "slice", 3), ACME)
+    after = inbox.call(lambda: ran.append("after"), ACME)
+    other = inbox.call(lambda: ran.append("other"), OTHER)
+    inbox.run_some()
+    assert ran == ["slice", "other", "slice", "slice", "after"]
+    assert (sliced.result(0), after.done(), other.done()) == ("slice", True, True)
+
+
+def test_a_call_that_has_begun_is_not_cancelled() -> None:
+    clock, ran = FakeClock(), []
+    inbox = Inbox(10, 10, clock)
+    sliced = inbox.call_in_slices(counting(ran, "slice", 2), ACME)
+    clock.now_s += 1.0
+    slow = working(clock, ran, "slow", 1.0)
+    inbox.call(slow, Lane(Asker.ADMIN))
+    inbox.run_some()
+    inbox.run_some()
+    inbox.cancel_calls()
+    inbox.run_all()
+    assert sliced.result(0) == "slice"
+    assert ran.count("slice") == 2
