@@ -39,6 +39,9 @@ def add_token_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--router", metavar="all|T,T", help="the token is a router's, which may name these tenants (default: none)"
     )
     role.add_argument("--admin", action="store_true", help="the token is an admin's, for every call")
+    role.add_argument(
+        "--reader", action="store_true", help="the token reads metrics and statistics, and does nothing else"
+    )
     new.add_argument("--days", type=argument_types.positive_number, help="days until it expires (default: never)")
     new.add_argument("--file", metavar="F", help="TOML file to add the entry to, made if missing (default: none)")
     new.set_defaults(command=_new)
@@ -57,8 +60,8 @@ def _new(arguments: argparse.Namespace) -> None:
 
 def _entry(arguments: argparse.Namespace, token: str) -> str:
     lines = ["[[credentials]]", f"name = {_toml(arguments.name)}"]
-    if arguments.admin:
-        lines.append('role = "admin"')
+    if arguments.admin or arguments.reader:
+        lines.append(f'role = "{"admin" if arguments.admin else "reader"}"')
     elif arguments.tenant is not None:
         lines += ['role = "tenant"', f"tenant = {_toml(arguments.tenant)}"]
     else:

@@ -53,7 +53,7 @@ class Telemetry:
     def serving(self, engine: Engine) -> Iterator[str | None]:
         """Serve the metrics port while the context lasts, also while the service drains.
 
-        With credentials, everything but `OPEN_PATHS` needs an admin's token. With TLS, it is HTTPS.
+        With credentials, everything but `OPEN_PATHS` needs the token of an admin or a reader. With TLS, it is HTTPS.
 
         Yields:
             `HOST:PORT` with the port that was taken, which is logged too; None without a port in the configuration.

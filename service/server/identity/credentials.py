@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.errors import ConfigError
-from radixkv.service.server.identity.identity import Identity, Role
+from radixkv.service.server.identity.identity import OPERATORS, Identity, Role
 
 _KEYS = frozenset({"name", "role", "tenant", "tenants", "token_sha256", "certificate", "expires"})
 _HASH_CHARS = frozenset("0123456789abcdef")
@@ -134,7 +134,7 @@ def _role(subject: str, entry: Mapping[str, Any]) -> Role:
     try:
         return Role(entry.get("role", Role.TENANT.value))
     except ValueError:
-        raise ConfigError(f"{subject}: expected the role tenant, router or admin, got another") from None
+        raise ConfigError(f"{subject}: expected the role tenant, router, reader or admin, got another") from None
 
 
 def _tenants(subject: str, role: Role, entry: Mapping[str, Any]) -> frozenset[str] | None:
@@ -143,10 +143,10 @@ def _tenants(subject: str, role: Role, entry: Mapping[str, Any]) -> frozenset[st
         if not isinstance(tenant, str) or tenants is not None:
             raise ConfigError(f"{subject}: expected a tenant, the name of one, got none or more")
         return frozenset({tenant})
-    if role is Role.ADMIN:
+    if role in OPERATORS:
         if tenant is not None or tenants is not None:
-            raise ConfigError(f"{subject}: expected no tenants, since an admin may name all, got some")
-        return None
+            raise ConfigError(f"{subject}: expected no tenants with the role {role.value}, got some")
+        return None if role is Role.ADMIN else frozenset()
     if tenant is not None or not (tenants == "all" or _is_list_of_names(tenants)):
         raise ConfigError(f'{subject}: expected tenants, a list of names or "all", got something else')
     return None if tenants == "all" else frozenset(tenants or ())

@@ -8,7 +8,7 @@ from radixkv.config import ServerConfig
 from radixkv.errors import PermissionDenied
 from radixkv.service.server.identity.callers import Anyone, Callers, KnownCallers
 from radixkv.service.server.identity.credentials import read_credentials
-from radixkv.service.server.identity.identity import Identity, Role
+from radixkv.service.server.identity.identity import OPERATORS, Identity, Role
 from radixkv.service.server.identity.reloaded_files import ReloadedFiles
 from radixkv.service.server.identity.tls import tls_of
 from radixkv.service.server.unfinished_calls import Context
@@ -37,7 +37,7 @@ class Door:
         """
         caller = self._callers.of_call(context)
         if caller.role not in self._roles:
-            right, wrong = ("admin_port", "port") if caller.role is Role.ADMIN else ("port", "admin_port")
+            right, wrong = ("admin_port", "port") if caller.role in OPERATORS else ("port", "admin_port")
             raise PermissionDenied(
                 f"credential of role {caller.role.value}: expected on server.{right}, got on {wrong}"
             )
@@ -51,7 +51,7 @@ class Doors:
         tls: of all ports; None without a certificate in the configuration.
         callers: who may read metrics; None if everybody may, because there are no credentials.
         requests: the door of `server.port`.
-        admins: the door of `server.admin_port`; None without such a port.
+        admins: the door of `server.admin_port`, for admins and readers; None without such a port.
 
     Raises:
         ConfigError: a file of the configuration can't be used.
@@ -61,11 +61,11 @@ class Doors:
         self.tls = tls_of(config)
         self.callers = known_callers(config)
         has_admin_port = config.admin_port is not None
-        self.admins = Door(self.callers or _anyone(Role.ADMIN), [Role.ADMIN]) if has_admin_port else None
+        self.admins = Door(self.callers or _anyone(Role.ADMIN), OPERATORS) if has_admin_port else None
         if not has_admin_port:
             self.requests = Door(self.callers or _anyone(Role.ADMIN))
         else:
-            self.requests = Door(self.callers or _anyone(Role.ROUTER), _ALL_ROLES - {Role.ADMIN})
+            self.requests = Door(self.callers or _anyone(Role.ROUTER), _ALL_ROLES - OPERATORS)
 
 
 def known_callers(config: ServerConfig) -> KnownCallers | None:

@@ -1,4 +1,4 @@
-"""Asks callers over HTTP for the token of an admin."""
+"""Asks callers over HTTP for the token of an admin or a reader."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from radixkv.errors import Unauthenticated
 from radixkv.service.server.identity.callers import Callers
-from radixkv.service.server.identity.identity import Role
+from radixkv.service.server.identity.identity import OPERATORS
 
 
 def authorize(callers: Callers, authorization: str | None) -> HTTPStatus:
-    """Return OK for an admin, FORBIDDEN for others with a credential, and UNAUTHORIZED for the rest.
+    """Return OK for an admin or a reader, FORBIDDEN for others with a credential, and UNAUTHORIZED for the rest.
 
     Args:
         callers: those who are known.
@@ -22,7 +22,7 @@ def authorize(callers: Callers, authorization: str | None) -> HTTPStatus:
         caller = callers.of_header(authorization)
     except Unauthenticated:
         return HTTPStatus.UNAUTHORIZED
-    return HTTPStatus.OK if caller.role is Role.ADMIN else HTTPStatus.FORBIDDEN
+    return HTTPStatus.OK if caller.role in OPERATORS else HTTPStatus.FORBIDDEN
 
 
 def guarded(app: WSGIApplication, callers: Callers, open_paths: Collection[str]) -> WSGIApplication:

@@ -7,11 +7,17 @@ from enum import Enum
 
 
 class Role(Enum):
-    """Kind of a caller: one tenant, a router that names tenants, or an admin, who may do everything."""
+    """Kind of a caller: one tenant, a router that names tenants, a reader of metrics and statistics, or an admin, who may
+    do everything."""
 
     TENANT = "tenant"
     ROUTER = "router"
+    READER = "reader"
     ADMIN = "admin"
+
+
+OPERATORS = frozenset({Role.READER, Role.ADMIN})
+"""Roles that see what all tenants have, and no tenant's tokens but by a prompt of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +27,7 @@ class Identity:
     Attributes:
         name: of the credential, for the log; never of a tenant.
         role: the kind of caller.
-        tenants: those that it may act for; None for all. Exactly one with the role `TENANT`.
+        tenants: those that it may act for; None for all. Exactly one with the role `TENANT`, none with `READER`.
     """
 
     name: str

@@ -14,21 +14,25 @@ class Access(Enum):
     """Conditions of a call, by the credential of its caller.
 
     ```
-                  nobody known   tenant           router                  admin
-    OPEN          yes            yes              yes                     yes
-    KNOWN         no             yes              yes                     yes
-    TENANT        no             for itself       for those it may name   yes
-    GATEWAY       no             if gateway.tenant is one of its tenants  yes
-    ALL_TENANTS   no             no               if it may name all      yes
-    ADMIN         no             no               no                      yes
+                  nobody known   tenant           router                  reader   admin
+    OPEN          yes            yes              yes                     yes      yes
+    KNOWN         no             yes              yes                     yes      yes
+    MODEL         no             yes              yes                     no       yes
+    TENANT        no             for itself       for those it may name   no       yes
+    READ          no             for itself       for those it may name   yes      yes
+    GATEWAY       no             if gateway.tenant is one of its tenants  no       yes
+    ALL_TENANTS   no             no               if it may name all      no       yes
+    ADMIN         no             no               no                      no       yes
     ```
 
-    With `TENANT`, a message that means all tenants because it names none is one of admins.
+    A message that means all tenants because it names none is one of admins with `TENANT`, and of readers too with `READ`.
     """
 
     OPEN = "open"
     KNOWN = "known"
+    MODEL = "model"
     TENANT = "tenant"
+    READ = "read"
     GATEWAY = "gateway"
     ALL_TENANTS = "all tenants"
     ADMIN = "admin"
@@ -41,7 +45,7 @@ class Rule:
     Attributes:
         access: what it asks of its caller.
         tenant_of: name of the field of the request that holds the message with `tenant`; empty for the request itself.
-            Counts with `Access.TENANT` only.
+            Counts with `Access.TENANT` and `Access.READ` only.
         is_logged: whether the log tells who makes it.
     """
 
@@ -59,8 +63,10 @@ class Rule:
         Raises:
             PermissionDenied: the message names what would be needed.
         """
-        if caller.role is Role.ADMIN or self.access in (Access.OPEN, Access.KNOWN, Access.TENANT):
+        if caller.role is Role.ADMIN or self.access in (Access.OPEN, Access.KNOWN, Access.READ):
             return
+        if self.access in (Access.MODEL, Access.TENANT) and caller.role is Role.READER:
+            raise PermissionDenied("credential: expected the role tenant, router or admin, got reader")
         if self.access is Access.GATEWAY and not caller.may_act_for(gateway_tenant):
             raise PermissionDenied("credential: expected one that may act for the gateway's tenant, got another")
         if self.access is Access.ALL_TENANTS and caller.tenants is not None:
@@ -76,8 +82,8 @@ class Rule:
         Raises:
             PermissionDenied: the message never repeats the tenant that the request names.
         """
-        if self.access is not Access.TENANT:
-            return
+        if self.access not in (Access.TENANT, Access.READ) or caller.role is Role.READER:
+            return  # `admit` lets readers make no other call
         message = getattr(request, self.tenant_of) if self.tenant_of else request
         own, named = caller.own_tenant, message.tenant
         if own is not None and not named:
@@ -96,20 +102,21 @@ def _names_none(message: Any) -> bool:
     return bool(field.has_presence) and not message.HasField("tenant")
 
 
-_TENANT, _GATEWAY, _KNOWN, _OPEN = Rule(Access.TENANT), Rule(Access.GATEWAY), Rule(Access.KNOWN), Rule(Access.OPEN)
+_OPEN, _KNOWN, _MODEL = Rule(Access.OPEN), Rule(Access.KNOWN), Rule(Access.MODEL)
+_TENANT, _READ, _GATEWAY = Rule(Access.TENANT), Rule(Access.READ), Rule(Access.GATEWAY)
 
 RULES: dict[str, Rule] = {
     "/radixkv.v1.PrefillService/Prefill": _TENANT,
     "/radixkv.v1.PrefillService/Generate": Rule(Access.TENANT, tenant_of="prefill"),
     "/radixkv.v1.PrefillService/Probe": _TENANT,
     "/radixkv.v1.PrefillService/Release": _TENANT,
-    "/radixkv.v1.CacheService/Stats": _TENANT,
+    "/radixkv.v1.CacheService/Stats": _READ,
     "/radixkv.v1.CacheService/Retain": _TENANT,
     "/radixkv.v1.CacheService/Purge": Rule(Access.TENANT, is_logged=True),
-    "/radixkv.v1.CacheService/ListSegments": _TENANT,
+    "/radixkv.v1.CacheService/ListSegments": _READ,
     "/radixkv.v1.CacheService/Drain": Rule(Access.ADMIN, is_logged=True),
     "/radixkv.v1.EventService/Subscribe": Rule(Access.ALL_TENANTS),  # events of all tenants, with their tokens
-    "/radixkv.v1.ModelService/GetTokenizer": _KNOWN,
+    "/radixkv.v1.ModelService/GetTokenizer": _MODEL,
     "/vllm.grpc.engine.VllmEngine/Generate": _GATEWAY,
     "/vllm.grpc.engine.VllmEngine/Abort": _GATEWAY,
     "/vllm.grpc.engine.VllmEngine/HealthCheck": _OPEN,

@@ -28,6 +28,7 @@ def test_a_token_is_printed_once_and_only_its_hash_is_kept(capsys, tmp_path):
     ("arguments", "identity"),
     [
         (["--admin"], Identity('we"ird', Role.ADMIN)),
+        (["--reader"], Identity('we"ird', Role.READER, frozenset())),
         (["--router", "all"], Identity('we"ird', Role.ROUTER)),
         (["--tenant", ""], Identity('we"ird', Role.TENANT, frozenset({""}))),
     ],

@@ -217,18 +217,20 @@ def get_over_tls(address, path, papers, caller=None):
             return error.code, error.read().decode()
 
 
-def test_with_credentials_only_an_admin_reads_more_than_the_health_and_only_over_tls(tmp_path):
+def test_with_credentials_only_admins_and_readers_read_more_than_the_health_and_only_over_tls(tmp_path):
     papers = Papers(tmp_path)
     settings = [f"server.{key}={json.dumps(value)}" for key, value in papers.tls.items()]
     with telemetry("server.metrics_port=0", *settings).serving(FakeEngine()) as address:
         assert get_over_tls(address, "/metrics", papers, "boss")[0] == 200
+        assert get_over_tls(address, "/metrics", papers, "watcher")[0] == 200
         assert get_over_tls(address, "/nothing", papers, "boss")[0] == 404
         assert get_over_tls(address, "/metrics", papers) == (401, "Unauthorized\n")
         assert get_over_tls(address, "/nothing", papers) == (401, "Unauthorized\n")
         assert get_over_tls(address, "/metrics", papers, "acme") == (403, "Forbidden\n")
         assert [get_over_tls(address, path, papers)[0] for path in ("/healthz", "/readyz", "/")] == [200, 200, 200]
-        states = [get_over_tls(address, "/state.json", papers, caller)[0] for caller in (None, "acme", "boss")]
-        assert states == [401, 403, 200], "the page has no data; its state has"
+        callers = (None, "acme", "every", "watcher", "boss")
+        states = [get_over_tls(address, "/state.json", papers, caller)[0] for caller in callers]
+        assert states == [401, 403, 403, 200, 200], "the page has no data; its state has"
         with pytest.raises(OSError):
             get(address, "/healthz")
         assert get_over_tls(address, "/healthz", papers)[0] == 200

@@ -10,7 +10,7 @@ from typing import Any
 
 import trustme
 
-TOKENS = {name: f"rkv_{name}_0123456789" for name in ("acme", "globex", "some", "every", "boss")}
+TOKENS = {name: f"rkv_{name}_0123456789" for name in ("acme", "globex", "some", "every", "watcher", "boss")}
 
 
 def entry_of(name: str, rest: str) -> str:
@@ -30,10 +30,11 @@ FILE = "\n".join(
         entry_of("globex", 'role = "tenant"\ntenant = "globex"'),
         entry_of("some", 'role = "router"\ntenants = ["acme", "initech"]'),
         entry_of("every", 'role = "router"\ntenants = "all"'),
+        entry_of("watcher", 'role = "reader"'),
         entry_of("boss", 'role = "admin"'),
     ]
 )
-"""A file of credentials: two tenants, a router with a list, a router without one, an admin."""
+"""A file of credentials: two tenants, a router with a list, a router without one, a reader, an admin."""
 
 
 class Papers:

@@ -23,6 +23,7 @@ def test_a_token_says_who_the_caller_is():
         "globex": Identity("globex credential", Role.TENANT, frozenset({"globex"})),
         "some": Identity("some credential", Role.ROUTER, frozenset({"acme", "initech"})),
         "every": Identity("every credential", Role.ROUTER, None),
+        "watcher": Identity("watcher credential", Role.READER, frozenset()),
         "boss": Identity("boss credential", Role.ADMIN, None),
     }
 
@@ -65,11 +66,12 @@ def test_an_expiry_without_a_zone_is_in_utc(text, seconds):
         (entry(token_sha256=None, certificate="1"), "expected a name as certificate"),
         (entry(token_sha256='"secret"'), "expected token_sha256 of 64 hexadecimal digits"),
         (entry(token_sha256="1"), "expected token_sha256 of 64 hexadecimal digits"),
-        (entry(role='"boss"'), "expected the role tenant, router or admin"),
-        (entry(role="[]"), "expected the role tenant, router or admin"),
+        (entry(role='"boss"'), "expected the role tenant, router, reader or admin"),
+        (entry(role="[]"), "expected the role tenant, router, reader or admin"),
         (entry(tenant=None), "expected a tenant, the name of one"),
         (entry(tenants='["a"]'), "expected a tenant, the name of one"),
         (entry(role='"admin"'), "expected no tenants"),
+        (entry(role='"reader"'), "expected no tenants"),
         (entry(role='"router"'), "expected tenants, a list of names"),
         (entry(role='"router"', tenant=None, tenants="[]"), "expected tenants, a list of names"),
         (entry(role='"router"', tenant=None, tenants='"a"'), "expected tenants, a list of names"),

@@ -133,6 +133,24 @@ def test_only_an_admin_purges_or_counts_all_tenants(papers):
     assert talking(papers, talk) == ([(None, None, None)], ["a", "b"])
 
 
+def test_a_reader_counts_and_lists_all_tenants_and_does_nothing_else(papers):
+    async def talk(engine, clients):
+        client = clients["watcher"]
+        reads = [client.stats(), client.stats(tenant="a"), client.segments(), client.segments(tenant="a")]
+        await asyncio.gather(*reads)
+        calls = calls_naming(client, "acme")
+        for name in ("stats", "segments"):
+            calls.pop(name).close()
+        calls["purge all"] = client.purge(everything=True)
+        calls["drain"] = client.drain()
+        return {name: (await refusal_of(call)).code() for name, call in calls.items()}, engine.purges
+
+    codes, purges = talking(papers, talk)
+    assert set(codes.values()) == {grpc.StatusCode.PERMISSION_DENIED}
+    assert len(codes) == 8
+    assert purges == []
+
+
 def test_a_lease_is_given_back_by_its_tenant_only(papers):
     async def talk(engine, clients):
         held = await clients["acme"].prefill([1, 2], hold_lease=True)

@@ -18,11 +18,11 @@ from .certificates import TOKENS, Papers
 from .reflected_calls import described_methods, status_of_call
 
 NOBODY = "nobody"
-CALLERS = (NOBODY, *TOKENS)  # acme and globex are tenants, some and every are routers, boss is an admin
+CALLERS = (NOBODY, *TOKENS)  # acme and globex are tenants, some and every are routers, watcher reads, boss is an admin
 REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 
 _OWN = {"acme", "some", "every"}  # those who may act for the tenant acme
-_ALL = set(TOKENS) - {"boss"}
+_ALL = set(TOKENS) - {"watcher", "boss"}  # operators have another port
 # Who may call what on the port of requests, written out: with the tenant acme in the message if it has one.
 REQUESTS = {
     "radixkv.v1.PrefillService/Prefill": _OWN,
@@ -50,14 +50,14 @@ REQUESTS = {
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
 }
 ADMINS = {
-    "radixkv.v1.CacheService/Stats": {"boss"},
+    "radixkv.v1.CacheService/Stats": {"watcher", "boss"},
     "radixkv.v1.CacheService/Retain": {"boss"},
     "radixkv.v1.CacheService/Purge": {"boss"},
-    "radixkv.v1.CacheService/ListSegments": {"boss"},
+    "radixkv.v1.CacheService/ListSegments": {"watcher", "boss"},
     "radixkv.v1.CacheService/Drain": {"boss"},
     "grpc.health.v1.Health/Check": {NOBODY, *TOKENS},
     "grpc.health.v1.Health/Watch": {NOBODY, *TOKENS},
-    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": {"boss"},
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": {"watcher", "boss"},
 }
 
 

@@ -1,0 +1,76 @@
+"""The wire of version 1 as lines: each field, value of an enum and method, with what clients depend on.
+
+`python -m tests.rules.wire_table > tests/rules/wire_v1.txt` freezes what was added, at a release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, FileDescriptor
+
+from radixkv.v1 import cache_pb2, events_pb2, model_pb2, prefill_pb2
+
+FILES = (prefill_pb2.DESCRIPTOR, cache_pb2.DESCRIPTOR, events_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR)
+
+_TYPES = {
+    getattr(FieldDescriptor, name): name.removeprefix("TYPE_").lower()
+    for name in dir(FieldDescriptor)
+    if name.startswith("TYPE_")
+}
+
+
+def wire_lines() -> list[str]:
+    """All lines, in order of their names."""
+    return sorted(line for file in FILES for line in lines_of_file(file))
+
+
+def lines_of_file(file: FileDescriptor) -> Iterator[str]:
+    for message in file.message_types_by_name.values():
+        yield from _lines_of_message(message)
+    for enum in file.enum_types_by_name.values():
+        yield from _lines_of_enum(enum)
+    for service in file.services_by_name.values():
+        for method in service.methods:
+            asked, answered = (
+                f"{'stream ' if is_stream else ''}{kind.full_name}"
+                for kind, is_stream in (
+                    (method.input_type, method.client_streaming),
+                    (method.output_type, method.server_streaming),
+                )
+            )
+            yield f"rpc {method.full_name}: {asked} -> {answered}"
+
+
+def _lines_of_message(message: Descriptor) -> Iterator[str]:
+    yield f"message {message.full_name}"
+    for field in message.fields:
+        yield f"field {message.full_name}.{field.name} = {field.number}: {_kind(field)}"
+    for inner in message.nested_types:
+        yield from _lines_of_message(inner)
+    for enum in message.enum_types:
+        yield from _lines_of_enum(enum)
+
+
+def _lines_of_enum(enum: EnumDescriptor) -> Iterator[str]:
+    for value in enum.values:
+        yield f"value {enum.full_name}.{value.name} = {value.number}"
+
+
+def _kind(field: FieldDescriptor) -> str:
+    """Type of a field, and whether it is one of many, one of a oneof, or absent when it is not set."""
+    group = field.containing_oneof
+    if field.is_repeated:
+        label = "repeated " if not field.is_packed else "packed "
+    elif group is not None and not group.name.startswith("_"):
+        label = f"oneof {group.name} "
+    elif field.message_type is None and field.has_presence:
+        label = "optional "
+    else:
+        label = ""
+    named = field.message_type or field.enum_type
+    return label + (_TYPES[field.type] if named is None else named.full_name)
+
+
+if __name__ == "__main__":
+    print("\n".join(wire_lines()))
