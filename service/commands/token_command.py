@@ -39,9 +39,7 @@ def add_token_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--router", metavar="all|T,T", help="the token is a router's, which may name these tenants (default: none)"
     )
     role.add_argument("--admin", action="store_true", help="the token is an admin's, for every call")
-    role.add_argument(
-        "--reader", action="store_true", help="the token reads metrics and statistics, and does nothing else"
-    )
+    role.add_argument("--reader", action="store_true", help="the token is for metrics and statistics alone")
     new.add_argument("--days", type=argument_types.positive_number, help="days until it expires (default: never)")
     new.add_argument("--file", metavar="F", help="TOML file to add the entry to, made if missing (default: none)")
     new.set_defaults(command=_new)

@@ -7,8 +7,7 @@ from enum import Enum
 
 
 class Role(Enum):
-    """Kind of a caller: one tenant, a router that names tenants, a reader of metrics and statistics, or an admin, who may
-    do everything."""
+    """Kind of a caller: one tenant, a router that names tenants, a reader of metrics, or an admin, who may do all."""
 
     TENANT = "tenant"
     ROUTER = "router"

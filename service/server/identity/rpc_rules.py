@@ -25,7 +25,8 @@ class Access(Enum):
     ADMIN         no             no               no                      no       yes
     ```
 
-    A message that means all tenants because it names none is one of admins with `TENANT`, and of readers too with `READ`.
+    A message that means all tenants because it names none is one of admins with `TENANT`, and of readers as well with
+    `READ`.
     """
 
     OPEN = "open"
