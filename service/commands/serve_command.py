@@ -113,7 +113,8 @@ def _serve(arguments: argparse.Namespace) -> None:
             limits.block_size,
         )
         with telemetry.serving(engine), publishing(engine, config.events):
-            run(engine, config.server, config.model.path, optional_services(engine, config), config.gateway.tenant)
+            services = optional_services(engine, config)
+            run(engine, config.server, config.model.path, services, config.gateway.tenant, telemetry.count_refusal)
     finally:
         gc.unfreeze()  # as `run` does, also if there is nothing to run
 

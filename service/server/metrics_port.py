@@ -27,6 +27,7 @@ from radixkv.service.server.page.page import Page
 from radixkv.service.server.page.state_feed import StateFeed
 from radixkv.telemetry.gauges import EngineGauges
 from radixkv.telemetry.metrics import Metrics
+from radixkv.telemetry.refused_calls import RefusedCalls
 
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
@@ -42,11 +43,13 @@ class Telemetry:
 
     Attributes:
         observers: for the engine; none if nothing is counted or traced.
+        count_refusal: counts a call that is refused before the engine knows of it; None if nothing is counted.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config.server
         self._metrics = None if config.server.metrics_port is None else Metrics(config.tenants)
+        self.count_refusal = None if self._metrics is None else RefusedCalls(self._metrics.registry).count
         self.observers = [observer for observer in (self._metrics, _tracing()) if observer is not None]
 
     @contextlib.contextmanager

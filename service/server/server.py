@@ -10,7 +10,8 @@ import contextlib
 import gc
 import logging
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -18,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from radixkv.config import ServerConfig
-from radixkv.errors import Draining, InvariantViolation
+from radixkv.errors import Draining, InvariantViolation, RadixKVError
 from radixkv.events.readers import EventReaders
 from radixkv.service.server.events.servicer import SERVICE as EVENT_SERVICE
 from radixkv.service.server.events.servicer import EventServicer
@@ -26,6 +27,7 @@ from radixkv.service.server.identity.doors import Door, Doors
 from radixkv.service.server.identity.gate import Gate
 from radixkv.service.server.intake.bounds import grpc_options
 from radixkv.service.server.intake.deadlines import Deadlines
+from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.service.server.model_servicer import ModelServicer
@@ -54,6 +56,8 @@ _HEALTH_PERIOD_S = 1.0
 # Written answers have this long to reach their callers. Calls that watch the health never end by themselves.
 _FLUSH_S = 1.0
 
+CountRefusal = Callable[[RadixKVError], None]
+
 _logger = logging.getLogger(__name__)
 
 
@@ -66,6 +70,7 @@ class Server:
         model_path: where the files beside the model's weights are: `tiny` or a directory; None for none.
         services: add more services; see `optional_services`.
         gateway_tenant: the owner of the gateway's data.
+        count_refusal: is called with the exception of each call that is refused before the engine knows of it.
 
     Attributes:
         stop: set when the service should drain: by a caller of `Drain`, or by whoever runs the server.
@@ -82,6 +87,7 @@ class Server:
         model_path: str | None = None,
         services: Iterable[AddService] = (),
         gateway_tenant: str = "",
+        count_refusal: CountRefusal | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -89,6 +95,7 @@ class Server:
         self.admin_address: str | None = None
         self._doors = Doors(config)
         self._gateway_tenant = gateway_tenant
+        self._count_refusal = count_refusal
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # behind a version check
         self._health_watch: asyncio.Task[None] | None = None
         self._unfinished = UnfinishedCalls()
@@ -157,6 +164,7 @@ class Server:
         Returns:
             Whether every request finished in time, and every answer left.
         """
+        _logger.info("draining, at most %g s", self._config.drain_timeout_s)
         if self._health_watch is not None:
             self._health_watch.cancel()
         await self._health.enter_graceful_shutdown()
@@ -174,7 +182,7 @@ class Server:
         """Make a gRPC server without services."""
         gate = Gate(door, self._gateway_tenant)
         return grpc.aio.server(
-            interceptors=[StatusInterceptor(self._intake, gate)],
+            interceptors=[StatusInterceptor(Entry(gate, self._intake, self._count_refusal))],
             options=grpc_options(self._config, self._engine.limits),
             maximum_concurrent_rpcs=self._config.max_calls,
         )
@@ -212,6 +220,7 @@ def run(
     model_path: str | None = None,
     services: Iterable[AddService] = (),
     gateway_tenant: str = "",
+    count_refusal: CountRefusal | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or a call of `Drain`, drain, and return. The arguments are those of `Server`.
 
@@ -226,16 +235,15 @@ def run(
     gc.freeze()  # a collection that walks modules and model stops every request for 0.2 s
     engine.start()
     try:
-        asyncio.run(_serve_until_signal(engine, config, model_path, services, gateway_tenant))
+        server = partial(Server, engine, config, model_path, services, gateway_tenant, count_refusal)
+        asyncio.run(_serve_until_signal(engine, server))
     finally:
         engine.stop()
         gc.unfreeze()  # otherwise nanobind, which Triton uses, reports leaks on stderr at exit
 
 
-async def _serve_until_signal(
-    engine: Engine, config: ServerConfig, model_path: str | None, services: Iterable[AddService], gateway_tenant: str
-) -> None:
-    server = Server(engine, config, model_path, services, gateway_tenant)
+async def _serve_until_signal(engine: Engine, make_server: Callable[[], Server]) -> None:
+    server = make_server()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop.set)  # further signals change nothing: the drain ends by itself
@@ -246,7 +254,6 @@ async def _serve_until_signal(
             await asyncio.wait_for(server.stop.wait(), _HEALTH_PERIOD_S)
     if not engine.is_alive:
         raise InvariantViolation("engine: expected its thread to run until the server stops, got a thread that ended")
-    _logger.info("draining, at most %g s", config.drain_timeout_s)
     if await server.drain():
         _logger.info("stopped")
     else:

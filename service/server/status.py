@@ -32,8 +32,8 @@ from radixkv.errors import (
     UnknownSequence,
     UnknownTokenizer,
 )
-from radixkv.service.server.identity.gate import Gate
-from radixkv.service.server.intake.intake import Intake, tenant_of
+from radixkv.service.server.intake.entry import Entry
+from radixkv.service.server.intake.intake import tenant_of
 from radixkv.service.server.unfinished_calls import Context
 
 # A class that is not here has the status of its nearest ancestor.
@@ -95,13 +95,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     On the wire both are the same.
 
     Args:
-        intake: receives messages, and notes answers.
-        gate: says who may make a call, before its message is received.
+        entry: lets calls begin, and receives their messages.
     """
 
-    def __init__(self, intake: Intake, gate: Gate) -> None:
-        self._intake = intake
-        self._gate = gate
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}  # by method
 
     async def intercept_service(
@@ -116,83 +114,80 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler  # unknown names are not kept, because callers may invent any number of them
-        self._wrapped[method] = _wrapped(handler, method, self._intake, self._gate)
+        self._wrapped[method] = _wrapped(handler, method, self._entry)
         return self._wrapped[method]
 
 
-def _wrapped(
-    handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake, gate: Gate
-) -> grpc.RpcMethodHandler[Any, Any]:
+def _wrapped(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry) -> grpc.RpcMethodHandler[Any, Any]:
     if handler.unary_unary is not None:
-        return grpc.stream_unary_rpc_method_handler(_answering(handler, method, intake, gate))
+        return grpc.stream_unary_rpc_method_handler(_answering(handler, method, entry))
     if handler.unary_stream is None:
         return grpc.stream_stream_rpc_method_handler(
-            _conversing(handler, method, gate), handler.request_deserializer, handler.response_serializer
+            _conversing(handler, method, entry), handler.request_deserializer, handler.response_serializer
         )
     wrap = _streaming if inspect.isasyncgenfunction(handler.unary_stream) else _writing
     return grpc.stream_stream_rpc_method_handler(
-        wrap(handler, method, intake, gate), response_serializer=handler.response_serializer
+        wrap(handler, method, entry), response_serializer=handler.response_serializer
     )
 
 
-def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake, gate: Gate) -> Any:
+def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry) -> Any:
     call: Any = handler.unary_unary
     parse: Any = handler.request_deserializer
     serialize: Any = handler.response_serializer
 
     async def answer(_: object, context: Context) -> Any:
         try:
-            request = await intake.receive(parse, context, gate.admit(method, context))
+            request = await entry.receive(method, parse, context)
             response = await call(request, context)
-            return intake.send(context, tenant_of(request), serialize(response))
+            return entry.send(context, tenant_of(request), serialize(response))
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
             await _refuse(error, context, method)
 
     return answer
 
 
-def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake, gate: Gate) -> Any:
+def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry) -> Any:
     call: Any = handler.unary_stream
     parse: Any = handler.request_deserializer
 
     async def stream(_: object, context: Context) -> Any:
         try:
-            request = await intake.receive(parse, context, gate.admit(method, context), is_endless=method in ENDLESS)
+            request = await entry.receive(method, parse, context, is_endless=method in ENDLESS)
             async with contextlib.aclosing(call(request, context)) as responses:
                 async for response in responses:
-                    intake.begin_part(context)
+                    entry.intake.begin_part(context)
                     try:
                         yield response
                     finally:
-                        intake.end_part(context)
+                        entry.intake.end_part(context)
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
             await _refuse(error, context, method)
 
     return stream
 
 
-def _writing(handler: grpc.RpcMethodHandler[Any, Any], method: str, intake: Intake, gate: Gate) -> Any:
+def _writing(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry) -> Any:
     """Wrap a handler that writes its answers itself, such as that of health checks."""
     call: Any = handler.unary_stream
     parse: Any = handler.request_deserializer
 
     async def write(_: object, context: Context) -> None:
         try:
-            admission = gate.admit(method, context)
-            await call(await intake.receive(parse, context, admission, is_endless=True), context)
+            await call(await entry.receive(method, parse, context, is_endless=True), context)
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
             await _refuse(error, context, method)
 
     return write
 
 
-def _conversing(handler: grpc.RpcMethodHandler[Any, Any], method: str, gate: Gate) -> Any:
+def _conversing(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry) -> Any:
     """Wrap a handler that reads a stream, such as that of reflection."""
     call: Any = handler.stream_stream
 
     async def converse(requests: Any, context: Context) -> Any:
         try:
-            gate.admit(method, context)
+            entry.admit(method, context)
             async with contextlib.aclosing(call(requests, context)) as responses:
                 async for response in responses:
                     yield response

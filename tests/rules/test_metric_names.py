@@ -13,6 +13,7 @@ from radixkv.errors import QueueFull, StepFailed
 from radixkv.scheduling.request import Outcome
 from radixkv.telemetry.gauges import EngineGauges
 from radixkv.telemetry.metrics import MAX_UNKNOWN_TENANTS, Metrics
+from radixkv.telemetry.refused_calls import RefusedCalls
 from tests.events.fake_source import FakeSource
 from tests.service.fake_engine import FakeEngine
 from tests.telemetry.test_metrics import ended_request
@@ -27,6 +28,7 @@ NAMES = {
     "radixkv_requests_total": ("counter", ("kind", "outcome")),
     "radixkv_request_failures_total": ("counter", ("error",)),
     "radixkv_request_refusals_total": ("counter", ("error",)),
+    "radixkv_refused_calls_total": ("counter", ("reason",)),
     "radixkv_request_pauses_total": ("counter", ()),
     "radixkv_miss_reasons_total": ("counter", ("reason",)),
     "radixkv_request_queue_seconds": ("histogram", ()),
@@ -83,6 +85,7 @@ def served() -> CollectorRegistry:
     engine = FakeEngine()
     engine.events = FakeSource()
     metrics.registry.register(EngineGauges(engine))
+    RefusedCalls(metrics.registry)
     metrics.request_refused(QueueFull("full"))
     metrics.request_ended(ended_request(), Outcome.FAILED, StepFailed("broken"), 101.0)
     return metrics.registry

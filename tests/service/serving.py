@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from radixkv.config import ServerConfig
+from radixkv.errors import RadixKVError
 from radixkv.service.server.optional_services import AddService
 from radixkv.service.server.server import Server
 from tests.patience import PATIENCE_S
@@ -34,10 +35,11 @@ async def serving(
     model_path: str | None = None,
     services: Iterable[AddService] = (),
     gateway_tenant: str = "",
+    count_refusal: Callable[[RadixKVError], None] | None = None,
     **config: Any,
 ) -> AsyncIterator[tuple[Server, str]]:
     """Yield a started server and its address; drain it at the end."""
-    server = Server(engine, ServerConfig(port=0, **config), model_path, services, gateway_tenant)
+    server = Server(engine, ServerConfig(port=0, **config), model_path, services, gateway_tenant, count_refusal)
     address = await server.start()
     try:
         yield server, address

@@ -1,0 +1,54 @@
+"""The way of every call into the service, and of its answer out of it, with what is refused there counted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from radixkv.errors import RadixKVError
+from radixkv.service.server.identity.gate import Admission, Gate
+from radixkv.service.server.intake.intake import Intake, Parse
+from radixkv.service.server.unfinished_calls import Context
+
+
+class Entry:
+    """Admits calls, receives their messages and hands their answers over.
+
+    Args:
+        gate: says who may make a call, before its message is received.
+        intake: receives messages, and notes answers.
+        count_refusal: is called with each exception that is raised here; None to count nothing.
+
+    Attributes:
+        intake: see above.
+    """
+
+    def __init__(self, gate: Gate, intake: Intake, count_refusal: Callable[[RadixKVError], None] | None = None) -> None:
+        self._gate = gate
+        self.intake = intake
+        self._count_refusal = count_refusal
+
+    def admit(self, method: str, context: Context) -> Admission:
+        """Let a call begin; see `Gate.admit`."""
+        with self._counting():
+            return self._gate.admit(method, context)
+
+    async def receive(self, method: str, parse: Parse, context: Context, *, is_endless: bool = False) -> Any:
+        """Let a call begin and receive its message; see `Gate.admit` and `Intake.receive`."""
+        with self._counting():
+            return await self.intake.receive(parse, context, self._gate.admit(method, context), is_endless=is_endless)
+
+    def send(self, context: Context, tenant: str, answer: bytes) -> bytes:
+        """Note an answer that is handed to gRPC, and return it; see `Intake.send`."""
+        with self._counting():
+            return self.intake.send(context, tenant, answer)
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        try:
+            yield
+        except RadixKVError as error:
+            if self._count_refusal is not None:
+                self._count_refusal(error)
+            raise
