@@ -14,6 +14,17 @@ class Mutant(NamedTuple):
 
 
 CACHE_MUTANTS = (
+    Mutant("cache/pins.py", "if node.num_holds > 1:", "if node.num_holds > 2:"),
+    Mutant("cache/pins.py", "            and len(upper.children) == 1\n", ""),
+    Mutant("cache/pins.py", "            and upper.priority == lower.priority\n", ""),
+    Mutant("cache/pins.py", "            and self._policy.are_alike(upper, lower)\n", ""),
+    Mutant("cache/pins.py", "and above is not end and self._may_join", "and self._may_join"),
+    Mutant("cache/pins.py", "                self._changes.joined(uppers, node)\n", ""),
+    Mutant("cache/ledger.py", "_known_part(lease))", "lease.node)"),
+    Mutant("cache/tree/radix_tree.py", "top.start_bytes, top.fingerprint, parent", "top.start_bytes, 0, parent"),
+    Mutant("cache/tree/radix_tree.py", "        lower.start_bytes += cut\n", ""),
+    Mutant("cache/retained_nodes.py", "if first == start or nodes:", "if first <= start or nodes:"),
+    Mutant("cache/retained_nodes.py", "            if position > end:\n                break\n", ""),
     Mutant("cache/evictor.py", "takeable = num_available - num_spared_blocks", "takeable = num_available"),
     Mutant(
         "cache/ledger.py",

@@ -25,6 +25,7 @@ CACHE_TESTS = (
     "tests/cache/tree/test_child_table.py",
     "tests/cache/tree/test_radix_tree.py",
     "tests/cache/test_lease.py",
+    "tests/cache/test_pins.py",
     "tests/cache/test_evictor.py",
     "tests/cache/test_eviction_lines.py",
     "tests/cache/test_miss_reason.py",

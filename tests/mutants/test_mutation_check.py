@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.mutants.mutants import Mutant
-from tests.mutants.mutation_check import CHECKS, path_of
+from tests.mutants.mutation_check import CHECKS, ROOT, path_of
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,7 @@ def test_every_mutant_applies(mutant: Mutant) -> None:
     source = path_of(mutant).read_text(encoding="utf-8")
     assert source.count(mutant.text) == 1
     assert mutant.replacement != mutant.text
+
+
+def test_the_tests_that_should_notice_are_there() -> None:
+    assert [test for _, tests in CHECKS for test in tests if not (ROOT / test).exists()] == []

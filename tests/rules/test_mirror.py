@@ -37,7 +37,6 @@ TESTED_IN = {
     "radixkv.cache.audit": "cache/test_prefix_cache.py",
     "radixkv.cache.holdings": "cache/test_prefix_cache.py",
     "radixkv.cache.ledger": "cache/test_lease.py",
-    "radixkv.cache.pins": "cache/test_evictor.py",
     "radixkv.cache.policies.by_name": "cache/policies/test_classic.py",
     "radixkv.cache.policies.lifetimes": "cache/policies/test_adaptive.py",
     "radixkv.cache.policies.policy": "cache/policies/test_classic.py",

@@ -1,0 +1,158 @@
+"""Holds of nodes, and the nodes that become one when nothing holds them any more. Blocks are four tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.api.retention import Retention
+from radixkv.cache import retained_nodes
+from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tree.node import NUM_FOLLOWED_NODES, path_to
+from tests.fakes import MODEL, FakeClock, cached, lease_text, publish, spell
+
+
+def make_cache(policy: str = "lru", num_blocks: int = 64) -> tuple[PrefixCache, FakeClock]:
+    clock = FakeClock()
+    return PrefixCache(num_blocks, 4, policy=make_policy(policy, num_blocks), clock=clock), clock
+
+
+def runs(cache: PrefixCache) -> list[int]:
+    """Return the number of blocks of each node, parents before children."""
+    cache.check()
+    return [node.num_blocks for node in cache.nodes()]
+
+
+def retain(cache: PrefixCache, text: str, retention: Retention) -> int:
+    return cache.retain(MODEL, spell(text), retention).granted_tokens
+
+
+def test_a_second_lease_of_a_path_changes_only_its_end() -> None:
+    cache, _ = make_cache()
+    for text in ("aaaabbbbcccc", "aaaabbbbXXXX", "aaaaYYYY"):
+        publish(cache, text)
+    first = lease_text(cache, "aaaabbbbccccZ")
+    holds = [node.num_holds for node in path_to(first.node)]
+    second = lease_text(cache, "aaaabbbbccccZ")
+    assert holds == [1, 1, 1]
+    assert [node.num_holds for node in path_to(first.node)] == [1, 1, 2]
+    other = lease_text(cache, "aaaabbbbXXXXZ")
+    assert [node.num_holds for node in path_to(first.node)] == [1, 2, 2]
+    for lease in (first, other, second):
+        lease.close()
+        cache.check()
+    assert cache.num_pinned_blocks == 0
+
+
+def test_what_a_priority_cut_is_one_node_again_when_it_has_ended_and_was_used() -> None:
+    cache, clock = make_cache()
+    publish(cache, "aaaabbbbccccdddd")
+    retain(cache, "aaaabbbbccccdddd", Retention(priority=80, ttl_s=5, start=4, end=8))
+    publish(cache, "aaaabbbbccccdddd")
+    assert runs(cache) == [1, 1, 2]
+    clock.now_s = 6
+    cache.evict(0)
+    publish(cache, "aaaabbbbccccdddd")
+    assert runs(cache) == [1, 1, 2]  # the middle one has expired, and a miss would say so
+    cache.evict(64)
+    publish(cache, "aaaabbbbccccdddd")
+    assert runs(cache) == [4]
+
+
+def test_what_a_lower_priority_cut_is_one_node_again() -> None:
+    cache, clock = make_cache()
+    publish(cache, "aaaabbbbccccdddd")
+    retain(cache, "aaaabbbbccccdddd", Retention(priority=20, ttl_s=5, start=4, end=8))
+    clock.now_s = 6
+    cache.evict(0)
+    publish(cache, "aaaabbbbccccdddd")
+    assert runs(cache) == [4]
+    assert cached(cache, "aaaabbbbccccdddd") == 16
+
+
+@pytest.mark.parametrize(("policy", "is_one"), [("lru", True), ("lfu", False), ("slru", False), ("adaptive", False)])
+def test_nodes_become_one_after_a_branch_died_only_if_the_policy_sees_no_difference(policy: str, *, is_one: bool) -> None:
+    cache, clock = make_cache(policy)
+    publish(cache, "aaaabbbb")
+    publish(cache, "aaaaXXXX")  # uses aaaa, and dies first
+    lease = lease_text(cache, "aaaabbbbZ")
+    cache.evict(1)
+    assert cached(cache, "aaaaXXXX") == 4
+    clock.now_s = 1
+    lease.close()
+    assert runs(cache) == ([2] if is_one else [1, 1])
+
+
+def test_nothing_becomes_one_while_a_lease_ends_between() -> None:
+    cache, clock = make_cache()
+    publish(cache, "aaaabbbb")
+    retain(cache, "aaaabbbb", Retention(priority=20, ttl_s=5, end=4))
+    clock.now_s = 6
+    cache.evict(0)
+    between = lease_text(cache, "aaaaZ")
+    lease_text(cache, "aaaabbbbZ").close()
+    assert runs(cache) == [1, 1]
+    between.close()
+    lease_text(cache, "aaaabbbbZ").close()
+    assert runs(cache) == [2]
+
+
+def test_nothing_becomes_one_in_a_purged_tree() -> None:
+    cache, clock = make_cache()
+    publish(cache, "aaaabbbb")
+    retain(cache, "aaaabbbb", Retention(priority=20, ttl_s=5, end=4))
+    clock.now_s = 6
+    cache.evict(0)
+    lease = lease_text(cache, "aaaabbbbZ")
+    cache.purge()
+    publish(cache, "aaaa")
+    lease.close()
+    assert runs(cache) == [1]
+
+
+def test_a_deep_path_is_used_to_its_end_and_forgotten_from_there() -> None:
+    """Only the last nodes of a deep path are followed one by one; what holds them and when they were used is right."""
+    cache, clock = make_cache("adaptive", num_blocks=512)
+    trunk = "".join(chr(ord("a") + index % 20) * 4 for index in range(100))
+    publish(cache, trunk)
+    for index in range(1, 100):
+        publish(cache, trunk[: 4 * index] + "Z" * 4)
+    clock.now_s = 10
+    lease = lease_text(cache, trunk + "Y")
+    path = path_to(lease.node)
+    assert len(path) == 100
+    assert cache.num_pinned_blocks == 100
+    num_uses = [node.num_uses for node in path]
+    lease_text(cache, trunk + "Y").close()
+    gained = [node.num_uses - before for node, before in zip(path, num_uses, strict=True)]
+    assert gained == [0] * (100 - NUM_FOLLOWED_NODES) + [1] * NUM_FOLLOWED_NODES
+    clock.now_s = 20
+    lease.close()
+    assert {node.last_used_s for node in path} == {20}
+    assert cache.num_pinned_blocks == 0
+    cache.check()
+
+
+def test_a_path_of_very_many_nodes_is_cut_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retained_nodes, "_MAX_CUT_NODES", 3)
+    cache, _ = make_cache()
+    text = "aaaabbbbccccddddeeeeffff"
+    publish(cache, text)
+    assert retain(cache, text, Retention(priority=20, start=4, end=8)) == 4
+    assert retain(cache, text, Retention(priority=20, start=12, end=16)) == 4
+    assert runs(cache) == [1, 1, 1, 1, 2]
+    assert retain(cache, text, Retention(priority=30, start=20)) == 0  # it begins inside a node
+    assert retain(cache, text, Retention(priority=30, start=16, end=20)) == 0  # it ends inside one
+    assert retain(cache, text, Retention(priority=30, start=12, end=20)) == 4
+    assert runs(cache) == [1, 1, 1, 1, 2]
+
+
+def test_a_node_that_is_gone_by_a_join_has_no_place() -> None:
+    cache, clock = make_cache()
+    publish(cache, "aaaabbbbccccdddd")
+    retain(cache, "aaaabbbbccccdddd", Retention(priority=20, ttl_s=5, start=4, end=8))
+    assert len(cache.segments) == 3
+    clock.now_s = 6
+    cache.evict(0)
+    publish(cache, "aaaabbbbccccdddd")
+    assert len(cache.segments) == 1
