@@ -31,14 +31,18 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
     """
     pool, tenants, lines, retained = holdings.pool, holdings.tenants, holdings.lines, holdings.retained
     leases_of: Counter[Node] = Counter()  # by the node that their path ends in
+    kept_of: Counter[Node] = Counter()  # the same, of kept leases
     leased, published = [], []  # packed block ids
     held: dict[str, Counter[str]] = {tenant: Counter() for tenant, _ in tenants.items()}
     for lease in leases:
         leased.append(lease.block_ids[lease.num_published_blocks :].tobytes())
         held[lease.namespace.tenant]["leased"] += lease.block_ids.size - lease.num_published_blocks
+        held[lease.namespace.tenant]["kept"] += lease.block_ids.size if lease.is_kept else 0
         if lease.node is not None:
             leases_of[lease.node] += 1
+            kept_of[lease.node] += lease.is_kept
     held_nodes = {above for node in leases_of for above in path_to(node)}
+    kept_nodes = {above for node in +kept_of for above in path_to(node)}
     num_evictable = num_expiring = 0
     for tree in holdings.trees.values():
         check_tree(tree)
@@ -54,6 +58,9 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
             _require((node in lines) == node.is_evictable, "the eviction index is not the unused leaves")
             _require(_num_retained_children(node) == node.num_retained_children, "retained children are miscounted")
             blocks["retained"] += node.num_blocks if is_retained(node) else 0
+            num_kept_children = sum(child in kept_nodes for child in (node.children or {}).values())
+            _require(node.num_keeps == kept_of[node] + num_kept_children, "keeps are not the leases and the children")
+            blocks["kept"] += node.num_blocks if node.num_keeps else 0
             blocks["cached"] += node.num_blocks
             blocks["pinned"] += node.num_blocks if node.num_holds else 0
             blocks["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
@@ -64,14 +71,17 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
         _require(node.num_holds > 0 and not node.block_ids, "a lease pins a node outside every tree")
         leased.append(node.retired_block_ids)
         held[node.owner.namespace.tenant]["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
+        held[node.owner.namespace.tenant]["kept"] += holdings.kept.num_purged_blocks(node)
     totals = sum(held.values(), Counter())
     _require(pins.num_pinned_blocks == totals["pinned"], "the number of pinned blocks drifted")
     _require(retained.num_blocks == totals["retained"], "the number of retained blocks drifted")
     _require(retained.num_blocks <= retained.max_blocks, "more blocks are retained than may be")
     _require(retained.num_expiring == num_expiring, "the expiry index holds a node outside every tree")
     _require(len(lines) == num_evictable, "the eviction index holds a node outside every tree")
+    _require(holdings.kept.num_blocks == totals["kept"], "the number of kept blocks drifted")
     for tenant, usage in tenants.items():
         blocks = held[tenant]
+        _require(usage.num_kept_blocks == blocks["kept"], "a tenant's number of kept blocks drifted")
         _require(usage.num_cached_blocks == blocks["cached"], "a tenant's number of cached blocks drifted")
         _require(usage.num_pinned_blocks == blocks["pinned"], "a tenant's number of pinned blocks drifted")
         _require(usage.num_leased_blocks == blocks["leased"], "a tenant's number of leased blocks drifted")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes
 from radixkv.cache.eviction_lines import EvictionLines
+from radixkv.cache.kept_blocks import KeptBlocks
 from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Tenants
@@ -27,6 +28,7 @@ class Holdings:
         policy: orders the eviction lines.
         lines: the leaves that may be evicted.
         retained: the nodes that have a priority.
+        kept: counts what held leases keep.
         changes: tells listeners what happens to nodes.
         clock: seconds, never going back.
     """
@@ -38,5 +40,6 @@ class Holdings:
     policy: EvictionPolicy
     lines: EvictionLines
     retained: RetainedNodes
+    kept: KeptBlocks
     changes: Changes
     clock: Callable[[], float]

@@ -24,6 +24,9 @@ class Keeper(Protocol):
     def extend(self, lease: Lease, tokens: bytes) -> None:
         """Carry out `Lease.extend`."""
 
+    def keep(self, lease: Lease) -> None:
+        """Carry out `Lease.keep`."""
+
     def close(self, lease: Lease) -> None:
         """Carry out `Lease.close`."""
 
@@ -54,6 +57,7 @@ class Lease:
         node_used_s: time of the last use of the matched node before this lease.
         num_expected_tokens: length that it will probably reach; adjacent blocks are left free for that.
         is_closed: whether the lease was closed.
+        is_kept: whether it only keeps blocks now: see `keep`.
         is_revoked: whether its namespace was purged; if so it publishes nothing more.
     """
 
@@ -64,6 +68,7 @@ class Lease:
         "committed_tokens",
         "copy",
         "is_closed",
+        "is_kept",
         "is_revoked",
         "namespace",
         "node",
@@ -103,6 +108,7 @@ class Lease:
         self.committed_tokens = cached_tokens
         self.written_from_tokens: int | None = None
         self.is_closed = False
+        self.is_kept = False
         self.is_revoked = False
 
     @property
@@ -162,6 +168,16 @@ class Lease:
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
         self._keeper.extend(self, tokens)
+
+    def keep(self) -> None:
+        """Do nothing more but keep the blocks until `close`. What only writing needs, tokens above all, is given up.
+
+        `KeptBlocks` counts what is kept, and says before whether there is room.
+
+        Raises:
+            LeaseClosed: the lease is closed.
+        """
+        self._keeper.keep(self)
 
     def close(self) -> None:
         """Give all blocks back; what was committed stays cached. Closing again does nothing."""

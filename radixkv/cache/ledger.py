@@ -37,6 +37,7 @@ class Ledger:
         self._tenants = holdings.tenants
         self._lines = holdings.lines
         self._retained = holdings.retained
+        self._kept = holdings.kept
         self._changes = holdings.changes
         self._clock = holdings.clock
         self._pins = pins
@@ -268,6 +269,15 @@ class Ledger:
         if node.priority != DEFAULT_PRIORITY or node.has_expired:
             self._retained.end_after(node, num_old_blocks)
 
+    def keep(self, lease: Lease) -> None:
+        """Keep a lease's blocks only, as `Lease.keep` describes."""
+        self._require_open(lease)
+        lease.is_kept = True
+        lease.tokens, lease.copy = b"", None
+        lease.block_ids = lease.block_ids[lease.num_published_blocks :].copy()
+        lease.num_published_blocks = 0
+        self._kept.keep(lease)
+
     def close(self, lease: Lease) -> None:
         """Take a lease's blocks back, as `Lease.close` describes."""
         if lease.is_closed:
@@ -276,6 +286,8 @@ class Ledger:
             raise LeaseClosed("lease: expected a lease of this cache, got a foreign one")
         lease.is_closed = True
         self._open.remove(lease)
+        if lease.is_kept:
+            self._kept.release(lease)
         own = lease.block_ids[lease.num_published_blocks :]
         if own.size:
             self._pool.release(own)

@@ -17,6 +17,7 @@ from radixkv.cache.changes import Changes, Listener
 from radixkv.cache.eviction_lines import EvictionLines
 from radixkv.cache.evictor import Evictor
 from radixkv.cache.holdings import Holdings
+from radixkv.cache.kept_blocks import KeptBlocks
 from radixkv.cache.lease import Lease
 from radixkv.cache.ledger import Ledger
 from radixkv.cache.listing.segment_index import SegmentIndex
@@ -64,6 +65,7 @@ class PrefixCache:
         policy: decides which unused leaf is evicted first; serves this cache only. By default the least recently used.
         quotas: bounds on the blocks of some tenants. Their floors together must fit into the pool.
         max_retained_blocks: blocks that may have a priority above the default; by default a fifth of the pool.
+        max_kept_blocks: blocks that held leases may keep; by default half of the pool.
         evicted_prefixes: number of evicted prefixes to remember, to explain misses.
         listeners: are told of every change to the trees, after the cache's own parts.
         clock: seconds, never going back.
@@ -73,6 +75,7 @@ class PrefixCache:
         pool: the state of each block.
         tenants: the bounds and the counters of each tenant.
         leases: the open leases.
+        kept: the bounds and the counts of what held leases keep.
         segments: the nodes of all trees.
 
     Example:
@@ -93,6 +96,7 @@ class PrefixCache:
         policy: EvictionPolicy | None = None,
         quotas: Mapping[str, Quota] | None = None,
         max_retained_blocks: int | None = None,
+        max_kept_blocks: int | None = None,
         evicted_prefixes: int = 65_536,
         listeners: Iterable[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -105,10 +109,11 @@ class PrefixCache:
         self._retained = RetainedNodes(
             num_blocks // 5 if max_retained_blocks is None else max_retained_blocks, self._cut
         )
+        self.kept = KeptBlocks(num_blocks // 2 if max_kept_blocks is None else max_kept_blocks)
         self._clock = clock
         policy = policy or EvictionPolicy()
         self.segments = SegmentIndex(clock)
-        self._changes = Changes((self._retained, policy, self._lost, self.segments, *listeners))
+        self._changes = Changes((self._retained, self.kept, policy, self._lost, self.segments, *listeners))
         self._lines = EvictionLines(policy, self.tenants.with_quota)
         self._holdings = Holdings(
             block_size=block_size,
@@ -118,6 +123,7 @@ class PrefixCache:
             policy=policy,
             lines=self._lines,
             retained=self._retained,
+            kept=self.kept,
             changes=self._changes,
             clock=clock,
         )

@@ -59,11 +59,13 @@ class Quota:
         floor_blocks: cached blocks that no other tenant can evict.
         ceiling_blocks: most blocks that it may hold, cached and leased together; None for the whole pool.
         max_retained_blocks: most blocks that may have a priority above the default; None for as many as of all tenants.
+        max_kept_blocks: most blocks that held leases may keep; None for half of those of all tenants.
     """
 
     floor_blocks: int = 0
     ceiling_blocks: int | None = None
     max_retained_blocks: int | None = None
+    max_kept_blocks: int | None = None
 
 
 class TenantUsage:
@@ -75,6 +77,7 @@ class TenantUsage:
         num_pinned_blocks: published blocks that leases keep from eviction.
         num_leased_blocks: blocks that belong to leases.
         num_retained_blocks: published blocks that are retained.
+        num_kept_blocks: blocks that held leases keep.
         num_evicted_blocks: blocks evicted so far.
         num_hit_tokens: tokens of leased prompts that were reused so far.
         num_miss_tokens: tokens of leased prompts that were not.
@@ -84,6 +87,7 @@ class TenantUsage:
         "num_cached_blocks",
         "num_evicted_blocks",
         "num_hit_tokens",
+        "num_kept_blocks",
         "num_leased_blocks",
         "num_miss_tokens",
         "num_pinned_blocks",
@@ -97,6 +101,7 @@ class TenantUsage:
         self.num_pinned_blocks = 0
         self.num_leased_blocks = 0
         self.num_retained_blocks = 0
+        self.num_kept_blocks = 0
         self.num_evicted_blocks = 0
         self.num_hit_tokens = 0
         self.num_miss_tokens = 0

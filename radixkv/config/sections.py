@@ -66,6 +66,7 @@ class CacheConfig:
         evicted_prefixes: number of evicted prefixes that are remembered to explain later misses.
         policy: order in which unused blocks are evicted; one of `EVICTION_POLICIES`.
         max_retained_share: part of the pool that may have a priority above the default, 0 to 1.
+        max_held_share: part of the pool that held leases may keep, 0 to 1.
     """
 
     block_size: Annotated[int, OneOf(16, 32, 64)] = 64
@@ -75,6 +76,7 @@ class CacheConfig:
     evicted_prefixes: _Count = 65_536
     policy: Annotated[str, OneOf(*EVICTION_POLICIES)] = "adaptive"
     max_retained_share: _Share = 0.2
+    max_held_share: _Share = 0.5
 
     def __post_init__(self) -> None:
         require_fields("cache", self)
@@ -100,7 +102,9 @@ class EngineConfig:
         max_waiting_calls: calls that wait between two steps, Probe, Retain and Release; as many of admins. More are
             refused with RESOURCE_EXHAUSTED.
         max_tenant_calls: waiting calls of a single tenant.
-        held_lease_ttl_s: seconds after which a held lease is released by itself.
+        held_lease_ttl_s: seconds after which a held lease is released by itself, if it was not renewed.
+        max_held_leases: leases that may be held; more are refused with RESOURCE_EXHAUSTED.
+        max_tenant_held_leases: leases that a single tenant may hold.
         step_timeout_s: seconds after which a step hangs: all requests are cancelled, new ones refused until it ends.
         cuda_graphs: whether short steps are recorded at load, on a GPU, so that each is a single launch.
     """
@@ -112,6 +116,8 @@ class EngineConfig:
     max_waiting_calls: _PositiveCount = 4096
     max_tenant_calls: _PositiveCount = 1024
     held_lease_ttl_s: _Seconds = 60.0
+    max_held_leases: _Count = 4096
+    max_tenant_held_leases: _Count = 1024
     step_timeout_s: Annotated[float, Range(1e-3, _YEAR_S)] = 300.0
     cuda_graphs: bool = True
 

@@ -36,8 +36,8 @@ class Answers:
             logits=prediction.logits,
             miss_reason=request.miss_reason,
             timing=_timing(request, now_s),
-            held_lease=self._hold(request, lease, now_s) if request.params.hold_lease else None,
             retained=self._retain(request, lease, now_s),
+            held_lease=self._hold(request, lease, now_s) if request.params.hold_lease else None,
         )
 
     def generation(self, request: Request, finish_reason: FinishReason, now_s: float) -> GenerateResult:
@@ -90,9 +90,10 @@ class Answers:
         return self.retained(grant, now_s)
 
     def _hold(self, request: Request, lease: Lease, now_s: float) -> HeldLease:
+        block_ids = lease.block_ids
         lease_id, expires_s = self._held_leases.hold(lease, request.tenant, now_s)
         request.lease = None  # `held_leases` owns it
-        return HeldLease(lease_id, time.time() + expires_s - now_s, lease.block_ids.copy())
+        return HeldLease(lease_id, time.time() + expires_s - now_s, block_ids)
 
 
 def _timing(request: Request, now_s: float) -> Timing:

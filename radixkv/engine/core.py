@@ -83,7 +83,9 @@ class EngineCore:
     ) -> None:
         storage = runner.storage
         self.cache = cache
-        self.held_leases = held_leases = HeldLeases(config.held_lease_ttl_s)
+        self.held_leases = held_leases = HeldLeases(
+            cache.kept, config.held_lease_ttl_s, config.max_held_leases, config.max_tenant_held_leases
+        )
         self.observer = observer = Observers(observers)
         self.num_failed_steps = 0
         self._events = events
@@ -162,6 +164,11 @@ class EngineCore:
         self.held_leases.close()
         if self._events is not None:
             self._events.close(error)
+
+    def renew(self, lease_id: str, tenant: str) -> float:
+        """Let a held lease live on; see `HeldLeases.renew`. Returns when it expires, in Unix time."""
+        now_s = self._clock()
+        return time.time() + self.held_leases.renew(lease_id, tenant, now_s) - now_s
 
     def probe(self, namespace: Namespace, tokens: bytes) -> ProbeResult:
         """Say what a prefill of this prompt would reuse now. Changes nothing."""

@@ -180,6 +180,10 @@ class Engine:
         """Give a held lease back. The future raises UnknownLease if the caller's tenant holds no such lease."""
         return self._call(lambda: self._core.held_leases.release(lease_id, caller.tenant), Asker.TENANT, caller.tenant)
 
+    def renew(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[float]:
+        """Keep a held lease for its whole time again. Returns its end in Unix time; raises as `release` does."""
+        return self._call(lambda: self._core.renew(lease_id, caller.tenant))
+
     def retain(self, tokens: bytes, retention: Retention, caller: Caller = ANONYMOUS) -> Future[Retained]:
         """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`.
 

@@ -96,6 +96,12 @@ class Admitter:
             return self._end(request, error)
         except OutOfBlocks as error:
             return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
+        if params.hold_lease:
+            try:
+                self._held_leases.require_room(request, lease, running)
+            except QuotaExceeded as error:
+                lease.close()
+                return self._end(request, error)
         self._start(request, lease)
         # A last token alone is not worth waiting for: each request computes its own, which is its answer.
         if params.read_cache and params.write_cache and not request.is_revoked and request.num_left > 1:
@@ -120,7 +126,7 @@ class Admitter:
         self._on_start(request)
 
     def _end(self, request: Request, error: CapacityError) -> Admission:
-        """Refuse a request that only held leases or other tenants' floors keep from its blocks."""
+        """Refuse a request that only held leases or other tenants' floors keep from its blocks, or its own lease."""
         expires_s = self._held_leases.next_expiry_s()
         if expires_s is not None:
             error.retry_after_s = max(0.0, expires_s - self._clock())

@@ -132,6 +132,7 @@ def _make_cache(cache: CacheConfig, quotas: Mapping[str, Quota], num_blocks: int
         policy=make_policy(cache.policy, num_blocks),
         quotas=quotas,
         max_retained_blocks=int(cache.max_retained_share * num_blocks),
+        max_kept_blocks=int(cache.max_held_share * num_blocks),
         evicted_prefixes=cache.evicted_prefixes,
         listeners=[events],
     )
@@ -143,11 +144,12 @@ def _quota(name: str, bounds: TenantConfig, block_size: int) -> Quota:
     Raises:
         ConfigError: its ceiling has no room for a block, or for its floor.
     """
-    ceiling, retained = bounds.ceiling_tokens, bounds.max_retained_tokens
+    ceiling, retained, held = bounds.ceiling_tokens, bounds.max_retained_tokens, bounds.max_held_tokens
     quota = Quota(
         floor_blocks=-(-bounds.floor_tokens // block_size),
         ceiling_blocks=None if ceiling is None else ceiling // block_size,
         max_retained_blocks=None if retained is None else retained // block_size,
+        max_kept_blocks=None if held is None else held // block_size,
     )
     least = max(1, quota.floor_blocks)
     if quota.ceiling_blocks is not None and quota.ceiling_blocks < least:

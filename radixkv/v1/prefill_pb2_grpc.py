@@ -54,6 +54,11 @@ class PrefillServiceStub(object):
                 request_serializer=radixkv_dot_v1_dot_prefill__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_prefill__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/radixkv.v1.PrefillService/Renew',
+                request_serializer=radixkv_dot_v1_dot_prefill__pb2.RenewRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_prefill__pb2.RenewResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer(object):
@@ -88,6 +93,13 @@ class PrefillServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Renew(self, request, context):
+        """Keep a held lease for its whole time again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +122,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=radixkv_dot_v1_dot_prefill__pb2.ReleaseRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_prefill__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=radixkv_dot_v1_dot_prefill__pb2.RenewRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_prefill__pb2.RenewResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +237,33 @@ class PrefillService(object):
             '/radixkv.v1.PrefillService/Release',
             radixkv_dot_v1_dot_prefill__pb2.ReleaseRequest.SerializeToString,
             radixkv_dot_v1_dot_prefill__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.PrefillService/Renew',
+            radixkv_dot_v1_dot_prefill__pb2.RenewRequest.SerializeToString,
+            radixkv_dot_v1_dot_prefill__pb2.RenewResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ from radixkv.v1.prefill_pb2 import (
     ProbeResponse,
     ReleaseRequest,
     ReleaseResponse,
+    RenewRequest,
+    RenewResponse,
 )
 
 
@@ -117,6 +119,14 @@ class AsyncClient:
         """Give back a held lease; see `Client.release`."""
         request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
         answer: ReleaseResponse = await self._prefill.Release(
+            request, timeout=self._timeout_s, metadata=self._access.metadata
+        )
+        return answer
+
+    async def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
+        """Keep a held lease for its whole time again; see `Client.renew`."""
+        request = RenewRequest(lease_id=lease_id, tenant=tenant)
+        answer: RenewResponse = await self._prefill.Renew(
             request, timeout=self._timeout_s, metadata=self._access.metadata
         )
         return answer

@@ -26,7 +26,7 @@ _UNLIMITED: Options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_
 # Calls that may reach the service twice and leave it as one call does. A second Release would find no lease, and a
 # second Purge would count no blocks.
 _IDEMPOTENT = {
-    "radixkv.v1.PrefillService": ("Prefill", "Generate", "Probe"),
+    "radixkv.v1.PrefillService": ("Prefill", "Generate", "Probe", "Renew"),
     "radixkv.v1.CacheService": ("Stats", "Retain", "ListSegments"),
     "radixkv.v1.ModelService": ("GetTokenizer",),
 }

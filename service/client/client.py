@@ -40,6 +40,8 @@ from radixkv.v1.prefill_pb2 import (
     ProbeResponse,
     ReleaseRequest,
     ReleaseResponse,
+    RenewRequest,
+    RenewResponse,
 )
 
 
@@ -162,6 +164,12 @@ class Client:
         answer: ReleaseResponse = self._prefill.Release(
             request, timeout=self._timeout_s, metadata=self._access.metadata
         )
+        return answer
+
+    def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
+        """Keep a lease that `prefill(hold_lease=True)` handed out for its whole time again."""
+        request = RenewRequest(lease_id=lease_id, tenant=tenant)
+        answer: RenewResponse = self._prefill.Renew(request, timeout=self._timeout_s, metadata=self._access.metadata)
         return answer
 
     def retain(

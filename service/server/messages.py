@@ -172,7 +172,7 @@ def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> pref
     held = result.held_lease
     if held is not None:
         response.lease_id = held.lease_id
-        response.lease_expires_at.CopyFrom(_timestamp(held.expires_at_s))
+        response.lease_expires_at.CopyFrom(timestamp(held.expires_at_s))
         response.block_table.extend(held.block_table.tolist())
         response.block_size = block_size
         response.epoch = epoch
@@ -227,7 +227,7 @@ def grant_message(retained: Retained) -> prefill_pb2.Grant:
         granted_tokens=retained.grant.granted_tokens,
         refused_tokens=retained.grant.refused_tokens,
         uncached_tokens=retained.grant.uncached_tokens,
-        expires_at=None if expires_at_s is None else _timestamp(expires_at_s),
+        expires_at=None if expires_at_s is None else timestamp(expires_at_s),
     )
 
 
@@ -280,6 +280,7 @@ def _timing_message(timing: Timing) -> prefill_pb2.Timing:
     )
 
 
-def _timestamp(unix_s: float) -> Timestamp:
+def timestamp(unix_s: float) -> Timestamp:
+    """Write a Unix time in seconds."""
     seconds, nanos = divmod(round(unix_s * 1e9), 1_000_000_000)
     return Timestamp(seconds=seconds, nanos=nanos)

@@ -31,6 +31,7 @@ from radixkv.service.server.messages import (
     require_names,
     stats_response,
     tenant_stats_response,
+    timestamp,
     usage_message,
 )
 from radixkv.service.server.model_tokenizer import ModelTokenizer
@@ -125,6 +126,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         future = self._engine.release(request.lease_id, Caller(request.tenant))
         await answer_of(self._engine, self._mailbox, future)
         return prefill_pb2.ReleaseResponse()
+
+    async def Renew(self, request: prefill_pb2.RenewRequest, context: Context) -> prefill_pb2.RenewResponse:  # noqa: N802
+        """Keep a held lease for its whole time again."""
+        require_names(tenant=request.tenant, lease_id=request.lease_id)
+        future = self._engine.renew(request.lease_id, Caller(request.tenant))
+        expires_at_s = await answer_of(self._engine, self._mailbox, future)
+        return prefill_pb2.RenewResponse(lease_expires_at=timestamp(expires_at_s))
 
     def _seconds_left(self, context: Context) -> float:
         return self._deadlines.seconds_left(context.time_remaining())

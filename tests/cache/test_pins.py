@@ -71,7 +71,7 @@ def test_what_a_lower_priority_cut_is_one_node_again() -> None:
 
 
 @pytest.mark.parametrize(("policy", "is_one"), [("lru", True), ("lfu", False), ("slru", False), ("adaptive", False)])
-def test_nodes_become_one_after_a_branch_died_only_if_the_policy_sees_no_difference(policy: str, *, is_one: bool) -> None:
+def test_nodes_become_one_after_a_branch_died_if_the_policy_sees_no_difference(policy: str, *, is_one: bool) -> None:
     cache, clock = make_cache(policy)
     publish(cache, "aaaabbbb")
     publish(cache, "aaaaXXXX")  # uses aaaa, and dies first

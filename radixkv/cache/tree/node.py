@@ -42,6 +42,7 @@ class Node:
         children: the nodes after this one, by the bytes of their first block; None while there are none.
         num_holds: number of leases whose path ends in this node, and of children that are held. A node is held while
             there are any.
+        num_keeps: the same as `num_holds`, of kept leases only.
         retired_block_ids: packed ids of blocks that were replaced here while leases could still use them; they are
             freed when the node is not held any more.
         last_used_s: when a lease last began or ended here or below. High above the end of that lease's path the time is
@@ -65,6 +66,7 @@ class Node:
         "has_expired",
         "last_used_s",
         "num_holds",
+        "num_keeps",
         "num_retained_children",
         "num_uses",
         "owner",
@@ -88,6 +90,7 @@ class Node:
         self.fingerprint = fingerprint
         self.children: ChildTable[Node] | None = None
         self.num_holds = 0
+        self.num_keeps = 0
         self.retired_block_ids = b""
         self.last_used_s = 0.0
         self.num_uses = 0

@@ -210,6 +210,7 @@ class RadixTree:
         packed = lower.block_ids[: num_blocks * BLOCK_ID_BYTES]
         upper = Node(self.owner, parent, lower.start_bytes, lower.tokens[:cut], packed, lower.fingerprint)
         upper.num_holds = int(lower.num_holds > 0)
+        upper.num_keeps = int(lower.num_keeps > 0)
         upper.last_used_s = lower.last_used_s
         upper.num_uses = lower.num_uses
         upper.policy_note = lower.policy_note

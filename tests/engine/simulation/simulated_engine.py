@@ -233,6 +233,7 @@ def _make_cache(world: World, clock: FakeClock, watch: WatchedCache) -> PrefixCa
         policy=make_policy(world.policy, world.num_blocks),
         quotas=dict(world.quotas),
         max_retained_blocks=world.max_retained_blocks,
+        max_kept_blocks=2 * world.num_blocks if world.max_kept_blocks is None else world.max_kept_blocks,
         evicted_prefixes=16,
         listeners=[watch.feed],
         clock=clock,
