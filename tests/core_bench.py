@@ -44,7 +44,9 @@ class Bench:
     ) -> None:
         self.clock = Clock()
         self.has_news = False  # while it is true, no step is started ahead
-        self.cache = PrefixCache(num_blocks, BLOCK_SIZE, quotas=quotas, clock=self.clock)
+        self.cache = PrefixCache(
+            num_blocks, BLOCK_SIZE, quotas=quotas, max_kept_blocks=2 * num_blocks, clock=self.clock
+        )
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.core = EngineCore(
             self.runner,

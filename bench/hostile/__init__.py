@@ -1,4 +1,1 @@
-"""Attacks on a server of its own, with an innocent caller beside them.
-
-Face: `python -m bench.hostile`.
-"""
+"""Attacks on a server of its own, with an innocent caller beside them: `python -m bench.hostile`."""

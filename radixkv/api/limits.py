@@ -36,7 +36,9 @@ class Limits:
         max_sequence_tokens: the most tokens of a generation, prompt included.
         block_size: tokens a block.
         epoch: random number of this block pool. A block id means nothing in another epoch.
-        ceiling_tokens: the most tokens that a tenant may hold, by tenant; no bound for a tenant that is not there.
+        ceiling_tokens: the most tokens that a tenant may hold, by tenant; None for no bound.
+        default_ceiling_tokens: the same, of a tenant that is not there.
+        pool_tokens: tokens that the block pool holds.
     """
 
     model: str
@@ -46,7 +48,9 @@ class Limits:
     max_sequence_tokens: int
     block_size: int
     epoch: int
-    ceiling_tokens: Mapping[str, int]
+    ceiling_tokens: Mapping[str, int | None]
+    default_ceiling_tokens: int | None
+    pool_tokens: int
 
     @classmethod
     def of_pool(
@@ -59,6 +63,7 @@ class Limits:
         num_blocks: int,
         block_size: int,
         ceiling_blocks: Mapping[str, int | None],
+        default_ceiling_blocks: int | None = None,
     ) -> Limits:
         """Work out the limits of a model over a new block pool.
 
@@ -68,6 +73,7 @@ class Limits:
             num_blocks: blocks of the pool.
             block_size: tokens a block.
             ceiling_blocks: the most blocks that a tenant may hold, by tenant; None for no bound.
+            default_ceiling_blocks: the same, of a tenant that is not there.
         """
         # A generation goes on in a copy of the block in which its prompt ends.
         return cls(
@@ -78,7 +84,11 @@ class Limits:
             max_sequence_tokens=longest_sequence((num_blocks - 1) * block_size, max_model_tokens),
             block_size=block_size,
             epoch=secrets.randbits(63),
-            ceiling_tokens={tenant: most * block_size for tenant, most in ceiling_blocks.items() if most is not None},
+            ceiling_tokens={
+                tenant: None if most is None else most * block_size for tenant, most in ceiling_blocks.items()
+            },
+            default_ceiling_tokens=None if default_ceiling_blocks is None else default_ceiling_blocks * block_size,
+            pool_tokens=num_blocks * block_size,
         )
 
     def require_tokens(self, tokens: bytes) -> None:
@@ -103,7 +113,7 @@ class Limits:
 
     def most_new_tokens(self, num_tokens: int, tenant: str) -> int:
         """Return the length of the longest generation after a prompt; less than 1 if there is room for none."""
-        most = self.ceiling_tokens.get(tenant)
+        most = self._ceiling_tokens(tenant)
         # The last token needs no block.
         return min(self.max_sequence_tokens, self.max_sequence_tokens if most is None else most + 1) - num_tokens
 
@@ -114,7 +124,7 @@ class Limits:
             InvalidRequest, PromptTooLong, BeyondCeiling: the message names the field.
         """
         self._require_params(params)
-        most = self.ceiling_tokens.get(params.caller.tenant)
+        most = self._ceiling_tokens(params.caller.tenant)
         if most is not None and params.num_tokens > most:
             raise BeyondCeiling(
                 f"token_ids: expected at most {most} tokens, this tenant's ceiling, got {params.num_tokens}"
@@ -135,7 +145,7 @@ class Limits:
                 f"token_ids, max_new_tokens: expected at most {self.max_sequence_tokens} tokens together, got "
                 f"{num_tokens} and {max_new_tokens}"
             )
-        most = self.ceiling_tokens.get(params.caller.tenant)
+        most = self._ceiling_tokens(params.caller.tenant)
         if most is not None and num_tokens + max_new_tokens - 1 > most:  # the last token needs no block
             raise BeyondCeiling(
                 f"token_ids, max_new_tokens: expected at most {most + 1} tokens together, by this tenant's ceiling, "
@@ -153,3 +163,6 @@ class Limits:
             raise InvalidRequest(f"priority: expected an urgency of 0 to {MAX_URGENCY}, got {params.urgency}")
         if params.deadline_s is not None and not math.isfinite(params.deadline_s):
             raise InvalidRequest(f"deadline_s: expected a finite time, got {params.deadline_s}")
+
+    def _ceiling_tokens(self, tenant: str) -> int | None:
+        return self.ceiling_tokens.get(tenant, self.default_ceiling_tokens)

@@ -55,8 +55,8 @@ class Evictor:
         takeable = num_available - num_spared_blocks
         if self._tenants.with_quota:
             takeable = min(takeable, num_available - self._tenants.num_blocks_kept_from(tenant))
-            if (to_ceiling := usage.num_blocks_to_ceiling) is not None:
-                takeable = min(takeable, to_ceiling)
+        if (to_ceiling := usage.num_blocks_to_ceiling) is not None:
+            takeable = min(takeable, to_ceiling)
         return takeable
 
     def make_room(self, num_blocks: int, tenant: str, usage: TenantUsage) -> None:

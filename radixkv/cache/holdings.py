@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes
-from radixkv.cache.eviction_lines import EvictionLines
 from radixkv.cache.kept_blocks import KeptBlocks
+from radixkv.cache.lines.eviction_lines import EvictionLines
 from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Tenants

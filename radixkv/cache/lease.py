@@ -116,6 +116,14 @@ class Lease:
         """Length in tokens, extensions included."""
         return len(self.tokens) // TOKEN_BYTES
 
+    @property
+    def known_node(self) -> Node | None:
+        """The deepest pinned node that begins within what this lease knows to be in the tree; None without one."""
+        node = self.node
+        while node is not None and node.start_bytes > self.committed_tokens * TOKEN_BYTES:
+            node = node.parent  # this lease used the upper half of a node that others cut
+        return node
+
     def commit(self, upto_tokens: int) -> int:
         """Publish finished blocks: the K/V of all tokens before `upto_tokens` are written and final.
 

@@ -211,7 +211,7 @@ class Ledger:
             owner = Owner(lease.namespace, lease.usage, self._block_size)
             tree = self._trees[lease.namespace] = RadixTree(owner)
         packed = lease.block_ids[:num_blocks].tobytes()
-        insertion = tree.insert(tokens, packed, _known_part(lease))
+        insertion = tree.insert(tokens, packed, lease.known_node)
         if not packed.startswith(insertion.known_block_ids):
             self._adopt(lease, np.frombuffer(insertion.known_block_ids, dtype=np.int32))
         if insertion.split is not None:
@@ -274,8 +274,7 @@ class Ledger:
         self._require_open(lease)
         lease.is_kept = True
         lease.tokens, lease.copy = b"", None
-        lease.block_ids = lease.block_ids[lease.num_published_blocks :].copy()
-        lease.num_published_blocks = 0
+        lease.block_ids, lease.num_published_blocks = lease.block_ids[lease.num_published_blocks :].copy(), 0
         self._kept.keep(lease)
 
     def close(self, lease: Lease) -> None:
@@ -294,11 +293,3 @@ class Ledger:
             lease.usage.num_leased_blocks -= own.size
         if lease.node is not None:
             self._pins.unpin_and_join(lease.node)
-
-
-def _known_part(lease: Lease) -> Node | None:
-    """Return the deepest pinned node that begins within what the lease knows to be in the tree."""
-    node = lease.node
-    while node is not None and node.start_bytes > lease.committed_tokens * TOKEN_BYTES:
-        node = node.parent  # the lease used the upper half of a node that others cut
-    return node

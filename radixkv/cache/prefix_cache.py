@@ -14,12 +14,12 @@ from radixkv.blocks import BlockIds
 from radixkv.cache.audit import audit
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes, Listener
-from radixkv.cache.eviction_lines import EvictionLines
 from radixkv.cache.evictor import Evictor
 from radixkv.cache.holdings import Holdings
 from radixkv.cache.kept_blocks import KeptBlocks
 from radixkv.cache.lease import Lease
 from radixkv.cache.ledger import Ledger
+from radixkv.cache.lines.eviction_lines import EvictionLines
 from radixkv.cache.listing.segment_index import SegmentIndex
 from radixkv.cache.lost_prefixes import LostPrefixes
 from radixkv.cache.pins import Pins
@@ -64,6 +64,7 @@ class PrefixCache:
         block_size: tokens a block.
         policy: decides which unused leaf is evicted first; serves this cache only. By default the least recently used.
         quotas: bounds on the blocks of some tenants. Their floors together must fit into the pool.
+        default_quota: bounds on the blocks of each other tenant, without a floor.
         max_retained_blocks: blocks that may have a priority above the default; by default a fifth of the pool.
         max_kept_blocks: blocks that held leases may keep; by default half of the pool.
         evicted_prefixes: number of evicted prefixes to remember, to explain misses.
@@ -71,11 +72,11 @@ class PrefixCache:
         clock: seconds, never going back.
 
     Attributes:
-        block_size: tokens a block.
         pool: the state of each block.
         tenants: the bounds and the counters of each tenant.
         leases: the open leases.
         kept: the bounds and the counts of what held leases keep.
+        max_retained_blocks: blocks that may be retained.
         segments: the nodes of all trees.
 
     Example:
@@ -95,6 +96,7 @@ class PrefixCache:
         *,
         policy: EvictionPolicy | None = None,
         quotas: Mapping[str, Quota] | None = None,
+        default_quota: Quota | None = None,
         max_retained_blocks: int | None = None,
         max_kept_blocks: int | None = None,
         evicted_prefixes: int = 65_536,
@@ -103,18 +105,17 @@ class PrefixCache:
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self.tenants = Tenants(quotas or {})
+        self.tenants = Tenants(quotas or {}, default_quota)
         self._trees: dict[Namespace, RadixTree] = {}
         self._lost = LostPrefixes(evicted_prefixes)
-        self._retained = RetainedNodes(
-            num_blocks // 5 if max_retained_blocks is None else max_retained_blocks, self._cut
-        )
+        self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
+        self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
         self.kept = KeptBlocks(num_blocks // 2 if max_kept_blocks is None else max_kept_blocks)
         self._clock = clock
         policy = policy or EvictionPolicy()
         self.segments = SegmentIndex(clock)
         self._changes = Changes((self._retained, self.kept, policy, self._lost, self.segments, *listeners))
-        self._lines = EvictionLines(policy, self.tenants.with_quota)
+        self._lines = EvictionLines(policy, self.tenants)
         self._holdings = Holdings(
             block_size=block_size,
             trees=self._trees,
@@ -151,11 +152,6 @@ class PrefixCache:
         """Published blocks with a priority above the default, and those before them."""
         self._evictor.expire()
         return self._retained.num_blocks
-
-    @property
-    def max_retained_blocks(self) -> int:
-        """Blocks that may be retained."""
-        return self._retained.max_blocks
 
     @property
     def num_namespaces(self) -> int:
@@ -228,7 +224,7 @@ class PrefixCache:
         priority lasts until it expires, is replaced, or the block is evicted because nothing worth less is left.
 
         A node has one priority: a high one for a short time replaces a low one for a long time. A range that ends
-        inside a block covers one of the cached blocks that begin so.
+        inside a block covers one of the cached blocks that begin so. A path of hundreds of nodes is cut no further.
 
         Args:
             namespace: where to look.
@@ -239,8 +235,7 @@ class PrefixCache:
         Raises:
             InvalidRequest: `tokens` is not whole tokens, or a field of `retention` is out of range.
 
-        Complexity: O(depth + log leaves) for each node of the range, and up to three cuts, each of which reads the
-        path's tokens. Nodes that were cut are not joined again.
+        Complexity: O(depth + log leaves) for each node of the range, and up to three cuts over the path's tokens.
         """
         self._evictor.expire()
         require_tokens(tokens)

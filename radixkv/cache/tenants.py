@@ -129,9 +129,11 @@ class Tenants:
 
     Args:
         quotas: by tenant.
+        default_quota: the bounds of each tenant that has no quota of its own; without a floor.
     """
 
-    def __init__(self, quotas: Mapping[str, Quota]) -> None:
+    def __init__(self, quotas: Mapping[str, Quota], default_quota: Quota | None = None) -> None:
+        self.default_quota = default_quota or Quota()
         self.with_quota = {tenant: TenantUsage(quota) for tenant, quota in quotas.items()}
         self._others: RecentTenants[TenantUsage] = RecentTenants(
             lambda usage: not (usage.num_cached_blocks or usage.num_leased_blocks)
@@ -147,7 +149,7 @@ class Tenants:
             return usage
         usage = self._others.get(tenant)
         if usage is None:
-            usage = TenantUsage(Quota())
+            usage = TenantUsage(self.default_quota)
             self._others.add(tenant, usage)
         else:
             self._others.move_to_end(tenant)

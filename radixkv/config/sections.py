@@ -249,6 +249,11 @@ class Config:
                 "default_tenant.floor_tokens: expected 0, since any number of tenants may come, got "
                 f"{self.default_tenant.floor_tokens}"
             )
+        if self.default_tenant.weight != 1:
+            raise ConfigError(
+                "default_tenant.weight: expected 1, which the weights of other tenants are relative to, got "
+                f"{self.default_tenant.weight}"
+            )
         for name, tenant in self.tenants.items():
             tenant.require(f"tenants.{name}")
         floors = sum(tenant.floor_tokens for tenant in self.tenants.values())

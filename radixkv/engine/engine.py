@@ -59,7 +59,6 @@ class Engine:
 
     Attributes:
         limits: what the engine serves and accepts.
-        pool_tokens: tokens that the block pool holds.
         eos_token_ids: the model's own tokens that end a generation.
         events: the log of what is cached; None if nothing listens.
         segments: what is cached, a page at a time.
@@ -77,7 +76,6 @@ class Engine:
         rates: Rates | None = None,
     ) -> None:
         model = runner.model
-        self.pool_tokens = cache.pool.num_blocks * cache.block_size
         self.limits = Limits.of_pool(
             model=model.name,
             device=str(model.device),
@@ -86,6 +84,7 @@ class Engine:
             num_blocks=cache.pool.num_blocks,
             block_size=cache.block_size,
             ceiling_blocks={tenant: usage.quota.ceiling_blocks for tenant, usage in cache.tenants.with_quota.items()},
+            default_ceiling_blocks=cache.tenants.default_quota.ceiling_blocks,
         )
         self._model_fingerprint, self.eos_token_ids = model.fingerprint, model.eos_token_ids
         self._gate, self._inbox = Gate(config, rates), Inbox(config.max_waiting_calls, config.max_tenant_calls)
@@ -181,7 +180,7 @@ class Engine:
         return self._call(lambda: self._core.held_leases.release(lease_id, caller.tenant), Asker.TENANT, caller.tenant)
 
     def renew(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[float]:
-        """Keep a held lease for its whole time again. Returns its end in Unix time; raises as `release` does."""
+        """Keep a held lease for its whole time again. The future has its end in Unix time, or raises UnknownLease."""
         return self._call(lambda: self._core.renew(lease_id, caller.tenant))
 
     def retain(self, tokens: bytes, retention: Retention, caller: Caller = ANONYMOUS) -> Future[Retained]:
@@ -237,10 +236,7 @@ class Engine:
         self._watchdog.stop()
 
     def _on_hang(self) -> None:
-        """Cancel everything, so that nobody waits for a step that hangs.
-
-        The step may still write to its blocks, so they go back when it ends.
-        """
+        """Cancel everything. The step that hangs may still write to its blocks, so they go back when it ends."""
         _log.error("a step takes more than %s s; its requests and all others are cancelled", self._watchdog.timeout_s)
         self._gate.cancel_all()
         self._inbox.cancel_calls()

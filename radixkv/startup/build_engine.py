@@ -46,7 +46,8 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
     Raises:
         ConfigError: the model can't be loaded or served, or the pool does not fit into memory.
     """
-    quotas = {name: _quota(name, bounds, config.cache.block_size) for name, bounds in config.tenants.items()}
+    quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
+    default_quota = _quota("default_tenant", config.default_tenant, config)
     use_huge_pages()
     keep_freed_memory()  # before loading, which copies each weight of a CPU's model
     model = load_model(config.model)
@@ -73,7 +74,7 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
             available / 1e6,
         )
     events = _make_feed(config)
-    cache = _make_cache(config.cache, quotas, num_blocks, events)
+    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, events)
     runner = make_runner(model, storage, kernels, recorder)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     rates = Rates(config.tenants, config.default_tenant)
@@ -125,12 +126,15 @@ def _make_feed(config: Config) -> TreeFeed:
     )
 
 
-def _make_cache(cache: CacheConfig, quotas: Mapping[str, Quota], num_blocks: int, events: TreeFeed) -> PrefixCache:
+def _make_cache(
+    cache: CacheConfig, quotas: Mapping[str, Quota], default_quota: Quota, num_blocks: int, events: TreeFeed
+) -> PrefixCache:
     return PrefixCache(
         num_blocks,
         cache.block_size,
         policy=make_policy(cache.policy, num_blocks),
         quotas=quotas,
+        default_quota=default_quota,
         max_retained_blocks=int(cache.max_retained_share * num_blocks),
         max_kept_blocks=int(cache.max_held_share * num_blocks),
         evicted_prefixes=cache.evicted_prefixes,
@@ -138,12 +142,13 @@ def _make_cache(cache: CacheConfig, quotas: Mapping[str, Quota], num_blocks: int
     )
 
 
-def _quota(name: str, bounds: TenantConfig, block_size: int) -> Quota:
+def _quota(path: str, bounds: TenantConfig, config: Config) -> Quota:
     """A tenant's bounds in whole blocks.
 
     Raises:
         ConfigError: its ceiling has no room for a block, or for its floor.
     """
+    block_size = config.cache.block_size
     ceiling, retained, held = bounds.ceiling_tokens, bounds.max_retained_tokens, bounds.max_held_tokens
     quota = Quota(
         floor_blocks=-(-bounds.floor_tokens // block_size),
@@ -154,7 +159,7 @@ def _quota(name: str, bounds: TenantConfig, block_size: int) -> Quota:
     least = max(1, quota.floor_blocks)
     if quota.ceiling_blocks is not None and quota.ceiling_blocks < least:
         raise ConfigError(
-            f"tenants.{name}.ceiling_tokens: expected room for at least {least} whole blocks of {block_size} tokens, "
+            f"{path}.ceiling_tokens: expected room for at least {least} whole blocks of {block_size} tokens, "
             f"got {ceiling}"
         )
     return quota

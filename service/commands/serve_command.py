@@ -109,7 +109,7 @@ def _serve(arguments: argparse.Namespace) -> None:
             time.monotonic() - start_s,
             limits.model,
             limits.device,
-            engine.pool_tokens,
+            limits.pool_tokens,
             limits.block_size,
         )
         with telemetry.serving(engine), publishing(engine, config.events):

@@ -14,13 +14,21 @@ class Mutant(NamedTuple):
 
 
 CACHE_MUTANTS = (
+    Mutant("cache/kept_blocks.py", "            if node.num_keeps > 1:\n                break\n", ""),
+    Mutant("cache/kept_blocks.py", "        if leaf.num_keeps:\n", "        if False:\n"),
+    Mutant("cache/kept_blocks.py", "            self._purged[node] = node.num_blocks\n", "            pass\n"),
+    Mutant("cache/kept_blocks.py", "self.max_blocks // 2 if own is None", "self.max_blocks if own is None"),
+    Mutant("cache/lines/line_heap.py", "if actual is entry:", "if actual is not None:"),
+    Mutant("cache/lines/line_heap.py", "            heapq.heappush(self._heap, (first, tenant))\n", ""),
+    Mutant("cache/lines/line_heap.py", "                del self._lines[tenant]\n", "                pass\n"),
+    Mutant("cache/evictor.py", "            takeable = min(takeable, to_ceiling)\n", "            pass\n"),
     Mutant("cache/pins.py", "if node.num_holds > 1:", "if node.num_holds > 2:"),
     Mutant("cache/pins.py", "            and len(upper.children) == 1\n", ""),
     Mutant("cache/pins.py", "            and upper.priority == lower.priority\n", ""),
     Mutant("cache/pins.py", "            and self._policy.are_alike(upper, lower)\n", ""),
     Mutant("cache/pins.py", "and above is not end and self._may_join", "and self._may_join"),
     Mutant("cache/pins.py", "                self._changes.joined(uppers, node)\n", ""),
-    Mutant("cache/ledger.py", "_known_part(lease))", "lease.node)"),
+    Mutant("cache/ledger.py", "lease.known_node)", "lease.node)"),
     Mutant("cache/tree/radix_tree.py", "top.start_bytes, top.fingerprint, parent", "top.start_bytes, 0, parent"),
     Mutant("cache/tree/radix_tree.py", "        lower.start_bytes += cut\n", ""),
     Mutant("cache/retained_nodes.py", "if first == start or nodes:", "if first <= start or nodes:"),
@@ -119,10 +127,12 @@ CACHE_MUTANTS = (
     Mutant("cache/ledger.py", "            self._retained.end_after(node, num_old_blocks)\n", "            pass\n"),
     Mutant("cache/ledger.py", " or lease.is_revoked:", ":"),
     Mutant("cache/prefix_cache.py", "            self._lines.requeue(each)\n", "            pass\n"),
-    Mutant("cache/eviction_lines.py", "(node.priority, self._policy.key(node), ", "(50, self._policy.key(node), "),
+    Mutant(
+        "cache/lines/eviction_index.py", "(node.priority, self._policy.key(node), ", "(50, self._policy.key(node), "
+    ),
     Mutant("cache/lost_prefixes.py", "            self._reasons.popitem(last=False)\n", "            pass\n"),
     Mutant(
-        "cache/eviction_lines.py",
+        "cache/lines/eviction_index.py",
         "            (self._outdated if is_outdated else self._entries).remove(node.eviction_entry)\n",
         "",
     ),

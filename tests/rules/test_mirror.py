@@ -37,6 +37,7 @@ TESTED_IN = {
     "radixkv.cache.audit": "cache/test_prefix_cache.py",
     "radixkv.cache.holdings": "cache/test_prefix_cache.py",
     "radixkv.cache.ledger": "cache/test_lease.py",
+    "radixkv.cache.lines.eviction_lines": "cache/lines/test_line_heap.py",
     "radixkv.cache.policies.by_name": "cache/policies/test_classic.py",
     "radixkv.cache.policies.lifetimes": "cache/policies/test_adaptive.py",
     "radixkv.cache.policies.policy": "cache/policies/test_classic.py",

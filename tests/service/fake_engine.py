@@ -40,6 +40,8 @@ LIMITS = Limits(
     block_size=16,
     epoch=2**53 + 1,
     ceiling_tokens={"bounded": 32},
+    default_ceiling_tokens=None,
+    pool_tokens=4096,
 )
 TENANTS = (
     TenantStats("a", 3, 2, 1, 4, 60, 40, 2, 0, None),
@@ -68,7 +70,6 @@ class FakeEngine:
         num_blocks: int = 64,
     ) -> None:
         self.limits = LIMITS
-        self.pool_tokens = 4096
         self.events = None
         self.cache = PrefixCache(num_blocks, block_size=4)
         self.segments = SegmentSource(self.cache, self._call)

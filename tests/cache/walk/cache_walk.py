@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +49,10 @@ class World:
     evicts: bool = True
     max_retained_blocks: int = 0
     quotas: tuple[tuple[str, Quota], ...] = ()
+    default_quota: Quota = field(default_factory=Quota)
+
+    def quota_of(self, tenant: str) -> Quota:
+        return dict(self.quotas).get(tenant, self.default_quota)
 
 
 ROOMY = [
@@ -81,6 +85,15 @@ SHARED = [
         max_retained_blocks=6,
         quotas=(("a", Quota(floor_blocks=7)),),
     ),
+    World(
+        block_size=2,
+        num_blocks=24,
+        max_tokens=20,
+        num_namespaces=4,
+        max_retained_blocks=5,
+        quotas=(("a", Quota(floor_blocks=5)),),
+        default_quota=Quota(ceiling_blocks=12),
+    ),
 ]
 WORLDS = (*ROOMY, *TIGHT, *SHARED)
 EVENT_BLOCK_SIZES = {1: 2, 2: 1, 4: 6, 16: 4}  # by block size of the cache
@@ -109,6 +122,7 @@ class Walk:
             world.block_size,
             policy=make_policy(policy, world.num_blocks),
             quotas=dict(world.quotas),
+            default_quota=world.default_quota,
             max_retained_blocks=world.max_retained_blocks,
             clock=self.clock,
             evicted_prefixes=16,
@@ -151,9 +165,9 @@ class Walk:
         for tree in self.cache._trees.values():
             self.oracle.verify_priorities(tree)
         self.oracle.poison_free_blocks(self.cache)
-        for tenant, quota in self.world.quotas:
-            usage = self.cache.tenants[tenant]
-            assert usage.num_cached_blocks + usage.num_leased_blocks <= (quota.ceiling_blocks or math.inf)
+        for tenant, usage in self.cache.tenants.items():
+            ceiling_blocks = self.world.quota_of(tenant).ceiling_blocks
+            assert usage.num_cached_blocks + usage.num_leased_blocks <= (ceiling_blocks or math.inf)
         for holder in self.holders:
             holder.verify()
             if not holder.is_revoked:
@@ -386,7 +400,7 @@ class Walk:
     def _num_takeable(self, tenant: str) -> float:
         """Count the blocks that a tenant could have."""
         takeable = self.cache.pool.num_free + self.cache.num_evictable_blocks - self._num_kept_from(tenant)
-        ceiling, usage = dict(self.world.quotas).get(tenant, Quota()).ceiling_blocks, self.cache.tenants[tenant]
+        ceiling, usage = self.world.quota_of(tenant).ceiling_blocks, self.cache.tenants[tenant]
         in_use = usage.num_leased_blocks + usage.num_pinned_blocks
         return takeable if ceiling is None else min(takeable, ceiling - in_use)
 

@@ -29,6 +29,7 @@ REQUESTS = {
     "radixkv.v1.PrefillService/Generate": _OWN,
     "radixkv.v1.PrefillService/Probe": _OWN,
     "radixkv.v1.PrefillService/Release": _OWN,
+    "radixkv.v1.PrefillService/Renew": _OWN,
     "radixkv.v1.CacheService/Stats": _OWN,
     "radixkv.v1.CacheService/Retain": _OWN,
     "radixkv.v1.CacheService/Purge": _OWN,

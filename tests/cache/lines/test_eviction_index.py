@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from radixkv.cache.eviction_lines import EvictionIndex
+from radixkv.cache.lines.eviction_index import EvictionIndex
 from radixkv.cache.policies.classic import LeastRecentlyUsed
 from radixkv.cache.tree.node import Node
 from tests.fakes import make_tree

@@ -1,18 +1,20 @@
-"""The leaves that may be evicted, in the order in which they go.
+"""One line of leaves that may be evicted, in the order in which they go.
 
 Leaves of lower priority go before all others; among leaves of equal priority the policy decides.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from sortedcontainers import SortedList
 
 from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.tree.node import Node
+
+Entry = tuple[int, Any, int, Node]
+"""Priority, the policy's key, arrival and node of a leaf; arrivals are distinct."""
 
 _KEYED_AT_ONCE = 32  # takes 0.1 ms; all of a million leaves at once would take 3 s
 
@@ -52,7 +54,7 @@ class EvictionIndex:
             (self._outdated if is_outdated else self._entries).remove(node.eviction_entry)
             node.eviction_entry = None
 
-    def first(self) -> tuple[int, Any, int, Node] | None:
+    def first(self) -> Entry | None:
         """Return priority, key, arrival and node of the leaf to evict next; None if there is no leaf."""
         if self._generation != self._policy.generation:
             self._generation = self._policy.generation
@@ -63,54 +65,3 @@ class EvictionIndex:
             node.eviction_entry = (priority, self._policy.key(node), arrival, node)
             self._entries.add(node.eviction_entry)
         return self._entries[0] if self._entries else None
-
-
-class EvictionLines:
-    """One line for each tenant with a quota and one for all other tenants, so that a tenant can be spared or go first.
-
-    Args:
-        policy: orders all lines alike.
-        tenants: names of the tenants with a quota.
-
-    Complexity: O(log leaves) to add, discard and requeue; O(lines) to find the first leaf.
-    """
-
-    def __init__(self, policy: EvictionPolicy, tenants: Iterable[str]) -> None:
-        arrivals = itertools.count()
-        self._common = EvictionIndex(policy, arrivals)
-        self._own = {tenant: EvictionIndex(policy, arrivals) for tenant in tenants}
-
-    def __len__(self) -> int:
-        return len(self._common) + sum(map(len, self._own.values()))
-
-    def __contains__(self, node: Node) -> bool:
-        return node.eviction_entry is not None
-
-    def add(self, node: Node) -> None:
-        """Put a leaf in its tenant's line, unless it is there already."""
-        self._line(node).add(node)
-
-    def discard(self, node: Node) -> None:
-        """Take a leaf out of its line, if it is there."""
-        self._line(node).discard(node)
-
-    def requeue(self, node: Node) -> None:
-        """Give a node a new place in its line, if it is there."""
-        if node.eviction_entry is not None:
-            line = self._line(node)
-            line.discard(node)
-            line.add(node)
-
-    def first_of(self, tenant: str) -> Node | None:
-        """Return the leaf that goes first of one tenant with a quota; None if it has none."""
-        first = self._own[tenant].first()
-        return None if first is None else first[-1]
-
-    def first(self, spared: Container[str]) -> Node | None:
-        """Return the leaf that goes first of all tenants but the spared ones; None if there is none."""
-        lines = [self._common, *(line for tenant, line in self._own.items() if tenant not in spared)]
-        first = min((entry for line in lines if (entry := line.first()) is not None), default=None)
-        return None if first is None else first[-1]
-
-    def _line(self, node: Node) -> EvictionIndex:
-        return self._own.get(node.owner.namespace.tenant, self._common)

@@ -1,0 +1,123 @@
+"""Blocks that held leases keep: each is counted once, bounded in all and for a tenant. Blocks are four tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenants import Quota
+from radixkv.errors import InvariantViolation, LeaseClosed, QuotaExceeded
+from radixkv.namespace import Namespace
+from tests.fakes import MODEL, lease_text, publish, spell
+
+OTHER = Namespace("model", tenant="other")
+
+
+def make_cache(max_kept_blocks: int = 8, quotas: dict[str, Quota] | None = None) -> PrefixCache:
+    return PrefixCache(32, 4, max_kept_blocks=max_kept_blocks, quotas=quotas)
+
+
+def keep(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> Lease:
+    """Cache a prompt and keep its lease."""
+    lease = lease_text(cache, text, namespace)
+    lease.commit(len(text))
+    lease.keep()
+    cache.check()
+    return lease
+
+
+def test_a_shared_block_is_counted_once() -> None:
+    cache = make_cache()
+    first, second = keep(cache, "aaaabbbbcccc"), keep(cache, "aaaabbbbXXXX")
+    again = keep(cache, "aaaabbbbcccc")
+    assert cache.kept.num_blocks == 4
+    first.close()
+    cache.check()
+    assert cache.kept.num_blocks == 4
+    again.close()
+    assert cache.kept.num_blocks == 3
+    second.close()
+    assert cache.kept.num_blocks == cache.num_pinned_blocks == 0
+    cache.check()
+
+
+def test_a_kept_lease_has_no_tokens_and_no_ids_of_shared_blocks() -> None:
+    cache = make_cache()
+    lease = keep(cache, "aaaabbbbcccc")
+    assert (lease.tokens, lease.block_ids.size) == (b"", 0)
+    private = cache.lease(MODEL, spell("ddddeeee"), read=False)
+    private.keep()  # nothing was committed: its blocks are its own
+    assert private.block_ids.size == 2
+    assert cache.kept.num_blocks == 5
+    private.close()
+    cache.check()
+    assert cache.pool.num_leased == 0
+
+
+def test_a_closed_lease_is_not_kept() -> None:
+    cache = make_cache()
+    lease = lease_text(cache, "aaaa")
+    lease.close()
+    with pytest.raises(LeaseClosed):
+        lease.keep()
+
+
+def test_only_blocks_that_are_not_kept_yet_need_room() -> None:
+    cache = make_cache()
+    keep(cache, "aaaabbbbcccc")
+    same, longer = lease_text(cache, "aaaabbbbcccc"), lease_text(cache, "aaaabbbbccccdddde")
+    branch, foreign = lease_text(cache, "aaaabbbbX"), lease_text(cache, "aaaabbbbcccc", OTHER)
+    assert cache.kept.num_more(same) == 0
+    assert cache.kept.num_more(longer) == 2
+    assert cache.kept.num_more(branch) == 1
+    assert cache.kept.num_more(foreign) == 3
+
+
+def test_a_tenant_may_keep_half_of_what_all_may() -> None:
+    cache = make_cache(max_kept_blocks=6)
+    usage = keep(cache, "aaaabbbb").usage
+    cache.kept.require_room(usage, 1)
+    message = r"^hold_lease: expected at most 3 blocks in held leases of this tenant, got 2 and 2 more$"
+    with pytest.raises(QuotaExceeded, match=message):
+        cache.kept.require_room(usage, 2)
+
+
+def test_a_quota_names_another_bound_and_all_together_have_theirs() -> None:
+    cache = make_cache(max_kept_blocks=4, quotas={"": Quota(max_kept_blocks=4)})
+    usage = keep(cache, "aaaabbbbcccc").usage
+    cache.kept.require_room(usage, 1)
+    other = keep(cache, "aaaa", OTHER).usage
+    cache.kept.require_room(other, 1)
+    with pytest.raises(QuotaExceeded, match="of all tenants, got 4 and 1 more"):
+        cache.kept.require_room(None, 1)
+
+
+def test_what_a_kept_path_gains_is_kept() -> None:
+    cache = make_cache()
+    lease = keep(cache, "aaaabb")
+    publish(cache, "aaaabbbbcccc")
+    cache.check()
+    assert cache.kept.num_blocks == 3
+    lease.close()
+    assert cache.kept.num_blocks == 0
+
+
+def test_a_purge_gives_no_room_before_the_blocks_are_free() -> None:
+    cache = make_cache()
+    lease = keep(cache, "aaaabbbbcccc")
+    publish(cache, "aaaaX")
+    cache.purge()
+    cache.check()
+    assert cache.kept.num_blocks == cache.pool.num_leased == 3
+    lease.close()
+    cache.check()
+    assert cache.kept.num_blocks == cache.pool.num_leased == 0
+
+
+def test_check_notices_a_drifted_number() -> None:
+    cache = make_cache()
+    lease = keep(cache, "aaaa")
+    lease.usage.num_kept_blocks += 1
+    with pytest.raises(InvariantViolation, match="kept blocks drifted"):
+        cache.check()
