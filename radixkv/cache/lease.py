@@ -56,6 +56,7 @@ class Lease:
         node: the end of the path that this lease pins; None while it pins nothing.
         node_used_s: time of the last use of the matched node before this lease.
         num_expected_tokens: length that it will probably reach; adjacent blocks are left free for that.
+        num_nodes: nodes that were passed to find what is reused.
         is_closed: whether the lease was closed.
         is_kept: whether it only keeps blocks now: see `keep`.
         is_revoked: whether its namespace was purged; if so it publishes nothing more.
@@ -74,6 +75,7 @@ class Lease:
         "node",
         "node_used_s",
         "num_expected_tokens",
+        "num_nodes",
         "num_published_blocks",
         "tokens",
         "usage",
@@ -93,6 +95,7 @@ class Lease:
         node: Node | None,
         node_used_s: float,
         num_expected_tokens: int = 0,
+        num_nodes: int = 0,
     ) -> None:
         self._keeper = keeper
         self.namespace = namespace
@@ -105,6 +108,7 @@ class Lease:
         self.node = node
         self.node_used_s = node_used_s
         self.num_expected_tokens = num_expected_tokens
+        self.num_nodes = num_nodes
         self.committed_tokens = cached_tokens
         self.written_from_tokens: int | None = None
         self.is_closed = False

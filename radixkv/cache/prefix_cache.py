@@ -38,10 +38,12 @@ class Match(NamedTuple):
     Attributes:
         cached_tokens: tokens that can be reused; at most all but the last one.
         block_ids: int32 ids of the `ceil(cached_tokens / block_size)` blocks that hold them. Read-only.
+        num_nodes: nodes that were passed.
     """
 
     cached_tokens: int
     block_ids: BlockIds
+    num_nodes: int
 
 
 class Purged(NamedTuple):
@@ -172,8 +174,8 @@ class PrefixCache:
 
         Complexity: about one memory comparison of the prompt.
         """
-        _, _, cached_tokens, packed = self.leases.find(namespace, tokens)
-        return Match(cached_tokens, np.frombuffer(packed, np.int32, -(-cached_tokens // self.block_size)))
+        _, _, cached_tokens, packed, num_nodes = self.leases.find(namespace, tokens)
+        return Match(cached_tokens, np.frombuffer(packed, np.int32, -(-cached_tokens // self.block_size)), num_nodes)
 
     def explain(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> MissReason:
         """Tell why the tokens after the cached ones have to be computed. Complexity: O(cached_tokens) hashing."""
@@ -223,8 +225,8 @@ class PrefixCache:
         against `max_retained_blocks`; if the range does not fit, as much of its beginning is granted as does. A
         priority lasts until it expires, is replaced, or the block is evicted because nothing worth less is left.
 
-        A node has one priority: a high one for a short time replaces a low one for a long time. A range that ends
-        inside a block covers one of the cached blocks that begin so. A path of hundreds of nodes is cut no further.
+        A node has one priority: a high one for a short time replaces a low one for a long time. A range that ends in a
+        block covers one of the cached blocks that begin so. A path of hundreds of nodes is cut no further.
 
         Args:
             namespace: where to look.
@@ -241,7 +243,7 @@ class PrefixCache:
         require_tokens(tokens)
         start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
         tree = self._trees.get(namespace)
-        node, num_bytes, _ = tree.match(tokens[: end * TOKEN_BYTES]) if tree else (None, 0, b"")
+        node, num_bytes, *_ = tree.match(tokens[: end * TOKEN_BYTES]) if tree else (None, 0)
         reached = num_bytes // TOKEN_BYTES
         if node is None or reached <= start:
             return Grant(0, 0, end - start)
@@ -266,7 +268,7 @@ class PrefixCache:
         Returns:
             Blocks freed: `num_blocks`, or fewer if no more are evictable.
 
-        Complexity: O(log leaves + tenants with a quota) for each leaf, and a pass over the path of a shortened one.
+        Complexity: O(log leaves + tenants with a quota) a leaf, and a pass over the path of a shortened one.
         """
         return self._evictor.evict(num_blocks, tenant)
 
@@ -284,11 +286,7 @@ class PrefixCache:
         return Purged(sum(freed for freed, _ in purged), sum(pinned for _, pinned in purged))
 
     def check(self) -> None:
-        """Recount everything from the open leases and the trees. Complexity: O(everything).
-
-        Raises:
-            InvariantViolation: the message names what does not add up.
-        """
+        """Recount everything, and raise InvariantViolation if something does not add up. Complexity: O(everything)."""
         self._evictor.expire()
         audit(self._holdings, self.leases, self._pins)
         self.segments.check(self.nodes())

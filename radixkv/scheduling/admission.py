@@ -52,11 +52,12 @@ class Admitter:
         self._refuse = refuse
         self._on_start = on_start
 
-    def look(self, request: Request) -> int:
-        """Count the tokens that a request could reuse now. Complexity: one match."""
+    def look(self, request: Request) -> tuple[int, int]:
+        """Count the tokens that a request could reuse now, and the nodes that hold them. Complexity: one match."""
         if not request.params.read_cache:
-            return 0
-        return self._cache.match(request.namespace, request.tokens).cached_tokens
+            return 0, 0
+        match = self._cache.match(request.namespace, request.tokens)
+        return match.cached_tokens, match.num_nodes
 
     def urgent_tokens(self, request: Request) -> int:
         """Count the tokens that a running request has to compute until it is done, or one of its followers resumes."""
@@ -78,7 +79,7 @@ class Admitter:
         """
         params = request.params
         if cached_tokens is None:
-            cached_tokens = self.look(request) if self._flights.has_leaders(request) else 0
+            cached_tokens = self.look(request)[0] if self._flights.has_leaders(request) else 0
         if params.read_cache and self._flights.follow(request, cached_tokens):
             return Admission.FOLLOWS
         num_growing = 0 if is_passing else sum(other.generation is not None for other in running)
@@ -110,7 +111,7 @@ class Admitter:
 
     def _start(self, request: Request, lease: Lease) -> None:
         """Let a request continue after the cached tokens of its lease."""
-        request.lease = lease
+        request.lease, request.num_nodes = lease, lease.num_nodes
         if request.scheduled_s is None:
             request.scheduled_s = self._clock()
         if not request.has_computed:

@@ -90,6 +90,7 @@ class Request:
         arrival: number of requests that came before it.
         lease: its blocks; None while it holds none.
         miss_reason: why it did not reuse more.
+        num_nodes: nodes of the cache that were passed to find reused tokens, at the last admission.
         cached_tokens: prompt tokens that it reused; set at each admission until it has computed a token.
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.
@@ -108,6 +109,7 @@ class Request:
     arrival: int = 0
     lease: Lease | None = None
     miss_reason: MissReason = MissReason.COLD
+    num_nodes: int = 0
     cached_tokens: int = 0
     has_computed: bool = False
     computed_upto: int = 0

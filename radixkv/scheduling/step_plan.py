@@ -20,6 +20,9 @@ _SHORT_SHARE = 2
 # some microseconds, so that a step has a bound, too.
 _WINDOW = 16
 _MAX_LOOKS = 64
+# A path of this many nodes costs as much as a look does otherwise, some 20 us; a token of a small model on a GPU, too.
+_NODES_A_LOOK = 64
+_NODES_A_TOKEN = 32
 # Rows of logits that a step makes beside those of next tokens: a row of 150,000 tokens takes 0.6 MB.
 _MAX_PROMPT_LOGIT_ROWS = 64
 # The first waiting request is passed over at most this many times.
@@ -78,6 +81,8 @@ class StepPlan:
         self._logit_rows = _MAX_PROMPT_LOGIT_ROWS  # that are left
         self._granted: dict[Request, int] = {}  # tokens of each request in the step, in the order of the slices
         self._looks: dict[Request, int] = {}  # cached tokens of the waiting requests that were looked at
+        self._num_looks = 0  # one for each, and more for deep paths
+        self._search_tokens: dict[Request, int] = {}  # what finding the cached tokens of a request costs, in tokens
 
     def make_slices(self) -> list[Slice]:
         """Hand out the step's tokens. Returns a slice for each request that gets any."""
@@ -205,6 +210,7 @@ class StepPlan:
             queue.running.add(request)
             self._running[request] = None
             queue.num_passed_over = 0 if is_first else queue.num_passed_over + 1
+            self._search_tokens[request] = request.num_nodes // _NODES_A_TOKEN
         elif admission is Admission.FOLLOWS:
             queue.waiting.remove(request)
             queue.following.add(request)
@@ -216,10 +222,11 @@ class StepPlan:
         """List the first waiting requests of a tenant, each with its cached tokens."""
         window: list[tuple[Request, int]] = []
         for request in itertools.islice(queue.waiting, _WINDOW):
-            if request not in self._looks and len(self._looks) >= _MAX_LOOKS and window:
+            if request not in self._looks and self._num_looks >= _MAX_LOOKS and window:
                 break
             if request not in self._looks:
-                self._looks[request] = self._admitter.look(request)
+                self._looks[request], num_nodes = self._admitter.look(request)
+                self._num_looks += 1 + num_nodes // _NODES_A_LOOK
             window.append((request, self._looks[request]))
         return window
 
@@ -236,13 +243,22 @@ class StepPlan:
         return request.num_left - self._granted.get(request, 0)
 
     def _grant(self, request: Request, tokens: int) -> int:
-        """Put at most `tokens` more tokens of a request into the step. Returns the tokens put."""
+        """Put at most `tokens` more tokens of a request into the step.
+
+        What it cost to find its cached tokens is charged to its tenant, and takes the place of tokens.
+
+        Returns:
+            Tokens of the step that are used.
+        """
         granted = min(self._left(request), tokens, self._budget)
         if request.wants_all_logits:
             granted = min(granted, self._logit_rows)
             self._logit_rows -= granted
-        if granted:
-            self._granted[request] = self._granted.get(request, 0) + granted
-            self._budget -= granted
-            self._queues[request.tenant].charge(granted)
-        return granted
+        if not granted:
+            return 0
+        search = self._search_tokens.pop(request, 0)
+        used = min(granted + search, tokens, self._budget)
+        self._granted[request] = self._granted.get(request, 0) + granted
+        self._budget -= used
+        self._queues[request.tenant].charge(granted + search)
+        return used

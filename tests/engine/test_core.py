@@ -222,6 +222,71 @@ class TestHeldLeases:
         assert len(bench.core.held_leases) == 0
         assert bench.cache.num_pinned_blocks == 0
 
+    def test_a_renewed_one_expires_later_than_those_that_came_after_it(self) -> None:
+        bench = Bench(held_lease_ttl_s=5.0)
+        held = [bench.prefill(range(start, start + 8), hold_lease=True).held_lease for start in (0, 50)]
+        assert held[0] is not None
+        bench.clock.now = 4.0
+        bench.core.renew(held[0].lease_id, "")
+        bench.clock.now = 5.0
+        bench.core.step()
+        assert len(bench.core.held_leases) == 1
+        bench.clock.now = 8.9
+        bench.core.step()
+        assert len(bench.core.held_leases) == 1
+        bench.clock.now = 9.0
+        bench.core.step()
+        assert len(bench.core.held_leases) == 0
+
+    def test_only_its_tenant_renews_it_and_only_while_it_is_held(self) -> None:
+        bench = Bench(held_lease_ttl_s=5.0)
+        held = bench.prefill(range(8), tenant="a", hold_lease=True).held_lease
+        assert held is not None
+        with pytest.raises(UnknownLease):
+            bench.core.renew(held.lease_id, "b")
+        bench.core.held_leases.release(held.lease_id, "a")
+        with pytest.raises(UnknownLease):
+            bench.core.renew(held.lease_id, "a")
+
+    def test_they_are_bounded_in_number_and_the_next_one_is_told_when_to_come_back(self) -> None:
+        bench = Bench(held_lease_ttl_s=5.0, max_tenant_held_leases=2, max_held_leases=3)
+        held = [bench.prefill(range(start, start + 8), tenant="a", hold_lease=True) for start in (0, 50)]
+        bench.clock.now = 1.0
+        refused = bench.submit(range(8), tenant="a", hold_lease=True)
+        bench.run()
+        error = refused.exception(0)
+        assert isinstance(error, QuotaExceeded)
+        assert str(error) == "hold_lease: expected fewer than 2 held leases of this tenant, got 2"
+        assert error.retry_after_s == 4.0
+        assert bench.prefill(range(8), tenant="a").usage.cached_tokens == 7, "without a lease it is served"
+        bench.prefill(range(8), tenant="b", hold_lease=True)
+        refused = bench.submit(range(8), tenant="c", hold_lease=True)
+        bench.run()
+        assert str(refused.exception(0)) == "hold_lease: expected fewer than 3 held leases of all tenants, got 3"
+        assert held[0].held_lease is not None
+        bench.core.held_leases.release(held[0].held_lease.lease_id, "a")
+        assert bench.prefill(range(8), tenant="c", hold_lease=True).held_lease is not None
+        bench.core.held_leases.close()
+        bench.cache.check()
+        assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
+
+    def test_requests_that_run_together_do_not_hold_more_than_there_may_be(self) -> None:
+        bench = Bench(max_step_tokens=64, max_tenant_held_leases=2)
+        futures = [bench.submit(range(start, start + 8), hold_lease=True) for start in range(0, 500, 100)]
+        bench.run()
+        assert [future.exception(0) is None for future in futures] == [True, True, False, False, False]
+        assert len(bench.core.held_leases) == 2
+
+    def test_a_request_that_may_not_keep_its_blocks_gives_them_back(self) -> None:
+        bench = Bench(num_blocks=16)
+        bench.cache.kept.max_blocks = 4
+        bench.prefill(range(8), hold_lease=True)
+        refused = bench.submit(range(50, 62), hold_lease=True)
+        bench.run()
+        assert isinstance(refused.exception(0), QuotaExceeded)
+        assert bench.cache.pool.num_leased == 0
+        assert bench.cache.num_pinned_blocks == 2
+
 
 class TestWaysOut:
     def test_a_cancelled_request_gives_its_blocks_back_between_chunks(self) -> None:

@@ -145,6 +145,17 @@ CACHE_MUTANTS = (
 )
 
 ENGINE_MUTANTS = (
+    Mutant("scheduling/step_plan.py", "(granted + search)\n", "(granted)\n"),
+    Mutant("scheduling/step_plan.py", "used = min(granted + search, tokens, self._budget)", "used = granted"),
+    Mutant("scheduling/step_plan.py", "1 + num_nodes // _NODES_A_LOOK", "1"),
+    Mutant(
+        "scheduling/held_leases.py",
+        "            if num_leases >= max_leases:",
+        "            if num_leases > max_leases:",
+    ),
+    Mutant("scheduling/held_leases.py", "            del self._num_by_tenant[held.tenant]\n", "            pass\n"),
+    Mutant("scheduling/held_leases.py", "        lease.keep()\n", ""),
+    Mutant("scheduling/admission.py", "                lease.close()\n", ""),
     Mutant("engine/calls/lanes.py", "popitem(last=False)", "popitem()"),
     Mutant("engine/calls/lanes.py", "        if lane:\n            self._lanes[tenant] = lane\n", ""),
     Mutant("engine/calls/lanes.py", "        self._num_calls -= 1\n", ""),
@@ -186,7 +197,7 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/admission.py", "num_growing = 0 if is_passing else sum(", "num_growing = sum("),
     Mutant("scheduling/admission.py", "Admission.NO_ROOM if running and", "Admission.NO_ROOM if False and"),
     Mutant("scheduling/admission.py", " and not request.is_revoked and ", " and "),
-    Mutant("scheduling/step_plan.py", "            self._queues[request.tenant].charge(granted)\n", ""),
+    Mutant("scheduling/step_plan.py", "        self._queues[request.tenant].charge(granted + search)\n", ""),
     Mutant("scheduling/step_plan.py", "queue.num_passed_over >= _MAX_PASSED_OVER or ", ""),
     Mutant("scheduling/step_plan.py", "max(equals, key=lambda look: look[1])", "min(equals, key=lambda look: look[1])"),
     Mutant("scheduling/step_plan.py", "                self.blocked = request\n", "                pass\n"),

@@ -23,7 +23,7 @@ class FakeAdmitter:
 
     Attributes:
         outcomes: what becomes of a request, if it is not admitted.
-        cached_tokens: what a look finds.
+        cached_tokens, num_nodes: what a look finds.
         tried: the requests that asked for blocks, in order.
     """
 
@@ -31,11 +31,12 @@ class FakeAdmitter:
         self.outcomes: dict[Request, Admission] = {}
         self.cached_tokens: dict[Request, int] = {}
         self.tried: list[Request] = []
+        self.num_nodes: dict[Request, int] = {}
         self.num_looks = 0
 
-    def look(self, request: Request) -> int:
+    def look(self, request: Request) -> tuple[int, int]:
         self.num_looks += 1
-        return self.cached_tokens.get(request, 0)
+        return self.cached_tokens.get(request, 0), self.num_nodes.get(request, 0)
 
     def urgent_tokens(self, request: Request) -> int:
         return request.num_left
@@ -45,6 +46,7 @@ class FakeAdmitter:
     ) -> Admission:
         self.tried.append(request)
         request.computed_upto = cached_tokens or 0
+        request.num_nodes = self.num_nodes.get(request, 0)
         return self.outcomes.get(request, Admission.ADMITTED)
 
 
@@ -191,3 +193,32 @@ def test_a_place_is_left_for_a_tenant_that_has_none() -> None:
     mine, other = desk.wait(10, "a"), desk.wait(10, "b")
     assert other in {part.request for part in desk.plan()}
     assert mine in desk.queues["a"].waiting
+
+
+def test_finding_a_deep_path_is_charged_and_takes_the_place_of_tokens() -> None:
+    desk = Desk(max_tokens=300)
+    deep = [desk.wait(4) for _ in range(4)]
+    for request in deep:
+        desk.admitter.num_nodes[request] = 32 * 100
+    assert desk.plan() == [Slice(request, 0, 4) for request in deep[:3]]
+    assert desk.queues[""].served == 3 * 104
+
+
+def test_a_request_whose_path_costs_more_than_a_step_is_served_and_charged_in_full() -> None:
+    desk = Desk(max_tokens=16)
+    deep, other = desk.wait(4, "deep"), desk.wait(4, "other")
+    desk.admitter.num_nodes[deep] = 32 * 1000
+    assert Slice(deep, 0, 4) in desk.plan()
+    assert desk.queues["deep"].served == 1004
+    desk.queues["deep"].running.clear()
+    desk.running.clear()
+    assert Slice(other, 0, 4) in desk.plan()
+
+
+def test_looks_at_deep_paths_are_fewer() -> None:
+    desk = Desk(max_tokens=8)
+    for _ in range(16):
+        request = desk.wait(20)
+        desk.admitter.num_nodes[request] = 64 * 31
+    desk.plan()
+    assert desk.admitter.num_looks == 2

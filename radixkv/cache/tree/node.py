@@ -119,7 +119,7 @@ class Node:
 
 
 # Uses of this many nodes at the end of a path are followed one by one. Paths of real traffic have fewer than 20 nodes.
-NUM_FOLLOWED_NODES = 64
+NUM_FOLLOWED_NODES = 24
 
 
 def path_to(node: Node | None) -> list[Node]:

@@ -29,7 +29,7 @@ class Planter:
         return insertion
 
     def match(self, text: str) -> tuple[int, list[int]]:
-        _, num_bytes, block_ids = self.tree.match(spell(text))
+        _, num_bytes, block_ids, _ = self.tree.match(spell(text))
         return num_bytes // 4, unpacked(block_ids)
 
     def shape(self) -> dict[str, list[int]]:
@@ -52,7 +52,7 @@ def node_of(planter: Planter, path: str) -> Node:
 
 
 def test_an_empty_tree_matches_nothing() -> None:
-    assert make_tree(4).match(spell("abcd")) == (None, 0, b"")
+    assert make_tree(4).match(spell("abcd")) == (None, 0, b"", 0)
 
 
 @pytest.mark.parametrize(
