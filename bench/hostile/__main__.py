@@ -1,61 +1,84 @@
 """Attacks a server of its own on loopback, with an innocent caller beside each attack.
 
-python -m bench.hostile [--attacks stalled unread] [--seconds 10] [--set server.max_calls=100] [--json FILE]
+python -m bench.hostile [--attacks stalled unread] [--seconds 8] [--set server.max_calls=100] [--json FILE]
 
-Refusals of the innocent should be 0. All callers share one process, so its latency includes their own work.
+Server, attacker and innocent are three processes. Exit status: 1 if an attack broke a bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from bench.hostile.attacks import ATTACKS
-from bench.hostile.trial import measure
+from bench.hostile.attacks.attack import Attack, Target
+from bench.hostile.attacks.by_name import ATTACKS
+from bench.hostile.trial import Trial, measure
+from bench.hostile.verdict import broken_bounds, memory_budget_mb
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess
+from radixkv.config import Config
 
 _HEADING = (
-    f"{'attack':<16} {'alone p50':>9} {'p99 ms':>8} {'beside p50':>10} {'p99 ms':>8} {'refused':>7} "
-    f"{'idle MB':>8} {'peak':>7} {'after':>7} {'idle after s':>12}  seen"
+    f"{'attack':<15} {'alone p50':>9} {'p99 ms':>7} {'beside p50':>10} {'p99 ms':>8} {'refused':>9} "
+    f"{'idle MB':>8} {'peak':>6} {'after':>6} {'idle s':>6}  broken bounds; seen"
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the attacks, each on a fresh server; print a table, and write JSON."""
     parser = argparse.ArgumentParser(description="Attack a server of its own, with an innocent caller beside.")
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
-    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each attack; default 10")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each attack; default 8")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     command = shlex.join(["python", "-m", "bench.hostile", *(sys.argv[1:] if arguments is None else arguments)])
-    settings = [argument for setting in options.settings for argument in ("--set", setting)]
+    asked = {"seconds": options.seconds, "settings": options.settings, "command": command}
     print(_HEADING)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in options.attacks:
-        process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", *settings])
-        with process as address:
-            assert process.pid is not None, "a server that listens has a process"
-            row = asyncio.run(measure(address, process.pid, name, ATTACKS[name], options.seconds))
-        rows.append(row)
-        alone, beside = row["alone"], row["beside"]
-        idle_after = "-" if row["idle_after_s"] is None else f"{row['idle_after_s']:.1f}"
-        print(
-            f"{name:<16} {alone['p50_ms']:9.1f} {alone['p99_ms']:8.1f} {beside['p50_ms']:10.1f} "
-            f"{beside['p99_ms']:8.1f} {beside['refusals']:7} {row['idle_mb']:8.0f} {row['peak_mb']:7.0f} "
-            f"{row['after_mb']:7.0f} {idle_after:>12}  {row['seen']}",
-            flush=True,
-        )
-    if options.json:
-        asked = {"seconds": options.seconds, "settings": options.settings}
-        write_json(options.json, {"rows": rows, **asked, "command": command, **describe_run()})
+        rows.append(_row(name, ATTACKS[name], options.seconds, options.settings))
+        if options.json:
+            write_json(options.json, {"rows": rows, **asked, **describe_run()})
+    return 1 if any(row["broken"] for row in rows) else 0
+
+
+def _row(name: str, attack: Attack, seconds: float, settings: Sequence[str]) -> dict[str, Any]:
+    settings = [*attack.settings, *settings]
+    command = [sys.executable, "-m", "bench.parts.null_service", "engine", "--vocab-size", str(attack.vocab_size)]
+    process = ServerProcess([*command, *(word for setting in settings for word in ("--set", setting))])
+    load = os.getloadavg()[0]
+    with process as address:
+        assert process.pid is not None, "a server that listens has a process"
+        trial = asyncio.run(measure(name, Target(address, seconds), process.pid))
+    budget_mb = memory_budget_mb(Config.load(None, settings).server, attack.num_connections)
+    broken = broken_bounds(trial, budget_mb)
+    _show(trial, broken)
+    return {**dataclasses.asdict(trial), "budget_mb": budget_mb, "broken": broken, "load_before": load}
+
+
+def _show(trial: Trial, broken: Sequence[str]) -> None:
+    alone, beside = trial.alone, trial.beside
+    seen = {name: round(number, 1) for name, number in {**trial.prepared, **trial.seen}.items()}
+    print(
+        f"{trial.attack:<15} {_number(alone.p50_ms):>9} {_number(alone.p99_ms):>7} {_number(beside.p50_ms):>10} "
+        f"{_number(beside.p99_ms):>8} {beside.refusals:>4}/{beside.calls:<4} {trial.idle_mb:8.0f} {trial.peak_mb:6.0f} "
+        f"{trial.after_mb:6.0f} {_number(trial.idle_after_s):>6}  {', '.join(broken) or 'none'}; {seen}",
+        flush=True,
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,39 +4,83 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import numpy as np
 
-from bench.hostile.attacks import Attack
+from bench.hostile.attacker import AttackerProcess
+from bench.hostile.attacks.attack import Figures, Target
 from radixkv.service.client import AsyncClient
+from radixkv.v1.cache_pb2 import StatsResponse
 
 _PERIOD_S = 0.05
 _NUM_TOKENS = 120
-_IDLE_TIMEOUT_S = 10.0
+_WARM_UP_S = 1.0
+_IDLE_TIMEOUT_S = 30.0
 
 
-async def innocent(address: str, seconds: float, seed: int) -> dict[str, Any]:
-    """Send a new prompt of another tenant every 50 ms, and say how long answers took.
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """What an innocent caller saw.
 
-    Returns:
-        p50_ms, p99_ms, calls, and refusals.
+    Attributes:
+        p50_ms, p99_ms: of its answers; None without any.
+        step_ms: median of the time that the server computed for it.
+        calls: prompts sent.
+        refusals: prompts that were not answered.
+        statuses: how often each status came, with the server's words.
     """
+
+    p50_ms: float | None
+    p99_ms: float | None
+    step_ms: float | None
+    calls: int
+    refusals: int
+    statuses: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The outcome of one attack.
+
+    Attributes:
+        prepared, seen: what the attacker saw before and during the attack.
+        alone, beside: what the innocent saw before the attack, and during it.
+        idle_mb, peak_mb, after_mb: resident memory of the server.
+        idle_after_s: seconds from the end of the attack until nothing was unfinished, leased or held; None if never.
+    """
+
+    attack: str
+    prepared: Figures
+    seen: Figures
+    alone: Latencies
+    beside: Latencies
+    idle_mb: float
+    peak_mb: float
+    after_mb: float
+    idle_after_s: float | None
+
+
+async def innocent(address: str, seconds: float, seed: int) -> Latencies:
+    """Send a new prompt of another tenant every 50 ms, and say how long answers took."""
     loop, numbers = asyncio.get_running_loop(), np.random.default_rng(seed)
     took_ms: list[float] = []
-    num_refused = 0
+    steps_ms: list[float] = []
+    statuses: Counter[str] = Counter()
 
     async def call(client: AsyncClient) -> None:
-        nonlocal num_refused
         start_s = loop.time()
         try:
-            await client.prefill(numbers.integers(1, 200, _NUM_TOKENS), tenant="innocent", timeout_s=60)
-        except grpc.aio.AioRpcError:
-            num_refused += 1
-        else:
-            took_ms.append((loop.time() - start_s) * 1000)
+            answer = await client.prefill(numbers.integers(1, 200, _NUM_TOKENS), tenant="innocent", timeout_s=60)
+        except grpc.aio.AioRpcError as error:
+            statuses[f"{error.code().name}: {error.details()}"] += 1
+            return
+        statuses["OK"] += 1
+        took_ms.append((loop.time() - start_s) * 1000)
+        steps_ms.append(answer.timing.prefill_us / 1000)
 
     async with AsyncClient(address) as client:
         calls = []
@@ -44,30 +88,59 @@ async def innocent(address: str, seconds: float, seed: int) -> dict[str, Any]:
             calls.append(asyncio.create_task(call(client)))
             await asyncio.sleep(_PERIOD_S)
         await asyncio.gather(*calls)
-    p50, p99 = np.percentile(took_ms, [50, 99]) if took_ms else (float("inf"), float("inf"))
-    return {"p50_ms": float(p50), "p99_ms": float(p99), "calls": len(calls), "refusals": num_refused}
+    return Latencies(
+        p50_ms=_percentile(took_ms, 50),
+        p99_ms=_percentile(took_ms, 99),
+        step_ms=_percentile(steps_ms, 50),
+        calls=len(calls),
+        refusals=len(calls) - statuses["OK"],
+        statuses=dict(statuses),
+    )
 
 
-async def measure(address: str, pid: int, name: str, attack: Attack, seconds: float) -> dict[str, Any]:
-    """Measure the innocent alone, then beside an attack; then wait until the engine is idle, 10 s at most."""
-    alone = await innocent(address, seconds, 0)
-    idle_mb = peak_mb = resident_mb(pid)
-    attacking = asyncio.ensure_future(attack(address, seconds))
-    beside = asyncio.ensure_future(innocent(address, seconds, 1))
-    while not (attacking.done() and beside.done()):
-        peak_mb = max(peak_mb, resident_mb(pid))
-        await asyncio.sleep(_PERIOD_S)
-    idle_after_s = await _seconds_to_idle(address)
-    return {
-        "attack": name,
-        "seen": await attacking,
-        "alone": alone,
-        "beside": await beside,
-        "idle_mb": idle_mb,
-        "peak_mb": peak_mb,
-        "after_mb": resident_mb(pid),
-        "idle_after_s": idle_after_s,
-    }
+async def measure(name: str, target: Target, pid: int) -> Trial:
+    """Measure the innocent alone, then beside an attack; then wait until the server is idle, 30 s at most.
+
+    Args:
+        name: of the attack.
+        target: the server.
+        pid: its process.
+    """
+    await innocent(target.address, min(_WARM_UP_S, target.seconds), 0)
+    alone = await innocent(target.address, target.seconds, 1)
+    idle_mb = resident_mb(pid)
+    async with Peak(pid) as peak, AttackerProcess(name, target) as attacker:
+        prepared = await attacker.prepared()
+        beside, seen = await asyncio.gather(innocent(target.address, target.seconds, 2), attacker.attack())
+        idle_after_s = await _seconds_to_idle(target.address)
+    return Trial(name, prepared, seen, alone, beside, idle_mb, peak.most_mb, resident_mb(pid), idle_after_s)
+
+
+class Peak:
+    """The most memory that a process has resident while this is open, looked at every 50 ms.
+
+    Attributes:
+        most_mb: in MB so far.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.most_mb = 0.0
+        self._watching: asyncio.Task[None]
+
+    async def __aenter__(self) -> Peak:
+        """Begin to look."""
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            self.most_mb = max(self.most_mb, resident_mb(self._pid))
+            await asyncio.sleep(_PERIOD_S)
 
 
 def resident_mb(pid: int) -> float:
@@ -77,13 +150,20 @@ def resident_mb(pid: int) -> float:
 
 
 async def _seconds_to_idle(address: str) -> float | None:
-    """Return the seconds until no request is unfinished; None if some are after 10 s."""
     loop = asyncio.get_running_loop()
     start_s = loop.time()
     async with AsyncClient(address) as client:
         while loop.time() - start_s < _IDLE_TIMEOUT_S:
-            requests = (await client.stats()).requests
-            if not requests.running + requests.waiting + requests.following:
+            if _is_idle(await client.stats()):
                 return loop.time() - start_s
             await asyncio.sleep(_PERIOD_S)
     return None
+
+
+def _is_idle(stats: StatsResponse) -> bool:
+    requests = stats.requests
+    return not (requests.running + requests.waiting + requests.following + stats.held_leases)
+
+
+def _percentile(values: list[float], percent: float) -> float | None:
+    return float(np.percentile(values, percent)) if values else None

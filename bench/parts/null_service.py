@@ -1,6 +1,6 @@
 """Two servers to compare, each in its own process: the service over a model that costs nothing, and an echo server.
 
-python -m bench.parts.null_service engine [--set engine.max_step_tokens=8192]
+python -m bench.parts.null_service engine [--set engine.max_step_tokens=8192] [--vocab-size 151936]
 python -m bench.parts.null_service echo ANSWER_IN_HEX
 """
 
@@ -31,30 +31,31 @@ NEXT_TOKEN_ID = 7
 
 
 class NullRunner:
-    """Stands in for `Runner` and answers at once with constant logits."""
+    """Stands in for `Runner` and answers at once with constant logits.
 
-    def __init__(self) -> None:
+    Args:
+        vocab_size: of the model, hence the width of its logits.
+    """
+
+    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
         self.model = SimpleNamespace(
             name="null",
             device=torch.device("cpu"),
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             max_tokens=None,
             fingerprint="null",
             eos_token_ids=frozenset(),
         )
         self.storage = SimpleNamespace(block_bytes=0, kv_dtype="fp32")
-        self._row = torch.zeros(1, VOCAB_SIZE)
+        self._row = torch.zeros(1, vocab_size)
         self._row[0, NEXT_TOKEN_ID] = 1.0
-        self._logits: dict[int, torch.Tensor] = {}  # by number of rows
 
     is_asynchronous = False
 
     def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
         """Compute nothing."""
         num_rows = sum(chunk.wants_logits for chunk in chunks)
-        if num_rows not in self._logits:
-            self._logits[num_rows] = self._row.repeat(num_rows, 1)
-        result = StepResult(self._logits[num_rows], [NEXT_TOKEN_ID] * num_rows, [True] * len(chunks))
+        result = StepResult(self._row.expand(num_rows, -1), [NEXT_TOKEN_ID] * num_rows, [True] * len(chunks))
         return lambda: result
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
@@ -62,7 +63,7 @@ class NullRunner:
         return self.start(chunks)()
 
 
-def build_null_engine(config: Config) -> Engine:
+def build_null_engine(config: Config, vocab_size: int = VOCAB_SIZE) -> Engine:
     """Build the real engine and cache over a `NullRunner`."""
     cache = PrefixCache(
         config.cache.num_blocks,
@@ -70,7 +71,7 @@ def build_null_engine(config: Config) -> Engine:
         policy=make_policy(config.cache.policy, config.cache.num_blocks),
     )
     return Engine(
-        cast("Runner", NullRunner()), cache, config.engine, rates=Rates(config.tenants, config.default_tenant)
+        cast("Runner", NullRunner(vocab_size)), cache, config.engine, rates=Rates(config.tenants, config.default_tenant)
     )
 
 
@@ -109,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True)
     engine = kinds.add_parser("engine")
     engine.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V")
+    engine.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     echo = kinds.add_parser("echo")
     echo.add_argument("answer", metavar="ANSWER_IN_HEX")
     options = parser.parse_args(arguments)
@@ -116,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         asyncio.run(serve_echo(prefill_pb2.PrefillResponse.FromString(bytes.fromhex(options.answer))))
     else:
         config = Config.load(None, ["server.port=0", *options.settings])
-        run(build_null_engine(config), config.server)
+        run(build_null_engine(config, options.vocab_size), config.server)
 
 
 if __name__ == "__main__":

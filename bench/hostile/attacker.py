@@ -1,0 +1,80 @@
+"""The process of an attacker, so that its work is not counted as the server's.
+
+python -m bench.hostile.attacker NAME ADDRESS SECONDS SCALE
+
+It prepares, says so, waits for a line, attacks, and prints what it saw as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+
+from bench.hostile.attacks.attack import Figures, Target
+from bench.hostile.attacks.by_name import ATTACKS
+
+_PREPARE_TIMEOUT_S = 180.0
+_ATTACK_TIMEOUT_S = 120.0
+
+
+class AttackerProcess:
+    """An attacker as a subprocess and asynchronous context manager. After the block the process is gone.
+
+    Args:
+        name: of the attack.
+        target: what it attacks.
+    """
+
+    def __init__(self, name: str, target: Target) -> None:
+        self._arguments = [name, target.address, str(target.seconds), str(target.scale)]
+        self._most_s = target.seconds + _ATTACK_TIMEOUT_S
+        self._process: asyncio.subprocess.Process
+
+    async def __aenter__(self) -> AttackerProcess:
+        """Start it. It prepares at once."""
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "bench.hostile.attacker",
+            *self._arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    async def prepared(self) -> Figures:
+        """Wait until it has prepared; return what it saw."""
+        return await self._line(_PREPARE_TIMEOUT_S)
+
+    async def attack(self) -> Figures:
+        """Have it attack, and return what it saw."""
+        assert self._process.stdin is not None, "it was started with a pipe"
+        self._process.stdin.write(b"\n")
+        return await self._line(self._most_s)
+
+    async def _line(self, timeout_s: float) -> Figures:
+        assert self._process.stdout is not None, "it was started with a pipe"
+        async with asyncio.timeout(timeout_s):
+            figures: Figures = json.loads(await self._process.stdout.readline())
+        return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prepare an attack, and attack when told."""
+    name, address, seconds, scale = sys.argv[1:] if arguments is None else arguments
+    target, attack = Target(address, float(seconds), float(scale)), ATTACKS[name]
+    prepared = asyncio.run(attack.prepare(target)) if attack.prepare else {}
+    print(json.dumps(prepared), flush=True)
+    sys.stdin.readline()
+    print(json.dumps(asyncio.run(attack.run(target))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

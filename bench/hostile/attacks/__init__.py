@@ -1,0 +1,1 @@
+"""Attacks on a server, by what they aim at."""

@@ -1,0 +1,52 @@
+"""An attack: what it prepares, what it does, and the server that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from bench.parts.null_service import VOCAB_SIZE
+
+LARGE_POOL = ("cache.block_size=16", "cache.capacity_tokens=8388608")
+LONG_TOKENS = 131_072
+
+Figures = dict[str, float]
+"""How often each status came, and what else an attack measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server that is attacked, and how hard.
+
+    Attributes:
+        address: of the server.
+        seconds: time of the attack.
+        scale: share of the full number of prompts, nodes, tenants and connections; tests take less than 1.
+    """
+
+    address: str
+    seconds: float
+    scale: float = 1.0
+
+    def part_of(self, number: int) -> int:
+        """Return this share of a number; at least 1."""
+        return max(1, round(number * self.scale))
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """An attack that is bounded in calls, connections and time, and ends what it began.
+
+    Attributes:
+        run: attacks for `Target.seconds`.
+        prepare: fills the cache before, without an innocent caller beside it.
+        settings: of the server, as `section.key=value`.
+        vocab_size: of the server's model.
+        num_connections: that it opens.
+    """
+
+    run: Callable[[Target], Awaitable[Figures]]
+    prepare: Callable[[Target], Awaitable[Figures]] | None = None
+    settings: tuple[str, ...] = ()
+    vocab_size: int = VOCAB_SIZE
+    num_connections: int = 16

@@ -1,0 +1,32 @@
+"""The attacks by name."""
+
+from __future__ import annotations
+
+from bench.hostile.attacks import connections, deep_paths, held_leases, messages, operators
+from bench.hostile.attacks.attack import LARGE_POOL, Attack
+from bench.hostile.attacks.cancels import cancels
+
+_SHORT_TTL = "engine.held_lease_ttl_s=5"
+_LARGE_VOCABULARY = 151_936
+
+ATTACKS: dict[str, Attack] = {
+    "large_packed": Attack(messages.large_packed),
+    "large_unpacked": Attack(messages.large_unpacked),
+    "gzip_bombs": Attack(messages.gzip_bombs),
+    "stalled": Attack(connections.stalled, num_connections=10),
+    "slow_headers": Attack(connections.slow_headers, num_connections=200),
+    "idle": Attack(connections.idle, num_connections=connections.IDLE_CONNECTIONS),
+    "unread": Attack(
+        connections.unread, settings=("server.send_timeout_s=2",), vocab_size=_LARGE_VOCABULARY, num_connections=10
+    ),
+    "deep_retain": Attack(deep_paths.hit_after_retain, deep_paths.cut_by_retain, LARGE_POOL, num_connections=33),
+    "deep_branches": Attack(deep_paths.hit_after_branches, deep_paths.cut_by_branches, LARGE_POOL, num_connections=49),
+    "held_prompt": Attack(held_leases.held_prompt, settings=(*LARGE_POOL, _SHORT_TTL)),
+    "held_pool": Attack(held_leases.held_pool, settings=(_SHORT_TTL,)),
+    "tenants": Attack(operators.ask_statistics, operators.fill_tenants, LARGE_POOL),
+    "probe": Attack(operators.probe, operators.fill_prompt, LARGE_POOL, num_connections=48),
+    "retain": Attack(operators.retain, operators.fill_prompt, LARGE_POOL, num_connections=48),
+    "purge": Attack(operators.purge, operators.fill_tenants, LARGE_POOL, num_connections=48),
+    "priorities": Attack(operators.await_end, operators.fill_priorities, LARGE_POOL),
+    "cancels": Attack(cancels, num_connections=48),
+}

@@ -1,0 +1,34 @@
+"""Attacks by calls that are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+from bench.hostile.attacks.attack import Figures, Target
+from bench.hostile.attacks.flood import PREFILL, opened
+from radixkv.v1 import prefill_pb2
+
+_NUM_AT_ONCE = 48
+_LONGEST_S = 0.01
+
+
+async def cancels(target: Target) -> Figures:
+    """Begin calls, and cancel each within 10 ms."""
+    clock, chance = asyncio.get_running_loop().time, random.Random(3)
+    end_s = clock() + target.seconds
+    seen: Counter[str] = Counter()
+
+    async def repeat() -> None:
+        async with opened(target.address) as channel:
+            call = channel.unary_unary(PREFILL, None, None)
+            while clock() < end_s:
+                tokens = [chance.randrange(1, 200) for _ in range(64)]
+                begun = call(prefill_pb2.PrefillRequest(token_ids=tokens, tenant="cancels").SerializeToString())
+                await asyncio.sleep(chance.random() * _LONGEST_S)
+                begun.cancel()
+                seen[(await begun.code()).name] += 1
+
+    await asyncio.gather(*(repeat() for _ in range(_NUM_AT_ONCE)))
+    return dict(seen)

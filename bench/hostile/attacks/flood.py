@@ -1,0 +1,85 @@
+"""Many calls at once, over several connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from bench.hostile.attacks.attack import Figures, Target
+
+PREFILL = "/radixkv.v1.PrefillService/Prefill"
+PROBE = "/radixkv.v1.PrefillService/Probe"
+RETAIN = "/radixkv.v1.CacheService/Retain"
+PURGE = "/radixkv.v1.CacheService/Purge"
+STATS = "/radixkv.v1.CacheService/Stats"
+
+TIMEOUT_S = 60.0
+_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1)]
+
+
+class Call(Protocol):
+    """Sends a message."""
+
+    def __call__(self, message: bytes, /, *, timeout: float) -> Awaitable[bytes]:
+        """Send."""
+
+
+
+@contextlib.asynccontextmanager
+async def opened(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """Open a connection of its own."""
+    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+        yield channel
+
+
+async def flood(target: Target, path: str, make: Callable[[], bytes], num_at_once: int) -> Figures:
+    """Repeat a call until the time is over, on as many connections as calls are under way.
+
+    Returns:
+        How often each status came.
+    """
+    clock = asyncio.get_running_loop().time
+    end_s = clock() + target.seconds
+    seen: Counter[str] = Counter()
+
+    async def repeat() -> None:
+        async with opened(target.address) as channel:
+            call = channel.unary_unary(path, None, None)
+            while clock() < end_s:
+                seen[await status_of(call, make())] += 1
+
+    await asyncio.gather(*(repeat() for _ in range(num_at_once)))
+    return dict(seen)
+
+
+async def send_all(address: str, path: str, messages: Iterator[bytes], num_at_once: int = 16) -> Figures:
+    """Send each message once, on one connection.
+
+    Returns:
+        How often each status came.
+    """
+    seen: Counter[str] = Counter()
+    async with opened(address) as channel:
+        call = channel.unary_unary(path, None, None)
+
+        async def send() -> None:
+            for message in messages:
+                seen[await status_of(call, message)] += 1
+
+        await asyncio.gather(*(send() for _ in range(num_at_once)))
+    return dict(seen)
+
+
+async def status_of(call: Call, message: bytes) -> str:
+    """Make a call, and return the name of its status."""
+    try:
+        await call(message, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name)
+    return "OK"

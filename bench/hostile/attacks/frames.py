@@ -1,0 +1,130 @@
+"""A caller that speaks HTTP/2 by hand, and so can do what no client does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Mapping
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS, CONTINUATION = 0, 1, 4, 9
+END_STREAM, END_HEADERS = 1, 4
+
+_INITIAL_WINDOW_SIZE = 4
+_STATUS = re.compile(rb"grpc-status[\x01\x02](\d+)")
+_READ_BYTES = 65_536
+
+
+class RawConnection:
+    """One connection to a server on loopback. What the server sends is read only if asked for.
+
+    Args:
+        reader, writer: the two directions.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._next_stream = 1
+
+    @classmethod
+    async def open_socket(cls, address: str) -> RawConnection:
+        """Connect and say nothing."""
+        host, _, port = address.rpartition(":")
+        return cls(*await asyncio.open_connection(host, int(port), limit=1))
+
+    @classmethod
+    async def open(cls, address: str, window_bytes: int = 0) -> RawConnection:
+        """Connect and say how much of each answer the server may send."""
+        connection = await cls.open_socket(address)
+        settings = _INITIAL_WINDOW_SIZE.to_bytes(2, "big") + window_bytes.to_bytes(4, "big")
+        connection.write(PREFACE + frame(SETTINGS, 0, 0, settings))
+        return connection
+
+    def write(self, data: bytes) -> None:
+        """Send bytes as they are."""
+        self._writer.write(data)
+
+    def call(
+        self,
+        path: str,
+        message: bytes | None,
+        announced_bytes: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        is_compressed: bool = False,
+    ) -> None:
+        """Begin a call.
+
+        Args:
+            path: `/SERVICE/METHOD`.
+            message: sent at once; None to send none.
+            announced_bytes: length that is announced; that of the message by default. With more, the call stays open.
+            headers: more fields.
+            is_compressed: whether the message says that it is.
+        """
+        stream, self._next_stream = self._next_stream, self._next_stream + 2
+        self.write(frame(HEADERS, END_HEADERS, stream, block(path, headers)))
+        if message is not None:
+            size = len(message) if announced_bytes is None else announced_bytes
+            body = bytes([is_compressed]) + size.to_bytes(4, "big") + message
+            ends = [*range(16_384, len(body), 16_384), len(body)]
+            for start, end in zip([0, *ends], ends, strict=False):
+                flags = END_STREAM if end == len(body) and size == len(message) else 0
+                self.write(frame(DATA, flags, stream, body[start:end]))
+
+    async def read_status(self, timeout_s: float) -> str:
+        """Read what the server sends until it names a status, ends the connection, or is silent.
+
+        Returns:
+            The number of the status, `closed` or `silent`.
+        """
+        data = b""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while read := await self._reader.read(_READ_BYTES):
+                    data = data[-64:] + read
+                    if found := _STATUS.search(data):
+                        return found[1].decode()
+        except TimeoutError:
+            return "silent"
+        except ConnectionError:
+            pass
+        return "closed"
+
+    def close(self) -> None:
+        """End the connection at once."""
+        with contextlib.suppress(RuntimeError):
+            self._writer.transport.abort()
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Return a frame of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def block(path: str, headers: Mapping[str, str] | None = None) -> bytes:
+    """Return the block of headers that begins a call of gRPC. Given headers take the place of the usual ones."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": path,
+        ":authority": "localhost",
+        "te": "trailers",
+        "content-type": "application/grpc",
+        **(headers or {}),
+    }
+    return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
+
+
+def _text(text: str) -> bytes:
+    """Return a string as HPACK has it: its length, of which 7 bits are in the first byte, then itself."""
+    data = text.encode()
+    if len(data) < 127:
+        return bytes([len(data)]) + data
+    rest, head = len(data) - 127, bytearray([127])
+    while rest >= 128:
+        head.append(rest & 127 | 128)
+        rest >>= 7
+    return bytes([*head, rest]) + data

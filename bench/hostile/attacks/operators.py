@@ -1,0 +1,93 @@
+"""Attacks by calls that compute nothing, and by what makes them slow."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+
+from bench.hostile.attacks.attack import LONG_TOKENS, Figures, Target
+from bench.hostile.attacks.flood import PREFILL, PROBE, PURGE, RETAIN, STATS, flood, send_all
+from radixkv.v1 import cache_pb2, prefill_pb2
+
+_NUM_TENANTS = 40_000
+_NUM_PRIORITIES = 40_000
+_TTL_S = 60
+_NUM_AT_ONCE = 48
+
+_PREPARED_AT_ONCE = 64
+
+
+async def fill_tenants(target: Target) -> Figures:
+    """Cache a token of each of 40,000 tenants."""
+    return await send_all(target.address, PREFILL, _of_tenants(target.part_of(_NUM_TENANTS)), _PREPARED_AT_ONCE)
+
+
+async def ask_statistics(target: Target) -> Figures:
+    """Ask for statistics in a loop, eight at once."""
+    return await flood(target, STATS, lambda: b"", 8)
+
+
+async def purge(target: Target) -> Figures:
+    """Purge a tenant that has nothing, in a loop."""
+    message = cache_pb2.PurgeRequest(tenant="nobody").SerializeToString()
+    return await flood(target, PURGE, lambda: message, _NUM_AT_ONCE)
+
+
+async def fill_prompt(target: Target) -> Figures:
+    """Cache a prompt of 131,072 tokens."""
+    message = prefill_pb2.PrefillRequest(token_ids=[5] * LONG_TOKENS, tenant="operator")
+    return await send_all(target.address, PREFILL, iter([message.SerializeToString()]))
+
+
+async def probe(target: Target) -> Figures:
+    """Probe a cached prompt of 131,072 tokens, 48 at once."""
+    message = prefill_pb2.ProbeRequest(token_ids=[5] * LONG_TOKENS, tenant="operator").SerializeToString()
+    return await flood(target, PROBE, lambda: message, _NUM_AT_ONCE)
+
+
+async def retain(target: Target) -> Figures:
+    """Retain one block of a cached prompt of 131,072 tokens after the other, 48 at once."""
+    messages = itertools.cycle([_retained(start).SerializeToString() for start in range(0, 131_072, 131_072 // 64)])
+    return await flood(target, RETAIN, lambda: next(messages), _NUM_AT_ONCE)
+
+
+async def fill_priorities(target: Target) -> Figures:
+    """Cache 40,000 blocks whose priorities end at the same time, a minute after the start."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + _TTL_S * min(1.0, 10 * target.scale)
+
+    def prompts() -> Iterator[bytes]:
+        for number in range(target.part_of(_NUM_PRIORITIES)):
+            tokens = [1 + number // 200, 1 + number % 200, *[3] * 14]
+            message = prefill_pb2.PrefillRequest(token_ids=tokens, tenant="priorities")
+            message.retention.priority = 40
+            message.retention.ttl.FromMilliseconds(max(1, round((end_s - loop.time()) * 1000)))
+            yield message.SerializeToString()
+
+    seen = await send_all(target.address, PREFILL, prompts(), _PREPARED_AT_ONCE)
+    late_s = max(0.0, loop.time() - end_s)
+    await asyncio.sleep(max(0.0, end_s - target.seconds / 2 - loop.time()))
+    return {**seen, "prepared late s": late_s}
+
+
+async def await_end(target: Target) -> Figures:
+    """Ask for statistics twice a second while the priorities end."""
+    seen: dict[str, float] = {}
+    for _ in range(max(1, round(2 * target.seconds))):
+        for status, number in (await send_all(target.address, STATS, iter([b""]), 1)).items():
+            seen[status] = seen.get(status, 0) + number
+        await asyncio.sleep(0.5)
+    return seen
+
+
+def _of_tenants(number: int) -> Iterator[bytes]:
+    for index in range(number):
+        yield prefill_pb2.PrefillRequest(token_ids=[1, 2], tenant=f"tenant {index}").SerializeToString()
+
+
+def _retained(start: int) -> cache_pb2.RetainRequest:
+    message = cache_pb2.RetainRequest(token_ids=[5] * LONG_TOKENS, tenant="operator")
+    message.retention.priority = 49
+    message.retention.start_token, message.retention.end_token = start, start + 16
+    return message

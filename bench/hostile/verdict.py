@@ -1,0 +1,44 @@
+"""The bounds that an attack must leave to a server and to an innocent caller."""
+
+from __future__ import annotations
+
+from bench.hostile.trial import Trial
+from radixkv.config import ServerConfig
+
+_TIMES_ALONE = 3.0
+_NUM_STEPS = 2
+_TIMES_IDLE_MEMORY = 1.3
+_MOST_IDLE_S = 10.0
+_NUM_WAITING = 1024
+_WINDOW_BYTES = 65_536
+
+
+def memory_budget_mb(config: ServerConfig, num_connections: int) -> float:
+    """Return the memory beyond idle that the bounds of a server allow; see the README of service.server.intake."""
+    windows = (_NUM_WAITING + num_connections) * _WINDOW_BYTES
+    return (config.max_receiving_bytes + 2 * config.max_held_bytes + windows) / 1e6
+
+
+def broken_bounds(trial: Trial, budget_mb: float) -> list[str]:
+    """Return the bounds that an attack broke, in words; none is best.
+
+    The innocent's p99 is at most three times that of the innocent alone, and two steps; it is refused nothing; memory
+    is at most 1.3 times that of the idle server, and a budget; the server is idle again 10 s after the attack.
+
+    Args:
+        trial: what was measured.
+        budget_mb: see above.
+    """
+    broken = []
+    alone, beside = trial.alone, trial.beside
+    if alone.p99_ms is None or alone.step_ms is None or beside.p99_ms is None:
+        broken.append("no answers")
+    elif beside.p99_ms > (most_ms := _TIMES_ALONE * alone.p99_ms + _NUM_STEPS * alone.step_ms):
+        broken.append(f"p99 above {most_ms:.1f} ms")
+    if beside.refusals:
+        broken.append("refusals")
+    if trial.peak_mb > (most_mb := _TIMES_IDLE_MEMORY * trial.idle_mb + budget_mb):
+        broken.append(f"peak above {most_mb:.0f} MB")
+    if trial.idle_after_s is None or trial.idle_after_s > _MOST_IDLE_S:
+        broken.append(f"busy after {_MOST_IDLE_S:g} s")
+    return broken
