@@ -24,7 +24,7 @@ _IDLE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """What an innocent caller saw.
+    """Answers that an innocent caller got, in numbers.
 
     Attributes:
         p50_ms, p99_ms: of its answers; None without any.

@@ -33,7 +33,6 @@ from radixkv.errors import (
     UnknownTokenizer,
 )
 from radixkv.service.server.intake.entry import Entry
-from radixkv.service.server.intake.intake import tenant_of
 from radixkv.service.server.unfinished_calls import Context
 
 # A class that is not here has the status of its nearest ancestor.
@@ -140,7 +139,7 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Ent
         try:
             request = await entry.receive(method, parse, context)
             response = await call(request, context)
-            return entry.send(context, tenant_of(request), serialize(response))
+            return entry.send(context, request, serialize(response))
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
             await _refuse(error, context, method)
 

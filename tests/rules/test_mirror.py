@@ -11,8 +11,16 @@ from .house import ROOT, imports, is_generated, modules, reachable
 
 # Modules that are tested through another one: through a face, or together with their neighbors.
 TESTED_IN = {
-    "bench.hostile.attacks": "bench/hostile/test_trial.py",
-    "bench.hostile.frames": "bench/hostile/test_trial.py",
+    "bench.hostile.attacker": "bench/hostile/test_trial.py",
+    "bench.hostile.attacks.attack": "bench/hostile/attacks/test_by_name.py",
+    "bench.hostile.attacks.cancels": "bench/hostile/attacks/test_by_name.py",
+    "bench.hostile.attacks.connections": "bench/hostile/attacks/test_by_name.py",
+    "bench.hostile.attacks.deep_paths": "bench/hostile/attacks/test_by_name.py",
+    "bench.hostile.attacks.flood": "bench/hostile/attacks/test_by_name.py",
+    "bench.hostile.attacks.frames": "bench/hostile/attacks/test_by_name.py",
+    "bench.hostile.attacks.held_leases": "bench/hostile/attacks/test_by_name.py",
+    "bench.hostile.attacks.messages": "bench/hostile/attacks/test_by_name.py",
+    "bench.hostile.attacks.operators": "bench/hostile/attacks/test_by_name.py",
     "bench.parts.attention_inputs": "bench/test_kernels.py",
     "bench.parts.copy_inputs": "bench/test_kernels.py",
     "bench.parts.device_time": "bench/test_kernels.py",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from bench.parts.null_service import VOCAB_SIZE
 
@@ -45,8 +46,8 @@ class Attack:
         num_connections: that it opens.
     """
 
-    run: Callable[[Target], Awaitable[Figures]]
-    prepare: Callable[[Target], Awaitable[Figures]] | None = None
+    run: Callable[[Target], Coroutine[Any, Any, Figures]]
+    prepare: Callable[[Target], Coroutine[Any, Any, Figures]] | None = None
     settings: tuple[str, ...] = ()
     vocab_size: int = VOCAB_SIZE
     num_connections: int = 16

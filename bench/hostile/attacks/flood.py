@@ -20,7 +20,11 @@ PURGE = "/radixkv.v1.CacheService/Purge"
 STATS = "/radixkv.v1.CacheService/Stats"
 
 TIMEOUT_S = 60.0
-_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1)]
+_OPTIONS = [
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", -1),
+]
 
 
 class Call(Protocol):
@@ -28,7 +32,6 @@ class Call(Protocol):
 
     def __call__(self, message: bytes, /, *, timeout: float) -> Awaitable[bytes]:
         """Send."""
-
 
 
 @contextlib.asynccontextmanager

@@ -36,6 +36,9 @@ def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", -1),  # answers with logits may be large
         ("grpc.max_concurrent_streams", config.max_connection_calls),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
+        # Beyond 1,000 calls that no handler has taken yet, gRPC would cancel new ones at random, whoever makes them.
+        ("grpc.server.max_pending_requests", config.max_calls),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * config.max_calls),
         ("grpc.max_connection_idle_ms", round(config.connection_idle_s * 1000)),
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.bdp_probe", 0),

@@ -39,10 +39,10 @@ class Entry:
         with self._counting():
             return await self.intake.receive(parse, context, self._gate.admit(method, context), is_endless=is_endless)
 
-    def send(self, context: Context, tenant: str, answer: bytes) -> bytes:
+    def send(self, context: Context, request: Any, answer: bytes) -> bytes:
         """Note an answer that is handed to gRPC, and return it; see `Intake.send`."""
         with self._counting():
-            return self.intake.send(context, tenant, answer)
+            return self.intake.send(context, request, answer)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.identity.gate import Admission
+from radixkv.service.server.intake.answer_bytes import answer_bytes
 from radixkv.service.server.intake.bounds import largest_message_bytes
 from radixkv.service.server.intake.held_bytes import HeldBytes
 from radixkv.service.server.intake.parsing import PIECE_BYTES, parse_in_pieces
@@ -48,6 +49,7 @@ class Intake:
         self._held = HeldBytes(config.max_held_bytes)
         self._unsent = UnsentAnswers(config.send_timeout_s)
         self._unfinished = unfinished
+        self._vocab_size = limits.vocab_size
 
     async def receive(self, parse: Parse, context: Context, admission: Admission, *, is_endless: bool = False) -> Any:
         """Receive the message of a call and parse it.
@@ -70,16 +72,21 @@ class Intake:
             self._unfinished.add(context)
         message = await self._parsed(parse, data)
         admission.place_tenant(message)
-        self._hold(context, tenant_of(message), len(data))
+        self._hold(context, tenant_of(message), len(data) + answer_bytes(message, self._vocab_size))
         return message
 
-    def send(self, context: Context, tenant: str, answer: bytes) -> bytes:
+    def send(self, context: Context, request: Any, answer: bytes) -> bytes:
         """Note an answer that is handed to gRPC, and return it.
+
+        Args:
+            context: of the call.
+            request: its message, which `receive` returned.
+            answer: to be sent.
 
         Raises:
             QueueFull: too many of this tenant's answers are unread.
         """
-        self._hold(context, tenant, len(answer))
+        self._hold(context, tenant_of(request), max(0, len(answer) - answer_bytes(request, self._vocab_size)))
         self._unsent.add(context)
         context.add_done_callback(self._unsent.discard)  # type: ignore[arg-type]  # a class in its stubs
         return answer

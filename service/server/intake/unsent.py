@@ -9,6 +9,9 @@ from collections.abc import Callable, Set
 from radixkv.service.server.intake.connection import close_connections
 from radixkv.service.server.unfinished_calls import Context
 
+# What has left by then, but was not told because the loop was busy, is told before the second look.
+_CONFIRM_S = 0.1
+
 _logger = logging.getLogger(__name__)
 
 
@@ -16,7 +19,8 @@ class UnsentAnswers:
     """Answers handed to gRPC and not yet to the socket. A connection that leaves one unread too long is closed.
 
     gRPC can neither tell how far an answer has got nor take it back. What it holds for a caller goes when the
-    connection does. To be used on the event loop alone.
+    connection does. Answers that look unread are looked at twice, since a busy loop learns late of those that have
+    left. To be used on the event loop alone.
 
     Args:
         timeout_s: seconds that an answer may be unsent.
@@ -49,14 +53,25 @@ class UnsentAnswers:
         now_s = asyncio.get_running_loop().time()
         late = [context for context, since_s in self._since_s.items() if now_s - since_s >= self._timeout_s]
         if late:
-            peers = {context.peer() for context in late}
-            for context in late:
+            self._is_watched = True
+            asyncio.get_running_loop().call_later(_CONFIRM_S, self._look_again, late)
+        elif self._since_s:
+            first_s = next(iter(self._since_s.values()))
+            self._watch(max(0.01, first_s + self._timeout_s - now_s))
+
+    def _look_again(self, late: list[Context]) -> None:
+        """Close the connections of calls that are still unsent."""
+        self._is_watched = False
+        unread = [context for context in late if context in self._since_s]
+        if unread:
+            peers = {context.peer() for context in unread}
+            for context in unread:
                 del self._since_s[context]
             _logger.warning("closing %d connections that leave answers unread", len(peers))
             self._closing = asyncio.create_task(self._close_all(peers))
         if self._since_s:
             first_s = next(iter(self._since_s.values()))
-            self._watch(max(0.01, first_s + self._timeout_s - now_s))
+            self._watch(max(0.01, first_s + self._timeout_s - asyncio.get_running_loop().time()))
 
     async def _close_all(self, peers: set[str]) -> None:
         await asyncio.to_thread(self._close, peers)

@@ -21,8 +21,9 @@ def test_a_pool_beyond_grpcs_sizes_has_the_largest_there_is():
 
 
 def test_grpc_is_told_of_every_bound():
-    config = ServerConfig(max_connections=7, max_connection_calls=8, connection_idle_s=1.5)
+    config = ServerConfig(max_connections=7, max_connection_calls=8, connection_idle_s=1.5, max_calls=9)
     options = dict(grpc_options(config, SHORT))
     assert options["grpc.max_allowed_incoming_connections"] == 7
     assert options["grpc.max_concurrent_streams"] == 8
     assert options["grpc.max_connection_idle_ms"] == 1500
+    assert options["grpc.server.max_pending_requests"] == 9

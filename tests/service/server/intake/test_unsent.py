@@ -40,3 +40,22 @@ def test_a_call_that_is_over_may_be_discarded_again():
         return closed
 
     assert asyncio.run(run()) == []
+
+
+def test_an_answer_that_left_while_the_loop_was_busy_closes_nothing():
+    async def run():
+        closed = []
+        unsent = UnsentAnswers(0.02, lambda peers: closed.append(peers) or 0)
+        call = Call("ipv4:1.1.1.1:1")
+        loop = asyncio.get_running_loop()
+        late_s = loop.time() + 0.05
+        unsent.add(call)
+        while loop.time() < late_s:  # busy: nobody is told of anything
+            pass
+        loop.call_later(0, unsent.discard, call)
+        unread = Call("ipv4:1.1.1.1:2")
+        unsent.add(unread)
+        assert await becomes_true(lambda: bool(closed))
+        return closed
+
+    assert asyncio.run(run()) == [{"ipv4:1.1.1.1:2"}]

@@ -1,0 +1,58 @@
+"""Each attack in small, on one server: it sees right statuses only, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from bench.hostile.attacks.attack import LARGE_POOL, Target
+from bench.hostile.attacks.by_name import ATTACKS
+from bench.parts.server_process import ServerProcess
+from radixkv.service.client import Client
+from tests.service.serving import becomes_true
+
+SETTINGS = (*LARGE_POOL, "engine.held_lease_ttl_s=0.5", "server.send_timeout_s=0.2")
+RIGHT = {"OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "CANCELLED", "status 0", "status 3", "status 8"}
+FIGURES = {"connections", "calls", "frames"}
+
+
+@pytest.fixture(scope="module")
+def address():
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    with ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", *settings]) as address:
+        yield address
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_sees_right_statuses_and_leaves_nothing(address, name):
+    target, attack = Target(address, 0.2, 0.005), ATTACKS[name]
+
+    async def run():
+        if attack.prepare is not None:
+            await attack.prepare(target)
+        return await attack.run(target)
+
+    seen = asyncio.run(run())
+    assert seen
+    assert set(seen) <= RIGHT | FIGURES
+    with Client(address) as client:
+
+        def is_idle():
+            stats = client.stats()
+            return not (stats.requests.running + stats.requests.waiting + stats.held_leases)
+
+        async def becomes_idle():
+            return await becomes_true(is_idle)
+
+        assert asyncio.run(becomes_idle())
+
+
+def test_a_prompt_that_is_cut_has_more_nodes(address):
+    attack = ATTACKS["deep_retain"]
+    assert attack.prepare is not None
+    figures = asyncio.run(attack.prepare(Target(address, 0.2, 0.01)))
+    assert figures["prepared OK"] == 41
+    assert figures["whole_hit_ms"] > 0
+    assert figures["nodes"] >= 2

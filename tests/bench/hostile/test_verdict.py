@@ -1,0 +1,31 @@
+import dataclasses
+
+from bench.hostile.trial import Latencies, Trial
+from bench.hostile.verdict import broken_bounds, memory_budget_mb
+from radixkv.config import ServerConfig
+
+ALONE = Latencies(p50_ms=2, p99_ms=10, step_ms=1, calls=10, refusals=0, statuses={"OK": 10})
+GOOD = Trial("x", {}, {}, ALONE, ALONE, idle_mb=100, peak_mb=180, after_mb=100, idle_after_s=1)
+
+
+def broken(**changes):
+    return broken_bounds(dataclasses.replace(GOOD, **changes), budget_mb=50)
+
+
+def test_an_attack_that_changes_nothing_breaks_nothing():
+    assert broken() == []
+
+
+def test_each_bound_can_be_broken():
+    assert broken(beside=dataclasses.replace(ALONE, p99_ms=33)) == ["p99 above 32.0 ms"]
+    assert broken(beside=dataclasses.replace(ALONE, refusals=1)) == ["refusals"]
+    assert broken(beside=dataclasses.replace(ALONE, p99_ms=None)) == ["no answers"]
+    assert broken(peak_mb=181) == ["peak above 180 MB"]
+    assert broken(idle_after_s=11) == ["busy after 10 s"]
+    assert broken(idle_after_s=None) == ["busy after 10 s"]
+
+
+def test_the_budget_follows_the_configuration():
+    config = ServerConfig(max_receiving_bytes=10**6, max_held_bytes=10**6)
+    assert memory_budget_mb(config, 0) == 3 + 1024 * 65_536 / 1e6
+    assert memory_budget_mb(config, 1000) > memory_budget_mb(config, 0)
