@@ -27,8 +27,11 @@ class Namespace(NamedTuple):
 
     def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
         """Whether it has these names; None matches any."""
-        wanted = (tenant, adapter, salt)
-        return all(name is None or name == own for name, own in zip(wanted, self[1:], strict=True))
+        return (
+            (tenant is None or tenant == self.tenant)
+            and (adapter is None or adapter == self.adapter)
+            and (salt is None or salt == self.salt)
+        )
 
     @property
     def seed(self) -> int:

@@ -140,7 +140,7 @@ class Evictor:
         """
         del self._trees[tree.owner.namespace]
         free, used = [], []
-        for node in tree.nodes():
+        for node in list(tree.nodes()):
             self._lines.discard(node)
             self._changes.purged(node)
             if node.num_holds:
@@ -150,9 +150,11 @@ class Evictor:
             else:
                 free.append(node.block_ids)
             node.block_ids = b""
+            node.children = None  # parents and children hold each other; without this only a collection frees them
         freed, kept = (np.frombuffer(b"".join(packed), dtype=np.int32) for packed in (free, used))
         self._pool.unpublish(np.concatenate((freed, kept)))
         self._pool.release(freed)
+        tree.root.children = None
         usage = tree.owner.usage
         usage.num_cached_blocks -= freed.size + kept.size
         usage.num_leased_blocks += kept.size

@@ -9,11 +9,10 @@ from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes
 from radixkv.cache.kept_blocks import KeptBlocks
 from radixkv.cache.lines.eviction_lines import EvictionLines
+from radixkv.cache.namespaces.forest import Forest
 from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Tenants
-from radixkv.cache.tree.radix_tree import RadixTree
-from radixkv.namespace import Namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Holdings:
     """
 
     block_size: int
-    trees: dict[Namespace, RadixTree]
+    trees: Forest
     pool: BlockPool
     tenants: Tenants
     policy: EvictionPolicy

@@ -11,6 +11,7 @@ from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.evictor import Evictor
 from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
+from radixkv.cache.namespaces.open_leases import OpenLeases
 from radixkv.cache.pins import Pins
 from radixkv.cache.tenants import TenantUsage
 from radixkv.cache.tree.node import Node, Owner, path_to
@@ -28,6 +29,9 @@ class Ledger:
           └────────────── close ─────────────┘◀──── adopt ──────┘
 
     Iterating over it yields the open leases.
+
+    Attributes:
+        open: the open leases.
     """
 
     def __init__(self, holdings: Holdings, pins: Pins, evictor: Evictor) -> None:
@@ -42,7 +46,7 @@ class Ledger:
         self._clock = holdings.clock
         self._pins = pins
         self._evictor = evictor
-        self._open: set[Lease] = set()
+        self.open = self._open = OpenLeases()
 
     def __iter__(self) -> Iterator[Lease]:
         """Iterate over the open leases."""

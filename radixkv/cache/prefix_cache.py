@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +22,13 @@ from radixkv.cache.ledger import Ledger
 from radixkv.cache.lines.eviction_lines import EvictionLines
 from radixkv.cache.listing.segment_index import SegmentIndex
 from radixkv.cache.lost_prefixes import LostPrefixes
+from radixkv.cache.namespaces.forest import Forest
+from radixkv.cache.namespaces.purge import Purged, all_slices, purge
 from radixkv.cache.pins import Pins
 from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Quota, Tenants
 from radixkv.cache.tree.node import Node
-from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, require_tokens
 
@@ -44,18 +45,6 @@ class Match(NamedTuple):
     cached_tokens: int
     block_ids: BlockIds
     num_nodes: int
-
-
-class Purged(NamedTuple):
-    """The outcome of a purge.
-
-    Attributes:
-        freed_blocks: blocks that are free now.
-        pinned_blocks: blocks that open leases still use. No match finds them; they become free with those leases.
-    """
-
-    freed_blocks: int
-    pinned_blocks: int
 
 
 class PrefixCache:
@@ -108,7 +97,7 @@ class PrefixCache:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.tenants = Tenants(quotas or {}, default_quota)
-        self._trees: dict[Namespace, RadixTree] = {}
+        self._trees = Forest()
         self._lost = LostPrefixes(evicted_prefixes)
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
         self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
@@ -277,13 +266,15 @@ class PrefixCache:
 
         Requests that use them go on with the blocks that they have, and publish nothing more. None matches any name.
 
-        Complexity: O(namespaces + open leases + nodes purged * log leaves).
+        Complexity: O(leases and namespaces of the tenant, or all without one, + nodes purged * log leaves).
         """
-        for lease in self.leases:
-            lease.is_revoked = lease.is_revoked or lease.namespace.is_among(tenant, adapter, salt)
-        trees = [tree for tree in self._trees.values() if tree.owner.namespace.is_among(tenant, adapter, salt)]
-        purged = [self._evictor.purge(tree) for tree in trees]
-        return Purged(sum(freed for freed, _ in purged), sum(pinned for _, pinned in purged))
+        return all_slices(self.purging(tenant=tenant, adapter=adapter, salt=salt))
+
+    def purging(
+        self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
+    ) -> Generator[None, None, Purged]:
+        """Forget whole namespaces, in slices between which the cache may be used; see `namespaces/purge.py`."""
+        return purge(self._trees, self.leases.open, self._evictor, tenant, adapter, salt)
 
     def check(self) -> None:
         """Recount everything, and raise InvariantViolation if something does not add up. Complexity: O(everything)."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 
 import torch
 
 from radixkv.api.result import ProbeResult, Retained
 from radixkv.api.retention import Retention
-from radixkv.cache.prefix_cache import PrefixCache, Purged
+from radixkv.cache.namespaces.purge import Purged, all_slices
+from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
@@ -181,14 +182,27 @@ class EngineCore:
         return self._answers.retained(self.cache.retain(namespace, tokens, retention), self._clock())
 
     def purge(self, *, tenant: str | None, adapter: str | None, salt: str | None) -> Purged:
-        """Forget namespaces; see `PrefixCache.purge`. Unfinished requests of theirs publish nothing more."""
+        """Forget namespaces at once; see `purging`."""
+        return all_slices(self.purging(tenant=tenant, adapter=adapter, salt=salt))
+
+    def purging(self, *, tenant: str | None, adapter: str | None, salt: str | None) -> Generator[None, None, Purged]:
+        """Forget namespaces, in slices between which steps may run; see `PrefixCache.purge`.
+
+        Unfinished requests of theirs publish nothing more.
+        """
         for request in self._scheduler.requests():
             request.is_revoked = request.is_revoked or request.namespace.is_among(tenant, adapter, salt)
-        purged = self.cache.purge(tenant=tenant, adapter=adapter, salt=salt)
+        self._leave_revoked()
+        purged = yield from self.cache.purging(tenant=tenant, adapter=adapter, salt=salt)
+        for request in self._scheduler.running:  # those that came between the slices
+            request.is_revoked = request.is_revoked or request.open_lease.is_revoked
+        self._leave_revoked()
+        return purged
+
+    def _leave_revoked(self) -> None:
         for request in self._scheduler.running:
             if request.is_revoked:
                 self._scheduler.resume(self._flights.leave(request))
-        return purged
 
     def _begin(self) -> Step | None:
         """Start a step of the running requests and those that are admitted now; None if nothing is to be computed."""

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any
 
 from radixkv.api.caller import ANONYMOUS, Caller
 from radixkv.api.limits import Limits
@@ -18,7 +18,8 @@ from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.api.stats import DEFAULT_MAX_TENANTS, EngineLoad, EngineStats
 from radixkv.cache.listing.segment_source import SegmentSource
-from radixkv.cache.prefix_cache import PrefixCache, Purged
+from radixkv.cache.namespaces.purge import Purged
+from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.calls.inbox import Asker, Inbox, Lane
@@ -34,7 +35,6 @@ from radixkv.scheduling.rates import Rates
 from radixkv.scheduling.request import Generation, Request
 from radixkv.tokens import TOKEN_BYTES
 
-_T = TypeVar("_T")
 # After this many failed steps in a row the engine is not healthy, and tries one of its own each period.
 _MAX_FAILED_STEPS = 3
 _RETRY_PERIOD_S = 1.0
@@ -202,7 +202,7 @@ class Engine:
         """
         if adapter is not None:
             self._namespace(Caller(adapter=adapter))
-        return self._call(lambda: self._core.purge(tenant=tenant, adapter=adapter, salt=salt), Asker.ADMIN, tenant)
+        return self._call(lambda: self._core.purging(tenant=tenant, adapter=adapter, salt=salt), Asker.ADMIN, tenant)
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
         """Count all that the engine holds and has done, and what the largest tenants hold, or one: `Tally.stats`."""
@@ -264,11 +264,11 @@ class Engine:
         if self._watchdog.is_hanging:  # since a moment ago; the requests before this one have been cancelled
             request.future.cancel()
 
-    def _call(self, function: Callable[[], _T], asker: Asker = Asker.SERVICE, tenant: str | None = None) -> Future[_T]:
+    def _call(self, call: Callable[[], Any], asker: Asker = Asker.SERVICE, tenant: str | None = None) -> Future[Any]:
         """Call a short function on the engine's thread, between two steps."""
         if self._watchdog.is_hanging:
             raise self._hanging()
-        future = self._inbox.call(function, Lane(asker, tenant or ""))
+        future = self._inbox.call(call, Lane(asker, tenant or ""))
         if self._watchdog.is_hanging:  # since a moment ago; the calls before this one have been cancelled
             future.cancel()
         return future

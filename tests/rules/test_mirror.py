@@ -46,6 +46,8 @@ TESTED_IN = {
     "radixkv.cache.holdings": "cache/test_prefix_cache.py",
     "radixkv.cache.ledger": "cache/test_lease.py",
     "radixkv.cache.lines.eviction_lines": "cache/lines/test_line_heap.py",
+    "radixkv.cache.namespaces.forest": "cache/namespaces/test_purge.py",
+    "radixkv.cache.namespaces.open_leases": "cache/namespaces/test_purge.py",
     "radixkv.cache.policies.by_name": "cache/policies/test_classic.py",
     "radixkv.cache.policies.lifetimes": "cache/policies/test_adaptive.py",
     "radixkv.cache.policies.policy": "cache/policies/test_classic.py",

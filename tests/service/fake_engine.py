@@ -27,7 +27,8 @@ from radixkv.api.result import (
 from radixkv.api.retention import Grant
 from radixkv.api.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TimeStats, TokenStats
 from radixkv.cache.listing.segment_source import SegmentSource
-from radixkv.cache.prefix_cache import PrefixCache, Purged
+from radixkv.cache.namespaces.purge import Purged
+from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import Draining, InvalidRequest, UnknownLease
 
 VOCAB_SIZE = 256

@@ -10,15 +10,13 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from radixkv.engine.calls.lanes import Lanes
 from radixkv.errors import Draining
 
 # Calls run this long between two steps, and one call more. A step takes some milliseconds and more.
 _MAX_CALLS_S = 0.002
-
-_T = TypeVar("_T")
 
 
 class Asker(Enum):
@@ -100,29 +98,24 @@ class Inbox:
         """Have the engine's thread run a function that raises nothing. It is never refused."""
         self._functions.put(function)
 
-    def call(self, function: Callable[[], _T], lane: Lane = _OWN) -> Future[_T]:
+    def call(self, function: Callable[[], Any], lane: Lane = _OWN) -> Future[Any]:
         """Have the engine's thread call a short function.
 
+        If the function returns a generator, that is run from one `yield` to the next at a time.
+
         Returns:
-            Its result, or what it raised.
+            Its result, or what it raised; of a generator what that returns or raises.
 
         Raises:
             Draining: the inbox is closed.
             QueueFull: too many calls wait.
         """
-        return self.call_in_slices(_one_slice(function), lane)
-
-    def call_in_slices(self, slices: Generator[None, None, _T], lane: Lane) -> Future[_T]:
-        """Have the engine's thread run a generator, from one `yield` to the next at a time.
-
-        Returns and raises the same as `call`; the result is what the generator returns.
-        """
-        future: Future[_T] = Future()
+        future: Future[Any] = Future()
         with self._lock:
             if self._is_closed:
                 raise Draining("engine: stopped")
             had_calls = self._has_calls
-            self._lanes[lane.asker].add(lane.tenant, _Call(slices, future))
+            self._lanes[lane.asker].add(lane.tenant, _Call(_slices(function), future))
             self._unfinished.add(future)
         if not had_calls:
             self._functions.put(_wake_up)
@@ -190,9 +183,9 @@ class Inbox:
             self._is_closed = True
 
 
-def _one_slice(function: Callable[[], _T]) -> Generator[None, None, _T]:
-    yield from ()  # makes this a generator
-    return function()
+def _slices(function: Callable[[], Any]) -> Generator[None, None, Any]:
+    result = function()
+    return (yield from result) if isinstance(result, Generator) else result
 
 
 def _wake_up() -> None:

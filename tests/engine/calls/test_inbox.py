@@ -172,7 +172,7 @@ def counting(ran: list[str], name: str, num_slices: int) -> Generator[None, None
 
 def test_others_have_their_turns_between_the_slices_of_a_call() -> None:
     inbox, ran = make_inbox(), []
-    sliced = inbox.call_in_slices(counting(ran, "slice", 3), ACME)
+    sliced = inbox.call(lambda: counting(ran, "slice", 3), ACME)
     after = inbox.call(lambda: ran.append("after"), ACME)
     other = inbox.call(lambda: ran.append("other"), OTHER)
     inbox.run_some()
@@ -183,7 +183,7 @@ def test_others_have_their_turns_between_the_slices_of_a_call() -> None:
 def test_a_call_that_has_begun_is_not_cancelled() -> None:
     clock, ran = FakeClock(), []
     inbox = Inbox(10, 10, clock)
-    sliced = inbox.call_in_slices(counting(ran, "slice", 2), ACME)
+    sliced = inbox.call(lambda: counting(ran, "slice", 2), ACME)
     clock.now_s += 1.0
     slow = working(clock, ran, "slow", 1.0)
     inbox.call(slow, Lane(Asker.ADMIN))

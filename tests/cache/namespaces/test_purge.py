@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from radixkv.api.retention import Retention
-from radixkv.cache.prefix_cache import PrefixCache, Purged
+from radixkv.cache.namespaces.purge import Purged
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tree.node import Node
 from radixkv.namespace import Namespace
 from tests.fakes import FakeClock, cached, lease_text, publish, spell
 
@@ -105,3 +109,90 @@ def test_retained_blocks_go_as_well_and_give_their_budget_back() -> None:
     cache.purge(tenant="acme")
     cache.check()
     assert cache.num_retained_blocks == 1
+
+
+class Untouchable(Namespace):
+    """A namespace of another tenant, at which a purge must not look."""
+
+    def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
+        raise AssertionError("looked at")
+
+
+def test_a_purge_looks_at_no_namespace_and_no_lease_of_another_tenant() -> None:
+    cache = make_cache()
+    other = Untouchable("model", "other")
+    publish(cache, "aaaa", other)
+    with lease_text(cache, "aaaab", other):
+        assert cache.purge(tenant="nobody") == Purged(0, 0)
+        assert cache.purge(tenant="acme") == Purged(12, 0)
+
+
+def test_a_purge_in_slices_takes_namespaces_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_PURGED", 2)
+    cache = make_cache()
+    purging = cache.purging()
+    next(purging)
+    assert len(left(cache)) == 2
+    with pytest.raises(StopIteration) as end:
+        next(purging)
+    assert left(cache) == set()
+    assert end.value.value == Purged(16, 0)
+
+
+def test_looks_at_namespaces_are_slices_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_LOOKS", 3)
+    purging = make_cache().purging(salt="nobody's")
+    next(purging)
+    with pytest.raises(StopIteration):
+        next(purging)
+
+
+def test_nothing_from_before_a_purge_in_slices_is_left_by_what_came_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_PURGED", 1)
+    cache = make_cache()
+    before = lease_text(cache, "aaaabbbbccDD", SALT)
+    purging = cache.purging()
+    next(purging)
+    assert left(cache) == {TENANT, ADAPTER, SALT}
+    user, newcomer = lease_text(cache, "aaaabbbbccDD", ADAPTER), lease_text(cache, "aaaa", PLAIN)
+    publish(cache, "eeee", SALT)
+    assert [user.cached_tokens, newcomer.cached_tokens] == [10, 0]
+    assert newcomer.commit(4) == 4
+    while next(purging, "over") is None:
+        cache.check()
+    assert [user.commit(12), before.commit(12)] == [0, 0]
+    for lease in (user, newcomer, before):
+        lease.close()
+    assert left(cache) == {PLAIN}
+    assert [cached(cache, "aaaa", namespace) for namespace in ALL] == [4, 0, 0, 0]
+    assert cached(cache, "eeee", SALT) == 0
+    assert cache.pool.num_leased == 0
+
+
+def test_a_namespace_that_was_evicted_between_slices_and_came_again_is_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_PURGED", 1)
+    cache = make_cache()
+    purging = cache.purging()
+    next(purging)
+    cache.evict(64)
+    publish(cache, "aaaabbbbcc", TENANT)
+    assert next(purging, None) is None
+    assert left(cache) == {TENANT}
+
+
+def test_purged_and_evicted_nodes_are_freed_without_a_collection() -> None:
+    cache = make_cache()
+    ids = {id(node) for node in cache.nodes()}
+    gc.disable()
+    try:
+        with lease_text(cache, "aaaabbbbccDD", SALT):
+            cache.purge(tenant="acme", adapter="lora")
+        cache.evict(64)
+        assert cache.num_namespaces == 0
+        assert [each for each in gc.get_objects() if type(each) is Node and id(each) in ids] == []
+    finally:
+        gc.enable()

@@ -1,0 +1,68 @@
+"""Forgets whole namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import NamedTuple, TypeVar
+
+from radixkv.cache.evictor import Evictor
+from radixkv.cache.namespaces.forest import Forest
+from radixkv.cache.namespaces.open_leases import OpenLeases
+
+# Work of one slice on the engine's thread: looking at 1,024 namespaces takes 0.5 ms, purging 64 small trees 2 ms. A
+# tree is purged at once, whatever its size.
+_MAX_LOOKS = 1024
+_MAX_PURGED = 64
+
+_T = TypeVar("_T")
+
+
+class Purged(NamedTuple):
+    """The outcome of a purge.
+
+    Attributes:
+        freed_blocks: blocks that are free now.
+        pinned_blocks: blocks that open leases still use. No match finds them; they become free with those leases.
+    """
+
+    freed_blocks: int
+    pinned_blocks: int
+
+
+def purge(
+    forest: Forest, leases: OpenLeases, evictor: Evictor, tenant: str | None, adapter: str | None, salt: str | None
+) -> Generator[None, None, Purged]:
+    """Forget the namespaces with these names, None for any, in slices of bounded work. Each slice ends with a `yield`.
+
+    After the last slice nothing is matchable of what was cached before the first one. The cache may be used between
+    slices. A lease that was opened before the first slice publishes nothing more; nor does a later one that uses
+    what a slice takes.
+
+    Complexity: O(open leases of the tenant + namespaces of the tenant + nodes purged * log leaves); without a tenant,
+    all leases and namespaces.
+    """
+    leases.revoke(tenant, adapter, salt)
+    freed_blocks = pinned_blocks = num_looks = num_purged = 0
+    for tree, namespace in forest.of(tenant):
+        if num_looks >= _MAX_LOOKS or num_purged >= _MAX_PURGED:
+            num_looks = num_purged = 0
+            yield
+        num_looks += 1
+        if namespace.is_among(tenant, adapter, salt) and forest.get(namespace) is tree:
+            num_purged += 1
+            freed, pinned = evictor.purge(tree)
+            if pinned:  # by leases that were opened since the first slice, maybe
+                leases.revoke(*namespace[1:])
+            freed_blocks += freed
+            pinned_blocks += pinned
+    return Purged(freed_blocks, pinned_blocks)
+
+
+def all_slices(slices: Generator[None, None, _T]) -> _T:
+    """Run all slices of something at once, and return its result."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
