@@ -61,10 +61,10 @@ class CacheConfig:
         capacity_tokens: tokens that the pool holds; rounded down to whole blocks. Without it, a GPU's pool is as large
             as `memory_share` allows, and on a CPU it holds 131,072.
         memory_share: part of a GPU's memory that weights, steps, pool and other programs may use together, 0 to 1.
-        kv_dtype: format of stored K and V; one of `KV_DTYPES`. `auto` is the model's own dtype; fp8, int8 and int4 have
-            a scale for each token and head.
+        kv_dtype: format of stored K and V: `auto`, `bf16`, `fp8`, `int8` or `int4`. `auto` is the model's own dtype;
+            fp8, int8 and int4 have a scale for each token and head.
         evicted_prefixes: number of evicted prefixes that are remembered to explain later misses.
-        policy: order in which unused blocks are evicted; one of `EVICTION_POLICIES`.
+        policy: order in which unused blocks are evicted: `adaptive`, `lru`, `slru`, `lfu` or `priority`.
         max_retained_share: part of the pool that may have a priority above the default, 0 to 1.
         max_held_share: part of the pool that held leases may keep, 0 to 1.
     """

@@ -15,7 +15,7 @@ from tests.service.serving import refusal_of, serving
 
 
 def counted(talk, engine=None, **config):
-    """Classes of the exceptions that are counted while `talk(address)` runs beside a server."""
+    """Return the classes of exceptions that are counted while `talk(address)` runs beside a server."""
     kinds = []
 
     async def run():

@@ -1,0 +1,133 @@
+"""The dashboard and the alarms, by a real Prometheus that scrapes a real server over TLS with a reader's token."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from radixkv.service.client import Client
+from tests.patience import PATIENCE_S
+from tests.rules.test_metric_names import ALL_NAMES
+from tests.service.server.identity.certificates import TOKENS, Papers
+
+from .prometheus import DEPLOY, PROMETHEUS, Prometheus, free_port, scraping
+
+DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
+QUERIES = {
+    f"{panel['title']} {target['refId']}": target["expr"]
+    for panel in DASHBOARD["panels"]
+    for target in panel["targets"]
+}
+# What a healthy server has no series of: each comes with the first event.
+MAY_BE_EMPTY = {"Requests by outcome B"}
+
+
+def names_in(text: str) -> set[str]:
+    """Names of metrics in a query, without what histograms add."""
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\b(?:radixkv|process|vllm:)_\w+", text)}
+
+
+def test_panels_ask_only_for_metrics_that_there_are() -> None:
+    asked = set().union(*(names_in(query) for query in QUERIES.values()))
+    assert asked <= set(ALL_NAMES)
+    assert asked >= {"radixkv_refused_calls_total", "radixkv_time_to_first_token_seconds", "radixkv_blocks"}
+
+
+def test_alarms_ask_only_for_metrics_that_there_are() -> None:
+    expressions = re.findall(r"radixkv_\w+(?=[{\[ ])", (DEPLOY / "alerts.yaml").read_text(encoding="utf-8"))
+    assert names_in(" ".join(expressions)) <= set(ALL_NAMES)
+
+
+def test_panels_have_a_place_of_their_own() -> None:
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    cells = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert all(0 <= x < 24 for x, _ in cells)
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
+
+
+def call_each(address: str, papers: Papers) -> None:
+    for name in ("acme", "globex"):
+        with Client(address, timeout_s=PATIENCE_S, **papers.client(name)) as client:
+            client.prefill(range(200))
+            client.prefill(range(200))
+            list(client.generate(range(150), max_new_tokens=4, ignore_eos=True))
+            with pytest.raises(grpc.RpcError):
+                client.prefill([1, 512])
+    with Client(address, timeout_s=PATIENCE_S, **papers.client("watcher")) as client, pytest.raises(grpc.RpcError):
+        client.prefill([1])
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus that has scraped a server before its calls and after them."""
+    if PROMETHEUS is None:
+        pytest.skip("needs Prometheus' binary: apt-get install prometheus")
+    folder = tmp_path_factory.mktemp("prometheus")
+    papers = Papers(folder)
+    (folder / "reader.token").write_text(TOKENS["watcher"] + "\n")
+    target = f"127.0.0.1:{free_port()}"
+    settings = [f"server.{key}={json.dumps(value)}" for key, value in papers.tls.items()]
+    command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", "--metrics-port", target.split(":")[1]]
+    command += [part for setting in settings for part in ("--set", setting)]
+    log = (folder / "log").open("w")
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().removeprefix("listening on ").strip()
+        with scraping(folder, target, {"tls_config": {"ca_file": "ca.pem"}}) as found:
+            assert found.becomes_known("radixkv_up == 1"), (folder / "prometheus.log").read_text()
+            call_each(address, papers)
+            assert found.becomes_known('count_over_time(radixkv_prompt_tokens_total{tenant="acme"}[1m]) > 1')
+            call_each(address, papers)
+            assert found.becomes_known('rate(radixkv_prompt_tokens_total{tenant="globex"}[1m]) > 0')
+            yield found
+    finally:
+        server.terminate()
+        server.communicate(timeout=PATIENCE_S)
+        log.close()
+
+
+def asked(query: str) -> str:
+    """The query as Grafana sends it, with all servers chosen."""
+    return query.replace("$__rate_interval", "1m").replace("$instance", ".*")
+
+
+@pytest.mark.parametrize("title", QUERIES)
+def test_a_panel_shows_something(prometheus: Prometheus, title: str) -> None:
+    result = prometheus.query(asked(QUERIES[title]))
+    if title not in MAY_BE_EMPTY:
+        assert result, QUERIES[title]
+        assert [each["value"][1] for each in result if each["value"][1] in ("+Inf", "-Inf")] == []
+
+
+def test_the_legend_of_a_panel_names_labels_that_its_series_have(prometheus: Prometheus) -> None:
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
+                result = prometheus.query(asked(target["expr"]))
+                assert all(label in each["metric"] for each in result), panel["title"]
+
+
+def test_the_hit_rate_of_a_tenant_is_told(prometheus: Prometheus) -> None:
+    (value,) = [
+        float(each["value"][1])
+        for each in prometheus.query(asked(QUERIES["Token hit rate of tenants A"]))
+        if each["metric"]["tenant"] == "acme"
+    ]
+    assert 0.5 < value < 1
+
+
+def test_every_alarm_can_be_evaluated_and_a_healthy_server_raises_none(prometheus: Prometheus) -> None:
+    assert prometheus.becomes_known("ALERTS or vector(1)")
+    rules = prometheus.rules()
+    assert set(rules.values()) == {"ok"}, rules
+    assert prometheus.query('ALERTS{alertstate="firing"}') == []
