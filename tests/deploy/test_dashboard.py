@@ -101,6 +101,7 @@ def asked(query: str) -> str:
     return query.replace("$__rate_interval", "1m").replace("$instance", ".*")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", QUERIES)
 def test_a_panel_shows_something(prometheus: Prometheus, title: str) -> None:
     result = prometheus.query(asked(QUERIES[title]))
@@ -109,6 +110,7 @@ def test_a_panel_shows_something(prometheus: Prometheus, title: str) -> None:
         assert [each["value"][1] for each in result if each["value"][1] in ("+Inf", "-Inf")] == []
 
 
+@pytest.mark.slow
 def test_the_legend_of_a_panel_names_labels_that_its_series_have(prometheus: Prometheus) -> None:
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
@@ -117,6 +119,7 @@ def test_the_legend_of_a_panel_names_labels_that_its_series_have(prometheus: Pro
                 assert all(label in each["metric"] for each in result), panel["title"]
 
 
+@pytest.mark.slow
 def test_the_hit_rate_of_a_tenant_is_told(prometheus: Prometheus) -> None:
     (value,) = [
         float(each["value"][1])
@@ -126,6 +129,7 @@ def test_the_hit_rate_of_a_tenant_is_told(prometheus: Prometheus) -> None:
     assert 0.5 < value < 1
 
 
+@pytest.mark.slow
 def test_every_alarm_can_be_evaluated_and_a_healthy_server_raises_none(prometheus: Prometheus) -> None:
     assert prometheus.becomes_known("ALERTS or vector(1)")
     rules = prometheus.rules()

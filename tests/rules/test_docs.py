@@ -27,7 +27,13 @@ PAGES = sorted(
     for folder in ("radixkv", "kernels", "service", "bench", "tests")
     for path in (ROOT / folder).rglob("README.md")
 )
-DOCUMENTS = (Path("README.md"), Path("docs/DESIGN.md"), Path("docs/METRICS.md"), *PAGES)
+OPERATING = (
+    Path("docs/RUNBOOK.md"),
+    Path("docs/deploy/README.md"),
+    Path("docs/deploy/tls.md"),
+    Path("proto/STABILITY.md"),
+)
+DOCUMENTS = (Path("README.md"), Path("docs/DESIGN.md"), Path("docs/METRICS.md"), *OPERATING, *PAGES)
 PACKAGES = sorted(path.parent.relative_to(ROOT) for path in (ROOT / "radixkv").glob("*/__init__.py"))
 WITHOUT_PAGE = {
     Path("radixkv/v1"),
@@ -108,6 +114,10 @@ def anchors(text: str) -> list[str]:
 
 def test_the_design_is_short() -> None:
     assert num_words(text_of(Path("docs/DESIGN.md"))) <= 900
+
+
+def test_the_runbook_is_short() -> None:
+    assert num_words(text_of(Path("docs/RUNBOOK.md"))) <= 900
 
 
 def test_the_readme_is_short() -> None:
