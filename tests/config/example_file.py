@@ -19,7 +19,7 @@ HEAD = """\
 # A key that is commented out is absent by default; its value is an example. Delete what you do not change.
 # `--set section.key=value` wins over this file. Paths are relative to the folder in which the service starts."""
 
-# Values of keys that are absent by default.
+# A value for each key that is absent by default; a new one needs its line here.
 EXAMPLES = {
     "cache.capacity_tokens": 131_072,
     "server.metrics_port": 9400,
@@ -33,6 +33,7 @@ EXAMPLES = {
     "events.replay_endpoint": "tcp://127.0.0.1:5558",
     "default_tenant.ceiling_tokens": 65_536,
     "default_tenant.max_retained_tokens": 16_384,
+    "default_tenant.max_held_tokens": 32_768,
     "default_tenant.max_calls_per_s": 100.0,
     "default_tenant.max_computed_tokens_per_s": 20_000.0,
 }
