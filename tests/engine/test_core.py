@@ -267,6 +267,7 @@ class TestHeldLeases:
         bench.core.held_leases.release(held[0].held_lease.lease_id, "a")
         assert bench.prefill(range(8), tenant="c", hold_lease=True).held_lease is not None
         bench.core.held_leases.close()
+        assert not bench.core.held_leases._num_by_tenant
         bench.cache.check()
         assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
 

@@ -183,6 +183,14 @@ class FakeEngine:
             future.set_exception(UnknownLease(f"lease_id: expected a held lease of this tenant, got {lease_id!r}"))
         return future
 
+    def renew(self, lease_id, caller) -> Future:
+        future = Future()
+        if self._leases.get(lease_id) == caller.tenant:
+            future.set_result(1_800_000_000.0)
+        else:
+            future.set_exception(UnknownLease("lease_id: expected a held lease of this tenant, got another"))
+        return future
+
     def retain(self, tokens, retention, caller) -> Future:
         future = Future()
         self.retentions.append((tokens, retention, caller))

@@ -242,6 +242,8 @@ def test_a_held_lease_is_described_and_released_once(client: Client, tenant: str
     assert held.block_size == 64
     ttl_s = EngineConfig().held_lease_ttl_s
     assert before_s + ttl_s - 1 < held.lease_expires_at.seconds < time.time() + ttl_s + 1
+    renewed = client.renew(held.lease_id, tenant=tenant)
+    assert renewed.lease_expires_at.ToNanoseconds() > held.lease_expires_at.ToNanoseconds()
     client.release(held.lease_id, tenant=tenant)
     with pytest.raises(grpc.RpcError) as refused:
         client.release(held.lease_id, tenant=tenant)
@@ -293,8 +295,10 @@ def test_a_deadline_ends_a_long_prefill(client: Client) -> None:
 
 
 def test_a_full_pool_evicts_and_goes_on_and_a_held_lease_expires() -> None:
+    bounds = ("cache.capacity_tokens=1024", "cache.max_held_share=1", "default_tenant.max_held_tokens=640")
+    settings = (*bounds, "engine.held_lease_ttl_s=0.1")
     with (
-        serving("--set", "cache.capacity_tokens=1024", "--set", "engine.held_lease_ttl_s=0.1") as (_, address),
+        serving(*itertools.chain.from_iterable(("--set", each) for each in settings)) as (_, address),
         Client(address, timeout_s=PATIENCE_S) as client,
     ):
         prompts = [random_ids(600, seed=i) for i in range(4)]
@@ -305,6 +309,9 @@ def test_a_full_pool_evicts_and_goes_on_and_a_held_lease_expires() -> None:
         stats = client.stats()
         assert stats.evicted_blocks > 0
         assert stats.blocks.total == stats.blocks.free + stats.blocks.leased + stats.blocks.published == 16
+        with pytest.raises(grpc.RpcError) as refused:
+            client.prefill(random_ids(641, seed=9), hold_lease=True)
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert client.prefill(prompts[0], hold_lease=True).lease_id
         wait_until(lambda: client.stats().held_leases == 0)
 

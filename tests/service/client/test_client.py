@@ -35,6 +35,7 @@ def test_the_blocking_client_offers_every_call():
         with Client(address, timeout_s=PATIENCE_S) as client:
             answer = client.prefill([1, 2], tenant="a", hold_lease=True, return_logits=True)
             probe = client.probe([1, 2, 3], tenant="a")
+            assert client.renew(answer.lease_id, tenant="a").lease_expires_at.seconds == 1_800_000_000
             client.release(answer.lease_id, tenant="a")
             return answer, probe, client.stats()
 
@@ -53,7 +54,19 @@ def test_the_blocking_client_is_shared_between_threads():
 
 
 def test_both_clients_take_the_same_arguments():
-    for name in ("__init__", "prefill", "generate", "probe", "release", "stats", "close", "retain", "purge", "drain"):
+    for name in (
+        "__init__",
+        "prefill",
+        "generate",
+        "probe",
+        "release",
+        "renew",
+        "stats",
+        "close",
+        "retain",
+        "purge",
+        "drain",
+    ):
         blocking, awaited = (inspect.signature(getattr(kind, name)).parameters for kind in (Client, AsyncClient))
         assert blocking == awaited, name
 

@@ -146,6 +146,19 @@ def test_a_lease_is_released_once_and_only_by_its_tenant():
     assert calling(talk) == (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.NOT_FOUND)
 
 
+def test_a_lease_is_renewed_only_by_its_tenant_and_while_it_is_held():
+    async def talk(client, engine):
+        lease_id = (await client.prefill([1], tenant="a", hold_lease=True)).lease_id
+        other = await refusal_of(client.renew(lease_id, tenant="b"))
+        renewed = await client.renew(lease_id, tenant="a")
+        await client.release(lease_id, tenant="a")
+        again = await refusal_of(client.renew(lease_id, tenant="a"))
+        return renewed.lease_expires_at.ToNanoseconds(), other.code(), again.code()
+
+    not_found = grpc.StatusCode.NOT_FOUND
+    assert calling(talk) == (1_800_000_000_000_000_000, not_found, not_found)
+
+
 def test_probe_says_what_would_be_reused():
     async def talk(client, engine):
         await client.prefill([1, 2, 3], tenant="a", salt="s")
@@ -281,11 +294,12 @@ def test_probe_and_release_limit_names_too():
             client.probe([1], tenant="x" * 257),
             client.probe([1], salt="x" * 257),
             client.release("x" * 257),
+            client.renew("x" * 257),
             client.release("x", tenant="x" * 257),
         ]
         return [(await refusal_of(call)).code() for call in calls]
 
-    assert calling(talk) == [grpc.StatusCode.INVALID_ARGUMENT] * 4
+    assert calling(talk) == [grpc.StatusCode.INVALID_ARGUMENT] * 5
 
 
 def test_top_logprobs_are_at_most_100():
