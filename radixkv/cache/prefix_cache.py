@@ -246,6 +246,10 @@ class PrefixCache:
         ends_s = [each.expiry_entry[0] for each in granted if each.expiry_entry is not None]
         return Grant(granted_tokens, reached - start - granted_tokens, end - reached, min(ends_s, default=None))
 
+    def expire(self) -> None:
+        """End priorities whose time has come, 256 at most."""
+        self._evictor.expire()
+
     def evict(self, num_blocks: int, *, tenant: str | None = None) -> int:
         """Free blocks of unused leaves, in the policy's order and from each leaf's end.
 

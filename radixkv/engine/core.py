@@ -225,6 +225,7 @@ class EngineCore:
         """Close expired leases, and end the requests that are finished or cancelled early, are late or have to fail."""
         now_s = self._clock()
         self.held_leases.expire(now_s)
+        self.cache.expire()
         for request in self._early_ends.finished():
             self._delivery.finish(request)
         for request, error in self._early_ends.due(now_s):

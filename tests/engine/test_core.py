@@ -289,6 +289,19 @@ class TestHeldLeases:
         assert bench.cache.num_pinned_blocks == 2
 
 
+def test_priorities_that_end_together_end_in_the_steps_that_follow() -> None:
+    bench = Bench(num_blocks=640)
+    bench.cache.max_retained_blocks = bench.cache._retained.max_blocks = 640
+    for start in range(300):
+        bench.prefill([start, start], retention=Retention(priority=80, ttl_s=5.0))
+    assert bench.cache._retained.num_blocks == 300
+    bench.clock.now = 5.0
+    bench.core.step()
+    assert bench.cache._retained.num_blocks == 300 - 256
+    bench.core.step()
+    assert bench.cache._retained.num_blocks == 0
+
+
 class TestWaysOut:
     def test_a_cancelled_request_gives_its_blocks_back_between_chunks(self) -> None:
         bench = Bench(max_step_tokens=4)
