@@ -1,4 +1,4 @@
-"""What belongs to namespaces, found by tenant, and how it is forgotten.
+"""Trees and open leases of namespaces, found by tenant, and the purge that forgets them.
 
 Face: `Forest`, `OpenLeases`, `purge`.
 """

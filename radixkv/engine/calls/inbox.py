@@ -20,7 +20,7 @@ _MAX_CALLS_S = 0.002
 
 
 class Asker(Enum):
-    """Who asks: three kinds, which take turns."""
+    """Kinds of callers, which take turns."""
 
     SERVICE = "the service itself: metrics, events"
     ADMIN = "those who look at the cache, and purge it"
@@ -28,7 +28,7 @@ class Asker(Enum):
 
 
 class Lane(NamedTuple):
-    """Whose calls wait behind each other."""
+    """A line of calls that wait behind each other: one for each kind of caller and tenant."""
 
     asker: Asker = Asker.SERVICE
     tenant: str = ""
@@ -57,7 +57,7 @@ class _Call(NamedTuple):
 
 
 class Inbox:
-    """What the engine's thread runs between two steps: functions, all of them, and then calls, for a short time.
+    """Functions and calls that the engine's thread runs between two steps: all functions, then calls for a short time.
 
         put   ─▶ [ function, function ... ]                       ─▶ run_some: all functions,
         call  ─▶ lanes of the service, of admins, of tenants      ─▶           some calls, in turn

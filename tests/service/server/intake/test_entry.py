@@ -1,4 +1,4 @@
-"""What is refused on the way into a real server, around a fake engine, and what of it is counted."""
+"""Refusals on the way into a real server, around a fake engine, and how they are counted."""
 
 import asyncio
 
