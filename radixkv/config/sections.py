@@ -153,7 +153,8 @@ class ServerConfig:
         client_ca: PEM file with the authorities of callers' certificates, which every caller then needs.
         tokens_file: TOML file that says who callers are. Without it, anyone may make every call.
         insecure: whether to listen beyond this machine without TLS or credentials, or to take tokens without TLS.
-        admin_port: port of the calls of admins, on the same host; 0 picks a free one. Without it they share `port`.
+        admin_port: port of the calls of admins and readers, on the same host; 0 picks a free one. Without it they share
+            `port`.
     """
 
     host: str = "127.0.0.1"

@@ -1,0 +1,17 @@
+"""Call a server that has TLS and tokens: tls_token.py ADDRESS CA_FILE, the token in RADIXKV_TOKEN."""
+
+import os
+import sys
+
+import grpc
+
+from radixkv.service.client import Client
+
+ADDRESS, CA_FILE = sys.argv[1:3]
+
+with Client(ADDRESS, tls_ca=CA_FILE, token=os.environ["RADIXKV_TOKEN"], timeout_s=60) as client:
+    print(f"{client.prefill(range(100)).usage.prompt_tokens} tokens as the tenant that the token names")
+    try:
+        client.prefill(range(100), tenant="another")
+    except grpc.RpcError as error:
+        print(error.code().name)

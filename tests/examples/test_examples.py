@@ -1,0 +1,104 @@
+"""Every file of docs/examples is run, and every line of grpcurl is made, against one server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import json_format
+
+from tests.patience import PATIENCE_S
+from tests.service.command_line import fake_service
+from tests.service.server.identity.certificates import TOKENS, Papers
+from tests.service.server.identity.reflected_calls import described_methods, status_of_call
+
+FOLDER = Path(__file__).parents[2] / "docs" / "examples"
+OUTPUTS = {
+    "prefill.py": ["0 cached, 200 computed, 200 in all", "199 cached, 1 computed, 200 in all"],
+    "stream.py": ["turn 1: 0 of 100 tokens cached", "turn 2: 107 of 111 tokens cached"],
+    "retain.py": ["128 granted, 0 refused, 0 not cached"],
+    "hold_renew_release.py": ["2 blocks of 64 tokens are held", "renewed: True", "released"],
+    "purge.py": ["2 blocks freed", "0 tokens would be reused"],
+    "events.py": ["begins with a snapshot: True", "stored tokens up to 363"],
+}
+LINES = re.findall(r"^\$ (grpcurl .+)$", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def output_of(name: str, *arguments: str, **environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / name), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    command = [sys.executable, "-m", "radixkv.service", "serve", "--model", "tiny", "--port", "0"]
+    with (
+        (tmp_path_factory.mktemp("examples") / "log").open("w") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as server,
+    ):
+        assert server.stdout is not None
+        yield server.stdout.readline().removeprefix("listening on ").strip()
+        server.terminate()
+        server.communicate(timeout=PATIENCE_S)
+
+
+def test_the_page_names_every_example() -> None:
+    files = {path.name for path in FOLDER.glob("*.py")}
+    assert files == {*OUTPUTS, "tls_token.py"}
+    assert set(re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (FOLDER / "README.md").read_text(), re.MULTILINE)) == files
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_example_prints_what_it_should(address: str, name: str) -> None:
+    assert output_of(name, address) == OUTPUTS[name]
+
+
+def test_the_example_of_tls_is_let_in_as_its_tenant_and_no_other(tmp_path: Path) -> None:
+    papers = Papers(tmp_path)
+    settings = [part for key, value in papers.tls.items() for part in ("--set", f"server.{key}={json.dumps(value)}")]
+    with fake_service(*settings) as (_, tls_address):
+        printed = output_of("tls_token.py", tls_address, str(papers.ca_file), RADIXKV_TOKEN=TOKENS["acme"])
+    assert printed == ["100 tokens as the tenant that the token names", "PERMISSION_DENIED"]
+
+
+async def statuses_of(address: str) -> dict[str, grpc.StatusCode]:
+    """Make the call of each line of grpcurl, as its options say, by what reflection describes."""
+    found = {}
+    async with grpc.aio.insecure_channel(address) as channel:
+        methods = {method.path: method for method in await described_methods(channel)}
+        for line in LINES:
+            program, *arguments = shlex.split(line)
+            data = arguments.pop(arguments.index("-d") + 1) if "-d" in arguments else "{}"
+            plain, *_, target, name = arguments
+            assert (program, plain, target) == ("grpcurl", "-plaintext", "127.0.0.1:50051")
+            if name == "list":
+                assert methods
+                continue
+            method = methods[f"/{name}"]
+            request = json_format.Parse(data, method.request())
+            found[line] = await status_of_call(channel, method, request)
+    return found
+
+
+def test_each_line_of_grpcurl_is_a_call_that_the_server_answers(address: str) -> None:
+    statuses = asyncio.run(asyncio.wait_for(statuses_of(address), PATIENCE_S))
+    assert set(statuses.values()) == {grpc.StatusCode.OK}, statuses
+    assert len(statuses) == len(LINES) - 1 == 9
