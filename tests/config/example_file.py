@@ -54,7 +54,7 @@ def example_file() -> str:
 
 
 def meanings(section: type) -> dict[str, str]:
-    """What the docstring of a section says of each key."""
+    """Return what the docstring of a section says of each key."""
     told: dict[str, str] = {}
     name = ""
     for line in textwrap.dedent((section.__doc__ or "").partition("Attributes:\n")[2]).splitlines():
