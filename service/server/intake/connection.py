@@ -8,6 +8,9 @@ import socket
 from collections.abc import Set
 from urllib.parse import unquote
 
+# gRPC listens for IPv4 on sockets of IPv6 too, which name their peers so; gRPC itself does not.
+_MAPPED = "::ffff:"
+
 
 def close_connections(peers: Set[str]) -> int:
     """Shut down the sockets of this process that lead to these peers. gRPC notices, and ends their calls.
@@ -24,7 +27,7 @@ def close_connections(peers: Set[str]) -> int:
         # What is closed meanwhile, or is no connection, raises.
         with contextlib.suppress(OSError, ValueError), _duplicate(int(name)) as connection:
             host, port = connection.getpeername()[:2]
-            if (host, port) in wanted:
+            if (host.removeprefix(_MAPPED), port) in wanted:
                 connection.shutdown(socket.SHUT_RDWR)
                 num_closed += 1
     return num_closed

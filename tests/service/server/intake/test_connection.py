@@ -28,3 +28,16 @@ def test_the_connection_of_a_peer_is_closed_and_no_other(family):
 
 def test_a_peer_that_has_gone_is_no_error():
     assert close_connections({"ipv4:127.0.0.1:1", "unix:"}) == 0
+
+
+def test_a_peer_of_ipv4_is_found_on_a_socket_of_both_families():
+    """gRPC listens on such sockets, and names the peer without the prefix that the socket gives it."""
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no such sockets")
+    with (
+        socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener,
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as caller,
+        listener.accept()[0],
+    ):
+        assert close_connections({f"ipv4:127.0.0.1:{caller.getsockname()[1]}"}) == 1
+        assert caller.recv(10) == b""
