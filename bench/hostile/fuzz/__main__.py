@@ -1,0 +1,47 @@
+"""Fuzzes a server of its own on loopback.
+
+python -m bench.hostile.fuzz [--calls 100000] [--connections 10000] [--seed 1] [--json FILE]
+
+Exit status: 1 if a status came that should not, or the server's memory grew by more than 64 MB once it was warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.hostile.fuzz.run import fuzz
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from bench.parts.server_process import ServerProcess
+
+MOST_GROWTH_MB = 64
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start a server, fuzz it, print what came, and write JSON."""
+    parser = argparse.ArgumentParser(description="Fuzz a server of its own.")
+    parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument("--connections", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    command = shlex.join(["python", "-m", "bench.hostile.fuzz", *(sys.argv[1:] if arguments is None else arguments)])
+    process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
+    with process as address:
+        assert process.pid is not None, "a server that listens has a process"
+        fuzzed = asyncio.run(fuzz(address, process.pid, options.calls, options.connections, options.seed))
+    print(f"statuses {fuzzed.statuses}\nraw {fuzzed.raw}\nserved in between: {fuzzed.served}")
+    print(f"wrong: {fuzzed.wrong or 'none'}; memory {fuzzed.warm_mb:.0f} MB warm, {fuzzed.end_mb:.0f} at the end")
+    if options.json:
+        write_json(options.json, {**dataclasses.asdict(fuzzed), "command": command, **describe_run()})
+    return int(bool(fuzzed.wrong) or fuzzed.end_mb > fuzzed.warm_mb + MOST_GROWTH_MB)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Bytes that no client of gRPC sends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from bench.hostile.attacks.flood import PREFILL
+from bench.hostile.attacks.frames import (
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PREFACE,
+    SETTINGS,
+    block,
+    frame,
+)
+
+_HELLO = PREFACE + frame(SETTINGS, 0, 0, b"")
+_MESSAGE = b"\0\0\0\0\4\x0a\2\1\0"
+
+
+def _call(chance: random.Random, body: bytes = _MESSAGE, **headers: str) -> bytes:
+    fields = {name.replace("_", "-"): value for name, value in headers.items()}
+    path = fields.pop("path", PREFILL)
+    if "method" in fields:
+        fields[":method"] = fields.pop("method")
+    begin = frame(HEADERS, END_HEADERS, 1, block(path, fields))
+    return _HELLO + begin + frame(DATA, END_STREAM, 1, body)
+
+
+def _random_frames(chance: random.Random) -> bytes:
+    frames = [
+        frame(chance.randrange(12), chance.randrange(256), chance.randrange(8), chance.randbytes(chance.randrange(64)))
+        for _ in range(chance.randint(1, 10))
+    ]
+    return _HELLO + b"".join(frames)
+
+
+def _cut(chance: random.Random) -> bytes:
+    whole = _call(chance)
+    return whole[: chance.randrange(len(whole))]
+
+
+def _flipped(chance: random.Random) -> bytes:
+    whole = bytearray(_call(chance))
+    for _ in range(chance.randint(1, 5)):
+        whole[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+    return bytes(whole)
+
+
+KINDS: dict[str, Callable[[random.Random], bytes]] = {
+    "noise": lambda chance: chance.randbytes(chance.randint(1, 2000)),
+    "noise after the preface": lambda chance: _HELLO + chance.randbytes(chance.randint(1, 500)),
+    "random frames": _random_frames,
+    "cut": _cut,
+    "flipped": _flipped,
+    "HTTP/1.1": lambda _: b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello",
+    "TLS": lambda chance: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(500),
+    "unknown method": lambda chance: _call(chance, path="/no.Service/Method"),
+    "verb": lambda chance: _call(chance, method=chance.choice(["GET", "PUT", "DELETE", "X"])),
+    "large headers": lambda chance: _call(chance, x="y" * chance.choice([100, 9000, 16_000])),
+    "bad gzip": lambda chance: _call(chance, b"\1\0\0\0\4" + chance.randbytes(4), grpc_encoding="gzip"),
+    "bad timeout": lambda chance: _call(chance, grpc_timeout=chance.choice(["x", "-1S", "99999999999H", "0n"])),
+    "content type": lambda chance: _call(chance, content_type="text/html"),
+    "length beyond": lambda chance: _call(chance, b"\0\xff\xff\xff\xff" + bytes(10)),
+    "continued for ever": lambda _: (
+        _HELLO + frame(HEADERS, 0, 1, b"") + b"".join(frame(CONTINUATION, 0, 1, b"\0\1x\1y") for _ in range(200))
+    ),
+}
+"""Makers of what is sent on a connection, by name."""

@@ -1,0 +1,125 @@
+"""One run: calls with mutated messages, then raw connections, and a right call in between."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from bench.hostile.attacks.flood import opened
+from bench.hostile.attacks.frames import RawConnection
+from bench.hostile.fuzz.mutations import Mutations
+from bench.hostile.fuzz.raw_bytes import KINDS
+from bench.hostile.trial import resident_mb
+from radixkv.service.client import AsyncClient
+
+RIGHT_STATUSES = frozenset(
+    {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION"}
+    | {"OUT_OF_RANGE", "PERMISSION_DENIED"}
+)
+# 13 is gRPC's own answer to a message that gzip can't read.
+RIGHT_RAW = frozenset({"0", "3", "4", "5", "8", "12", "13", "closed", "silent"})
+_STREAMS = ("/radixkv.v1.PrefillService/Generate", "/radixkv.v1.EventService/Subscribe")
+_STREAM_OPEN_S = 0.05
+_NUM_AT_ONCE = 32
+_READ_TIMEOUT_S = 0.03
+_TIMEOUT_S = 30.0
+_BETWEEN = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Fuzzed:
+    """The outcome of a run.
+
+    Attributes:
+        statuses: how often each came, of mutated messages.
+        raw: how often each way to end came, of raw connections.
+        served: right calls in between, all of which were answered.
+        warm_mb, end_mb: resident memory of the server after a fifth of the calls, and at the end.
+    """
+
+    statuses: dict[str, int]
+    raw: dict[str, int]
+    served: int
+    warm_mb: float
+    end_mb: float
+
+    @property
+    def wrong(self) -> list[str]:
+        """Statuses that should not have come."""
+        return sorted(self.statuses.keys() - RIGHT_STATUSES | self.raw.keys() - RIGHT_RAW)
+
+
+async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, seed: int) -> Fuzzed:
+    """Send mutated messages, then raw bytes.
+
+    Raises:
+        AioRpcError: a right call was not answered.
+    """
+    mutations, chance = Mutations(seed), random.Random(seed)
+    statuses: Counter[str] = Counter()
+    raw: Counter[str] = Counter()
+    async with opened(address) as channel, AsyncClient(address, timeout_s=_TIMEOUT_S) as client:
+        served = await _send(channel, client, mutations, num_calls // 5, statuses)
+        warm_mb = resident_mb(pid)
+        served += await _send(channel, client, mutations, num_calls - num_calls // 5, statuses)
+        for start in range(0, num_connections, _BETWEEN):
+            number = min(_BETWEEN, num_connections - start)
+            await _connect(address, chance, number, raw)
+            await client.prefill([1, 2, 3], tenant="right")
+            served += 1
+    return Fuzzed(dict(statuses), dict(raw), served, warm_mb, resident_mb(pid))
+
+
+async def _send(
+    channel: grpc.aio.Channel, client: AsyncClient, mutations: Mutations, number: int, statuses: Counter[str]
+) -> int:
+    left, served = iter(range(number)), 0
+
+    async def repeat() -> None:
+        nonlocal served
+        for index in left:
+            method, message = mutations.next_one()
+            statuses[await _status(channel, method, message)] += 1
+            if index % _BETWEEN == 0:
+                await client.prefill([1, 2, 3], tenant="right")
+                served += 1
+
+    await asyncio.gather(*(repeat() for _ in range(_NUM_AT_ONCE)))
+    return served
+
+
+async def _status(channel: grpc.aio.Channel, method: str, message: bytes) -> str:
+    try:
+        if method not in _STREAMS:
+            await channel.unary_unary(method, None, None)(message, timeout=_TIMEOUT_S)
+            return "OK"
+        call = channel.unary_stream(method, None, None)(message, timeout=_TIMEOUT_S)
+        try:
+            await asyncio.wait_for(call.read(), _STREAM_OPEN_S)  # a stream that is quiet is open, hence right
+        except TimeoutError:
+            pass
+        finally:
+            call.cancel()
+    except asyncio.CancelledError:
+        pass
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name)
+    return "OK"
+
+
+async def _connect(address: str, chance: random.Random, number: int, raw: Counter[str]) -> None:
+    kinds, left = list(KINDS.values()), iter(range(number))
+
+    async def repeat() -> None:
+        for _ in left:
+            connection = await RawConnection.open_socket(address)
+            connection.write(chance.choice(kinds)(chance))
+            raw[await connection.read_status(_READ_TIMEOUT_S)] += 1
+            connection.close()
+
+    await asyncio.gather(*(repeat() for _ in range(_NUM_AT_ONCE)))
