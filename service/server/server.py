@@ -12,7 +12,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -98,6 +98,7 @@ class Server:
         self._count_refusal = count_refusal
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # behind a version check
         self._health_watch: asyncio.Task[None] | None = None
+        self._terminations: list[asyncio.Future[Any]] = []
         self._unfinished = UnfinishedCalls()
         self._intake = Intake(config, engine.limits, self._unfinished)
         self._grpc = self._made(self._doors.requests)
@@ -148,8 +149,15 @@ class Server:
         if self._admin_grpc is not None:
             await self._admin_grpc.start()
             _logger.info("calls of admins on %s", self.admin_address)
+        servers = [each for each in (self._grpc, self._admin_grpc) if each is not None]
+        self._terminations = [asyncio.gather(each.wait_for_termination(), return_exceptions=True) for each in servers]
         self._health_watch = asyncio.create_task(self._watch_health())
         return host_port(self._config.host, port)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether gRPC stopped serving by itself, as grpcio 1.85 does after a call whose path is not UTF-8."""
+        return any(termination.done() for termination in self._terminations)
 
     async def drain(self) -> bool:
         """Refuse new requests, let running ones finish, then stop.
@@ -229,7 +237,8 @@ def run(
 
     Raises:
         ConfigError: the address can't be bound.
-        InvariantViolation: the engine's thread ended by itself. A supervisor should restart the process.
+        InvariantViolation: the engine's thread, or gRPC's server, ended by itself. A supervisor should restart the
+            process.
     """
     gc.collect()
     gc.freeze()  # a collection that walks modules and model stops every request for 0.2 s
@@ -249,11 +258,13 @@ async def _serve_until_signal(engine: Engine, make_server: Callable[[], Server])
         loop.add_signal_handler(number, server.stop.set)  # further signals change nothing: the drain ends by itself
     address = await server.start()
     print(f"listening on {address}", flush=True)
-    while not server.stop.is_set() and engine.is_alive:
+    while not server.stop.is_set() and engine.is_alive and not server.has_ended:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(server.stop.wait(), _HEALTH_PERIOD_S)
     if not engine.is_alive:
         raise InvariantViolation("engine: expected its thread to run until the server stops, got a thread that ended")
+    if server.has_ended:
+        raise InvariantViolation("server: expected gRPC to serve until the server stops, got its end")
     if await server.drain():
         _logger.info("stopped")
     else:

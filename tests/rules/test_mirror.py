@@ -21,6 +21,8 @@ TESTED_IN = {
     "bench.hostile.attacks.held_leases": "bench/hostile/attacks/test_by_name.py",
     "bench.hostile.attacks.messages": "bench/hostile/attacks/test_by_name.py",
     "bench.hostile.attacks.operators": "bench/hostile/attacks/test_by_name.py",
+    "bench.hostile.fuzz.mutations": "bench/hostile/fuzz/test_run.py",
+    "bench.hostile.fuzz.raw_bytes": "bench/hostile/fuzz/test_run.py",
     "bench.parts.attention_inputs": "bench/test_kernels.py",
     "bench.parts.copy_inputs": "bench/test_kernels.py",
     "bench.parts.device_time": "bench/test_kernels.py",

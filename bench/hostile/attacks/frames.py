@@ -43,8 +43,9 @@ class RawConnection:
         return connection
 
     def write(self, data: bytes) -> None:
-        """Send bytes as they are."""
-        self._writer.write(data)
+        """Send bytes as they are; nothing once the server has closed the connection."""
+        if not self._writer.transport.is_closing():
+            self._writer.write(data)
 
     def call(
         self,

@@ -1,4 +1,1 @@
-"""Mutated messages and raw connections, against a server of its own.
-
-Face: `python -m bench.hostile.fuzz`.
-"""
+"""Mutated messages and raw connections, against a server of its own."""

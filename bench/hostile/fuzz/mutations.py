@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from google.protobuf.message import Message
 
 from radixkv.v1 import cache_pb2, events_pb2, model_pb2, prefill_pb2
 
-_PROMPT = {"token_ids": [1, 2, 3, 4, 5], "tenant": "a", "salt": "b"}
+_PROMPT: dict[str, Any] = {"token_ids": [1, 2, 3, 4, 5], "tenant": "a", "salt": "b"}
 
 SEEDS: dict[str, Message] = {
     "/radixkv.v1.PrefillService/Prefill": prefill_pb2.PrefillRequest(**_PROMPT, top_logprobs=2, request_id="r"),

@@ -1,0 +1,51 @@
+"""Searches for cross-tenant hits at the cache, then times prompts over the wire, on a server of its own.
+
+python -m bench.hostile.isolation [--trials 1000000] [--samples 250] [--seed 1] [--json FILE]
+
+Exit status: 1 if something was told, or if the searches could not have seen it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.hostile.isolation.cache_trials import search
+from bench.hostile.isolation.timing import audit
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from bench.parts.server_process import ServerProcess, serve_command
+
+_LEAST_P = 0.01
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run both searches, print what they found, and write JSON."""
+    parser = argparse.ArgumentParser(description="Search for what one namespace can learn of another.")
+    parser.add_argument("--trials", type=int, default=1_000_000)
+    parser.add_argument("--samples", type=int, default=250)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "bench.hostile.isolation", *given])
+    found = search(options.trials, options.seed)
+    print(found, flush=True)
+    with ServerProcess(serve_command("tiny", "cpu", [])) as address:
+        timed = asyncio.run(audit(address, options.samples, options.seed))
+    print(timed)
+    if options.json:
+        outcome = {"cache": dataclasses.asdict(found), "timing": dataclasses.asdict(timed)}
+        write_json(options.json, {**outcome, "command": command, **describe_run()})
+    is_silent = not found.cross_hits and not timed.cross_hits and timed.p_other > _LEAST_P
+    can_see = found.control_hits == found.controls and timed.p_own < _LEAST_P
+    return 0 if is_silent and can_see else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

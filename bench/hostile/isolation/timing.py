@@ -1,0 +1,69 @@
+"""Times of prompts that another tenant has cached, that nobody has, and that the caller has."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.hostile.isolation.kolmogorov_smirnov import p_value
+from radixkv.service.client import AsyncClient
+
+_NUM_TOKENS = 192
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The outcome of a timing audit.
+
+    Attributes:
+        samples: of each arm.
+        other_ms, uncached_ms, own_ms: medians of the arms.
+        p_other: of other against uncached. Should not be small: then nothing is told.
+        p_own: of own against uncached. Should be small: then the audit can see what is cached.
+        cross_hits: cached tokens in answers of the first two arms.
+    """
+
+    samples: int
+    other_ms: float
+    uncached_ms: float
+    own_ms: float
+    p_other: float
+    p_own: float
+    cross_hits: int
+
+
+async def audit(address: str, num_samples: int, seed: int) -> Audit:
+    """Time prompts of one tenant, the three arms in random order, each prompt once."""
+    numbers = np.random.default_rng(seed)
+    prompts = {arm: numbers.integers(1, 200, (num_samples, _NUM_TOKENS)) for arm in ("other", "uncached", "own")}
+    took_ms: dict[str, list[float]] = {arm: [] for arm in prompts}
+    cross_hits = 0
+    async with AsyncClient(address, timeout_s=_TIMEOUT_S) as client:
+        for other, own in zip(prompts["other"], prompts["own"], strict=True):
+            await client.prefill(other, tenant="victim")
+            await client.prefill(own, tenant="attacker")
+        for number in range(num_samples):
+            for arm in numbers.permutation(list(prompts)):
+                milliseconds, cached_tokens = await _timed(client, prompts[arm][number])
+                took_ms[arm].append(milliseconds)
+                cross_hits += cached_tokens if arm != "own" else 0
+    return Audit(
+        samples=num_samples,
+        other_ms=statistics.median(took_ms["other"]),
+        uncached_ms=statistics.median(took_ms["uncached"]),
+        own_ms=statistics.median(took_ms["own"]),
+        p_other=p_value(took_ms["other"], took_ms["uncached"]),
+        p_own=p_value(took_ms["own"], took_ms["uncached"]),
+        cross_hits=cross_hits,
+    )
+
+
+async def _timed(client: AsyncClient, prompt: npt.NDArray[np.int64]) -> tuple[float, int]:
+    start_s = time.perf_counter()
+    answer = await client.prefill(prompt, tenant="attacker", write_cache=False)
+    return (time.perf_counter() - start_s) * 1000, answer.usage.cached_tokens
