@@ -57,7 +57,9 @@ def search(num_trials: int, seed: int) -> Isolation:
     while trials < num_trials:
         order = numbers.choice(len(NAMESPACES), 1 + min(_OTHERS, num_trials - trials), replace=False)
         owner, *others = (NAMESPACES[index] for index in order)
-        prompt = head + numbers.integers(0, 50_000, _TAIL_TOKENS).astype("<u4").tobytes()
+        tail = numbers.integers(0, 50_000, _TAIL_TOKENS).astype("<u4")
+        tail[0] = controls  # no two prompts share it by chance
+        prompt = head + tail.tobytes()
         num_tokens = len(prompt) // 4
         with cache.lease(owner, prompt) as lease:
             lease.commit(num_tokens)
