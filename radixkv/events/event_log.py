@@ -109,6 +109,10 @@ class EventLog:
         """
         self._listeners = (*self._listeners, listener)
 
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        """Call a listener no more. On the thread that added it."""
+        self._listeners = tuple(each for each in self._listeners if each != listener)
+
     def _tell(self) -> None:
         for tell in self._listeners:
             tell()

@@ -133,6 +133,10 @@ class EventReaders:
         self._free_s = 0.0  # when all batches that were handed out have had their time
         self._log.listen(self._wake)
 
+    def close(self) -> None:
+        """Wake nobody any more."""
+        self._log.unlisten(self._wake)
+
     def subscribe(self, start: int) -> EventReader:
         """Read batches until the log ends.
 

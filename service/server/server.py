@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import signal
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -123,12 +123,12 @@ class Server:
         model_servicer = ModelServicer(tokenizer)
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_servicer, self._grpc)  # type: ignore[no-untyped-call]
         names = [*SERVICES]
-        readers = None if engine.events is None else EventReaders(engine.events)
-        if readers is not None:
-            events = EventServicer(readers, engine.limits.epoch)
+        self._readers = None if engine.events is None else EventReaders(engine.events)
+        if self._readers is not None:
+            events = EventServicer(self._readers, engine.limits.epoch)
             self._grpc.add_generic_rpc_handlers((events.handler(),))
             names.append(EVENT_SERVICE)
-        shared = SharedParts(readers, tokenizer, grammars)
+        shared = SharedParts(self._readers, tokenizer, grammars)
         return (*names, *(add(self._grpc, shared) for add in services))
 
     async def start(self) -> str:
@@ -158,6 +158,17 @@ class Server:
     def has_ended(self) -> bool:
         """Whether gRPC stopped serving by itself, as grpcio 1.85 does after a call whose path is not UTF-8."""
         return any(termination.done() for termination in self._terminations)
+
+    async def abandon(self) -> None:
+        """Let go of what is left after `has_ended`, so that another server can take the ports. Calls under way end."""
+        if self._health_watch is not None:
+            self._health_watch.cancel()
+        if self._readers is not None:
+            self._readers.close()
+        for each in (self._grpc, self._admin_grpc):
+            if each is not None:
+                with contextlib.suppress(TimeoutError, grpc.aio.UsageError, asyncio.CancelledError):
+                    await asyncio.wait_for(each.stop(0), _FLUSH_S)
 
     async def drain(self) -> bool:
         """Refuse new requests, let running ones finish, then stop.
@@ -237,35 +248,46 @@ def run(
 
     Raises:
         ConfigError: the address can't be bound.
-        InvariantViolation: the engine's thread, or gRPC's server, ended by itself. A supervisor should restart the
-            process.
+        InvariantViolation: the engine's thread ended by itself. A supervisor should restart the process.
     """
     gc.collect()
     gc.freeze()  # a collection that walks modules and model stops every request for 0.2 s
     engine.start()
     try:
-        server = partial(Server, engine, config, model_path, services, gateway_tenant, count_refusal)
-        asyncio.run(_serve_until_signal(engine, server))
+        rest = (model_path, tuple(services), gateway_tenant, count_refusal)
+        asyncio.run(_serve_until_signal(engine, config, lambda config: Server(engine, config, *rest)))
     finally:
         engine.stop()
         gc.unfreeze()  # otherwise nanobind, which Triton uses, reports leaks on stderr at exit
 
 
-async def _serve_until_signal(engine: Engine, make_server: Callable[[], Server]) -> None:
-    server = make_server()
+async def _serve_until_signal(
+    engine: Engine, config: ServerConfig, make_server: Callable[[ServerConfig], Server]
+) -> None:
+    server = make_server(config)
+    address = await server.start()
+    print(f"listening on {address}", flush=True)
+    while not await _is_to_stop(engine, server):
+        _logger.error("gRPC has ended its server, perhaps after a call with a broken path; another one takes over")
+        await server.abandon()
+        ports = [each and int(each.rpartition(":")[2]) for each in (address, server.admin_address)]
+        config = dataclasses.replace(config, port=ports[0], admin_port=ports[1])
+        server = make_server(config)
+        await server.start()
+    if await server.drain():
+        _logger.info("stopped")
+    else:
+        _logger.warning("stopped; not all requests were answered")
+
+
+async def _is_to_stop(engine: Engine, server: Server) -> bool:
+    """Wait until a signal or a call asks the server to stop; return whether one did, or else gRPC has ended it."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop.set)  # further signals change nothing: the drain ends by itself
-    address = await server.start()
-    print(f"listening on {address}", flush=True)
     while not server.stop.is_set() and engine.is_alive and not server.has_ended:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(server.stop.wait(), _HEALTH_PERIOD_S)
     if not engine.is_alive:
         raise InvariantViolation("engine: expected its thread to run until the server stops, got a thread that ended")
-    if server.has_ended:
-        raise InvariantViolation("server: expected gRPC to serve until the server stops, got its end")
-    if await server.drain():
-        _logger.info("stopped")
-    else:
-        _logger.warning("stopped; not all requests were answered")
+    return server.stop.is_set()

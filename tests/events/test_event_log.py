@@ -85,3 +85,19 @@ def test_listeners_are_told_of_each_batch_and_of_the_end() -> None:
     log.close(Draining("engine: stopped"))
     assert told == [1, 2, 2]
     assert isinstance(log.error, Draining)
+
+
+def test_a_listener_that_is_taken_out_is_told_of_nothing_more() -> None:
+    log, told = EventLog(), []
+
+    def first() -> None:
+        told.append("first")
+
+    def second() -> None:
+        told.append("second")
+
+    log.listen(first)
+    log.listen(second)
+    log.unlisten(first)
+    log.append((removed(),))
+    assert told == ["second"]
