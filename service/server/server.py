@@ -270,14 +270,19 @@ async def _serve_until_signal(
     while not await _is_to_stop(engine, server):
         _logger.error("gRPC has ended its server, perhaps after a call with a broken path; another one takes over")
         await server.abandon()
-        ports = [each and int(each.rpartition(":")[2]) for each in (address, server.admin_address)]
-        config = dataclasses.replace(config, port=ports[0], admin_port=ports[1])
+        config = dataclasses.replace(config, port=_port_of(address))
+        if server.admin_address is not None:
+            config = dataclasses.replace(config, admin_port=_port_of(server.admin_address))
         server = make_server(config)
         await server.start()
     if await server.drain():
         _logger.info("stopped")
     else:
         _logger.warning("stopped; not all requests were answered")
+
+
+def _port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 async def _is_to_stop(engine: Engine, server: Server) -> bool:
