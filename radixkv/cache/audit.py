@@ -79,6 +79,7 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
     _require(retained.num_expiring == num_expiring, "the expiry index holds a node outside every tree")
     _require(len(lines) == num_evictable, "the eviction index holds a node outside every tree")
     _require(holdings.kept.num_blocks == totals["kept"], "the number of kept blocks drifted")
+    _require(holdings.kept.num_blocks <= holdings.kept.max_blocks, "more blocks are kept than may be")
     for tenant, usage in tenants.items():
         blocks = held[tenant]
         _require(usage.num_kept_blocks == blocks["kept"], "a tenant's number of kept blocks drifted")

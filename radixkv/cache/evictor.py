@@ -13,6 +13,7 @@ from radixkv.cache.pins import Pins
 from radixkv.cache.tenants import TenantUsage
 from radixkv.cache.tree.node import Node
 from radixkv.cache.tree.radix_tree import RadixTree
+from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
 
 
 class Evictor:
@@ -58,6 +59,24 @@ class Evictor:
         if (to_ceiling := usage.num_blocks_to_ceiling) is not None:
             takeable = min(takeable, to_ceiling)
         return takeable
+
+    def shortage(
+        self, num_missing_blocks: int, tenant: str, usage: TenantUsage, num_spared_blocks: int = 0
+    ) -> CapacityError:
+        """Make the error of a tenant that can't have `num_missing_blocks` blocks more."""
+        to_ceiling = usage.num_blocks_to_ceiling
+        num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)
+        to_others = max(num_kept_blocks, num_spared_blocks)
+        if to_ceiling is not None and to_ceiling < self._pool.num_free + self.num_evictable_blocks - to_others:
+            return QuotaExceeded(
+                f"blocks: expected {num_missing_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for this "
+                f"tenant, of which leases hold {usage.num_leased_blocks + usage.num_pinned_blocks}"
+            )
+        return OutOfBlocks(
+            f"blocks: expected {num_missing_blocks} more, got {self._pool.num_free} free and "
+            f"{self.num_evictable_blocks} evictable of {self._pool.num_blocks}, the reused ones among them"
+            + (f", and {num_kept_blocks} that other tenants' floors keep" if num_kept_blocks else "")
+        )
 
     def make_room(self, num_blocks: int, tenant: str, usage: TenantUsage) -> None:
         """Evict until a tenant can take `num_blocks`: first its own leaves, as far as it would pass its ceiling."""

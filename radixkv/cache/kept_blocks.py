@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
 from radixkv.cache.changes import Listener
 from radixkv.cache.lease import Lease
-from radixkv.cache.tenants import TenantUsage
+from radixkv.cache.tenants import Tenants, TenantUsage
 from radixkv.cache.tree.node import Node
 from radixkv.errors import QuotaExceeded
 from radixkv.tokens import TOKEN_BYTES
+
+
+class Path(NamedTuple):
+    """The blocks of a prompt that might be kept.
+
+    Attributes:
+        node: the end of the path that it shares; None if it shares nothing.
+        num_shared_blocks: whole blocks of that path that it uses.
+        num_blocks: all its blocks.
+    """
+
+    node: Node | None
+    num_shared_blocks: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, lease: Lease) -> Path:
+        """Return that of an open lease."""
+        return cls(lease.node, lease.num_published_blocks, lease.block_ids.size)
 
 
 class KeptBlocks(Listener):
@@ -18,43 +40,54 @@ class KeptBlocks(Listener):
 
     Args:
         max_blocks: blocks that may be kept. A tenant whose quota names no bound may keep half of them.
+        tenants: their quotas and counts.
+        cut: cuts a node after its first blocks, tells the listeners, and returns the upper half.
 
     Attributes:
         max_blocks: the same.
         num_blocks: blocks that are kept, those that no tree has included.
     """
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int, tenants: Tenants, cut: Callable[[Node, int], Node]) -> None:
         self.max_blocks = max_blocks
+        self._tenants = tenants
+        self._cut = cut
         self.num_blocks = 0
+        self._leases: dict[Node, set[Lease]] = {}  # by the node that they end in
         self._purged: dict[Node, int] = {}  # blocks of kept nodes whose tree is gone
 
-    def num_more(self, lease: Lease) -> int:
-        """Count the blocks that would be kept beyond those that are, if this lease were kept with all its tokens.
+    def num_more(self, paths: Iterable[Path]) -> int:
+        """Count the blocks that would be kept beyond those that are, if all these were. Shared ones count once.
 
-        Complexity: O(nodes of its path that are not kept yet).
+        Complexity: O(nodes of all paths together that are not kept yet).
         """
-        node, num_kept = lease.node, 0
-        while node is not None and node.parent is not None and node.num_keeps == 0:
-            node = node.parent
-        if node is not None and node.parent is not None:
-            block_bytes = node.owner.block_size * TOKEN_BYTES
-            num_kept = min(node.start_bytes // block_bytes + node.num_blocks, len(lease.tokens) // block_bytes)
-        return max(0, lease.block_ids.size - num_kept)
+        num_more_blocks = 0
+        used: dict[Node, int] = {}  # blocks of each node
+        for node, num_shared_blocks, num_blocks in paths:
+            num_more_blocks += num_blocks - num_shared_blocks
+            while node is not None and node.parent is not None and node.num_keeps == 0:
+                first = node.start_bytes // (node.owner.block_size * TOKEN_BYTES)
+                part = max(0, min(node.num_blocks, num_shared_blocks - first))
+                if used.get(node, -1) >= part:
+                    break  # those before it were counted with it
+                used[node] = part
+                node = node.parent
+        return num_more_blocks + sum(used.values())
 
-    def require_room(self, usage: TenantUsage | None, num_more_blocks: int) -> None:
+    def require_room(self, tenant: str | None, num_more_blocks: int) -> None:
         """Refuse to keep `num_more_blocks` beyond those that are kept.
 
         Args:
-            usage: whose bound it is; None for that of all tenants together.
+            tenant: whose bound it is; None for that of all tenants together.
             num_more_blocks: how many more would be kept.
 
         Raises:
             QuotaExceeded: too many would be kept.
         """
-        if usage is None:
+        if tenant is None:
             whose, num_blocks, max_blocks = "all tenants", self.num_blocks, self.max_blocks
         else:
+            usage = self._tenants[tenant]
             own = usage.quota.max_kept_blocks
             whose, num_blocks = "this tenant", usage.num_kept_blocks
             max_blocks = self.max_blocks // 2 if own is None else own
@@ -67,29 +100,49 @@ class KeptBlocks(Listener):
     def keep(self, lease: Lease) -> None:
         """Count a lease that is kept from now on. Complexity: O(nodes of its path that are not kept yet)."""
         node, num_blocks = lease.node, 0
+        if node is not None:
+            self._leases.setdefault(node, set()).add(lease)
         while node is not None and node.parent is not None:
             node.num_keeps += 1
             if node.num_keeps > 1:
                 break
             num_blocks += node.num_blocks
             node = node.parent
-        self._count(lease.usage, num_blocks + lease.block_ids.size - lease.num_published_blocks)
+        self._count(lease.usage, num_blocks + lease.block_ids.size)
 
     def release(self, lease: Lease) -> None:
         """Undo `keep`. Complexity: O(nodes of its path that are not kept any more)."""
         node, num_blocks = lease.node, 0
+        if node is not None:
+            self._leases[node].remove(lease)
+            if not self._leases[node]:
+                del self._leases[node]
         while node is not None and node.parent is not None:
             node.num_keeps -= 1
             if node.num_keeps:
                 break
             num_blocks += self._purged.pop(node, node.num_blocks)
             node = node.parent
-        self._count(lease.usage, -num_blocks - (lease.block_ids.size - lease.num_published_blocks))
+        self._count(lease.usage, -num_blocks - lease.block_ids.size)
 
-    def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
-        """Count the new blocks of a kept leaf."""
-        if leaf.num_keeps:
-            self._count(leaf.owner.usage, num_new_blocks)
+    def end_after(self, leaf: Node, num_blocks: int) -> None:
+        """Cut a kept leaf that has grown, so that only its first `num_blocks` are kept.
+
+        The leases that are kept there end in the upper half then. What else holds the leaf holds the lower half.
+
+        Args:
+            leaf: a leaf that a kept lease ends in.
+            num_blocks: its blocks before it grew.
+        """
+        upper = self._cut(leaf, num_blocks)
+        leases = self._leases.pop(leaf)
+        for lease in leases:
+            lease.node = upper
+        self._leases[upper] = leases
+        upper.num_keeps, leaf.num_keeps = len(leases), 0
+        leaf.num_holds -= len(leases)
+        upper.num_holds = len(leases) + int(leaf.num_holds > 0)
+        upper.retired_block_ids, leaf.retired_block_ids = leaf.retired_block_ids, b""
 
     def purged(self, node: Node) -> None:
         """Remember how many blocks a kept node had."""

@@ -13,10 +13,9 @@ from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
 from radixkv.cache.namespaces.open_leases import OpenLeases
 from radixkv.cache.pins import Pins
-from radixkv.cache.tenants import TenantUsage
 from radixkv.cache.tree.node import Node, Owner, path_to
 from radixkv.cache.tree.radix_tree import Insertion, RadixTree
-from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, OutOfBlocks, QuotaExceeded
+from radixkv.errors import InvalidRequest, LeaseClosed
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, require_tokens
 
@@ -82,7 +81,7 @@ class Ledger:
         if num_spare_blocks < self._pins.num_unheld_blocks(node, num_spare_blocks):
             node, cached_tokens, num_missing_blocks = self._narrow(node, cached_tokens, num_spare_blocks)
             if num_missing_blocks:
-                raise self._shortage(num_missing_blocks, namespace.tenant, usage, num_spared_blocks)
+                raise self._evictor.shortage(num_missing_blocks, namespace.tenant, usage, num_spared_blocks)
         num_whole_blocks, shared_tokens = divmod(cached_tokens, self._block_size)
         node_used_s = 0.0
         if node is not None:
@@ -142,23 +141,6 @@ class Ledger:
             return None, 0, max(0, -num_available_blocks)
         return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens, 0
 
-    def _shortage(
-        self, num_missing_blocks: int, tenant: str, usage: TenantUsage, num_spared_blocks: int = 0
-    ) -> CapacityError:
-        to_ceiling = usage.num_blocks_to_ceiling
-        num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)
-        to_others = max(num_kept_blocks, num_spared_blocks)
-        if to_ceiling is not None and to_ceiling < self._pool.num_free + self._evictor.num_evictable_blocks - to_others:
-            return QuotaExceeded(
-                f"blocks: expected {num_missing_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for this "
-                f"tenant, of which leases hold {usage.num_leased_blocks + usage.num_pinned_blocks}"
-            )
-        return OutOfBlocks(
-            f"blocks: expected {num_missing_blocks} more, got {self._pool.num_free} free and "
-            f"{self._evictor.num_evictable_blocks} evictable of {self._pool.num_blocks}, the reused ones among them"
-            + (f", and {num_kept_blocks} that other tenants' floors keep" if num_kept_blocks else "")
-        )
-
     def extend(self, lease: Lease, tokens: bytes) -> None:
         """Add tokens to a lease, as `Lease.extend` describes."""
         require_tokens(tokens)
@@ -183,7 +165,7 @@ class Ledger:
             return
         num_missing_blocks = num_new_blocks - self._evictor.num_takeable_blocks(lease.namespace.tenant, usage)
         if num_missing_blocks > 0:
-            raise self._shortage(num_missing_blocks, lease.namespace.tenant, usage)
+            raise self._evictor.shortage(num_missing_blocks, lease.namespace.tenant, usage)
         self._evictor.make_room(num_new_blocks, lease.namespace.tenant, usage)
         after = int(lease.block_ids[-1]) if lease.block_ids.size else None
         room = self._room(lease.num_expected_tokens, kept.size + num_new_blocks)
@@ -271,16 +253,33 @@ class Ledger:
             self._changes.inserted(node, self._clock())
             return
         self._changes.grown(node, num_more_blocks, self._clock())
+        if node.num_keeps and num_more_blocks:
+            self._kept.end_after(node, num_old_blocks)
+            if node.num_holds == 0:
+                self._pins.count(node, -node.num_blocks)
+            num_old_blocks = 0  # the leaf has only what is new
         if node.priority != DEFAULT_PRIORITY or node.has_expired:
             self._retained.end_after(node, num_old_blocks)
 
     def keep(self, lease: Lease) -> None:
         """Keep a lease's blocks only, as `Lease.keep` describes."""
         self._require_open(lease)
+        self._end_path(lease)
         lease.is_kept = True
         lease.tokens, lease.copy = b"", None
         lease.block_ids, lease.num_published_blocks = lease.block_ids[lease.num_published_blocks :].copy(), 0
         self._kept.keep(lease)
+
+    def _end_path(self, lease: Lease) -> None:
+        """Let a lease pin no more than the shared blocks that it uses: cut the node in which they end."""
+        node = lease.node
+        if node is not None and not lease.is_revoked:
+            path = self._retained.cut_range(node, 0, lease.num_published_blocks)
+            lease.node = path[-1] if path else None
+            if lease.node is not node:
+                if lease.node is not None:
+                    self._pins.pin(lease.node)
+                self._pins.unpin(node)
 
     def close(self, lease: Lease) -> None:
         """Take a lease's blocks back, as `Lease.close` describes."""

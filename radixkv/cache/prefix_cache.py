@@ -101,7 +101,8 @@ class PrefixCache:
         self._lost = LostPrefixes(evicted_prefixes)
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
         self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
-        self.kept = KeptBlocks(num_blocks // 2 if max_kept_blocks is None else max_kept_blocks)
+        max_kept_blocks = num_blocks // 2 if max_kept_blocks is None else max_kept_blocks
+        self.kept = KeptBlocks(max_kept_blocks, self.tenants, self._cut)
         self._clock = clock
         policy = policy or EvictionPolicy()
         self.segments = SegmentIndex(clock)

@@ -124,7 +124,8 @@ class RetainedNodes(Listener):
     def end_after(self, leaf: Node, num_blocks: int) -> None:
         """Let the priority of a leaf that has grown hold for its first `num_blocks` only: cut off the rest."""
         if leaf.num_blocks > num_blocks:
-            self._cut(leaf, num_blocks)
+            if num_blocks:
+                self._cut(leaf, num_blocks)
             self.set(leaf, DEFAULT_PRIORITY, None)
 
     def set(self, node: Node, priority: int, expires_s: float | None) -> None:

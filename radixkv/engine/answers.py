@@ -28,6 +28,7 @@ class Answers:
 
     def prefill(self, request: Request, lease: Lease, prediction: Prediction, now_s: float) -> PrefillResult:
         """Answer a prefill. If its caller asked to hold the lease, `held_leases` owns it afterwards."""
+        is_held = request.params.hold_lease and not lease.is_revoked  # of purged tokens no lease is held
         return PrefillResult(
             request_id=request.params.request_id,
             usage=request.usage,
@@ -37,7 +38,7 @@ class Answers:
             miss_reason=request.miss_reason,
             timing=_timing(request, now_s),
             retained=self._retain(request, lease, now_s),
-            held_lease=self._hold(request, lease, now_s) if request.params.hold_lease else None,
+            held_lease=self._hold(request, lease, now_s) if is_held else None,
         )
 
     def generation(self, request: Request, finish_reason: FinishReason, now_s: float) -> GenerateResult:

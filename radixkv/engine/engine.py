@@ -181,7 +181,7 @@ class Engine:
 
     def renew(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[float]:
         """Keep a held lease for its whole time again. The future has its end in Unix time, or raises UnknownLease."""
-        return self._call(lambda: self._core.renew(lease_id, caller.tenant))
+        return self._call(lambda: self._core.renew(lease_id, caller.tenant), Asker.TENANT, caller.tenant)
 
     def retain(self, tokens: bytes, retention: Retention, caller: Caller = ANONYMOUS) -> Future[Retained]:
         """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`.

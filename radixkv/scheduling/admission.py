@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Collection
 
 from radixkv.api.miss_reason import MissReason
+from radixkv.cache.kept_blocks import Path
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
@@ -82,6 +83,11 @@ class Admitter:
             cached_tokens = self.look(request)[0] if self._flights.has_leaders(request) else 0
         if params.read_cache and self._flights.follow(request, cached_tokens):
             return Admission.FOLLOWS
+        if params.hold_lease:
+            try:
+                self._held_leases.require_room(request, self._path_of(request), running)
+            except QuotaExceeded as error:
+                return self._end(request, error)
         num_growing = 0 if is_passing else sum(other.generation is not None for other in running)
         try:
             lease = self._cache.lease(
@@ -97,17 +103,18 @@ class Admitter:
             return self._end(request, error)
         except OutOfBlocks as error:
             return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
-        if params.hold_lease:
-            try:
-                self._held_leases.require_room(request, lease, running)
-            except QuotaExceeded as error:
-                lease.close()
-                return self._end(request, error)
         self._start(request, lease)
         # A last token alone is not worth waiting for: each request computes its own, which is its answer.
         if params.read_cache and params.write_cache and not request.is_revoked and request.num_left > 1:
             self._flights.lead(request)
         return Admission.ADMITTED
+
+    def _path_of(self, request: Request) -> Path:
+        """Look up what a request that will hold its lease shares."""
+        read = request.params.read_cache
+        node, _, cached_tokens, _, request.num_nodes = self._cache.leases.find(request.namespace, request.tokens, read)
+        block_size = self._cache.block_size
+        return Path(node, cached_tokens // block_size, -(-request.num_tokens // block_size))
 
     def _start(self, request: Request, lease: Lease) -> None:
         """Let a request continue after the cached tokens of its lease."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from radixkv.cache.kept_blocks import KeptBlocks
+from radixkv.cache.kept_blocks import KeptBlocks, Path
 from radixkv.cache.lease import Lease
 from radixkv.errors import QuotaExceeded, UnknownLease
 from radixkv.scheduling.request import Request
@@ -42,8 +42,13 @@ class HeldLeases:
     def __len__(self) -> int:
         return len(self._held)
 
-    def require_room(self, request: Request, lease: Lease, running: Iterable[Request]) -> None:
+    def require_room(self, request: Request, path: Path, running: Iterable[Request]) -> None:
         """Refuse a request that could not hold its lease after those of the running requests are held, too.
+
+        Args:
+            request: asks to hold its lease; it has none yet.
+            path: its blocks.
+            running: requests that have blocks.
 
         Raises:
             QuotaExceeded: its tenant, or all tenants together, would hold too many leases or too many blocks.
@@ -58,9 +63,9 @@ class HeldLeases:
                 raise QuotaExceeded(
                     f"hold_lease: expected fewer than {max_leases} held leases of {whose}, got {num_leases}"
                 )
-        num_more_blocks = self._kept.num_more(lease)
-        self._kept.require_room(lease.usage, num_more_blocks + sum(self._kept.num_more(o.open_lease) for o in own))
-        self._kept.require_room(None, num_more_blocks + sum(self._kept.num_more(o.open_lease) for o in others))
+        for tenant, asking in ((request.tenant, own), (None, others)):
+            paths = [path, *(Path.of(other.open_lease) for other in asking)]
+            self._kept.require_room(tenant, self._kept.num_more(paths))
 
     def hold(self, lease: Lease, tenant: str, now_s: float) -> tuple[str, float]:
         """Keep a lease open. Returns its id, and the time at which it expires by the clock of `now_s`."""

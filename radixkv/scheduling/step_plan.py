@@ -138,6 +138,8 @@ class StepPlan:
                 break
             elif admission is Admission.OVER_QUOTA:
                 break
+            elif admission is Admission.ENDED:
+                left -= self._charge_refusal(queue, request, left)
         if left and self.blocked is not None:
             left -= self._serve_passing(queue, left)
         return turn - left
@@ -237,6 +239,14 @@ class StepPlan:
             return num_free > 0
         left_out = (other for other in self._queues if other.is_left_out)
         return len(list(itertools.islice(left_out, num_free))) < num_free
+
+    def _charge_refusal(self, queue: TenantQueue, request: Request, left: int) -> int:
+        """Charge a tenant for a request that was refused. Returns the tokens of the step that this takes up."""
+        cost = 1 + request.num_nodes // _NODES_A_TOKEN
+        used = min(cost, left, self._budget)
+        self._budget -= used
+        queue.charge(cost)
+        return used
 
     def _left(self, request: Request) -> int:
         """Tokens of a running request that are not in the step yet."""

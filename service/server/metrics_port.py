@@ -132,6 +132,9 @@ def make_app(engine: Engine, registry: CollectorRegistry) -> WSGIApplication:
     return answer
 
 
+_MAX_CONNECTIONS = 64  # each has a thread
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     """Answers each connection on a thread of its own, which does not keep the process alive.
 
@@ -139,9 +142,11 @@ class _Server(ThreadingMixIn, WSGIServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int, app: WSGIApplication, tls: Tls | None) -> None:
         self._tls = tls
+        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         super().__init__((host, port), _QuietHandler)
         self.set_app(app)
@@ -153,6 +158,20 @@ class _Server(ThreadingMixIn, WSGIServer):
             context = self._tls.https()
             connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread, or close a connection beyond `_MAX_CONNECTIONS`."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and give the place back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Keep quiet about connections that break, as those of callers without TLS do; print other errors."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from radixkv.config import ServerConfig
@@ -23,6 +23,7 @@ from radixkv.errors import Draining, InvariantViolation, RadixKVError
 from radixkv.events.readers import EventReaders
 from radixkv.service.server.events.servicer import SERVICE as EVENT_SERVICE
 from radixkv.service.server.events.servicer import EventServicer
+from radixkv.service.server.health.servicer import HealthServicer
 from radixkv.service.server.identity.doors import Door, Doors
 from radixkv.service.server.identity.gate import Gate
 from radixkv.service.server.intake.bounds import grpc_options
@@ -50,8 +51,6 @@ SERVICES = (
 )
 ADMIN_SERVICES = (cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,)
 
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _HEALTH_PERIOD_S = 1.0
 # Written answers have this long to reach their callers. Calls that watch the health never end by themselves.
 _FLUSH_S = 1.0
@@ -71,6 +70,7 @@ class Server:
         services: add more services; see `optional_services`.
         gateway_tenant: the owner of the gateway's data.
         count_refusal: is called with the exception of each call that is refused before the engine knows of it.
+        stop: see the attribute.
 
     Attributes:
         stop: set when the service should drain: by a caller of `Drain`, or by whoever runs the server.
@@ -88,15 +88,16 @@ class Server:
         services: Iterable[AddService] = (),
         gateway_tenant: str = "",
         count_refusal: CountRefusal | None = None,
+        stop: asyncio.Event | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
-        self.stop = asyncio.Event()
+        self.stop = stop or asyncio.Event()
         self.admin_address: str | None = None
         self._doors = Doors(config)
         self._gateway_tenant = gateway_tenant
         self._count_refusal = count_refusal
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # behind a version check
+        self._health = HealthServicer()
         self._health_watch: asyncio.Task[None] | None = None
         self._terminations: list[asyncio.Future[Any]] = []
         self._unfinished = UnfinishedCalls()
@@ -144,7 +145,7 @@ class Server:
         if self._admin_grpc is not None and self._config.admin_port is not None:
             admin_port = self._bind(self._admin_grpc, "server.admin_port", self._config.admin_port)
             self.admin_address = host_port(self._config.host, admin_port)
-        await self._set_health()
+        self._set_health()
         await self._grpc.start()
         if self._admin_grpc is not None:
             await self._admin_grpc.start()
@@ -186,7 +187,7 @@ class Server:
         _logger.info("draining, at most %g s", self._config.drain_timeout_s)
         if self._health_watch is not None:
             self._health_watch.cancel()
-        await self._health.enter_graceful_shutdown()
+        self._health.leave()
         if self._engine.events is not None:
             self._engine.events.close(Draining("service: expected to be serving, got draining"))
         end = asyncio.get_running_loop().time() + self._config.drain_timeout_s
@@ -219,15 +220,13 @@ class Server:
     async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(_HEALTH_PERIOD_S)
-            await self._set_health()
+            self._set_health()
 
-    async def _set_health(self) -> None:
-        status = _SERVING if self._engine.is_healthy else _NOT_SERVING
-        for service in ("", *self._services):
-            await self._health.set(service, status)
+    def _set_health(self) -> None:
+        self._health.set(self._services, is_serving=self._engine.is_healthy)
 
 
-def _add_descriptions(server: grpc.aio.Server, servicer: health.HealthServicer, services: Iterable[str]) -> None:
+def _add_descriptions(server: grpc.aio.Server, servicer: HealthServicer, services: Iterable[str]) -> None:
     """Add health and reflection to a server of these services."""
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -255,25 +254,29 @@ def run(
     engine.start()
     try:
         rest = (model_path, tuple(services), gateway_tenant, count_refusal)
-        asyncio.run(_serve_until_signal(engine, config, lambda config: Server(engine, config, *rest)))
+        asyncio.run(_serve_until_signal(engine, config, lambda config, stop: Server(engine, config, *rest, stop)))
     finally:
         engine.stop()
         gc.unfreeze()  # otherwise nanobind, which Triton uses, reports leaks on stderr at exit
 
 
 async def _serve_until_signal(
-    engine: Engine, config: ServerConfig, make_server: Callable[[ServerConfig], Server]
+    engine: Engine, config: ServerConfig, make_server: Callable[[ServerConfig, asyncio.Event], Server]
 ) -> None:
-    server = make_server(config)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # further signals change nothing: the drain ends by itself
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    server = make_server(config, stop)
     address = await server.start()
     print(f"listening on {address}", flush=True)
-    while not await _is_to_stop(engine, server):
+    while not await _is_to_stop(engine, server, stop):
         _logger.error("gRPC has ended its server, perhaps after a call with a broken path; another one takes over")
         await server.abandon()
         config = dataclasses.replace(config, port=_port_of(address))
         if server.admin_address is not None:
             config = dataclasses.replace(config, admin_port=_port_of(server.admin_address))
-        server = make_server(config)
+        server = make_server(config, stop)
         await server.start()
     if await server.drain():
         _logger.info("stopped")
@@ -285,14 +288,11 @@ def _port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-async def _is_to_stop(engine: Engine, server: Server) -> bool:
+async def _is_to_stop(engine: Engine, server: Server, stop: asyncio.Event) -> bool:
     """Wait until a signal or a call asks the server to stop; return whether one did, or else gRPC has ended it."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop.set)  # further signals change nothing: the drain ends by itself
-    while not server.stop.is_set() and engine.is_alive and not server.has_ended:
+    while not stop.is_set() and engine.is_alive and not server.has_ended:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(server.stop.wait(), _HEALTH_PERIOD_S)
+            await asyncio.wait_for(stop.wait(), _HEALTH_PERIOD_S)
     if not engine.is_alive:
         raise InvariantViolation("engine: expected its thread to run until the server stops, got a thread that ended")
-    return server.stop.is_set()
+    return stop.is_set()

@@ -57,7 +57,11 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
 }
 
 # Streams that end with the service and not before: a drain ends them, and does not wait for callers that read nothing.
-ENDLESS = ("/radixkv.v1.EventService/Subscribe", "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents")
+ENDLESS = (
+    "/grpc.health.v1.Health/Watch",
+    "/radixkv.v1.EventService/Subscribe",
+    "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
+)
 
 RETRY_AFTER = "retry-after-ms"
 

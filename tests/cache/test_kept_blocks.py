@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from radixkv.cache.block_pool import BlockState
+from radixkv.cache.kept_blocks import Path
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -68,39 +70,79 @@ def test_only_blocks_that_are_not_kept_yet_need_room() -> None:
     keep(cache, "aaaabbbbcccc")
     same, longer = lease_text(cache, "aaaabbbbcccc"), lease_text(cache, "aaaabbbbccccdddde")
     branch, foreign = lease_text(cache, "aaaabbbbX"), lease_text(cache, "aaaabbbbcccc", OTHER)
-    assert cache.kept.num_more(same) == 0
-    assert cache.kept.num_more(longer) == 2
-    assert cache.kept.num_more(branch) == 1
-    assert cache.kept.num_more(foreign) == 3
+    assert cache.kept.num_more([Path.of(same)]) == 1  # its last block is a copy: the last token is computed anew
+    assert cache.kept.num_more([Path.of(longer)]) == 2
+    assert cache.kept.num_more([Path.of(branch)]) == 1
+    assert cache.kept.num_more([Path.of(foreign)]) == 3
 
 
 def test_a_tenant_may_keep_half_of_what_all_may() -> None:
     cache = make_cache(max_kept_blocks=6)
-    usage = keep(cache, "aaaabbbb").usage
-    cache.kept.require_room(usage, 1)
+    keep(cache, "aaaabbbb")
+    cache.kept.require_room("", 1)
     message = r"^hold_lease: expected at most 3 blocks in held leases of this tenant, got 2 and 2 more$"
     with pytest.raises(QuotaExceeded, match=message):
-        cache.kept.require_room(usage, 2)
+        cache.kept.require_room("", 2)
 
 
 def test_a_quota_names_another_bound_and_all_together_have_theirs() -> None:
     cache = make_cache(max_kept_blocks=4, quotas={"": Quota(max_kept_blocks=4)})
-    usage = keep(cache, "aaaabbbbcccc").usage
-    cache.kept.require_room(usage, 1)
-    other = keep(cache, "aaaa", OTHER).usage
-    cache.kept.require_room(other, 1)
+    keep(cache, "aaaabbbbcccc")
+    cache.kept.require_room("", 1)
+    keep(cache, "aaaa", OTHER)
+    cache.kept.require_room("other", 1)
     with pytest.raises(QuotaExceeded, match="of all tenants, got 4 and 1 more"):
         cache.kept.require_room(None, 1)
 
 
-def test_what_a_kept_path_gains_is_kept() -> None:
+@pytest.mark.parametrize(("text", "num_kept_blocks"), [("aaaabb", 3), ("aaaabbbb", 2)])  # 3: a copy of the last block
+def test_what_a_kept_path_gains_is_not_kept(text: str, num_kept_blocks: int) -> None:
     cache = make_cache()
-    lease = keep(cache, "aaaabb")
-    publish(cache, "aaaabbbbcccc")
+    lease, same = keep(cache, text), keep(cache, text)
+    publish(cache, "aaaabbbbccccdddd")
     cache.check()
-    assert cache.kept.num_blocks == 3
+    assert (cache.kept.num_blocks, cache.num_pinned_blocks) == (num_kept_blocks, 2)
+    assert cache.evict(32) == 2
     lease.close()
+    cache.check()
+    assert cache.kept.num_blocks == 2
+    same.close()
+    cache.check()
+    assert cache.kept.num_blocks == cache.pool.num_leased == 0
+
+
+def test_a_replaced_block_stays_while_it_is_kept() -> None:
+    cache = make_cache()
+    lease = lease_text(cache, "aaaabb")
+    lease.commit(6)
+    block_ids = lease.block_ids.tolist()
+    lease.keep()
+    publish(cache, "aaaabbbbccccdddd")
+    cache.check()
+    assert all(cache.pool.state(block_id) != BlockState.FREE for block_id in block_ids)
+    lease.close()
+    cache.check()
+    assert cache.pool.num_leased == 0
+
+
+def test_a_lease_keeps_no_more_of_a_node_than_it_uses() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbbccccdddd")
+    lease = keep(cache, "aaaabbbb")
+    inside = keep(cache, "aaaaX")
+    assert cache.kept.num_blocks == 3
+    assert cache.num_pinned_blocks == 3
+    lease.close()
+    inside.close()
+    cache.check()
     assert cache.kept.num_blocks == 0
+
+
+def test_what_several_would_share_is_counted_once() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbbcccc")
+    paths = [Path.of(lease_text(cache, text)) for text in ("aaaabbbbX", "aaaabbbbccccX", "aaaabbbbY", "aaaaX")]
+    assert cache.kept.num_more(paths) == 3 + 4
 
 
 def test_a_purge_gives_no_room_before_the_blocks_are_free() -> None:

@@ -15,7 +15,9 @@ class Mutant(NamedTuple):
 
 CACHE_MUTANTS = (
     Mutant("cache/kept_blocks.py", "            if node.num_keeps > 1:\n                break\n", ""),
-    Mutant("cache/kept_blocks.py", "        if leaf.num_keeps:\n", "        if False:\n"),
+    Mutant("cache/kept_blocks.py", "        leaf.num_holds -= len(leases)\n", ""),
+    Mutant("cache/ledger.py", "            self._kept.end_after(node, num_old_blocks)\n", ""),
+    Mutant("cache/ledger.py", "        self._end_path(lease)\n", ""),
     Mutant("cache/kept_blocks.py", "            self._purged[node] = node.num_blocks\n", "            pass\n"),
     Mutant("cache/kept_blocks.py", "self.max_blocks // 2 if own is None", "self.max_blocks if own is None"),
     Mutant("cache/lines/line_heap.py", "if actual is entry:", "if actual is not None:"),
@@ -35,7 +37,7 @@ CACHE_MUTANTS = (
     Mutant("cache/retained_nodes.py", "            if position > end:\n                break\n", ""),
     Mutant("cache/evictor.py", "takeable = num_available - num_spared_blocks", "takeable = num_available"),
     Mutant(
-        "cache/ledger.py",
+        "cache/evictor.py",
         "max(num_kept_blocks, num_spared_blocks)",
         "num_kept_blocks",
     ),
@@ -160,7 +162,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant("scheduling/held_leases.py", "            del self._num_by_tenant[held.tenant]\n", "            pass\n"),
     Mutant("scheduling/held_leases.py", "        lease.keep()\n", ""),
-    Mutant("scheduling/admission.py", "                lease.close()\n", ""),
+    Mutant("scheduling/step_plan.py", "        queue.charge(cost)\n", ""),
     Mutant("engine/calls/lanes.py", "popitem(last=False)", "popitem()"),
     Mutant("engine/calls/lanes.py", "        if lane:\n            self._lanes[tenant] = lane\n", ""),
     Mutant("engine/calls/lanes.py", "        self._num_calls -= 1\n", ""),

@@ -105,6 +105,8 @@ def parse_credentials(text: str) -> Credentials:
     entries = tree.get("credentials", [])
     if set(tree) - {"credentials"} or not isinstance(entries, list):
         raise ConfigError("server.tokens_file: expected only entries [[credentials]], got others")
+    if not entries:  # as in a file that is being written
+        raise ConfigError("server.tokens_file: expected at least one entry [[credentials]], got none")
     return Credentials([_credential(index, entry) for index, entry in enumerate(entries, start=1)])
 
 

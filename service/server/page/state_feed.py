@@ -14,7 +14,7 @@ import numpy as np
 
 from radixkv import __version__
 from radixkv.api.segments import Segment
-from radixkv.errors import LifecycleError
+from radixkv.errors import CapacityError, LifecycleError
 from radixkv.service.server.segments.hot_walk import HotWalk
 from radixkv.service.server.segments.namespace_ids import NamespaceIds
 
@@ -64,7 +64,7 @@ class StateFeed:
             while (future := walk.next_call(self._engine.segments)) is not None:
                 walk.take(_answer(future, end_s))
             states = _answer(self._engine.segments.block_states(), end_s)
-        except (LifecycleError, TimeoutError, CancelledError):
+        except (CapacityError, LifecycleError, TimeoutError, CancelledError):
             return None
         limits, counts = self._engine.limits, dataclasses.asdict(stats)
         state = {

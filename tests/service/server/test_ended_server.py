@@ -57,7 +57,7 @@ def test_another_server_takes_over_on_the_same_port(
 
     async def run() -> list[int]:
         config = ServerConfig(port=0)
-        serving = asyncio.create_task(_serve_until_signal(engine, config, lambda config: Server(engine, config)))
+        serving = asyncio.create_task(_serve_until_signal(engine, config, lambda config, _: Server(engine, config)))
         printed = ""
         while "\n" not in printed:
             await asyncio.sleep(0.01)

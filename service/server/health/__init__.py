@@ -1,0 +1,4 @@
+"""The standard health service of gRPC.
+
+Face: `HealthServicer`.
+"""
