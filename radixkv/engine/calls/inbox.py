@@ -26,6 +26,11 @@ class Asker(Enum):
     ADMIN = "those who look at the cache, and purge it"
     TENANT = "those who use it"
 
+    @classmethod
+    def of_look(cls, tenant: str | None) -> Asker:
+        """Return who looks at the cache of one tenant, which is a tenant's business, or of all (None)."""
+        return cls.ADMIN if tenant is None else cls.TENANT
+
 
 class Lane(NamedTuple):
     """A line of calls that wait behind each other: one for each kind of caller and tenant."""

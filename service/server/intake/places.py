@@ -137,8 +137,9 @@ class Places:
         """End the slowest messages, one for each call that waits."""
         self._is_watched = False
         now_s = asyncio.get_running_loop().time()
-        slow = [timeout for timeout, start_s in self._receiving.items() if now_s - start_s >= _GRACE_S]
-        for timeout in slow[: self._num_waiting]:
-            timeout.reschedule(now_s)
         if self._num_waiting:
             self._watch()
+        # One that is past its own time ends by itself, and can't be ended earlier any more.
+        slow = [each for each, start_s in self._receiving.items() if _GRACE_S <= now_s - start_s < self._timeout_s]
+        for timeout in slow[: self._num_waiting]:
+            timeout.reschedule(now_s)

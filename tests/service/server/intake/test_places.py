@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 import pytest
 
@@ -136,3 +137,23 @@ def test_a_caller_that_goes_away_leaves_no_place_taken(moment):
         return await asyncio.wait_for(last_task, PATIENCE_S)
 
     assert asyncio.run(run()) == b"message"
+
+
+def test_a_message_that_is_over_while_the_loop_is_busy_ends_once():
+    async def run():
+        unhandled = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: unhandled.append(what))
+        places = Places(1, 10, 0.3)
+        _, slow = start(places, "a")
+        await asyncio.sleep(0.26)
+        message, waiting = start(places, "b")
+        await rest()
+        time.sleep(0.6)
+        message.come.set()
+        results = await asyncio.gather(slow, waiting, return_exceptions=True)
+        return results, unhandled
+
+    (slow, waited), unhandled = asyncio.run(run())
+    assert isinstance(slow, DeadlineExceeded | QueueFull)
+    assert waited == b"message"
+    assert unhandled == []
