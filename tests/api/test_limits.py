@@ -26,8 +26,10 @@ def test_the_pool_and_the_model_bound_what_is_served(max_model_tokens: int | Non
     assert (given.max_prompt_tokens, given.max_sequence_tokens) == (prompt, sequence)
 
 
-def test_ceilings_are_told_in_tokens_and_only_where_there_are_any() -> None:
-    assert limits(ceiling_blocks={"a": 3, "b": None}).ceiling_tokens == {"a": 48}
+def test_ceilings_are_told_in_tokens() -> None:
+    given = limits(ceiling_blocks={"a": 3, "b": None}, default_ceiling_blocks=2)
+    assert (given.ceiling_tokens, given.default_ceiling_tokens) == ({"a": 48, "b": None}, 32)
+    assert [given.most_new_tokens(16, tenant) for tenant in ("a", "b", "c")] == [33, 128, 17]
 
 
 def test_every_pool_has_an_epoch_of_its_own() -> None:

@@ -166,6 +166,8 @@ class Caller:
     async def _hold(self) -> str:
         tenant = self._random.choice(TENANTS)
         held = await self._client.prefill(self._random.choice(self._known).ids, tenant=tenant, hold_lease=True)
+        if not held.lease_id:
+            return "purged before it was held"
         if self._random.random() < 0.7:
             await self._client.release(held.lease_id, tenant=tenant)
         return "held"
