@@ -50,7 +50,7 @@ class Listener:
         """
 
     def purged(self, node: Node) -> None:
-        """The tree of a node was taken out at once. Called for each node, before its blocks are gone."""
+        """A node is taken out by a purge, alone or with its whole tree. Called before its blocks are gone."""
 
 
 class Changes(Listener):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import numpy as np
 
 from radixkv.api.miss_reason import MissReason
+from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.holdings import Holdings
 from radixkv.cache.pins import Pins
@@ -14,6 +17,12 @@ from radixkv.cache.tenants import TenantUsage
 from radixkv.cache.tree.node import Node
 from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
+
+# A path of more nodes loses branches. Paths of real traffic have fewer than 20.
+MAX_PATH_NODES = 512
+_MAX_THINNED_AT_ONCE = 64
+# Branches of one node, and nodes of one branch, that are looked at to thin a path.
+_MAX_LOOKS = 8
 
 
 class Evictor:
@@ -92,6 +101,27 @@ class Evictor:
         self.expire()
         return self._evict(num_blocks, lambda: self._lines.first(spared=self._spared(tenant)), tenant)
 
+    def thin(self, end: Node, num_nodes: int) -> bool:
+        """Evict branches of a path of too many nodes, those first that were not used for longest, 64 at most.
+
+        So its nodes can be joined, and a prompt that thousands of others left on its way costs later requests little.
+        Branches that leases use stay, and so do those of a priority above the default.
+
+        Args:
+            end: the end of the path, which is held.
+            num_nodes: nodes that a request passed on it.
+
+        Returns:
+            Whether they were too many.
+
+        Complexity: O(1), or O(nodes of the path + 64 log leaves) if they were too many.
+        """
+        if num_nodes <= MAX_PATH_NODES:
+            return False
+        leaves = heapq.nsmallest(_MAX_THINNED_AT_ONCE, _leaves_beside(end), key=lambda leaf: leaf.last_used_s)
+        self._free([self._take(leaf, leaf.num_blocks) for leaf in leaves])
+        return True
+
     def expire(self) -> None:
         """End the priorities whose time has come. Complexity: O(depth + log leaves) for each of their nodes."""
         for node in self._retained.expire(self._clock()):
@@ -110,34 +140,35 @@ class Evictor:
             wanted = num_blocks - freed
             if leaf.owner.namespace.tenant != tenant:
                 wanted = min(wanted, usage.num_blocks_for_others)
-            runs.append(self._evict_from(leaf, wanted))
-            num_evicted = len(runs[-1]) // BLOCK_ID_BYTES
-            usage.num_cached_blocks -= num_evicted
-            usage.num_evicted_blocks += num_evicted
-            freed += num_evicted
-        if runs:  # all at once: a call costs as much as removing two leaves
+            num_offered_blocks = self._policy.num_offered_blocks(leaf)
+            runs.append(self._take(leaf, min(wanted, num_offered_blocks)))
+            if wanted >= num_offered_blocks:
+                self._lines.requeue(leaf)
+            freed += len(runs[-1]) // BLOCK_ID_BYTES
+        self._free(runs)
+        return freed
+
+    def _free(self, runs: list[bytes]) -> None:
+        """Free blocks that were taken, all at once: a call costs as much as removing two leaves."""
+        if runs:
             block_ids = np.frombuffer(b"".join(runs), dtype=np.int32)
             self._pool.unpublish(block_ids)
             self._pool.release(block_ids)
-        self.num_evicted_blocks += freed
-        return freed
 
-    def _evict_from(self, leaf: Node, num_blocks: int) -> bytes:
-        """Take at most `num_blocks` blocks off a leaf's end. Returns their packed ids, which are still published."""
-        tree = self._trees[leaf.owner.namespace]
-        num_offered_blocks = self._policy.num_offered_blocks(leaf)
-        num_blocks = min(num_blocks, num_offered_blocks)
+    def _take(self, leaf: Node, num_blocks: int) -> bytes:
+        """Take blocks off a leaf's end. Returns their packed ids, which are still published."""
+        tree, usage = self._trees[leaf.owner.namespace], leaf.owner.usage
         num_kept_blocks = leaf.num_blocks - num_blocks
+        usage.num_cached_blocks -= num_blocks
+        usage.num_evicted_blocks += num_blocks
+        self.num_evicted_blocks += num_blocks
         fingerprint = tree.fingerprint_after(leaf, num_kept_blocks) if num_kept_blocks else leaf.fingerprint
         reason = MissReason.EXPIRED if leaf.has_expired else MissReason.EVICTED
         self._changes.evicted(leaf, num_blocks, fingerprint, reason, self._clock())
         if num_kept_blocks == 0:
             self._remove(tree, leaf)
             return leaf.block_ids
-        packed = tree.truncate(leaf, num_kept_blocks)
-        if num_blocks == num_offered_blocks:
-            self._lines.requeue(leaf)
-        return packed
+        return tree.truncate(leaf, num_kept_blocks)
 
     def _remove(self, tree: RadixTree, leaf: Node) -> None:
         self._lines.discard(leaf)
@@ -149,32 +180,72 @@ class Evictor:
         elif parent is tree.root and parent.is_leaf:
             del self._trees[tree.owner.namespace]
 
-    def purge(self, tree: RadixTree) -> tuple[int, int]:
-        """Take a whole tree out. The blocks that leases use become free when those leases are closed.
+    def purge_leaves(self, tree: RadixTree, max_nodes: int) -> tuple[int, int]:
+        """Take leaves that no lease uses out of a tree, and nodes that become such leaves. A tree may end with them.
 
         Returns:
-            Blocks freed now, and blocks that leases still use.
+            Nodes taken out, fewer than `max_nodes` only if no more can be; and blocks freed.
 
-        Complexity: O(nodes * log leaves).
+        Complexity: O(max_nodes * log leaves + children of the nodes on the way).
+        """
+        runs: list[bytes] = []
+        stack = [(tree.root, _children_of(tree.root))]
+        while stack and len(runs) < max_nodes:
+            node, children = stack[-1]
+            child = next(children, None)
+            if child is not None:
+                stack.append((child, _children_of(child)))
+                continue
+            stack.pop()
+            if node.is_evictable:
+                self._retained.set(node, DEFAULT_PRIORITY, None)
+                self._changes.purged(node)
+                runs.append(node.block_ids)
+                self._remove(tree, node)
+        self._free(runs)
+        num_blocks = sum(map(len, runs)) // BLOCK_ID_BYTES
+        tree.owner.usage.num_cached_blocks -= num_blocks
+        return len(runs), num_blocks
+
+    def purge(self, tree: RadixTree) -> int:
+        """Take a whole tree out, after `purge_leaves`. Its blocks become free when the leases that use them are closed.
+
+        Returns:
+            Blocks that leases still use.
+
+        Complexity: O(nodes).
         """
         del self._trees[tree.owner.namespace]
-        free, used = [], []
+        num_blocks = 0
         for node in list(tree.nodes()):
-            self._lines.discard(node)
             self._changes.purged(node)
-            if node.num_holds:
-                self._pins.count(node, -node.num_blocks)
-                node.retired_block_ids += node.block_ids
-                used.append(node.block_ids)
-            else:
-                free.append(node.block_ids)
+            self._pins.count(node, -node.num_blocks)
+            self._pool.unpublish(np.frombuffer(node.block_ids, dtype=np.int32))
+            node.retired_block_ids += node.block_ids
+            num_blocks += node.num_blocks
             node.block_ids = b""
             node.children = None  # parents and children hold each other; without this only a collection frees them
-        freed, kept = (np.frombuffer(b"".join(packed), dtype=np.int32) for packed in (free, used))
-        self._pool.unpublish(np.concatenate((freed, kept)))
-        self._pool.release(freed)
         tree.root.children = None
         usage = tree.owner.usage
-        usage.num_cached_blocks -= freed.size + kept.size
-        usage.num_leased_blocks += kept.size
-        return freed.size, kept.size
+        usage.num_cached_blocks -= num_blocks
+        usage.num_leased_blocks += num_blocks
+        return num_blocks
+
+
+def _children_of(node: Node) -> Iterator[Node]:
+    return iter(list(node.children.values()) if node.children else ())
+
+
+def _leaves_beside(end: Node) -> Iterator[Node]:
+    """Yield leaves that may be evicted so that the path to a node has fewer branches, a few of each branching."""
+    below, node = end, end.parent
+    while node is not None and node.parent is not None:
+        assert node.children is not None
+        for leaf in islice(node.children.values(), _MAX_LOOKS):
+            if leaf is not below:
+                for _ in range(_MAX_LOOKS):
+                    if leaf.children:
+                        leaf = next(iter(leaf.children.values()))
+                if leaf.is_evictable and leaf.priority <= DEFAULT_PRIORITY:
+                    yield leaf
+        below, node = node, node.parent

@@ -296,4 +296,5 @@ class Ledger:
             self._pool.release(own)
             lease.usage.num_leased_blocks -= own.size
         if lease.node is not None:
-            self._pins.unpin_and_join(lease.node)
+            is_deep = self._evictor.thin(lease.node, lease.num_nodes)
+            self._pins.unpin_and_join(lease.node, even_unlike=is_deep)

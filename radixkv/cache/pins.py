@@ -72,10 +72,14 @@ class Pins:
             self._lines.add(first)
         return node
 
-    def unpin_and_join(self, node: Node) -> None:
+    def unpin_and_join(self, node: Node, *, even_unlike: bool = False) -> None:
         """Undo one `pin`, and make one node of those that nothing holds any more, where nothing differs.
 
         So what was cut for a priority that ended, or for a branch that is gone, does not cost every later request.
+
+        Args:
+            node: the end of the path.
+            even_unlike: also join what the policy tells apart.
 
         Complexity: that of `unpin`, and O(tokens of the nodes that are joined).
         """
@@ -83,18 +87,19 @@ class Pins:
         while node is not end:
             uppers: list[Node] = []
             above = node.parent
-            while above is not None and above is not end and self._may_join(above, node):
+            while above is not None and above is not end and self._may_join(above, node, even_unlike):
                 uppers.append(above)
                 above = above.parent
             if uppers:
                 uppers.reverse()
                 self._trees[node.owner.namespace].join(uppers, node)
                 self._changes.joined(uppers, node)
+                self._lines.requeue(node)
             if above is None:
                 return
             node = above
 
-    def _may_join(self, upper: Node, lower: Node) -> bool:
+    def _may_join(self, upper: Node, lower: Node, even_unlike: bool) -> bool:
         return (
             upper.children is not None
             and len(upper.children) == 1
@@ -103,7 +108,7 @@ class Pins:
             and upper.has_expired is lower.has_expired
             and upper.expiry_entry is None
             and lower.expiry_entry is None
-            and self._policy.are_alike(upper, lower)
+            and (even_unlike or self._policy.are_alike(upper, lower))
         )
 
     def num_unheld_blocks(self, node: Node | None, enough: int) -> int:

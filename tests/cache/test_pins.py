@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from radixkv.api.retention import Retention
@@ -156,3 +158,45 @@ def test_a_node_that_is_gone_by_a_join_has_no_place() -> None:
     cache.evict(0)
     publish(cache, "aaaabbbbccccdddd")
     assert len(cache.segments) == 1
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "lru", "lfu"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_path_that_many_branches_cut_loses_the_oldest_of_them(
+    policy: str, order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, clock = make_cache(policy, num_blocks=128)
+    text = "".join(letter * 4 for letter in "abcdefghijklmnopqrst")
+    publish(cache, text)
+    for place in range(1, 20)[::order]:
+        clock.now_s += 1
+        publish(cache, text[: 4 * place] + "ZZZZ" + text[:place])
+    monkeypatch.setattr("radixkv.cache.evictor.MAX_PATH_NODES", 8)
+    monkeypatch.setattr("radixkv.cache.evictor._MAX_THINNED_AT_ONCE", 3)
+    num_nodes, num_evicted = [], []
+    for _ in range(8):
+        clock.now_s += 1
+        num_nodes.append(lease_text(cache, text + "Z").num_nodes)
+        next(iter(cache.leases)).close()
+        num_evicted.append(cache.num_evicted_blocks)
+        cache.check()
+    assert num_nodes[-1] == num_nodes[-2] <= 8
+    assert all(after <= max(8, before - 3) for before, after in itertools.pairwise(num_nodes))
+    assert num_evicted[-1] == num_evicted[-2] > 0, "branches of a path that is short enough stay"
+    assert cached(cache, text) == len(text)
+    youngest = range(1, 20)[::order][-1]
+    assert cached(cache, text[: 4 * youngest] + "ZZZZ") == 4 * youngest + 4
+
+
+def test_branches_in_use_and_retained_ones_stay_however_deep_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, _ = make_cache()
+    for text in ("aaaabbbbccccdddd", "aaaaZZZZ", "aaaabbbbZZZZ", "aaaabbbbccccZZZZ"):
+        publish(cache, text)
+    monkeypatch.setattr("radixkv.cache.evictor.MAX_PATH_NODES", 2)
+    retain(cache, "aaaaZZZZ", Retention(priority=80, start=4))
+    used = lease_text(cache, "aaaabbbbZZZZZ")
+    for _ in range(3):
+        lease_text(cache, "aaaabbbbccccddddZ").close()
+    assert [cached(cache, text) for text in ("aaaaZZZZ", "aaaabbbbZZZZ", "aaaabbbbccccZZZZ")] == [8, 12, 12]
+    used.close()
+    cache.check()

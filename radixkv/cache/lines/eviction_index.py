@@ -41,6 +41,11 @@ class EvictionIndex:
     def __contains__(self, node: Node) -> bool:
         return node.eviction_entry is not None
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether leaves wait for new keys, so that `first` may yet become another one by itself."""
+        return bool(self._outdated)
+
     def add(self, node: Node) -> None:
         """Put a leaf in line, unless it is there already."""
         if node.eviction_entry is None:

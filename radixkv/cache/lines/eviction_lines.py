@@ -27,7 +27,7 @@ class EvictionLines:
         self._own = {tenant: EvictionIndex(policy, arrivals) for tenant in tenants.with_quota}
         self._others: EvictionIndex | LineHeap = EvictionIndex(policy, arrivals)
         if tenants.default_quota.ceiling_blocks is not None:
-            self._others = LineHeap(lambda: EvictionIndex(policy, arrivals))
+            self._others = LineHeap(policy, arrivals)
 
     def __len__(self) -> int:
         return len(self._others) + sum(map(len, self._own.values()))

@@ -9,10 +9,10 @@ from radixkv.cache.evictor import Evictor
 from radixkv.cache.namespaces.forest import Forest
 from radixkv.cache.namespaces.open_leases import OpenLeases
 
-# Work of one slice on the engine's thread: looking at 1,024 namespaces takes 0.5 ms, purging 64 small trees 2 ms. A
-# tree is purged at once, whatever its size.
+# Work of one slice on the engine's thread: looking at 1,024 namespaces takes 0.5 ms, purging 128 nodes 2 ms. Nodes that
+# leases use are purged at once.
 _MAX_LOOKS = 1024
-_MAX_PURGED = 64
+_MAX_PURGED = 128
 
 _T = TypeVar("_T")
 
@@ -48,13 +48,19 @@ def purge(
             num_looks = num_purged = 0
             yield
         num_looks += 1
-        if namespace.is_among(tenant, adapter, salt) and forest.get(namespace) is tree:
-            num_purged += 1
-            freed, pinned = evictor.purge(tree)
-            if pinned:  # by leases that were opened since the first slice, maybe
-                leases.revoke(*namespace[1:])
+        if not namespace.is_among(tenant, adapter, salt):
+            continue
+        while forest.get(namespace) is tree:
+            num_nodes, freed = evictor.purge_leaves(tree, _MAX_PURGED - num_purged)
+            num_purged += num_nodes
             freed_blocks += freed
-            pinned_blocks += pinned
+            if num_purged < _MAX_PURGED:
+                break
+            num_looks = num_purged = 0
+            yield
+        if forest.get(namespace) is tree:
+            pinned_blocks += evictor.purge(tree)
+            leases.revoke(*namespace[1:])  # those that were opened since the first slice
     return Purged(freed_blocks, pinned_blocks)
 
 

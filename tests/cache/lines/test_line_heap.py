@@ -7,19 +7,25 @@ import random
 
 import pytest
 
-from radixkv.cache.lines.eviction_index import EvictionIndex
 from radixkv.cache.lines.eviction_lines import EvictionLines
 from radixkv.cache.lines.line_heap import LineHeap
 from radixkv.cache.policies.classic import LeastRecentlyUsed
+from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.tenants import Quota, Tenants, TenantUsage
 from radixkv.cache.tree.node import Node, Owner
 from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.namespace import Namespace
 
 
-def make_heap() -> LineHeap:
-    arrivals = itertools.count()
-    return LineHeap(lambda: EvictionIndex(LeastRecentlyUsed(), arrivals))
+class EitherWay(EvictionPolicy):
+    """Least or most recently used leaves first."""
+
+    def key(self, node: Node) -> float:
+        return node.last_used_s if self.generation % 2 == 0 else -node.last_used_s
+
+
+def make_heap(policy: EvictionPolicy | None = None) -> LineHeap:
+    return LineHeap(policy or LeastRecentlyUsed(), itertools.count())
 
 
 def leaf_of(tenant: str, last_used_s: float) -> Node:
@@ -52,6 +58,30 @@ def test_the_first_of_all_is_the_first_of_any(seed: int) -> None:
             there.add(node)
         assert len(heap) == len(there)
         assert first_of(heap) is min(there, key=lambda each: each.last_used_s, default=None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lines_follow_a_policy_that_changes_its_order(seed: int) -> None:
+    dice, policy = random.Random(seed), EitherWay()
+    heap, there = make_heap(policy), set[Node]()
+    for round_number in range(8):
+        for _ in range(300):
+            node = leaf_of(str(dice.randrange(40)), dice.random())
+            heap.add(node)
+            there.add(node)
+        policy.generation += dice.randrange(1, 3)
+        for _ in range(150):  # some leaves go, and come back, while lines move
+            node = dice.choice(sorted(there, key=lambda each: each.last_used_s))
+            heap.discard(node)
+            heap.add(node)
+            assert first_of(heap) in there
+        while there and (round_number == 7 or dice.random() < 0.99):
+            first = first_of(heap)
+            assert first is min(there, key=policy.key)
+            heap.discard(first)
+            there.remove(first)
+    assert first_of(heap) is None
+    assert heap._lines == {}
 
 
 def test_leaves_that_are_used_again_and_again_leave_no_entries_behind() -> None:

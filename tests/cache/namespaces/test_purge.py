@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from radixkv.api.retention import Retention
-from radixkv.cache.namespaces.purge import Purged
+from radixkv.cache.namespaces.purge import Purged, all_slices
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tree.node import Node
 from radixkv.namespace import Namespace
@@ -128,15 +128,35 @@ def test_a_purge_looks_at_no_namespace_and_no_lease_of_another_tenant() -> None:
 
 
 def test_a_purge_in_slices_takes_namespaces_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_PURGED", 2)
+    monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_PURGED", 6)  # two namespaces
     cache = make_cache()
     purging = cache.purging()
     next(purging)
     assert len(left(cache)) == 2
-    with pytest.raises(StopIteration) as end:
-        next(purging)
+    assert all_slices(purging) == Purged(16, 0)
     assert left(cache) == set()
-    assert end.value.value == Purged(16, 0)
+
+
+def test_a_large_tree_is_taken_in_slices_and_what_is_in_use_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_PURGED", 4)
+    cache = PrefixCache(128, 4, clock=FakeClock())
+    texts = ["aaaa" + letter * 4 + end * 4 for letter in "bcdefghi" for end in "XYZ"]
+    for text in texts:
+        publish(cache, text)
+    cache.retain(PLAIN, spell(texts[5]), Retention(priority=80))
+    used = lease_text(cache, texts[3] + "!")
+    num_left = [len(cache.segments)]
+    purging = cache.purging()
+    while (purged := next(purging, None)) is None and len(cache.segments):
+        cache.check()
+        num_left.append(len(cache.segments))
+    assert num_left == [33, 29, 25, 21, 17, 13, 9, 5]
+    assert purged is None
+    assert [cached(cache, text) for text in texts] == [0] * len(texts)
+    assert (cache.num_retained_blocks, cache.pool.num_free, cache.pool.num_leased) == (0, 128 - 4, 4)
+    used.close()
+    cache.check()
+    assert cache.pool.num_free == 128
 
 
 def test_looks_at_namespaces_are_slices_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +170,7 @@ def test_looks_at_namespaces_are_slices_as_well(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_from_before_a_purge_in_slices_is_left_by_what_came_between_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_PURGED", 1)
+    monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_PURGED", 3)  # one namespace
     cache = make_cache()
     before = lease_text(cache, "aaaabbbbccDD", SALT)
     purging = cache.purging()
