@@ -100,7 +100,7 @@ class Engine:
             events=events,
         )
         self.events = None if events is None else EventSource(events, cache.nodes, self._call)
-        self.segments = SegmentSource(cache, lambda look, tenant: self._call(look, Asker.of_look(tenant), tenant))
+        self.segments = SegmentSource(cache, lambda look, tenant: self._call(look, Asker.of_scope(tenant), tenant))
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping, self._next_try_s = threading.Event(), 0.0
@@ -200,13 +200,13 @@ class Engine:
 
         Raises UnknownAdapter if there is no adapter of this name.
         """
-        if adapter is not None:
-            self._namespace(Caller(adapter=adapter))
-        return self._call(lambda: self._core.purging(tenant=tenant, adapter=adapter, salt=salt), Asker.ADMIN, tenant)
+        self._namespace(Caller(adapter=adapter or ""))
+        asker = Asker.of_scope(tenant)
+        return self._call(lambda: self._core.purging(tenant=tenant, adapter=adapter, salt=salt), asker, tenant)
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
         """Count all that the engine holds and has done, and what the largest tenants hold, or one: `Tally.stats`."""
-        return self._call(lambda: self._core.tally.stats(max_tenants, tenant), Asker.of_look(tenant), tenant)
+        return self._call(lambda: self._core.tally.stats(max_tenants, tenant), Asker.of_scope(tenant), tenant)
 
     def load(self) -> Future[EngineLoad]:
         """Ask how full the engine is; cheaper than `stats`."""

@@ -168,16 +168,19 @@ def test_calls_that_wait_are_bounded_by_tenant_and_requests_are_not_refused_for_
     running = engine.prefill(params(range(8)))
     assert runner.entered.wait(PATIENCE_S)
     prompt, acme = tokens(range(4)), Caller("acme")
-    calls = [engine.probe(prompt, acme), engine.release("x", acme)]
+    calls = [engine.release("x", acme), engine.probe(prompt, acme)]
     with pytest.raises(QueueFull, match="of this tenant"):
         engine.retain(prompt, Retention(60), acme)
     calls.append(engine.probe(prompt, Caller("other")))
-    with pytest.raises(QueueFull):
-        engine.probe(prompt, Caller("third"))
-    calls += [engine.purge(tenant="acme"), engine.stats(), engine.load()]
+    calls.append(engine.probe(prompt, Caller("third")))  # in the place of acme's newest
+    for call in (lambda: engine.purge(tenant="acme"), lambda: engine.stats(tenant="acme")):
+        with pytest.raises(QueueFull):
+            call()
+    calls += [engine.purge(), engine.stats(), engine.load()]
     request = engine.prefill(params(range(8), "acme"))
     runner.gate.set()
-    assert [isinstance(call.exception(PATIENCE_S), UnknownLease) for call in calls] == [False, True] + [False] * 4
+    refusals = [type(call.exception(PATIENCE_S)) for call in calls]
+    assert refusals == [UnknownLease, QueueFull] + [type(None)] * 5
     assert running.result(PATIENCE_S).usage.prompt_tokens == request.result(PATIENCE_S).usage.prompt_tokens == 8
     engine.stop()
 

@@ -12,23 +12,24 @@ from concurrent.futures import Future
 from enum import Enum
 from typing import Any, NamedTuple
 
-from radixkv.engine.calls.lanes import Lanes
-from radixkv.errors import Draining
+from radixkv.engine.calls.lanes import RETRY_S, Lanes
+from radixkv.errors import Draining, QueueFull
 
-# Calls run this long between two steps, and one call more. A step takes some milliseconds and more.
+# Calls run this long between two steps, and one call more: 2 ms, or this share of a step that takes longer than 40 ms.
 _MAX_CALLS_S = 0.002
+_STEP_SHARE = 0.05
 
 
 class Asker(Enum):
     """Kinds of callers, which take turns."""
 
     SERVICE = "the service itself: metrics, events"
-    ADMIN = "those who look at the cache, and purge it"
-    TENANT = "those who use it"
+    ADMIN = "those who look at the cache of all, and purge it"
+    TENANT = "those who use it, and look at or purge what is one tenant's"
 
     @classmethod
-    def of_look(cls, tenant: str | None) -> Asker:
-        """Return who looks at the cache of one tenant, which is a tenant's business, or of all (None)."""
+    def of_scope(cls, tenant: str | None) -> Asker:
+        """Return whose business it is to look at or purge the cache of one tenant, or of all (None)."""
         return cls.ADMIN if tenant is None else cls.TENANT
 
 
@@ -60,6 +61,16 @@ class _Call(NamedTuple):
             return True
         return False
 
+    def refuse(self) -> None:
+        """Tell the caller of a call that is not begun that another one took its place."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(
+                QueueFull(
+                    "engine: expected fewer waiting calls of this tenant while others have no room, got the most",
+                    retry_after_s=RETRY_S,
+                )
+            )
+
 
 class Inbox:
     """Functions and calls that the engine's thread runs between two steps: all functions, then calls for a short time.
@@ -70,8 +81,8 @@ class Inbox:
     Functions have an order, and each is run before the calls that came after it. Calls keep theirs within a lane. A
     call may be cut into slices, between which others have their turns.
 
-    Every call that was accepted is run, or cancelled: `close` lets no more in, and `run_all` after it empties the
-    inbox.
+    Every call that was accepted is run, or cancelled, or makes room for one of a shorter lane and gets QueueFull:
+    `close` lets no more in, and `run_all` after it empties the inbox.
 
     Args:
         max_waiting_calls: calls of each kind of asker that may wait.
@@ -89,6 +100,7 @@ class Inbox:
         self._lanes: dict[Asker, Lanes[_Call]] = {each: Lanes(max_waiting_calls, max_tenant_calls) for each in Asker}
         self._turns = deque(Asker)
         self._unfinished: set[Future[Any]] = set()
+        self._left_s = clock()  # when the engine went on to its next step
 
     @property
     def is_empty(self) -> bool:
@@ -113,18 +125,20 @@ class Inbox:
 
         Raises:
             Draining: the inbox is closed.
-            QueueFull: too many calls wait.
+            QueueFull: too many calls wait. Also later, through the future: see `Lanes`.
         """
         future: Future[Any] = Future()
         with self._lock:
             if self._is_closed:
                 raise Draining("engine: stopped")
             had_calls = self._has_calls
-            self._lanes[lane.asker].add(lane.tenant, _Call(_slices(function), future))
+            removed = self._lanes[lane.asker].add(lane.tenant, _Call(_slices(function), future))
             self._unfinished.add(future)
         if not had_calls:
             self._functions.put(_wake_up)
         future.add_done_callback(self._unfinished.discard)
+        if removed is not None:
+            removed.refuse()
         return future
 
     def run_next(self, timeout_s: float | None) -> None:
@@ -132,13 +146,16 @@ class Inbox:
         if not self._has_calls:
             with contextlib.suppress(queue.Empty):
                 self._functions.get(timeout=timeout_s)()
+        self._left_s = self._clock()  # what was waited for is no step
 
     def run_some(self) -> None:
-        """Run the functions that are in the inbox now, and calls for 2 ms."""
+        """Run the functions that are in the inbox now, and calls for 2 ms, or longer after a long step."""
+        step_s = self._clock() - self._left_s
         self._run_functions()
-        end_s = self._clock() + _MAX_CALLS_S
+        end_s = self._clock() + max(_MAX_CALLS_S, _STEP_SHARE * step_s)
         while self._run_call() and self._clock() < end_s:
             pass
+        self._left_s = self._clock()
 
     def run_all(self) -> None:
         """Run everything."""

@@ -136,10 +136,9 @@ def test_kinds_of_askers_take_turns() -> None:
 
 def test_too_many_calls_are_refused_and_those_of_others_are_not() -> None:
     inbox = make_inbox(3, 2)
-    waiting = [inbox.call(lambda: 1, ACME) for _ in range(2)]
-    with pytest.raises(QueueFull, match="expected fewer than 2 waiting calls of this tenant, got 2"):
-        inbox.call(lambda: 1, ACME)
-    inbox.call(lambda: 1, OTHER)
+    waiting = [inbox.call(lambda: 1, OTHER)]
+    inbox.call(lambda: 1, Lane(Asker.TENANT, "second"))
+    waiting += [inbox.call(lambda: 1, ACME)]
     with pytest.raises(QueueFull, match="expected fewer than 3 waiting calls, got 3") as refusal:
         inbox.call(lambda: 1, Lane(Asker.TENANT, "third"))
     assert 0 < refusal.value.retry_after_s < 1
@@ -149,6 +148,38 @@ def test_too_many_calls_are_refused_and_those_of_others_are_not() -> None:
     inbox.run_some()
     assert [call.result(0) for call in (*waiting, admins, own)] == [1] * 4
     assert inbox.call(lambda: 1, ACME)
+
+
+def test_a_call_that_makes_room_for_a_shorter_lane_is_refused_and_those_before_it_are_run() -> None:
+    inbox, ran = make_inbox(4, 4), []
+    crowd = [inbox.call(lambda number=number: ran.append(number), ACME) for number in range(4)]
+    fifth = inbox.call(lambda: ran.append("other"), OTHER)
+    refusal = crowd[3].exception(0)
+    assert isinstance(refusal, QueueFull)
+    assert refusal.retry_after_s > 0
+    assert "acme" not in str(refusal)
+    crowd[2].cancel()
+    sixth = inbox.call(lambda: ran.append("other"), OTHER)  # the one that makes room has gone already
+    inbox.run_all()
+    assert ran == [0, "other", 1, "other"]
+    assert (fifth.done(), sixth.done(), inbox.is_empty) == (True, True, True)
+
+
+def test_calls_run_longer_after_a_long_step_and_not_after_a_long_rest() -> None:
+    clock, ran = FakeClock(), []
+    inbox = Inbox(100, 100, clock)
+    for number in range(30):
+        inbox.call(working(clock, ran, str(number), 0.0011), ACME)
+    clock.now_s += 10.0
+    inbox.run_next(None)
+    inbox.run_some()
+    assert len(ran) == 2
+    clock.now_s += 0.2
+    inbox.run_some()
+    assert len(ran) == 12
+    clock.now_s += 0.001
+    inbox.run_some()
+    assert len(ran) == 14
 
 
 def test_a_call_comes_after_every_request_that_came_before_it() -> None:
