@@ -17,7 +17,6 @@ TESTED_IN = {
     "bench.hostile.attacks.connections": "bench/hostile/attacks/test_by_name.py",
     "bench.hostile.attacks.deep_paths": "bench/hostile/attacks/test_by_name.py",
     "bench.hostile.attacks.flood": "bench/hostile/attacks/test_by_name.py",
-    "bench.hostile.attacks.frames": "bench/hostile/attacks/test_by_name.py",
     "bench.hostile.attacks.held_leases": "bench/hostile/attacks/test_by_name.py",
     "bench.hostile.attacks.messages": "bench/hostile/attacks/test_by_name.py",
     "bench.hostile.attacks.operators": "bench/hostile/attacks/test_by_name.py",

@@ -9,10 +9,13 @@ from collections.abc import Mapping
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS, CONTINUATION = 0, 1, 4, 9
-END_STREAM, END_HEADERS = 1, 4
+END_STREAM, END_HEADERS, ACK = 1, 4, 1
 
 _INITIAL_WINDOW_SIZE = 4
+_HEAD_BYTES = 9
 _STATUS = re.compile(rb"grpc-status[\x01\x02](\d+)")
+# With these words, often as UNAVAILABLE, gRPC ends the calls of a connection whose frames it can't read any further.
+_UNREADABLE = b"Failed parsing HTTP/2"
 _READ_BYTES = 65_536
 
 
@@ -36,11 +39,22 @@ class RawConnection:
 
     @classmethod
     async def open(cls, address: str, window_bytes: int = 0) -> RawConnection:
-        """Connect and say how much of each answer the server may send."""
+        """Connect, say how much of each answer the server may send, and acknowledge its settings.
+
+        gRPC ends connections that acknowledge nothing for 10 s.
+        """
         connection = await cls.open_socket(address)
         settings = _INITIAL_WINDOW_SIZE.to_bytes(2, "big") + window_bytes.to_bytes(4, "big")
         connection.write(PREFACE + frame(SETTINGS, 0, 0, settings))
+        await connection._acknowledge()
         return connection
+
+    async def _acknowledge(self) -> None:
+        """Read the server's settings, which come first, and acknowledge them; nothing if it ends the connection."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            head = await self._reader.readexactly(_HEAD_BYTES)
+            await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+            self.write(frame(SETTINGS, ACK, 0, b""))
 
     def write(self, data: bytes) -> None:
         """Send bytes as they are; nothing once the server has closed the connection."""
@@ -79,7 +93,7 @@ class RawConnection:
         """Read what the server sends until it names a status, ends the connection, or is silent.
 
         Returns:
-            The number of the status, `closed` or `silent`.
+            The number of the status, `unreadable` if gRPC could not read the frames, `closed` or `silent`.
         """
         data = b""
         try:
@@ -87,7 +101,7 @@ class RawConnection:
                 while read := await self._reader.read(_READ_BYTES):
                     data = data[-64:] + read
                     if found := _STATUS.search(data):
-                        return found[1].decode()
+                        return "unreadable" if _UNREADABLE in data else found[1].decode()
         except TimeoutError:
             return "silent"
         except ConnectionError:

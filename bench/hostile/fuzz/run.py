@@ -22,7 +22,7 @@ RIGHT_STATUSES = frozenset(
     | {"OUT_OF_RANGE", "PERMISSION_DENIED"}
 )
 # 13 is gRPC's own answer to a message that gzip can't read.
-RIGHT_RAW = frozenset({"0", "3", "4", "5", "8", "12", "13", "closed", "silent"})
+RIGHT_RAW = frozenset({"0", "3", "4", "5", "8", "12", "13", "unreadable", "closed", "silent"})
 _STREAMS = ("/radixkv.v1.PrefillService/Generate", "/radixkv.v1.EventService/Subscribe")
 _STREAM_OPEN_S = 0.05
 _NUM_AT_ONCE = 32

@@ -111,6 +111,7 @@ def test_an_answer_that_nobody_reads_ends_with_its_connection():
         ):
             reader, writer = await asyncio.open_connection(*address.rsplit(":", 1), limit=1024)
             writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
+            writer.write(frame(4, 1, 0, b""))  # the server's settings are acknowledged, or gRPC would end it after 10 s
             writer.write(headers(1) + data(1, PrefillRequest(token_ids=[1], return_logits=True)))
             await writer.drain()
             closed = await asyncio.wait_for(read_to_end(reader), PATIENCE_S)

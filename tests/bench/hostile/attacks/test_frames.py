@@ -1,0 +1,53 @@
+"""Connections by hand, to a server that answers with given bytes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from bench.hostile.attacks.frames import ACK, HEADERS, SETTINGS, RawConnection, frame
+
+SERVER_SETTINGS = frame(SETTINGS, 0, 0, bytes(6))
+
+
+def beside(answer, talk):
+    """Return `talk(address)` and all that a server got, which says `answer` and hears to the end."""
+
+    async def run():
+        heard = asyncio.get_running_loop().create_future()
+
+        async def serve(reader, writer):
+            writer.write(answer)
+            heard.set_result(await reader.read())
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            said = await talk("{}:{}".format(*server.sockets[0].getsockname()))
+            return said, await heard
+
+    return asyncio.run(run())
+
+
+async def status(address):
+    connection = await RawConnection.open(address)
+    try:
+        return await connection.read_status(60)
+    finally:
+        connection._writer.close()
+
+
+def answer(number, message):
+    return SERVER_SETTINGS + frame(HEADERS, 5, 1, b"\0\x0bgrpc-status\2" + number + b"\0\x0cgrpc-message" + message)
+
+
+def test_the_settings_of_the_server_are_acknowledged():
+    _, heard = beside(answer(b"12", b"\1x"), status)
+    assert heard.endswith(frame(SETTINGS, ACK, 0, b""))
+
+
+def test_the_status_is_told():
+    assert beside(answer(b"12", b"\1x"), status)[0] == "12"
+
+
+def test_frames_that_the_server_can_not_read_are_told_apart_from_a_server_that_is_not_available():
+    assert beside(answer(b"14", b"\x1aFailed parsing HTTP/2 (x)"), status)[0] == "unreadable"
+    assert beside(answer(b"14", b"\x08draining"), status)[0] == "14"
