@@ -94,7 +94,7 @@ class CapacityError(RadixKVError):
 
 
 class OutOfBlocks(CapacityError):
-    """Not enough free or evictable blocks."""
+    """Not enough free or evictable blocks, or no more that leases may keep."""
 
 
 class OutOfMemory(CapacityError):

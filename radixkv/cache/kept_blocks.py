@@ -9,7 +9,7 @@ from radixkv.cache.changes import Listener
 from radixkv.cache.lease import Lease
 from radixkv.cache.tenants import Tenants, TenantUsage
 from radixkv.cache.tree.node import Node
-from radixkv.errors import QuotaExceeded
+from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
 from radixkv.tokens import TOKEN_BYTES
 
 
@@ -82,17 +82,18 @@ class KeptBlocks(Listener):
             num_more_blocks: how many more would be kept.
 
         Raises:
-            QuotaExceeded: too many would be kept.
+            QuotaExceeded, OutOfBlocks: too many would be kept, of the tenant's or of all.
         """
+        kind: type[CapacityError] = QuotaExceeded
         if tenant is None:
-            whose, num_blocks, max_blocks = "all tenants", self.num_blocks, self.max_blocks
+            whose, num_blocks, max_blocks, kind = "all tenants", self.num_blocks, self.max_blocks, OutOfBlocks
         else:
             usage = self._tenants[tenant]
             own = usage.quota.max_kept_blocks
             whose, num_blocks = "this tenant", usage.num_kept_blocks
             max_blocks = self.max_blocks // 2 if own is None else own
         if num_blocks + num_more_blocks > max_blocks:
-            raise QuotaExceeded(
+            raise kind(
                 f"hold_lease: expected at most {max_blocks} blocks in held leases of {whose}, got {num_blocks} and "
                 f"{num_more_blocks} more"
             )

@@ -86,7 +86,7 @@ class Admitter:
         if params.hold_lease:
             try:
                 self._held_leases.require_room(request, self._path_of(request), running)
-            except QuotaExceeded as error:
+            except CapacityError as error:
                 return self._end(request, error)
         num_growing = 0 if is_passing else sum(other.generation is not None for other in running)
         try:
@@ -134,8 +134,13 @@ class Admitter:
         self._on_start(request)
 
     def _end(self, request: Request, error: CapacityError) -> Admission:
-        """Refuse a request that only held leases or other tenants' floors keep from its blocks, or its own lease."""
-        expires_s = self._held_leases.next_expiry_s()
+        """Refuse a request that only held leases or other tenants' floors keep from its blocks, or its own lease.
+
+        At a bound of its tenant it is told when one of its tenant's own leases expires; those of others are not in the
+        way, and not its business.
+        """
+        tenant = request.tenant if isinstance(error, QuotaExceeded) else None
+        expires_s = self._held_leases.next_expiry_s(tenant)
         if expires_s is not None:
             error.retry_after_s = max(0.0, expires_s - self._clock())
         self._refuse(request, error)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from radixkv.cache.kept_blocks import KeptBlocks, Path
 from radixkv.cache.lease import Lease
-from radixkv.errors import QuotaExceeded, UnknownLease
+from radixkv.errors import OutOfBlocks, QuotaExceeded, UnknownLease
 from radixkv.scheduling.request import Request
 
 
@@ -37,7 +36,7 @@ class HeldLeases:
         self._max_leases = max_leases
         self._max_tenant_leases = max_tenant_leases
         self._held: dict[str, _Held] = {}
-        self._num_by_tenant: Counter[str] = Counter()
+        self._by_tenant: dict[str, dict[str, None]] = {}  # ids; both in the order in which leases expire
 
     def __len__(self) -> int:
         return len(self._held)
@@ -51,18 +50,21 @@ class HeldLeases:
             running: requests that have blocks.
 
         Raises:
-            QuotaExceeded: its tenant, or all tenants together, would hold too many leases or too many blocks.
+            QuotaExceeded, OutOfBlocks: its tenant, or all tenants together, would hold too many leases or blocks.
         """
         others = [other for other in running if other.params.hold_lease and other is not request]
         own = [other for other in others if other.tenant == request.tenant]
-        for whose, num_leases, max_leases in (
-            ("this tenant", self._num_by_tenant[request.tenant] + len(own), self._max_tenant_leases),
-            ("all tenants", len(self._held) + len(others), self._max_leases),
+        for whose, num_leases, max_leases, kind in (
+            (
+                "this tenant",
+                len(self._by_tenant.get(request.tenant, ())) + len(own),
+                self._max_tenant_leases,
+                QuotaExceeded,
+            ),
+            ("all tenants", len(self._held) + len(others), self._max_leases, OutOfBlocks),
         ):
             if num_leases >= max_leases:
-                raise QuotaExceeded(
-                    f"hold_lease: expected fewer than {max_leases} held leases of {whose}, got {num_leases}"
-                )
+                raise kind(f"hold_lease: expected fewer than {max_leases} held leases of {whose}, got {num_leases}")
         for tenant, asking in ((request.tenant, own), (None, others)):
             paths = [path, *(Path.of(other.open_lease) for other in asking)]
             self._kept.require_room(tenant, self._kept.num_more(paths))
@@ -71,9 +73,7 @@ class HeldLeases:
         """Keep a lease open. Returns its id, and the time at which it expires by the clock of `now_s`."""
         lease_id = secrets.token_hex(16)
         lease.keep()
-        self._held[lease_id] = _Held(lease, tenant, now_s + self._ttl_s)
-        self._num_by_tenant[tenant] += 1
-        return lease_id, now_s + self._ttl_s
+        return lease_id, self._add(lease_id, _Held(lease, tenant, now_s + self._ttl_s))
 
     def renew(self, lease_id: str, tenant: str, now_s: float) -> float:
         """Let a held lease expire as late as if it came now. Returns when it expires by the clock of `now_s`.
@@ -82,8 +82,7 @@ class HeldLeases:
             UnknownLease: never given to this tenant, released before, or expired.
         """
         lease = self._take(lease_id, tenant).lease
-        self._held[lease_id] = _Held(lease, tenant, now_s + self._ttl_s)  # the last one to expire
-        return now_s + self._ttl_s
+        return self._add(lease_id, _Held(lease, tenant, now_s + self._ttl_s))  # the last one to expire
 
     def release(self, lease_id: str, tenant: str) -> None:
         """Close a held lease.
@@ -91,31 +90,42 @@ class HeldLeases:
         Raises:
             UnknownLease: never given to this tenant, released before, or expired.
         """
-        self._close(self._take(lease_id, tenant))
+        self._take(lease_id, tenant).lease.close()
 
-    def next_expiry_s(self) -> float | None:
-        """Return the time at which the next lease expires; None if none is held."""
-        return next(iter(self._held.values())).expires_s if self._held else None
+    def next_expiry_s(self, tenant: str | None = None) -> float | None:
+        """Return the time at which the next lease expires, of a tenant or of all (None); None if none is held.
+
+        Complexity: O(1).
+        """
+        first = next(iter(self._held if tenant is None else self._by_tenant.get(tenant, ())), None)
+        return None if first is None else self._held[first].expires_s
 
     def expire(self, now_s: float) -> None:
         """Close the leases that have expired."""
         while (expires_s := self.next_expiry_s()) is not None and expires_s <= now_s:
-            self._close(self._held.pop(next(iter(self._held))))
+            self._close_first()
 
     def close(self) -> None:
         """Close all of them."""
         while self._held:
-            self._close(self._held.popitem()[1])
+            self._close_first()
+
+    def _add(self, lease_id: str, held: _Held) -> float:
+        self._held[lease_id] = held
+        self._by_tenant.setdefault(held.tenant, {})[lease_id] = None
+        return held.expires_s
 
     def _take(self, lease_id: str, tenant: str) -> _Held:
         held = self._held.get(lease_id)
         if held is None or held.tenant != tenant:
             raise UnknownLease("lease_id: expected a lease that this tenant holds, got an unknown or expired one")
         del self._held[lease_id]
+        own = self._by_tenant[tenant]
+        del own[lease_id]
+        if not own:
+            del self._by_tenant[tenant]
         return held
 
-    def _close(self, held: _Held) -> None:
-        self._num_by_tenant[held.tenant] -= 1
-        if not self._num_by_tenant[held.tenant]:
-            del self._num_by_tenant[held.tenant]
-        held.lease.close()
+    def _close_first(self) -> None:
+        lease_id, held = next(iter(self._held.items()))
+        self._take(lease_id, held.tenant).lease.close()

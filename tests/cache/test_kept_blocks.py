@@ -9,7 +9,7 @@ from radixkv.cache.kept_blocks import Path
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
-from radixkv.errors import InvariantViolation, LeaseClosed, QuotaExceeded
+from radixkv.errors import InvariantViolation, LeaseClosed, OutOfBlocks, QuotaExceeded
 from radixkv.namespace import Namespace
 from tests.fakes import MODEL, lease_text, publish, spell
 
@@ -91,7 +91,7 @@ def test_a_quota_names_another_bound_and_all_together_have_theirs() -> None:
     cache.kept.require_room("", 1)
     keep(cache, "aaaa", OTHER)
     cache.kept.require_room("other", 1)
-    with pytest.raises(QuotaExceeded, match="of all tenants, got 4 and 1 more"):
+    with pytest.raises(OutOfBlocks, match="of all tenants, got 4 and 1 more"):
         cache.kept.require_room(None, 1)
 
 

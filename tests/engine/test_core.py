@@ -10,7 +10,15 @@ from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import StepResult
 from radixkv.engine.observer import Observer
-from radixkv.errors import DeadlineExceeded, Draining, OutOfBlocks, QuotaExceeded, StepFailed, UnknownLease
+from radixkv.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    Draining,
+    OutOfBlocks,
+    QuotaExceeded,
+    StepFailed,
+    UnknownLease,
+)
 from tests.core_bench import Bench
 from tests.fake_runner import next_token, tokens
 
@@ -267,9 +275,30 @@ class TestHeldLeases:
         bench.core.held_leases.release(held[0].held_lease.lease_id, "a")
         assert bench.prefill(range(8), tenant="c", hold_lease=True).held_lease is not None
         bench.core.held_leases.close()
-        assert not bench.core.held_leases._num_by_tenant
+        assert not bench.core.held_leases._by_tenant
         bench.cache.check()
         assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
+
+    def test_a_tenant_at_its_own_bound_is_not_told_when_the_lease_of_another_one_expires(self) -> None:
+        bench = Bench(held_lease_ttl_s=10.0, max_tenant_held_leases=1, max_held_leases=2)
+        for now_s, tenant in ((1.0, "a"), (3.0, "b")):
+            bench.clock.now = now_s
+            bench.prefill(range(8), tenant=tenant, hold_lease=True)
+        bench.clock.now = 5.0
+        refused = [bench.submit(range(8), tenant=tenant, hold_lease=True) for tenant in ("b", "c")]
+        bench.run()
+        errors = [future.exception(0) for future in refused]
+        assert [type(error) for error in errors] == [QuotaExceeded, OutOfBlocks]
+        assert [error.retry_after_s for error in errors if isinstance(error, CapacityError)] == [8.0, 6.0]
+
+    def test_a_tenant_at_its_ceiling_without_a_lease_is_told_of_none(self) -> None:
+        bench = Bench(quotas={"b": Quota(ceiling_blocks=2)}, held_lease_ttl_s=10.0)
+        bench.prefill(range(8), tenant="a", hold_lease=True)
+        refused = bench.submit(range(16), tenant="b")
+        bench.run()
+        error = refused.exception(0)
+        assert isinstance(error, QuotaExceeded)
+        assert error.retry_after_s == 1.0
 
     def test_requests_that_run_together_do_not_hold_more_than_there_may_be(self) -> None:
         bench = Bench(max_step_tokens=64, max_tenant_held_leases=2)
