@@ -100,7 +100,7 @@ def parse_credentials(text: str) -> Credentials:
     """
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:  # its message may quote what the file holds
+    except (ValueError, RecursionError):  # such as TOMLDecodeError, whose message may quote what the file holds
         raise ConfigError("server.tokens_file: expected TOML, got something else") from None
     entries = tree.get("credentials", [])
     if set(tree) - {"credentials"} or not isinstance(entries, list):

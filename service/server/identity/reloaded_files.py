@@ -14,6 +14,7 @@ from radixkv.errors import ConfigError
 PERIOD_S = 1.0
 
 Value = TypeVar("Value")
+_Stamp = list[tuple[int, int, int] | None]
 
 _logger = logging.getLogger(__name__)
 
@@ -21,12 +22,13 @@ _logger = logging.getLogger(__name__)
 class ReloadedFiles(Generic[Value]):
     """The value of some files as they are now, or were at most a second ago. From any thread.
 
-    Files that can't be read leave the value as it was; the log says once what is wrong with them.
+    Files that can't be used, for whatever reason, leave the value as it was. They are read again at each look until
+    they can be; the log says once a change what is wrong with them.
 
     Args:
         what: the value's name, for the log.
         paths: the files.
-        read: reads them. What it raises has no secrets in its message.
+        read: reads them. A ConfigError that it raises has no secrets in its message; other errors may have.
         clock: seconds that only grow.
 
     Raises:
@@ -45,6 +47,7 @@ class ReloadedFiles(Generic[Value]):
         self._read = read
         self._clock = clock
         self._lock = threading.Lock()
+        self._told: tuple[_Stamp, str] | None = None  # of the last failure
         self._stamp = self._stamp_now()  # before reading: a change meanwhile is read again
         self._value = read()
         self._next_look_s = clock() + PERIOD_S
@@ -63,15 +66,20 @@ class ReloadedFiles(Generic[Value]):
         stamp = self._stamp_now()
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         try:
             self._value = self._read()
-        except ConfigError as error:
-            _logger.error("%s: kept as they were, since the changed files can't be used: %s", self._what, error)
+        except Exception as error:  # noqa: BLE001 - a call that happens to look must not end by what is in a file
+            self._tell(stamp, str(error) if isinstance(error, ConfigError) else type(error).__name__)
         else:
+            self._stamp = stamp
             _logger.info("%s: read again", self._what)
 
-    def _stamp_now(self) -> list[tuple[int, int, int] | None]:
+    def _tell(self, stamp: _Stamp, reason: str) -> None:
+        if (stamp, reason) != self._told:
+            self._told = stamp, reason
+            _logger.error("%s: kept as they were, since the changed files can't be used: %s", self._what, reason)
+
+    def _stamp_now(self) -> _Stamp:
         return [_stamp_of(path) for path in self._paths]
 
 

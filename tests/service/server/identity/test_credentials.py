@@ -56,6 +56,8 @@ def test_an_expiry_without_a_zone_is_in_utc(text, seconds):
     ("text", "message"),
     [
         ("x = ", "expected TOML"),
+        pytest.param("x = " + "[" * 10_000, "expected TOML", id="deep"),
+        pytest.param("x = " + "9" * 10_000, "expected TOML", id="long"),
         ("other = 1", r"expected only entries \[\[credentials\]\]"),
         ("credentials = 1", r"expected only entries \[\[credentials\]\]"),
         ("credentials = [1]", "entry 1: expected a table"),
