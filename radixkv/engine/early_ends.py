@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 
@@ -20,17 +21,18 @@ class EarlyEnds:
 
     def __init__(self) -> None:
         self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals differ
-        self._cancelled: deque[Request] = deque()  # other threads append
-        self._finished: deque[Request] = deque()  # other threads append
+        self._cancelled: deque[weakref.ref[Request]] = deque()  # other threads append
+        self._finished: deque[weakref.ref[Request]] = deque()  # other threads append
         self._failed: dict[Request, RadixKVError] = {}
 
     def watch(self, request: Request) -> None:
         """Watch a request's deadline and its future. Complexity: O(log watched)."""
         if request.params.deadline_s is not None:
             self._deadlines.add((request.params.deadline_s, request.arrival, request))
-        request.future.add_done_callback(lambda future: self._cancelled.append(request) if future.cancelled() else None)
+        itself = weakref.ref(request)  # a future that held its request would be garbage for the collector
+        request.future.add_done_callback(lambda future: self._cancelled.append(itself) if future.cancelled() else None)
         if isinstance(request.future, GenerationFuture):
-            request.future.watch_finish(lambda: self._finished.append(request))
+            request.future.watch_finish(lambda: self._finished.append(itself))
 
     def forget(self, request: Request) -> None:
         """Stop watching a request that is over. Complexity: O(log watched)."""
@@ -57,9 +59,10 @@ class EarlyEnds:
         The caller ends each request before it takes the next one.
         """
         while self._finished:
-            request = self._finished.popleft()
-            is_ending = request.is_over or self.is_failing(request)
-            if not is_ending and request.generation is not None and request.generation.token_ids:
+            request = self._finished.popleft()()
+            if request is None or request.is_over or self.is_failing(request):
+                continue
+            if request.generation is not None and request.generation.token_ids:
                 yield request
 
     def due(self, now_s: float) -> Iterator[tuple[Request, RadixKVError | None]]:
@@ -68,8 +71,8 @@ class EarlyEnds:
         The caller ends each request before it takes the next one.
         """
         while self._cancelled:
-            request = self._cancelled.popleft()
-            if not request.is_over:
+            request = self._cancelled.popleft()()
+            if request is not None and not request.is_over:
                 yield request, deadline_passed() if request.is_late(now_s) else None
         failed, self._failed = self._failed, {}
         yield from ((request, error) for request, error in failed.items() if not request.is_over)

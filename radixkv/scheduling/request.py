@@ -72,7 +72,7 @@ class Generation:
         return FinishReason.LENGTH if len(self.token_ids) >= self.sampling.max_new_tokens else None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """A request inside the engine. Owned by the engine thread; only `future` is shared with the caller.
 

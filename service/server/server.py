@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import logging
 import signal
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ from radixkv.errors import Draining, InvariantViolation, RadixKVError
 from radixkv.events.readers import EventReaders
 from radixkv.service.server.events.servicer import SERVICE as EVENT_SERVICE
 from radixkv.service.server.events.servicer import EventServicer
+from radixkv.service.server.garbage.survivors import frozen_survivors
 from radixkv.service.server.health.servicer import HealthServicer
 from radixkv.service.server.identity.doors import Door, Doors
 from radixkv.service.server.identity.gate import Gate
@@ -243,21 +243,19 @@ def run(
     """Serve until SIGTERM, SIGINT or a call of `Drain`, drain, and return. The arguments are those of `Server`.
 
     Starts the engine, and stops it at every exit. Prints one line, `listening on HOST:PORT`, on stdout when ready.
-    Objects that exist at the start are exempt from garbage collection until the end.
+    Objects that live long are exempt from garbage collection until the end; see `frozen_survivors`.
 
     Raises:
         ConfigError: the address can't be bound.
         InvariantViolation: the engine's thread ended by itself. A supervisor should restart the process.
     """
-    gc.collect()
-    gc.freeze()  # a collection that walks modules and model stops every request for 0.2 s
-    engine.start()
-    try:
-        rest = (model_path, tuple(services), gateway_tenant, count_refusal)
-        asyncio.run(_serve_until_signal(engine, config, lambda config, stop: Server(engine, config, *rest, stop)))
-    finally:
-        engine.stop()
-        gc.unfreeze()  # otherwise nanobind, which Triton uses, reports leaks on stderr at exit
+    rest = (model_path, tuple(services), gateway_tenant, count_refusal)
+    with frozen_survivors():
+        engine.start()
+        try:
+            asyncio.run(_serve_until_signal(engine, config, lambda config, stop: Server(engine, config, *rest, stop)))
+        finally:
+            engine.stop()
 
 
 async def _serve_until_signal(

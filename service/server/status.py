@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -33,7 +34,7 @@ from radixkv.errors import (
     UnknownTokenizer,
 )
 from radixkv.service.server.intake.entry import Entry
-from radixkv.service.server.unfinished_calls import Context
+from radixkv.service.server.unfinished_calls import Context, when_over
 
 # A class that is not here has the status of its nearest ancestor.
 STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
@@ -206,9 +207,26 @@ async def _refuse(error: Exception, context: Context, method: str) -> None:
         raise error  # the handler has answered
     if not isinstance(error, RadixKVError):
         _logger.error("%s raised what no handler should", method, exc_info=error)
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the cause")
+        await _abort(context, grpc.StatusCode.INTERNAL, "internal error; the server's log has the cause")
     else:
         code = status_of(error)
         if code is grpc.StatusCode.INTERNAL:
             _logger.error("%s failed", method, exc_info=error)
-        await context.abort(code, str(error), trailing_metadata_of(error))
+        await _abort(context, code, str(error), trailing_metadata_of(error))
+
+
+async def _abort(
+    context: Context, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str], ...] = ()
+) -> None:
+    """End a call. gRPC's call keeps the exception that ends it: without tracebacks, no frame keeps the call in turn."""
+    try:
+        await context.abort(code, details, trailing_metadata)
+    except BaseException as ending:
+        when_over(context, partial(_forget_tracebacks, ending))
+        raise
+
+
+def _forget_tracebacks(error: BaseException, _: Context) -> None:
+    error.__traceback__ = None
+    if error.__context__ is not None:
+        error.__context__.__traceback__ = None

@@ -1,5 +1,9 @@
+import gc
 import time
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -465,6 +469,19 @@ def test_top_logprobs_are_sorted_and_normalised() -> None:
     assert list(values) == sorted(values, reverse=True)
     assert result.logits is not None
     assert result.logits.argmax() == result.next_token_id
+
+
+def test_a_request_that_is_over_is_freed_without_the_garbage_collector() -> None:
+    bench = Bench()
+    gc.disable()
+    try:
+        futures: list[Future[Any]] = [bench.submit(range(8)), bench.generate(range(20, 24), max_new_tokens=2)]
+        requests = [weakref.ref(request) for request in bench.core._scheduler.requests()]
+        bench.run()
+        assert all(future.done() for future in futures)
+        assert [request() for request in requests] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_no_more_requests_run_than_allowed() -> None:

@@ -254,7 +254,11 @@ ENGINE_MUTANTS = (
     Mutant("engine/early_ends.py", "        self._failed.pop(request, None)\n", ""),
     Mutant("engine/step.py", "        del self._wait", "        pass"),
     Mutant("engine/step.py", "        traceback.clear_frames(error.__traceback__)", "        pass"),
-    Mutant("engine/early_ends.py", "            if not request.is_over:\n", "            if False:\n"),
+    Mutant(
+        "engine/early_ends.py",
+        "            if request is not None and not request.is_over:\n",
+        "            if request is not None:\n",
+    ),
     Mutant("engine/sampler.py", " and not request.generation.sampling.takes_most_likely", " and False"),
     Mutant("engine/sampler.py", "probabilities.cumsum(dim=0) - probabilities >=", "probabilities.cumsum(dim=0) >="),
     Mutant("engine/sampler.py", "position=request.num_tokens", "position=0"),

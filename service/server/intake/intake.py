@@ -20,7 +20,7 @@ from radixkv.service.server.intake.held_bytes import HeldBytes
 from radixkv.service.server.intake.parsing import PIECE_BYTES, parse_in_pieces
 from radixkv.service.server.intake.places import Places
 from radixkv.service.server.intake.unsent import UnsentAnswers
-from radixkv.service.server.unfinished_calls import Context, UnfinishedCalls
+from radixkv.service.server.unfinished_calls import Context, UnfinishedCalls, when_over
 
 _LEAST_PLACES = 4
 _MOST_WAITING = 1024
@@ -88,7 +88,7 @@ class Intake:
         """
         self._hold(context, tenant_of(request), max(0, len(answer) - answer_bytes(request, self._vocab_size)))
         self._unsent.add(context)
-        context.add_done_callback(self._unsent.discard)  # type: ignore[arg-type]  # a class in its stubs
+        when_over(context, self._unsent.discard)
         return answer
 
     def begin_part(self, context: Context) -> None:
@@ -110,7 +110,7 @@ class Intake:
 
     def _hold(self, context: Context, tenant: str, num_bytes: int) -> None:
         self._held.take(tenant, num_bytes)
-        context.add_done_callback(partial(self._give_back, tenant, num_bytes))  # type: ignore[arg-type]
+        when_over(context, partial(self._give_back, tenant, num_bytes))
 
     def _give_back(self, tenant: str, num_bytes: int, _: Context) -> None:
         self._held.give_back(tenant, num_bytes)

@@ -1,16 +1,27 @@
 import asyncio
+import contextlib
+import gc
 
 import pytest
 
+from radixkv.service.client import AsyncClient
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
 from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import refusal_of, serving
 
 
 class Call:
-    """A call's context as far as it is looked at."""
+    """A call whose task goes on until `end`. It stands for its own context, at which nobody looks."""
 
-    def add_done_callback(self, callback):
-        self.end = lambda: callback(self)
+    def __init__(self, calls):
+        self._is_over = asyncio.Event()
+        self.end = self._is_over.set
+        self._task = asyncio.create_task(self._run(calls))
+
+    async def _run(self, calls):
+        calls.add(self)
+        await self._is_over.wait()
 
 
 @pytest.fixture
@@ -18,15 +29,15 @@ def calls():
     return UnfinishedCalls()
 
 
-def begun(calls):
-    call = Call()
-    calls.add(call)
+async def begun(calls):
+    call = Call(calls)
+    await asyncio.sleep(0)
     return call
 
 
 def test_those_that_are_there_are_waited_for(calls):
     async def run():
-        first, second = begun(calls), begun(calls)
+        first, second = await begun(calls), await begun(calls)
         finish = asyncio.create_task(calls.finish(60))
         first.end()
         for _ in range(5):
@@ -40,10 +51,10 @@ def test_those_that_are_there_are_waited_for(calls):
 
 def test_those_that_come_later_are_not(calls):
     async def run():
-        call = begun(calls)
+        call = await begun(calls)
         finish = asyncio.create_task(calls.finish(60))
         await asyncio.sleep(0)
-        begun(calls)
+        await begun(calls)
         call.end()
         return await asyncio.wait_for(finish, PATIENCE_S)
 
@@ -52,7 +63,39 @@ def test_those_that_come_later_are_not(calls):
 
 def test_the_wait_has_an_end(calls):
     async def run():
-        begun(calls)
+        await begun(calls)
         return await asyncio.wait_for(calls.finish(0.05), PATIENCE_S)
 
     assert not asyncio.run(run())
+
+
+@contextlib.contextmanager
+def uncollected():
+    """Yields a list, which has at the end all that only the garbage collector could free."""
+    found = []
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found += gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def test_calls_that_are_over_leave_nothing_of_themselves_to_the_garbage_collector():
+    async def run():
+        async with serving(FakeEngine()) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
+            await client.prefill([1, 2])
+            await client.probe([1, 2])
+            async for _ in client.generate([1, 2], max_new_tokens=2):
+                pass
+            await refusal_of(client.prefill([]))
+            await refusal_of(client.release("unknown"))
+
+    with uncollected() as found:
+        asyncio.run(run())
+    assert not {"RPCState", "_ServicerContext", "AbortError"} & {type(each).__name__ for each in found}

@@ -1,0 +1,4 @@
+"""Garbage collection beside requests.
+
+Face: `frozen_survivors`.
+"""
