@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from os import PathLike
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class Access:
 
     Raises:
         ValueError: the token would leave this machine in the clear, is no token, or files are given without others that
-            they need. The message has no part of the token.
+            they need, or `tls_ca` holds no certificate. The message has no part of the token.
         OSError: a file can't be read.
     """
 
@@ -46,7 +47,8 @@ class Access:
         if certificate is not None and tls_ca is None:
             raise ValueError("tls_ca: expected one beside a certificate, got none")
         if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
-            raise ValueError("token: expected printable ASCII characters without spaces, got others")
+            got = "others" if token else "none"
+            raise ValueError(f"token: expected printable ASCII characters without spaces, got {got}")
         if token is not None and tls_ca is None and not _is_on_this_machine(address):
             raise ValueError("token: expected tls_ca beside it, since the service is on another machine, got none")
         self._prefix_key = prefix_key
@@ -62,11 +64,21 @@ class Access:
 
 
 def _credentials(tls_ca: File, certificate: File | None, key: File | None) -> grpc.ChannelCredentials:
+    authorities = Path(tls_ca).read_bytes()
+    _require_certificates(authorities)
     return grpc.ssl_channel_credentials(
-        root_certificates=Path(tls_ca).read_bytes(),
+        root_certificates=authorities,
         private_key=None if key is None else Path(key).read_bytes(),
         certificate_chain=None if certificate is None else Path(certificate).read_bytes(),
     )
+
+
+def _require_certificates(authorities: bytes) -> None:
+    """Refuse what gRPC would refuse at the first call only, after lines of its own on stderr."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=authorities.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError):
+        raise ValueError("tls_ca: expected certificates in PEM, got none that can be read") from None
 
 
 def _is_on_this_machine(address: str) -> bool:

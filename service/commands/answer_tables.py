@@ -94,9 +94,8 @@ def stats_table(stats: StatsResponse) -> str:
         rows += _whole_process_rows(stats)
     for tenant in stats.tenants:
         reused = percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
-        rows += [
-            (f"tenant {tenant.tenant or '(none)'}", f"{tenant.cached_blocks} blocks, {tenant.hit_tokens} hits{reused}")
-        ]
+        held = f"{tenant.cached_blocks} blocks, {tenant.hit_tokens} cached tokens{reused}"
+        rows.append((f"tenant {tenant.tenant or '(none)'}", held))
     if stats.known_tenants > len(stats.tenants):
         rows.append((f"{stats.known_tenants - len(stats.tenants)} smaller tenants", "by name: --tenant"))
     return _table(rows)

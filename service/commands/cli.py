@@ -54,6 +54,13 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **arguments})
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse unknown options here, where the command is known whose --help lists them."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 

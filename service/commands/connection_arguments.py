@@ -58,5 +58,8 @@ def client_of(arguments: argparse.Namespace) -> Client:
 def _token(arguments: argparse.Namespace) -> str | None:
     """Return the caller's token; never from an argument, which others on the machine could read."""
     if arguments.token_file is not None:
-        return Path(arguments.token_file).read_text(encoding="ascii", errors="replace").strip()
+        token = Path(arguments.token_file).read_text(encoding="ascii", errors="replace").strip()
+        if not token:
+            raise ConfigError(f"{arguments.token_file}: expected a token, got an empty file")
+        return token
     return os.environ.get(TOKEN_VARIABLE) or None

@@ -20,7 +20,7 @@ def not_free(key: str, host: str, port: int) -> ConfigError:
 
 
 def require_free(config: ServerConfig) -> None:
-    """Refuse addresses that can't be bound now. Called before a model is loaded.
+    """Refuse addresses that can't be bound now, and one port with two names. Called before a model is loaded.
 
     Raises:
         ConfigError: the message names the port's key.
@@ -30,8 +30,11 @@ def require_free(config: ServerConfig) -> None:
         "server.metrics_port": config.metrics_port,
         "server.admin_port": config.admin_port,
     }
+    key_of: dict[int, str] = {}
     for key, port in ports.items():
         if port:  # 0 picks a free one
+            if (other := key_of.setdefault(port, key)) != key:
+                raise ConfigError(f"{key}: expected another port than {other}, got {port} for both")
             try:
                 _bind(config.host, port)
             except (OSError, UnicodeError) as error:

@@ -27,7 +27,7 @@ class Reading(NamedTuple):
 
 
 def screen(now: Reading, before: Reading | None, num_columns: int = 120, num_lines: int | None = None) -> list[str]:
-    """Return the lines of a screen.
+    """Return the lines of a screen. A tenant is told no rates, requests or blocks of all, so its screen has none.
 
     Args:
         now: the last reading.
@@ -39,29 +39,21 @@ def screen(now: Reading, before: Reading | None, num_columns: int = 120, num_lin
     stats = now.stats
     if before is not None and before.stats.epoch != stats.epoch:
         before = None
-    tenants = _tenant_lines(stats)
-    lines = [
-        *_head(stats),
-        "",
-        *_rates(stats, None if before is None else before.stats),
-        "",
-        *_blocks(stats, max(_LEAST_COLUMNS, num_columns)),
-        "",
-        *tenants,
-        "",
-        *_segments(now.hottest),
-    ]
+    parts = [[f"radixkv  {stats.model} on {stats.device}, up {duration(stats.uptime_s)}"]]
+    if stats.HasField("requests"):
+        parts[0].append(_requests(stats))
+        parts.append(_rates(stats, None if before is None else before.stats))
+        parts.append(_blocks(stats, max(_LEAST_COLUMNS, num_columns)))
+    parts += [_tenant_lines(stats), _segments(now.hottest)]
+    lines = [line for part in parts for line in ("", *part)][1:]
     return [line[:num_columns] for line in lines[:num_lines]]
 
 
-def _head(stats: StatsResponse) -> list[str]:
+def _requests(stats: StatsResponse) -> str:
     requests = stats.requests
     waiting = requests.waiting + requests.following
     ended = f"{requests.finished} finished, {requests.failed} failed"
-    return [
-        f"radixkv  {stats.model} on {stats.device}, up {duration(stats.uptime_s)}",
-        f"requests  {requests.running} running, {waiting} waiting, {ended}",
-    ]
+    return f"requests  {requests.running} running, {waiting} waiting, {ended}"
 
 
 def _rates(stats: StatsResponse, before: StatsResponse | None) -> list[str]:

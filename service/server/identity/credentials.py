@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Credentials:
                 is_new &= self._by_certificate.setdefault(entry.certificate, entry) is entry
             if not is_new:
                 raise ConfigError(
-                    f"credentials {name!r}: expected a name, token and certificate of its own, got one twice"
+                    f"credentials {name!r}: expected a name, token and certificate of its own, got one of another entry"
                 )
             names.add(name)
 
@@ -100,8 +101,10 @@ def parse_credentials(text: str) -> Credentials:
     """
     try:
         tree = tomllib.loads(text)
-    except (ValueError, RecursionError):  # such as TOMLDecodeError, whose message may quote what the file holds
-        raise ConfigError("server.tokens_file: expected TOML, got something else") from None
+    except (ValueError, RecursionError) as error:  # whose message may quote what the file holds: only the line is told
+        line = re.search(r"\(at (line \d+), column \d+\)$", str(error))
+        where = "" if line is None else f" in {line[1]}"
+        raise ConfigError(f"server.tokens_file: expected TOML, got something else{where}") from None
     entries = tree.get("credentials", [])
     if set(tree) - {"credentials"} or not isinstance(entries, list):
         raise ConfigError("server.tokens_file: expected only entries [[credentials]], got others")

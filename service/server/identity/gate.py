@@ -21,21 +21,25 @@ class Admission:
     """A call that its caller may make, if its message names no other tenant.
 
     Attributes:
+        method: its path.
         rule: of the call.
         caller: who makes it; None if anyone may.
     """
 
+    method: str
     rule: Rule
     caller: Identity | None
 
     def place_tenant(self, message: Any) -> None:
-        """Write the caller's own tenant into a message that names none.
+        """Write the caller's own tenant into a message that names none, and log calls whose rule asks for it.
 
         Raises:
             PermissionDenied: the caller may not act for the tenant that it names.
         """
         if self.caller is not None:
             self.rule.place_tenant(self.caller, message)
+            if self.rule.is_logged:
+                _logger.info("%s by %s", self.method, self.caller.name)
 
 
 class Gate:
@@ -75,9 +79,7 @@ class Gate:
         if rule is None:
             raise PermissionDenied(f"{method}: expected a rule that says who may call it, got none")
         if rule.access is Access.OPEN:
-            return Admission(rule, None)
+            return Admission(method, rule, None)
         caller = self._door.of_call(context)
         rule.admit(caller, self._gateway_tenant)
-        if rule.is_logged:
-            _logger.info("%s by %s", method, caller.name)
-        return Admission(rule, caller)
+        return Admission(method, rule, caller)

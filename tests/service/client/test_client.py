@@ -357,6 +357,14 @@ def test_credentials_that_would_leak_or_miss_a_part_are_refused_without_the_toke
     assert "two words" not in str(caught.value)
 
 
+@pytest.mark.parametrize("content", [b"", b"junk", b"-----BEGIN PRIVATE KEY-----\n\xff"])
+def test_a_file_without_certificates_is_refused_before_a_call(tmp_path, content):
+    file = tmp_path / "ca.pem"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="tls_ca: expected certificates in PEM, got none that can be read"):
+        Client("127.0.0.1:1", tls_ca=file)
+
+
 def test_a_token_goes_along_with_every_call_also_beside_a_prefix_key():
     class Credentials(PrefillServiceServicer):
         async def Prefill(self, request, context):  # noqa: N802

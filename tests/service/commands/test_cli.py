@@ -39,6 +39,7 @@ def test_version(capsys):
         (["prefill", "--address", "a", "--tokens", "1", "--tenant", "\udcff"], "--tenant: expected UTF-8"),
         (["serve", "--device", "tpu"], "--device"),
         (["serve", "--port", "x"], "--port"),
+        (["stats", "--tls_ca", "a"], "unrecognized arguments: --tls_ca a; see radixkv stats --help"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys, arguments, words):

@@ -183,7 +183,12 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "none.token: expected a readable file"), ("two words", "token: expected printable")]
+    ("content", "message"),
+    [
+        (None, "none.token: expected a readable file"),
+        ("\n", "none.token: expected a token, got an empty file"),
+        ("two words", "token: expected printable"),
+    ],
 )
 def test_a_token_file_that_holds_no_token_is_one_line(tmp_path, capsys, content, message):
     file = tmp_path / "none.token"

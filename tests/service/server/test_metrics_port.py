@@ -187,6 +187,14 @@ def test_a_port_in_use_stops_the_service_before_the_engine_starts(capsys, monkey
     assert not engine.is_started
 
 
+def test_a_port_with_two_names_stops_the_service_too(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    assert main(["serve", "--port", port, "--metrics-port", port]) == 2
+    message = f"radixkv: server.metrics_port: expected another port than server.port, got {port} for both"
+    assert capsys.readouterr().err.splitlines()[-1] == message
+
+
 def test_the_command_serves_metrics_and_names_the_port_on_stderr_only():
     with fake_service("--metrics-port", "0") as (process, address), Client(address, timeout_s=PATIENCE_S) as client:
         client.prefill([4])

@@ -22,6 +22,8 @@ from tests.fakes import publish
 from tests.patience import PATIENCE_S
 from tests.service.command_line import fake_service, run_cli
 from tests.service.fake_engine import FakeEngine
+from tests.service.server.identity.certificates import TOKENS, Papers
+from tests.service.serving import serve_and_call
 
 
 @pytest.fixture
@@ -30,6 +32,19 @@ def engine() -> FakeEngine:
     publish(engine.cache, "abcdefgh", Namespace("model", "a"))
     publish(engine.cache, "xyz", Namespace("model", "b"))
     return engine
+
+
+def test_a_tenant_may_look_too(tmp_path, capsys, engine):
+    papers = Papers(tmp_path)
+    file = tmp_path / "acme.token"
+    file.write_text(TOKENS["acme"])
+    publish(engine.cache, "abc", Namespace("model", "acme"))
+    call = ["top", "--once", "--tls-ca", str(papers.ca_file), "--token-file", str(file)]
+    assert serve_and_call(engine, lambda address: main([*call, "--address", address]), **papers.tls) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^acme +\d", out, re.MULTILINE)
+    assert re.search(r"^hottest segments: 1, ", out, re.MULTILINE)
+    assert "hit rate  " not in out
 
 
 def test_one_screen_for_scripts(capsys, engine):

@@ -89,6 +89,17 @@ def test_tenants_and_segments_stand_in_tables() -> None:
     assert lines[-1].split() == ["7", "-", "(none)", "0", "64", "1", "5", "0s", "6.0"]
 
 
+def test_a_tenant_sees_its_own_line_and_segments_only() -> None:
+    now = reading(100.0, 0, 0)
+    for field in ("requests", "tokens", "first_tokens"):
+        now.stats.ClearField(field)
+    lines = screen(now, now)
+    assert lines[:2] == ["radixkv  tiny on cpu, up 2m", ""]
+    assert lines[2].startswith("tenant ")
+    assert line_of(lines, "ac")[:2] == ["ac\\x1bme", "30"]
+    assert lines[5] == "hottest segments: 1 of 9, 9 compared"
+
+
 def test_a_screen_fits_into_a_terminal() -> None:
     lines = screen(reading(1.0, 0, 0), None, 30, 8)
     assert len(lines) == 8

@@ -55,7 +55,7 @@ def test_an_expiry_without_a_zone_is_in_utc(text, seconds):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = ", "expected TOML"),
+        ("x = 1\ny = z secret", "expected TOML, got something else in line 2$"),
         pytest.param("x = " + "[" * 10_000, "expected TOML", id="deep"),
         pytest.param("x = " + "9" * 10_000, "expected TOML", id="long"),
         ("other = 1", r"expected only entries \[\[credentials\]\]"),

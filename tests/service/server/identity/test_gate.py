@@ -220,6 +220,17 @@ def test_nothing_secret_is_logged_in_a_whole_session(papers, caplog):
     assert "210, 211" not in text
 
 
+def test_the_log_tells_of_purges_that_were_let_through(papers, caplog):
+    caplog.set_level(logging.INFO)
+
+    async def talk(engine, clients):
+        await refusal_of(clients["acme"].purge(tenant="globex"))
+        await clients["acme"].purge(tenant="acme")
+
+    talking(papers, talk)
+    assert len([each for each in caplog.messages if each.endswith("Purge by acme credential")]) == 1
+
+
 def test_a_method_without_a_rule_is_refused_to_an_admin_too():
     gate = Gate(Door(Anyone(Identity("boss", Role.ADMIN))))
     with pytest.raises(PermissionDenied, match=r"/new\.Service/Method: expected a rule that says who may call it"):
