@@ -180,7 +180,7 @@ def test_a_browser_asks_for_a_token_where_one_is_needed(engine, tmp_path):
     settings = (f"server.tokens_file={json.dumps(str(tmp_path / 'tokens.toml'))}", "server.insecure=true")
     with serving(engine, *settings) as address:
         page = shown(address, tmp_path / "profile")
-    assert page.texts["alert"] == "This page needs an administrator's token."
+    assert page.texts["alert"] == "This page needs the token of a reader or an admin."
     assert (page.texts["state"], "main" in page.hidden) == ("locked", True)
 
 
