@@ -140,9 +140,10 @@ class ServerConfig:
         max_connections: open connections; more are closed at once.
         connection_idle_s: a connection without calls is closed after this time.
         max_connection_calls: calls under way on a connection; a client holds more of them back.
-        max_calls: calls under way; more are refused.
+        max_calls: calls under way; more are refused to callers that have an equal share of them, and twice as many to
+            all. Streams that never end, such as those of events, have an eighth of it for themselves.
         max_receiving_bytes: messages that are being received, at their largest; more wait, connection by connection.
-        receive_timeout_s: seconds that a message may take to come.
+        receive_timeout_s: seconds that a message may take to come, and a call of reflection to end.
         max_held_bytes: requests of calls under way and answers that are not sent yet. What is beyond is refused to
             tenants that hold more than an equal share.
         send_timeout_s: seconds that a caller may leave an answer unread; then its connection is closed.

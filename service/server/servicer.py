@@ -6,14 +6,18 @@ cancels its future, and with it the request. `radixkv.service.server.status` tur
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
+import grpc
+
 from radixkv.api.caller import Caller
-from radixkv.api.result import GenerationFuture
+from radixkv.api.result import GenerationFuture, PrefillResult
 from radixkv.api.stats import DEFAULT_MAX_TENANTS
-from radixkv.errors import InvalidRequest
+from radixkv.errors import InvalidRequest, RadixKVError
 from radixkv.service.server.calls import answer_of, traceparent_of
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.mailbox import Mailbox
@@ -38,7 +42,7 @@ from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.segments.segment_lister import SegmentLister
 from radixkv.service.server.stop_strings import stop_strings
 from radixkv.service.server.token_stream import TokenStream
-from radixkv.service.server.unfinished_calls import Context
+from radixkv.service.server.unfinished_calls import Context, when_over
 from radixkv.service.structured.grammars import Grammars
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -60,8 +64,22 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
         """Compute the part of a prompt that is not cached, and answer with the next token."""
         params = read_params(request, self._seconds_left(context), traceparent_of(context))
-        result = await answer_of(self._engine, self._mailbox, self._engine.prefill(params))
+        future = self._engine.prefill(params)
+        if params.hold_lease:
+            when_over(context, partial(self._release_untold, future, params.caller))
+        result = await answer_of(self._engine, self._mailbox, future)
         return prefill_response(result, self._engine.limits.block_size, self._engine.limits.epoch)
+
+    def _release_untold(self, future: Future[PrefillResult], caller: Caller, context: Context) -> None:
+        """Give a lease back whose id its caller was not told, because the answer was refused or nobody was there."""
+        if not (context.done() and context.code() in (None, grpc.StatusCode.OK)):
+            future.add_done_callback(partial(self._release, caller))
+
+    def _release(self, caller: Caller, done: Future[PrefillResult]) -> None:
+        held = None if done.cancelled() or done.exception() is not None else done.result().held_lease
+        if held is not None:
+            with contextlib.suppress(RadixKVError):  # where the engine takes no call, the lease expires by itself
+                self._engine.release(held.lease_id, caller)
 
     async def Generate(  # noqa: N802
         self, request: prefill_pb2.GenerateRequest, context: Context

@@ -127,7 +127,7 @@ def _wrapped(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry
         return grpc.stream_unary_rpc_method_handler(_answering(handler, method, entry))
     if handler.unary_stream is None:
         return grpc.stream_stream_rpc_method_handler(
-            _conversing(handler, method, entry), handler.request_deserializer, handler.response_serializer
+            _conversing(handler, method, entry), response_serializer=handler.response_serializer
         )
     wrap = _streaming if inspect.isasyncgenfunction(handler.unary_stream) else _writing
     return grpc.stream_stream_rpc_method_handler(
@@ -142,9 +142,9 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Ent
 
     async def answer(_: object, context: Context) -> Any:
         try:
-            request = await entry.receive(method, parse, context)
-            response = await call(request, context)
-            return entry.send(context, request, serialize(response))
+            received = await entry.receive(method, parse, context)
+            response = await call(received.message, context)
+            return entry.send(context, received, serialize(response))
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
             await _refuse(error, context, method)
 
@@ -157,14 +157,10 @@ def _streaming(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Ent
 
     async def stream(_: object, context: Context) -> Any:
         try:
-            request = await entry.receive(method, parse, context, is_endless=method in ENDLESS)
-            async with contextlib.aclosing(call(request, context)) as responses:
-                async for response in responses:
-                    entry.intake.begin_part(context)
-                    try:
-                        yield response
-                    finally:
-                        entry.intake.end_part(context)
+            received = await entry.receive(method, parse, context, is_endless=method in ENDLESS)
+            async with contextlib.aclosing(entry.intake.parts(context, call(received.message, context))) as parts:
+                async for part in parts:
+                    yield part
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
             await _refuse(error, context, method)
 
@@ -178,7 +174,8 @@ def _writing(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry
 
     async def write(_: object, context: Context) -> None:
         try:
-            await call(await entry.receive(method, parse, context, is_endless=True), context)
+            received = await entry.receive(method, parse, context, is_endless=True)
+            await call(received.message, context)
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
             await _refuse(error, context, method)
 
@@ -188,13 +185,16 @@ def _writing(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry
 def _conversing(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry) -> Any:
     """Wrap a handler that reads a stream, such as that of reflection."""
     call: Any = handler.stream_stream
+    parse: Any = handler.request_deserializer
 
-    async def converse(requests: Any, context: Context) -> Any:
+    async def converse(_: object, context: Context) -> Any:
         try:
-            entry.admit(method, context)
-            async with contextlib.aclosing(call(requests, context)) as responses:
-                async for response in responses:
-                    yield response
+            async with (
+                contextlib.aclosing(entry.receive_all(method, parse, context)) as requests,
+                contextlib.aclosing(entry.intake.parts(context, call(requests, context))) as parts,
+            ):
+                async for part in parts:
+                    yield part
         except Exception as error:  # noqa: BLE001 - the table has a status for every one
             await _refuse(error, context, method)
 

@@ -82,4 +82,4 @@ def known_callers(config: ServerConfig) -> KnownCallers | None:
 
 
 def _anyone(role: Role) -> Callers:
-    return Anyone(Identity("anyone", role))
+    return Anyone(Identity("anyone", role, is_anyone=True))

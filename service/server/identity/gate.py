@@ -24,11 +24,17 @@ class Admission:
         method: its path.
         rule: of the call.
         caller: who makes it; None if anyone may.
+        gateway_tenant: the owner of the gateway's data.
     """
 
     method: str
     rule: Rule
     caller: Identity | None
+    gateway_tenant: str = ""
+
+    def owner(self, message: Any) -> str | None:
+        """Return the tenant whose business a message is; None if it is nobody's, or everybody's."""
+        return self.rule.owner(message, self.gateway_tenant)
 
     def place_tenant(self, message: Any) -> None:
         """Write the caller's own tenant into a message that names none, and log calls whose rule asks for it.
@@ -82,4 +88,4 @@ class Gate:
             return Admission(method, rule, None)
         caller = self._door.of_call(context)
         rule.admit(caller, self._gateway_tenant)
-        return Admission(method, rule, caller)
+        return Admission(method, rule, caller, self._gateway_tenant)

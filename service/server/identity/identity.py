@@ -27,11 +27,13 @@ class Identity:
         name: of the credential, for the log; never of a tenant.
         role: the kind of caller.
         tenants: those that it may act for; None for all. Exactly one with the role `TENANT`, none with `READER`.
+        is_anyone: whether it stands for all callers, since there are no credentials.
     """
 
     name: str
     role: Role
     tenants: frozenset[str] | None = None
+    is_anyone: bool = False
 
     def may_act_for(self, tenant: str) -> bool:
         """Return whether the caller may name this tenant."""

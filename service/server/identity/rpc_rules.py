@@ -77,6 +77,20 @@ class Rule:
         if self.access is Access.ADMIN:
             raise PermissionDenied(f"credential: expected the role admin, got {caller.role.value}")
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether messages may bring a tenant's tokens, and so be large."""
+        return self.access in (Access.TENANT, Access.GATEWAY)
+
+    def owner(self, request: Any, gateway_tenant: str) -> str | None:
+        """Return the tenant whose business a request is; None if it is nobody's, or everybody's."""
+        if self.access is Access.GATEWAY:
+            return gateway_tenant
+        if self.access not in (Access.TENANT, Access.READ):
+            return None
+        message = self._message(request)
+        return None if _names_none(message) else str(message.tenant)
+
     def place_tenant(self, caller: Identity, request: Any) -> None:
         """Write the caller's own tenant where the request names none, and refuse one that it may not act for.
 
@@ -85,7 +99,7 @@ class Rule:
         """
         if self.access not in (Access.TENANT, Access.READ) or caller.role is Role.READER:
             return  # `admit` lets readers make no other call
-        message = getattr(request, self.tenant_of) if self.tenant_of else request
+        message = self._message(request)
         own, named = caller.own_tenant, message.tenant
         if own is not None and not named:
             message.tenant = own
@@ -95,6 +109,9 @@ class Rule:
             raise PermissionDenied(
                 f"tenant: expected one, since all need the role admin, got none as {caller.role.value}"
             )
+
+    def _message(self, request: Any) -> Any:
+        return getattr(request, self.tenant_of) if self.tenant_of else request
 
 
 def _names_none(message: Any) -> bool:

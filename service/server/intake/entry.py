@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from radixkv.errors import RadixKVError
-from radixkv.service.server.identity.gate import Admission, Gate
-from radixkv.service.server.intake.intake import Intake, Parse
+from radixkv.service.server.identity.gate import Gate
+from radixkv.service.server.intake.intake import Intake, Parse, Received
 from radixkv.service.server.unfinished_calls import Context
 
 
@@ -29,20 +29,25 @@ class Entry:
         self.intake = intake
         self._count_refusal = count_refusal
 
-    def admit(self, method: str, context: Context) -> Admission:
-        """Let a call begin; see `Gate.admit`."""
-        with self._counting():
-            return self._gate.admit(method, context)
-
-    async def receive(self, method: str, parse: Parse, context: Context, *, is_endless: bool = False) -> Any:
+    async def receive(self, method: str, parse: Parse, context: Context, *, is_endless: bool = False) -> Received:
         """Let a call begin and receive its message; see `Gate.admit` and `Intake.receive`."""
         with self._counting():
-            return await self.intake.receive(parse, context, self._gate.admit(method, context), is_endless=is_endless)
+            admission = self._gate.admit(method, context)
+            self.intake.begin(context, admission, is_endless=is_endless)
+            return await self.intake.receive(parse, context, admission, is_endless=is_endless)
 
-    def send(self, context: Context, request: Any, answer: bytes) -> bytes:
+    async def receive_all(self, method: str, parse: Parse, context: Context) -> AsyncGenerator[Any, None]:
+        """Let a call begin and receive its messages, one after the other; see `Intake.receive_all`."""
+        with self._counting():
+            self.intake.begin(context, self._gate.admit(method, context), is_endless=True)
+            async with contextlib.aclosing(self.intake.receive_all(parse, context)) as messages:
+                async for message in messages:
+                    yield message
+
+    def send(self, context: Context, received: Received, answer: bytes) -> bytes:
         """Note an answer that is handed to gRPC, and return it; see `Intake.send`."""
         with self._counting():
-            return self.intake.send(context, request, answer)
+            return self.intake.send(context, received, answer)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

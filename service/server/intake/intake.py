@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -12,13 +13,14 @@ from google.protobuf.message import DecodeError
 
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
-from radixkv.errors import InvalidRequest
+from radixkv.errors import DeadlineExceeded, InvalidRequest
 from radixkv.service.server.identity.gate import Admission
+from radixkv.service.server.intake.account import Account
 from radixkv.service.server.intake.answer_bytes import answer_bytes
 from radixkv.service.server.intake.bounds import largest_message_bytes
-from radixkv.service.server.intake.held_bytes import HeldBytes
 from radixkv.service.server.intake.parsing import PIECE_BYTES, parse_in_pieces
 from radixkv.service.server.intake.places import Places
+from radixkv.service.server.intake.shares import Shares
 from radixkv.service.server.intake.unsent import UnsentAnswers
 from radixkv.service.server.unfinished_calls import Context, UnfinishedCalls, when_over
 
@@ -26,15 +28,32 @@ _LEAST_PLACES = 4
 _MOST_WAITING = 1024
 # Large messages that are parsed at the same time; each takes a thread.
 _MOST_PARSED = 2
+# Streams that end with the service have this part of `max_calls` for themselves, and no more.
+_ENDLESS_PART = 8
+# Most bytes of a message that brings no prompt; names in them have 256 characters at most.
+_SMALL_BYTES = 4096
 
 Parse = Callable[[bytes], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of a call.
+
+    Attributes:
+        message: parsed.
+        account: that what the call holds is counted for.
+    """
+
+    message: Any
+    account: Account
 
 
 class Intake:
     """Bounds what callers can make the server hold, and for how long.
 
-        message ─▶ place ─▶ received ─▶ parsed ─▶ held until the call is over ─▶ answer unsent ─▶ sent
-                   (Places)             (large: in pieces, on a thread)         (HeldBytes)      (UnsentAnswers)
+        call ─▶ counted ─▶ place ─▶ received ─▶ parsed ─▶ held until the call is over ─▶ answer unsent ─▶ sent
+                (Shares)   (Places)             (large: in pieces, on a thread) (Shares)  (UnsentAnswers)
 
     Args:
         config: the bounds.
@@ -46,12 +65,25 @@ class Intake:
         num_places = max(_LEAST_PLACES, config.max_receiving_bytes // largest_message_bytes(config, limits))
         self._places = Places(num_places, _MOST_WAITING, config.receive_timeout_s)
         self._parsing = asyncio.Semaphore(_MOST_PARSED)
-        self._held = HeldBytes(config.max_held_bytes)
+        self._calls = Shares(config.max_calls, "calls under way")
+        self._endless = Shares(max(1, config.max_calls // _ENDLESS_PART), "streams without an end")
+        self._held = Shares(config.max_held_bytes, "bytes of requests and unsent answers")
+        self._timeout_s = config.receive_timeout_s
         self._unsent = UnsentAnswers(config.send_timeout_s)
         self._unfinished = unfinished
         self._vocab_size = limits.vocab_size
 
-    async def receive(self, parse: Parse, context: Context, admission: Admission, *, is_endless: bool = False) -> Any:
+    def begin(self, context: Context, admission: Admission, *, is_endless: bool) -> None:
+        """Count a call until it is over.
+
+        Raises:
+            QueueFull: too many are under way, its caller's too.
+        """
+        self._count(self._endless if is_endless else self._calls, context, Account.of_caller(admission, context), 1)
+
+    async def receive(
+        self, parse: Parse, context: Context, admission: Admission, *, is_endless: bool = False
+    ) -> Received:
         """Receive the message of a call and parse it.
 
         Args:
@@ -61,43 +93,69 @@ class Intake:
             is_endless: whether the call ends with the service and not before, so that nobody waits for its end.
 
         Raises:
-            InvalidRequest: no message came, or it can't be parsed.
+            InvalidRequest: no message came, or it can't be parsed, or it is large and brings no prompt.
             PermissionDenied: the caller may not act for its tenant.
             QueueFull, DeadlineExceeded: it had to wait, or came too slowly; or too much is held for its tenant.
         """
         data = await self._places.receive(context.peer(), context.read)
         if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
             raise InvalidRequest("request: expected one message, got none")
+        if not admission.rule.has_prompts:
+            _require_small(data)
         if not is_endless:
             self._unfinished.add(context)
         message = await self._parsed(parse, data)
         admission.place_tenant(message)
-        self._hold(context, tenant_of(message), len(data) + answer_bytes(message, self._vocab_size))
-        return message
+        owner = admission.owner(message)
+        account = Account.of_caller(admission, context) if owner is None else Account.of_tenant(owner)
+        self._count(self._held, context, account, len(data) + answer_bytes(message, self._vocab_size))
+        return Received(message, account)
 
-    def send(self, context: Context, request: Any, answer: bytes) -> bytes:
+    async def receive_all(self, parse: Parse, context: Context) -> AsyncGenerator[Any, None]:
+        """Receive small messages until the caller sends no more, and parse each. All have the time of one.
+
+        Raises:
+            InvalidRequest: one can't be parsed, or is large.
+            DeadlineExceeded: the caller did not end in time.
+        """
+        end_s = asyncio.get_running_loop().time() + self._timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(end_s):
+                    data = await context.read()
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"messages: expected all within {self._timeout_s:g} s, got no end") from error
+            if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
+                return
+            _require_small(data)
+            yield await self._parsed(parse, data)
+
+    def send(self, context: Context, received: Received, answer: bytes) -> bytes:
         """Note an answer that is handed to gRPC, and return it.
 
         Args:
             context: of the call.
-            request: its message, which `receive` returned.
+            received: its message.
             answer: to be sent.
 
         Raises:
             QueueFull: too many of this tenant's answers are unread.
         """
-        self._hold(context, tenant_of(request), max(0, len(answer) - answer_bytes(request, self._vocab_size)))
+        num_bytes = len(answer) - answer_bytes(received.message, self._vocab_size)
+        self._count(self._held, context, received.account, max(0, num_bytes))
         self._unsent.add(context)
         when_over(context, self._unsent.discard)
         return answer
 
-    def begin_part(self, context: Context) -> None:
-        """Note that a part of a streamed answer is handed to gRPC."""
-        self._unsent.add(context)
-
-    def end_part(self, context: Context) -> None:
-        """Note that gRPC wants the next part, or that there is none."""
-        self._unsent.discard(context)
+    async def parts(self, context: Context, responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """Yield the parts of a streamed answer; each is noted as unsent until gRPC wants the next one."""
+        async with contextlib.aclosing(responses):
+            async for response in responses:
+                self._unsent.add(context)
+                try:
+                    yield response
+                finally:
+                    self._unsent.discard(context)
 
     async def _parsed(self, parse: Parse, data: bytes) -> Any:
         try:
@@ -108,17 +166,12 @@ class Intake:
         except DecodeError as error:
             raise InvalidRequest(f"request: expected a protobuf message, got {len(data)} other bytes") from error
 
-    def _hold(self, context: Context, tenant: str, num_bytes: int) -> None:
-        self._held.take(tenant, num_bytes)
-        when_over(context, partial(self._give_back, tenant, num_bytes))
-
-    def _give_back(self, tenant: str, num_bytes: int, _: Context) -> None:
-        self._held.give_back(tenant, num_bytes)
+    def _count(self, shares: Shares, context: Context, account: Account, number: int) -> None:
+        """Take a number until the call is over."""
+        shares.take(account, number)
+        when_over(context, lambda _: shares.give_back(account, number))
 
 
-def tenant_of(message: Any) -> str:
-    """Return the tenant that a request names; empty if it names none."""
-    named = getattr(message, "tenant", None)
-    if named is None:
-        named = getattr(getattr(message, "prefill", None), "tenant", "")
-    return str(named)
+def _require_small(data: bytes) -> None:
+    if len(data) > _SMALL_BYTES:
+        raise InvalidRequest(f"request: expected at most {_SMALL_BYTES} bytes where no prompt is, got {len(data)}")

@@ -3,6 +3,7 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 
 import grpc
 import grpc.aio
@@ -465,3 +466,48 @@ def test_each_tenant_is_told_with_its_bounds():
     assert (first.tenant, first.cached_blocks, first.hit_tokens) == ("a", 3, 60)
     assert not first.HasField("ceiling_blocks")
     assert (second.floor_blocks, second.ceiling_blocks) == (5, 9)
+
+
+def test_a_lease_is_given_back_at_once_if_the_answer_that_tells_it_is_refused():
+    async def run():
+        engine = FakeEngine()
+        async with serving(engine, max_held_bytes=180) as (_, address), AsyncClient(address) as client:
+            refusal = await refusal_of(client.prefill([1, 2], hold_lease=True, top_logprobs=20))
+            assert len(engine.params) == 1
+            assert await becomes_true(lambda: not engine._leases)
+            held = await client.prefill([1, 2], hold_lease=True)
+            return refusal.code(), list(engine._leases) == [held.lease_id]
+
+    assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+
+
+class BusyEngine(FakeEngine):
+    """Its requests can't be cancelled any more, and are answered by `finish`."""
+
+    def prefill(self, params):
+        future = Future()
+        future.set_running_or_notify_cancel()
+        self.params.append(params)
+        self.futures.append(future)
+        return future
+
+    def finish(self):
+        answered = Future()
+        self._answer(answered, self.params[0])
+        self.futures[0].set_result(answered.result())
+
+
+def test_a_lease_is_given_back_at_once_if_its_caller_has_gone():
+    async def run():
+        engine, released = BusyEngine(), []
+        engine.release = lambda lease_id, caller: released.append((lease_id, caller.tenant))
+        async with serving(engine) as (_, address), AsyncClient(address) as client:
+            call = asyncio.ensure_future(client.prefill([1, 2], hold_lease=True, tenant="a"))
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            engine.finish()
+            assert await becomes_true(lambda: bool(released))
+        return released
+
+    assert asyncio.run(run()) == [("lease-0", "a")]

@@ -9,6 +9,9 @@ import pytest
 from radixkv.config import Config
 from radixkv.service.server.identity.rpc_rules import RULES
 from radixkv.service.server.optional_services import optional_services
+from radixkv.v1.cache_pb2 import PurgeRequest, StatsRequest
+from radixkv.v1.model_pb2 import GetTokenizerRequest
+from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
@@ -123,3 +126,25 @@ def test_each_caller_may_call_what_is_written_here_on_the_port_of_requests(walke
 
 def test_each_caller_may_call_what_is_written_here_on_the_port_of_admins(walked):
     assert walked[1] == ADMINS
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "owner"),
+    [
+        ("PrefillService/Prefill", PrefillRequest(tenant="a"), "a"),
+        ("PrefillService/Prefill", PrefillRequest(), ""),
+        ("PrefillService/Generate", GenerateRequest(prefill=PrefillRequest(tenant="b")), "b"),
+        ("CacheService/Purge", PurgeRequest(tenant=""), ""),
+        ("CacheService/Purge", PurgeRequest(), None),
+        ("CacheService/Stats", StatsRequest(), None),
+        ("ModelService/GetTokenizer", GetTokenizerRequest(), None),
+    ],
+)
+def test_a_request_is_the_business_of_the_tenant_that_it_names_or_of_none(method, message, owner):
+    assert RULES[f"/radixkv.v1.{method}"].owner(message, "gateway's") == owner
+
+
+def test_what_a_gateway_asks_is_the_business_of_its_tenant():
+    assert RULES["/vllm.grpc.engine.VllmEngine/GetLoads"].owner(None, "gateway's") == "gateway's"
+    assert RULES["/vllm.grpc.engine.VllmEngine/HealthCheck"].owner(None, "gateway's") is None
+    assert RULES["/grpc.health.v1.Health/Check"].owner(None, "gateway's") is None

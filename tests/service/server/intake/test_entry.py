@@ -80,4 +80,4 @@ def test_without_a_counter_refusals_are_raised_all_the_same():
             raise Unauthenticated("credential: expected one, got none")
 
     with pytest.raises(Unauthenticated):
-        Entry(Closed(), None).admit("/a/b", None)
+        asyncio.run(Entry(Closed(), None).receive("/a/b", None, None))

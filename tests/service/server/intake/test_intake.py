@@ -7,34 +7,20 @@ import asyncio
 import grpc
 import grpc.aio
 import numpy as np
-import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from bench.hostile.attacks.flood import PREFILL, opened
+from radixkv.errors import QueueFull
 from radixkv.service.client import AsyncClient
-from radixkv.service.server.intake.intake import tenant_of
-from radixkv.v1.cache_pb2 import PurgeRequest, StatsRequest
-from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest
+from radixkv.v1.prefill_pb2 import PrefillRequest
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
+from tests.service.server.identity.certificates import Papers
 from tests.service.serving import becomes_true, refusal_of, serving
 
-PREFILL = "/radixkv.v1.PrefillService/Prefill"
 
-
-@pytest.mark.parametrize(
-    ("message", "tenant"),
-    [
-        (PrefillRequest(tenant="a"), "a"),
-        (GenerateRequest(prefill=PrefillRequest(tenant="b")), "b"),
-        (PurgeRequest(tenant="c"), "c"),
-        (PurgeRequest(), ""),
-        (StatsRequest(), ""),
-    ],
-)
-def test_the_tenant_is_the_one_that_the_message_names(message, tenant):
-    assert tenant_of(message) == tenant
-
-
-async def opened(address):
+async def begun(address):
     """Open a call that sends no message yet."""
     channel = grpc.aio.insecure_channel(address)
     call = channel.stream_unary(PREFILL)()
@@ -45,7 +31,7 @@ async def opened(address):
 def test_a_message_that_does_not_come_is_given_up():
     async def run():
         async with serving(FakeEngine(), receive_timeout_s=0.05) as (_, address):
-            channel, call = await opened(address)
+            channel, call = await begun(address)
             refusal = await refusal_of(call)
             await channel.close()
             return refusal.code(), refusal.details()
@@ -58,7 +44,7 @@ def test_a_message_that_does_not_come_is_given_up():
 def test_a_call_without_a_message_is_refused():
     async def run():
         async with serving(FakeEngine()) as (_, address):
-            channel, call = await opened(address)
+            channel, call = await begun(address)
             await call.done_writing()
             refusal = await refusal_of(call)
             await channel.close()
@@ -73,7 +59,7 @@ def test_callers_that_send_nothing_keep_nobody_from_being_served():
             serving(FakeEngine(), max_message_bytes=2048, max_receiving_bytes=8192) as (_, address),
             AsyncClient(address) as client,
         ):
-            stalled = [await opened(address) for _ in range(12)]  # three for each place
+            stalled = [await begun(address) for _ in range(12)]  # three for each place
             answer = await client.prefill([3], timeout_s=PATIENCE_S)
             for channel, call in stalled:
                 call.cancel()
@@ -119,6 +105,146 @@ def test_an_answer_that_nobody_reads_ends_with_its_connection():
             return closed, (await client.prefill([3])).next_token_id
 
     assert asyncio.run(run()) == (True, 3)
+
+
+def refused(kinds):
+    """Return the configuration of a server that counts refusals in `kinds`."""
+    return {"count_refusal": lambda error: kinds.append(type(error))}
+
+
+def retry_after_ms(refusal):
+    return dict(tuple(refusal.trailing_metadata())).get("retry-after-ms")
+
+
+def test_endless_streams_have_places_of_their_own_and_leave_those_of_calls():
+    kinds = []
+
+    async def run():
+        async with (
+            serving(FakeEngine(), max_calls=16, **refused(kinds)) as (_, address),
+            grpc.aio.insecure_channel(address) as channel,
+            AsyncClient(address) as client,
+        ):
+            watch = health_pb2_grpc.HealthStub(channel).Watch
+            watching = [watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+            for each in watching:
+                await each.read()
+            talk = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            refusals = [await refusal_of(watch(health_pb2.HealthCheckRequest()).read()), await refusal_of(talk.read())]
+            answers = await asyncio.gather(*(client.prefill([number]) for number in range(16)))
+            watching[0].cancel()
+            later = watch(health_pb2.HealthCheckRequest())
+            while True:  # until the server knows of the cancellation
+                try:
+                    await later.read()
+                    break
+                except grpc.aio.AioRpcError:
+                    later = watch(health_pb2.HealthCheckRequest())
+            return [(each.code(), retry_after_ms(each)) for each in refusals], len(answers)
+
+    codes, num_answers = asyncio.run(run())
+    assert codes == [(grpc.StatusCode.RESOURCE_EXHAUSTED, "1000")] * 2
+    assert num_answers == 16
+    assert set(kinds) == {QueueFull}
+
+
+def test_a_connection_with_all_calls_is_refused_and_another_one_has_its_share():
+    kinds = []
+
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with (
+            serving(engine, max_calls=4, **refused(kinds)) as (_, address),
+            AsyncClient(address) as greedy,
+            opened(address) as connection,
+        ):
+
+            def other():
+                return connection.unary_unary(PREFILL)(PrefillRequest(token_ids=[1]).SerializeToString())
+
+            calls = [asyncio.ensure_future(greedy.prefill([1])) for _ in range(4)]
+            assert await becomes_true(lambda: len(engine.futures) == 4)
+            refusal = await refusal_of(greedy.prefill([1]))
+            calls += [other() for _ in range(2)]
+            assert await becomes_true(lambda: len(engine.futures) == 6)
+            last = await refusal_of(other())
+            engine.open_gate()
+            await asyncio.gather(*calls)
+            return refusal.details(), last.details(), retry_after_ms(refusal)
+
+    assert asyncio.run(run()) == (
+        "service: expected at most 4 calls under way of this connection, got 5",
+        "service: expected at most 2 calls under way of this connection, got 3",
+        "1000",
+    )
+    assert kinds == [QueueFull] * 2
+
+
+def test_connections_of_one_credential_share_its_calls(tmp_path):
+    papers = Papers(tmp_path)
+
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with (
+            serving(engine, max_calls=2, **papers.tls) as (_, address),
+            AsyncClient(address, **papers.client("acme")) as first,
+            AsyncClient(address, **papers.client("acme")) as second,
+            AsyncClient(address, **papers.client("globex")) as other,
+        ):
+            calls = [asyncio.ensure_future(client.prefill([1])) for client in (first, second)]
+            assert await becomes_true(lambda: len(engine.futures) == 2)
+            refusals = [(await refusal_of(client.prefill([1]))).details() for client in (first, second)]
+            calls.append(asyncio.ensure_future(other.prefill([1])))
+            assert await becomes_true(lambda: len(engine.futures) == 3)
+            engine.open_gate()
+            await asyncio.gather(*calls)
+            return refusals
+
+    assert asyncio.run(run()) == ["service: expected at most 2 calls under way of this credential, got 3"] * 2
+
+
+def test_a_conversation_ends_when_its_time_is_over():
+    async def run():
+        async with (
+            serving(FakeEngine(), receive_timeout_s=0.3) as (_, address),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            talk = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            await talk.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            listed = await talk.read()
+            refusal = await refusal_of(talk.read())
+            return bool(listed.list_services_response.service), refusal.code()
+
+    assert asyncio.run(run()) == (True, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def test_messages_that_bring_no_prompt_are_small():
+    async def run():
+        async with serving(FakeEngine()) as (_, address), grpc.aio.insecure_channel(address) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            talk = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            await talk.write(reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 5000))
+            refusals = [await refusal_of(check(health_pb2.HealthCheckRequest(service="x" * 5000)))]
+            refusals.append(await refusal_of(talk.read()))
+            return {(each.code(), each.details()) for each in refusals}
+
+    ((code, details),) = asyncio.run(run())
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details == "request: expected at most 4096 bytes where no prompt is, got 5003"
+
+
+def test_what_strangers_hold_is_not_counted_for_the_tenant_without_a_name():
+    async def run():
+        async with (
+            serving(FakeEngine(), max_held_bytes=1000) as (_, address),
+            grpc.aio.insecure_channel(address) as channel,
+            AsyncClient(address) as client,
+        ):
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="x" * 900))
+            await watch.read()
+            return (await client.prefill([1] * 60, tenant="")).usage.prompt_tokens
+
+    assert asyncio.run(run()) == 60
 
 
 async def read_to_end(reader) -> bool:
