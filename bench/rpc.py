@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
 import shlex
 import statistics
 import sys
@@ -104,7 +103,7 @@ class Requests:
 async def send_for(seconds: float, endpoint: Endpoint, make: Callable[[], bytes], concurrency: int) -> Round:
     """Keep `concurrency` calls under way for this many seconds."""
     latencies_s: list[float] = []
-    server_cpu_s, client_cpu_s, start_s = _cpu_s(endpoint.process), time.process_time(), time.perf_counter()
+    server_cpu_s, client_cpu_s, start_s = endpoint.process.cpu_s, time.process_time(), time.perf_counter()
     end_s = start_s + seconds
 
     async def send() -> None:
@@ -116,7 +115,7 @@ async def send_for(seconds: float, endpoint: Endpoint, make: Callable[[], bytes]
             sent_s = answered_s
 
     await asyncio.gather(*(send() for _ in range(concurrency)))
-    wall_s, after_s = time.perf_counter() - start_s, _cpu_s(endpoint.process)
+    wall_s, after_s = time.perf_counter() - start_s, endpoint.process.cpu_s
     server_cpu_s = None if server_cpu_s is None or after_s is None else after_s - server_cpu_s
     return Round(latencies_s, wall_s, server_cpu_s, time.process_time() - client_cpu_s)
 
@@ -197,15 +196,6 @@ async def _start(processes: ExitStack, channels: AsyncExitStack, arguments: list
     options = [("grpc.enable_http_proxy", 0)]  # a proxy's latency is not what is measured
     channel = await channels.enter_async_context(grpc.aio.insecure_channel(address, options=options))
     return Endpoint(channel.unary_unary(_METHOD, None, None), process)  # without serializers: bytes in, bytes out
-
-
-def _cpu_s(process: ServerProcess) -> float | None:
-    """Return the processor time that a process has taken; None without /proc."""
-    try:
-        after_name = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
-    except OSError:
-        return None
 
 
 _HEADING = (

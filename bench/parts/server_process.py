@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import IO
 
@@ -75,6 +77,15 @@ class ServerProcess:
     def pid(self) -> int | None:
         """Id of the process; None before it is started."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def cpu_s(self) -> float | None:
+        """Processor time that the process has taken; None without /proc."""
+        try:
+            after_name = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+            return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+        except OSError:
+            return None
 
     def stop(self) -> int | None:
         """Send SIGTERM, wait, and kill what is left after the timeout. Safe to call again.

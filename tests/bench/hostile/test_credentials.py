@@ -1,0 +1,18 @@
+"""Arms are measured in turn; a benchmark that lets strangers in would end with an error."""
+
+from __future__ import annotations
+
+import json
+
+from bench.hostile import credentials
+
+
+def test_it_measures_four_arms_in_turn(tmp_path, capsys):
+    file = tmp_path / "credentials.json"
+    credentials.main(["--rounds", "2", "--calls", "3", "--json", str(file)])
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert [(row["arm"], row["calls"]) for row in result["rows"]] == [(name, 6) for name in credentials.ARMS]
+    assert all(row["call_us"] > 0 for row in result["rows"])
+    assert result["rows"][1]["added_to_tls_us_by_round"] == [0, 0]
+    assert {"versions", "machine", "command", "rounds"} <= result.keys()
+    assert "certificate" in capsys.readouterr().out
