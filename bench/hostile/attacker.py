@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from bench.hostile.attacks.attack import Figures, Target
 from bench.hostile.attacks.by_name import ATTACKS
 
-_PREPARE_TIMEOUT_S = 180.0
+_PREPARE_TIMEOUT_S = 300.0
 _ATTACK_TIMEOUT_S = 120.0
 
 

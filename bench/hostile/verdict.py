@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from bench.hostile.trial import Trial
 from radixkv.config import ServerConfig
+from radixkv.service.server.intake.bounds import WINDOW_BYTES
 
 _TIMES_ALONE = 3.0
 _NUM_STEPS = 2
 _TIMES_IDLE_MEMORY = 1.3
 _MOST_IDLE_S = 10.0
-_NUM_WAITING = 1024
-_WINDOW_BYTES = 65_536
 
 
 def memory_budget_mb(config: ServerConfig, num_connections: int) -> float:
     """Return the memory beyond idle that the bounds of a server allow; see the README of service.server.intake."""
-    windows = (_NUM_WAITING + num_connections) * _WINDOW_BYTES
+    num_waiting = min(2 * config.max_calls, num_connections * config.max_connection_calls)
+    windows = (num_waiting + num_connections) * WINDOW_BYTES
     return (config.max_receiving_bytes + 2 * config.max_held_bytes + windows) / 1e6
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,3 +103,16 @@ def test_each_line_of_grpcurl_is_a_call_that_the_server_answers(address: str) ->
     statuses = asyncio.run(asyncio.wait_for(statuses_of(address), PATIENCE_S))
     assert set(statuses.values()) == {grpc.StatusCode.OK}, statuses
     assert len(statuses) == len(LINES) - 1 == 9
+
+
+@pytest.mark.skipif(shutil.which("grpcurl") is None, reason="grpcurl is not on PATH")
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.rpartition("/")[2])
+def test_each_line_is_answered_through_grpcurl_itself(address: str, line: str) -> None:
+    command = shlex.split(line.replace("127.0.0.1:50051", address))
+    is_endless = line.endswith("/Subscribe")
+    deadline = ["-max-time", "3"] if is_endless else []
+    done = subprocess.run(
+        [command[0], *deadline, *command[1:]], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert ("DeadlineExceeded" in done.stderr) if is_endless else (done.returncode == 0), done.stderr
+    assert done.stdout.strip()

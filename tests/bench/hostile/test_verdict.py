@@ -3,6 +3,7 @@ import dataclasses
 from bench.hostile.trial import Latencies, Trial
 from bench.hostile.verdict import broken_bounds, memory_budget_mb
 from radixkv.config import ServerConfig
+from radixkv.service.server.intake.bounds import WINDOW_BYTES
 
 ALONE = Latencies(p50_ms=2, p99_ms=10, step_ms=1, calls=10, refusals=0, statuses={"OK": 10})
 GOOD = Trial("x", {}, {}, ALONE, ALONE, idle_mb=100, peak_mb=180, after_mb=100, idle_after_s=1)
@@ -27,5 +28,6 @@ def test_each_bound_can_be_broken():
 
 def test_the_budget_follows_the_configuration():
     config = ServerConfig(max_receiving_bytes=10**6, max_held_bytes=10**6)
-    assert memory_budget_mb(config, 0) == 3 + 1024 * 65_536 / 1e6
-    assert memory_budget_mb(config, 1000) > memory_budget_mb(config, 0)
+    assert memory_budget_mb(config, 0) == 3
+    assert memory_budget_mb(config, 2) == 3 + 2 * (config.max_connection_calls + 1) * WINDOW_BYTES / 1e6
+    assert memory_budget_mb(config, 10**6) == 3 + (2 * config.max_calls + 10**6) * WINDOW_BYTES / 1e6
