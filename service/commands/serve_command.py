@@ -140,7 +140,16 @@ def _announce(model: ModelConfig) -> None:
         _logger.info("loading %s, %.2f GB of weights, %s", model.path, num_bytes / 1e9, wanted)
 
 
+def tells_of_more_than_a_gone_caller(record: logging.LogRecord) -> bool:
+    """Return False for what gRPC logs for each answer whose caller has gone, by which strangers could fill the log.
+
+    Errors of handlers, gRPC's and ours, are other records.
+    """
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
 def _start_log(level: str, log_format: str) -> None:
+    logging.getLogger("grpc._cython.cygrpc").addFilter(tells_of_more_than_a_gone_caller)
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonLines() if log_format == "json" else text)

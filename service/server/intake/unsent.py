@@ -67,11 +67,11 @@ class UnsentAnswers:
             peers = {context.peer() for context in unread}
             for context in unread:
                 del self._since_s[context]
-            _logger.warning("closing %d connections that leave answers unread", len(peers))
             self._closing = asyncio.create_task(self._close_all(peers))
         if self._since_s:
             first_s = next(iter(self._since_s.values()))
             self._watch(max(0.01, first_s + self._timeout_s - asyncio.get_running_loop().time()))
 
     async def _close_all(self, peers: set[str]) -> None:
-        await asyncio.to_thread(self._close, peers)
+        num_closed = await asyncio.to_thread(self._close, peers)
+        _logger.warning("closed %d connections that left answers unread", num_closed)

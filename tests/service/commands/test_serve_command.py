@@ -12,7 +12,7 @@ import pytest
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.service.client import Client
 from radixkv.service.commands.cli import main
-from radixkv.service.commands.serve_command import JsonLines
+from radixkv.service.commands.serve_command import JsonLines, tells_of_more_than_a_gone_caller
 from radixkv.service.missing_package import missing_package
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
@@ -229,3 +229,11 @@ def test_imports_are_left_alone_by_garbage_collection(monkeypatch):
     [(is_enabled, num_frozen)] = seen
     assert is_enabled
     assert num_frozen > 10_000
+
+
+def test_only_what_grpc_logs_of_callers_that_have_gone_is_left_out():
+    def record(text):
+        return logging.LogRecord("grpc._cython.cygrpc", logging.ERROR, "", 0, text, ("/a/b",), None)
+
+    assert not tells_of_more_than_a_gone_caller(record("ExecuteBatchError raised in core by servicer method [%s]"))
+    assert tells_of_more_than_a_gone_caller(record("Unexpected [ValueError] raised by servicer method [%s]"))

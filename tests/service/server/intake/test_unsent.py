@@ -29,6 +29,17 @@ def test_connections_that_leave_an_answer_unread_are_closed():
     assert asyncio.run(run()) == [{"ipv4:1.1.1.1:2"}, {"ipv4:1.1.1.1:3"}]
 
 
+def test_the_log_tells_how_many_connections_were_closed(caplog):
+    async def run():
+        unsent = UnsentAnswers(0.01, lambda _: 1)  # one of the two has gone by itself
+        for port in (1, 2):
+            unsent.add(Call(f"ipv4:1.1.1.1:{port}"))
+        assert await becomes_true(lambda: bool(caplog.records))
+
+    asyncio.run(run())
+    assert caplog.messages == ["closed 1 connections that left answers unread"]
+
+
 def test_a_call_that_is_over_may_be_discarded_again():
     async def run():
         closed = []
