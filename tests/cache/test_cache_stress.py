@@ -1,4 +1,4 @@
-"""Random walks over the cache, every step judged by the oracle: 200,000 steps. `make stress` takes more."""
+"""Random walks over the cache, every step judged by the oracle: 110,000 steps. `make stress` takes more."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_cache_with_room_reuses_everything_ever_published(world: World) -> Non
 
 @pytest.mark.parametrize("world", TIGHT, ids=world_id)
 def test_a_cache_without_room_reuses_everything_not_evicted(world: World) -> None:
-    events = walk(world, "lru", dice_of(world.block_size, steps=20_000))
+    events = walk(world, "lru", dice_of(world.block_size, steps=10_000))
     rare = (
         {"copies", "extensions in a copy", "tail blocks replaced", "shared blocks given up"}
         if world.block_size > 1
@@ -60,7 +60,7 @@ def test_a_cache_without_room_reuses_everything_not_evicted(world: World) -> Non
 
 @pytest.mark.parametrize("world", SHARED, ids=world_id)
 def test_tenants_get_what_they_were_promised(world: World) -> None:
-    events = walk(world, "lru", dice_of(1, steps=20_000))
+    events = walk(world, "lru", dice_of(1, steps=10_000))
     wanted = {"evicted blocks", "OutOfBlocks", "retained tokens", "refused tokens", "blocks purged while in use"}
     wanted |= {"QuotaExceeded"} if any(quota.ceiling_blocks for _, quota in world.quotas) else set()
     assert {event for event in wanted if not events[event]} == set()

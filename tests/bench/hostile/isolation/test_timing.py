@@ -5,6 +5,21 @@ from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
 
 
+def test_nothing_that_should_miss_begins_as_a_prompt_of_the_callers_own():
+    engine = FakeEngine()
+
+    async def run():
+        async with serving(engine) as (_, address):
+            await audit(address, 60, 1)
+
+    asyncio.run(run())
+    own = [params.tokens for params in engine.params if params.caller.tenant == "attacker" and params.write_cache]
+    asked = [params.tokens for params in engine.params if not params.write_cache]
+    misses = [tokens for tokens in asked if tokens not in own]
+    assert (len(own), len(misses)) == (60, 120)
+    assert {tokens[:4] for tokens in misses}.isdisjoint(tokens[:4] for tokens in own)
+
+
 def test_an_audit_times_each_arm_and_counts_what_should_not_be_cached():
     async def run():
         async with serving(FakeEngine()) as (_, address):
