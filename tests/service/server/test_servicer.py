@@ -481,11 +481,21 @@ def test_a_lease_is_given_back_at_once_if_the_answer_that_tells_it_is_refused():
     assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
 
 
+class BegunFuture(Future):
+    """Can't be cancelled any more, and knows whether somebody tried."""
+
+    was_to_be_cancelled = False
+
+    def cancel(self):
+        self.was_to_be_cancelled = True
+        return super().cancel()
+
+
 class BusyEngine(FakeEngine):
     """Its requests can't be cancelled any more, and are answered by `finish`."""
 
     def prefill(self, params):
-        future = Future()
+        future = BegunFuture()
         future.set_running_or_notify_cancel()
         self.params.append(params)
         self.futures.append(future)
@@ -506,6 +516,7 @@ def test_a_lease_is_given_back_at_once_if_its_caller_has_gone():
             assert await becomes_true(lambda: len(engine.futures) == 1)
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
+            assert await becomes_true(lambda: engine.futures[0].was_to_be_cancelled)  # the server has seen it
             engine.finish()
             assert await becomes_true(lambda: bool(released))
         return released
