@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Quota, Tenants
 from radixkv.cache.tree.node import Node
 from radixkv.namespace import Namespace
-from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, require_tokens
+from radixkv.tokens import TOKEN_BYTES, require_tokens
 
 
 class Match(NamedTuple):
@@ -167,13 +167,17 @@ class PrefixCache:
         _, _, cached_tokens, packed, num_nodes = self.leases.find(namespace, tokens)
         return Match(cached_tokens, np.frombuffer(packed, np.int32, -(-cached_tokens // self.block_size)), num_nodes)
 
-    def explain(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> MissReason:
-        """Tell why the tokens after the cached ones have to be computed. Complexity: O(cached_tokens) hashing."""
+    def explain(
+        self, namespace: Namespace, tokens: bytes, cached_tokens: int, former: Sequence[Namespace] = ()
+    ) -> MissReason:
+        """Tell why the tokens after the cached ones have to be computed. Complexity: O(tokens) for each namespace.
+
+        ADAPTER_CHANGED is told of what is cached in a `former` namespace of the caller, or was until its adapter drained.
+        """
         if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
             return MissReason.NONE
-        next_block_end = (cached_tokens // self.block_size + 1) * self.block_size * TOKEN_BYTES
-        lost = self._lost.reason(prefix_fingerprint(namespace.seed, tokens, next_block_end))
-        return lost or (MissReason.DIVERGED if cached_tokens else MissReason.COLD)
+        next_end = (cached_tokens // self.block_size + 1) * self.block_size
+        return self._lost.explain(namespace, tokens, cached_tokens, next_end, former, self.leases.find)
 
     def lease(
         self,
@@ -270,8 +274,6 @@ class PrefixCache:
         """Forget whole namespaces at once. No later request finds anything of them.
 
         Requests that use them go on with the blocks that they have, and publish nothing more. None matches any name.
-
-        Complexity: O(leases and namespaces of the tenant, or all without one, + nodes purged * log leaves).
         """
         return all_slices(self.purging(tenant=tenant, adapter=adapter, salt=salt))
 
@@ -280,6 +282,10 @@ class PrefixCache:
     ) -> Generator[None, None, Purged]:
         """Forget whole namespaces, in slices between which the cache may be used; see `namespaces/purge.py`."""
         return purge(self._trees, self.leases.open, self._evictor, tenant, adapter, salt)
+
+    def draining(self, adapter: str) -> Generator[None, None, Purged]:
+        """Forget what was cached with an adapter, as `purging` does, and explain later misses of its names."""
+        return self._lost.draining(adapter, self.purging(adapter=adapter))
 
     def check(self) -> None:
         """Recount everything, and raise InvariantViolation if something does not add up. Complexity: O(everything)."""

@@ -1,9 +1,10 @@
 """Configuration: frozen dataclasses, read from TOML and then from `section.key=value` settings.
 
 Face: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `EventsConfig`, `GatewayConfig`,
-`TenantConfig`.
+`AdapterConfig`, `TenantConfig`.
 """
 
+from radixkv.config.model_section import AdapterConfig, ModelConfig
 from radixkv.config.sections import (
     EVICTION_POLICIES,
     KV_DTYPES,
@@ -13,7 +14,6 @@ from radixkv.config.sections import (
     EngineConfig,
     EventsConfig,
     GatewayConfig,
-    ModelConfig,
     ServerConfig,
 )
 from radixkv.config.tenant_section import TenantConfig
@@ -22,6 +22,7 @@ __all__ = [
     "EVICTION_POLICIES",
     "KV_DTYPES",
     "MAX_BLOCKS",
+    "AdapterConfig",
     "CacheConfig",
     "Config",
     "EngineConfig",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from radixkv.config.bounds import OneOf, Range, require_fields
+from radixkv.config.model_section import AdapterConfig, ModelConfig
 from radixkv.config.reading import read_file, read_setting, require_known, section_with, table
 from radixkv.config.tenant_section import TenantConfig
 from radixkv.errors import ConfigError
@@ -21,35 +22,14 @@ MAX_BLOCKS = _MAX_INT32  # block ids are int32
 _DEFAULT_CAPACITY_TOKENS = 131_072
 _YEAR_S = 366 * 24 * 3600  # clocks and time stamps overflow far beyond it
 
+# Sections that have a name of their own below theirs.
+_NAMED = {"adapters": AdapterConfig, "tenants": TenantConfig}
+
 _Share = Annotated[float, Range(0, 1)]
 _Count = Annotated[int, Range(0)]
 _PositiveCount = Annotated[int, Range(1)]
 _Port = Annotated[int, Range(0, 65535)]
 _Seconds = Annotated[float, Range(0, _YEAR_S)]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The model that is served, and its device.
-
-    Attributes:
-        path: `tiny` for the embedded model, or a directory with config.json and safetensors.
-        device: `auto`, `cpu` or `cuda`. `auto` takes a CUDA device if there is one.
-        dtype: `auto` (what the checkpoint says), `float32`, `bfloat16` or `float16`.
-        exactness: `exact`, where a hit never changes a bit of an answer, or `fast`.
-        weights: `auto` (as `dtype` says), or `int8` on a CPU: linear layers have 8 bits a weight, one scale for each
-            output feature, and round their inputs to 8 bits as well, one scale for each token. Embeddings, norms and
-            experts keep their dtype.
-    """
-
-    path: str = "tiny"
-    device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
-    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
-    exactness: Annotated[str, OneOf("exact", "fast")] = "exact"
-    weights: Annotated[str, OneOf("auto", "int8")] = "auto"
-
-    def __post_init__(self) -> None:
-        require_fields("model", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,20 +211,29 @@ class Config:
     """The whole configuration, a section for each owner.
 
     Attributes:
+        adapters: sections `adapters.NAME`, by name.
         tenants: sections `tenants.NAME`, by name.
         default_tenant: the bounds of each tenant that has no section of its own.
     """
 
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
     events: EventsConfig = EventsConfig()
     gateway: GatewayConfig = GatewayConfig()
+    adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     default_tenant: TenantConfig = field(default_factory=TenantConfig)
 
     def __post_init__(self) -> None:
+        for name, adapter in self.adapters.items():
+            adapter.require(f"adapters.{name}")
+        if 0 < self.model.max_adapters < len(self.adapters):
+            raise ConfigError(
+                f"model.max_adapters: expected at least the {len(self.adapters)} sections adapters.*, "
+                f"got {self.model.max_adapters}"
+            )
         self.default_tenant.require("default_tenant")
         if self.default_tenant.floor_tokens:
             raise ConfigError(
@@ -265,6 +254,11 @@ class Config:
                 f"got {floors}"
             )
 
+    @property
+    def max_adapters(self) -> int:
+        """Different adapters that may be loaded; 0 if adapters are off."""
+        return self.model.max_adapters or len(self.adapters)
+
     @classmethod
     def load(cls, file: str | Path | None = None, settings: Iterable[str] = ()) -> Config:
         """Read a TOML file, then apply `section.key=value` settings in order.
@@ -282,12 +276,13 @@ class Config:
         sections: dict[str, Any] = {}
         for name, values in tree.items():
             require_known(name, [each.name for each in dataclasses.fields(self)])
-            if name == "tenants":
+            if name in _NAMED:
+                known = getattr(self, name)
                 changed = {
-                    tenant: section_with(f"{name}.{tenant}", self.tenants.get(tenant, TenantConfig()), bounds)
-                    for tenant, bounds in table(name, values).items()
+                    each: section_with(f"{name}.{each}", known.get(each, _NAMED[name]()), keys)
+                    for each, keys in table(name, values).items()
                 }
-                sections[name] = {**self.tenants, **changed}
+                sections[name] = {**known, **changed}
             else:
                 sections[name] = section_with(name, getattr(self, name), values)
         return dataclasses.replace(self, **sections)

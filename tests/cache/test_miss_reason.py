@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from radixkv.api.miss_reason import MissReason
+from radixkv.cache.namespaces.purge import all_slices
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import Namespace
 from radixkv.tokens import prefix_fingerprint
@@ -108,3 +109,73 @@ def test_a_fingerprint_is_of_the_namespace_and_the_prefix_alone() -> None:
 
 def test_reasons_are_their_names() -> None:
     assert all(reason.value == reason.name for reason in MissReason)
+
+
+OLD, NEW = Namespace("model", adapter="digest 1"), Namespace("model", adapter="digest 2")
+
+
+def explain_changed(cache: PrefixCache, text: str, now: Namespace = NEW, former: Namespace = OLD) -> MissReason:
+    tokens = spell(text)
+    return cache.explain(now, tokens, cache.match(now, tokens).cached_tokens, [former])
+
+
+def drain(cache: PrefixCache, namespace: Namespace) -> None:
+    all_slices(cache.draining(namespace.adapter))
+
+
+def test_what_is_cached_under_the_former_adapter_is_told_as_its_change() -> None:
+    cache = make_cache()
+    publish(cache, "abcdefgh", OLD)
+    assert explain_changed(cache, "abcdefgh") is MissReason.ADAPTER_CHANGED
+    assert explain_changed(cache, "XXcdefgh") is MissReason.COLD
+    assert cache.match(NEW, spell("abcdefgh")).cached_tokens == 0
+
+
+def test_what_drained_with_the_former_adapter_is_told_as_its_change() -> None:
+    cache = make_cache()
+    publish(cache, "abcdefgh", OLD)
+    drain(cache, OLD)
+    assert cache.pool.num_free == 16
+    assert explain_changed(cache, "abcdXXXX") is MissReason.ADAPTER_CHANGED
+    assert explain_changed(cache, "XXXXefgh") is MissReason.COLD
+    publish(cache, "abcd", NEW)
+    assert explain_changed(cache, "abcd") is MissReason.NONE
+
+
+def test_only_more_than_is_cached_now_is_told_as_a_change() -> None:
+    cache = make_cache()
+    publish(cache, "abcdefgh", OLD)
+    publish(cache, "abcdXXXX", NEW)
+    assert explain_changed(cache, "abcdefgh") is MissReason.ADAPTER_CHANGED
+    assert explain_changed(cache, "abcdYYYY") is MissReason.DIVERGED
+
+
+def test_an_eviction_under_the_new_adapter_is_told_first() -> None:
+    cache = make_cache()
+    publish(cache, "abcdefgh", OLD)
+    publish(cache, "abcdefgh", NEW)
+    drain(cache, OLD)
+    cache.evict(2)
+    assert explain_changed(cache, "abcdefgh") is MissReason.EVICTED
+
+
+def test_an_adapter_that_comes_back_unchanged_was_evicted() -> None:
+    cache = make_cache()
+    publish(cache, "abcdefgh", OLD)
+    drain(cache, OLD)
+    assert explain(cache, "abcdefgh", OLD) is MissReason.EVICTED
+
+
+def test_a_purge_is_no_change_of_an_adapter() -> None:
+    cache = make_cache()
+    publish(cache, "abcdefgh", OLD)
+    cache.purge(adapter=OLD.adapter)
+    assert explain_changed(cache, "abcdefgh") is MissReason.COLD
+
+
+def test_a_change_is_told_to_its_own_tenant_alone() -> None:
+    cache = make_cache()
+    publish(cache, "abcdefgh", OLD._replace(tenant="acme"))
+    assert explain_changed(cache, "abcdefgh") is MissReason.COLD
+    drain(cache, OLD)
+    assert explain_changed(cache, "abcdefgh") is MissReason.COLD

@@ -37,6 +37,10 @@ EXAMPLES = {
     "default_tenant.max_calls_per_s": 100.0,
     "default_tenant.max_computed_tokens_per_s": 20_000.0,
 }
+ADAPTER = """\
+# An adapter that is loaded at start, by name: a directory as peft writes it.
+# [adapters.law]
+# path = "/srv/adapters/law\""""
 TENANT = """\
 # Bounds of one tenant by name, in place of those of default_tenant; the keys are the same.
 # [tenants.acme]
@@ -48,9 +52,9 @@ _KEY = re.compile(r"^(\w+): (.*)$")
 
 def example_file() -> str:
     """Return the text of the file."""
-    sections = [section for section in dataclasses.fields(Config) if section.name != "tenants"]
+    sections = [each for each in dataclasses.fields(Config) if each.name not in ("adapters", "tenants")]
     parts = [_section(section.name, getattr(Config(), section.name)) for section in sections]
-    return "\n\n".join([HEAD, *parts, TENANT]) + "\n"
+    return "\n\n".join([HEAD, *parts, ADAPTER, TENANT]) + "\n"
 
 
 def meanings(section: type) -> dict[str, str]:

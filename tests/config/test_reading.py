@@ -3,7 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig, TenantConfig
+from radixkv.config import (
+    AdapterConfig,
+    CacheConfig,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    ServerConfig,
+    TenantConfig,
+)
 from radixkv.errors import ConfigError
 
 
@@ -191,7 +199,7 @@ def test_a_loaded_configuration_cannot_be_changed():
 
 def test_every_key_can_be_set():
     for section in dataclasses.fields(Config):
-        if section.name == "tenants":  # a section for each tenant; see below
+        if section.name in ("adapters", "tenants"):  # a section for each name; see below
             continue
         values = getattr(Config(), section.name)
         for key in dataclasses.fields(values):
@@ -201,6 +209,37 @@ def test_every_key_can_be_set():
             expected = dataclasses.replace(Config(), **{section.name: dataclasses.replace(values, **{key.name: given})})
             text = "false" if given is False else given
             assert Config.load(settings=[f"{section.name}.{key.name}={text}"]) == expected, key.name
+
+
+class TestAdapters:
+    def test_sections_are_by_name_and_say_how_many_may_be_loaded(self, tmp_path: Path) -> None:
+        file = tmp_path / "config.toml"
+        file.write_text('[adapters.law]\npath = "/a"\n[adapters."b.c"]\npath = "/b"\n')
+        config = Config.load(file, ["adapters.law.path=/c"])
+        assert config.adapters == {"law": AdapterConfig("/c"), "b.c": AdapterConfig("/b")}
+        assert config.max_adapters == 2
+        assert Config.load(file, ["model.max_adapters=5"]).max_adapters == 5
+        assert Config().max_adapters == 0
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            (["adapters.law.pth=1"], "adapters.law.pth: unknown key; the nearest is adapters.law.path"),
+            (["adapters.law.path=1"], "adapters.law.path: expected str, got 1"),
+            (['adapters.law.path=""'], "adapters.law.path: expected a directory, got an empty text"),
+            (["adapters.law=x"], "adapters.law: expected a table of keys, got 'x'"),
+            (["adapters.a.path=x", "model.max_adapters=1", "adapters.b.path=x"], "model.max_adapters: expected at"),
+            (["model.max_adapters=-1"], "model.max_adapters: expected 0 to 4096, got -1"),
+            (["model.adapter_bytes=0"], "model.adapter_bytes: expected at least 1, got 0"),
+        ],
+    )
+    def test_a_wrong_section_is_refused_by_name(self, settings: list[str], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            Config.load(settings=settings)
+
+    def test_the_model_itself_is_no_adapter(self) -> None:
+        with pytest.raises(ConfigError, match="adapters: expected a name"):
+            Config(adapters={"": AdapterConfig("/a")})
 
 
 class TestTenants:

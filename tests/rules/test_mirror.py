@@ -58,6 +58,7 @@ TESTED_IN = {
     "radixkv.compute.graphs.shapes": "compute/graphs/test_graphs.py",
     "radixkv.compute.runner": "model/test_model.py",
     "radixkv.config.bounds": "config/test_reading.py",
+    "radixkv.config.model_section": "config/test_reading.py",
     "radixkv.config.sections": "config/test_reading.py",
     "radixkv.config.tenant_section": "config/test_reading.py",
     "radixkv.engine.answers": "engine/test_core.py",
