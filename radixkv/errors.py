@@ -2,6 +2,7 @@
 
     RadixKVError
     ├── RequestError                 the request is wrong and would be wrong again
+    │   ├── InvalidAdapter
     │   ├── InvalidRequest
     │   ├── Unauthenticated
     │   ├── PermissionDenied
@@ -16,6 +17,7 @@
     │   ├── OutOfMemory
     │   ├── QueueFull
     │   ├── RateExceeded
+    │   ├── TooManyAdapters
     │   ├── TooManyReaders
     │   └── QuotaExceeded
     ├── LifecycleError               something was used outside its life
@@ -43,6 +45,10 @@ class RadixKVError(Exception):
 
 class RequestError(RadixKVError):
     """The request is wrong and would be wrong again."""
+
+
+class InvalidAdapter(RequestError):
+    """An adapter's directory can't be read, asks for something that is not served, or does not fit the model."""
 
 
 class InvalidRequest(RequestError):
@@ -107,6 +113,10 @@ class QueueFull(CapacityError):
 
 class RateExceeded(CapacityError):
     """The tenant calls, or has tokens computed, faster than it may. `retry_after_s` is exact."""
+
+
+class TooManyAdapters(CapacityError):
+    """As many adapters are loaded as may be."""
 
 
 class TooManyReaders(CapacityError):

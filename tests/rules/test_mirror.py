@@ -78,6 +78,7 @@ TESTED_IN = {
     "radixkv.kernels.cpu_attention_work": "kernels/test_cpu_attention_plan.py",
     "radixkv.kernels.norm_style": "kernels/test_norm.py",
     "radixkv.kernels.scoring": "kernels/test_reference.py",
+    "radixkv.model.adapters.layers": "model/adapters/test_adapter_files.py",
     "radixkv.model.attention.interface": "startup/test_attention_choice.py",
     "radixkv.model.attention.torch_kernels": "model/test_model.py",
     "radixkv.model.part_trial": "model/test_fused_modules.py",

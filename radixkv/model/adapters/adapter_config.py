@@ -1,0 +1,169 @@
+"""Reads adapter_config.json, and refuses by name what would change answers in a way that we do not compute."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from radixkv.errors import InvalidAdapter
+
+T = TypeVar("T")
+
+CONFIG_FILE = "adapter_config.json"
+_LARGEST_FILE = 2**20  # bytes
+
+# Fields that say how an adapter was made, trained or named. Tensors show which layers it adapts.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode", "task_type"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+        *("lora_dropout", "runtime_config", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+        *("eva_config", "loftq_config"),
+    }
+)
+_READ = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "alora_invocation_tokens"),
+        *("bias", "init_lora_weights"),
+    }
+)
+
+# Ways to begin the training of an adapter that leave the base model as it is. Others subtract from its weights.
+_PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The fields of adapter_config.json that change answers.
+
+    Attributes:
+        rank: inner dimension of the low-rank products.
+        alpha: numerator of their scale.
+        is_rank_stabilized: whether the scale is divided by the root of the rank, not by the rank.
+        ranks, alphas: of layers whose names match a regular expression at their end, instead of the above.
+        invocation_token_ids: tokens from whose last occurrence on a prompt is the adapter's; None: all of it.
+    """
+
+    rank: int
+    alpha: float
+    is_rank_stabilized: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    invocation_token_ids: tuple[int, ...] | None
+
+    def rank_of(self, layer: str) -> int:
+        """Return the rank of a layer's products, given the layer's name."""
+        return _matching(self.ranks, layer, self.rank)
+
+    def scale_of(self, layer: str) -> float:
+        """Return the factor of a layer's products, given the layer's name."""
+        rank = self.rank_of(layer)
+        divisor = math.sqrt(rank) if self.is_rank_stabilized else rank
+        return _matching(self.alphas, layer, self.alpha) / divisor
+
+
+def read_config(directory: Path, vocab_size: int) -> AdapterConfig:
+    """Read and check adapter_config.json.
+
+    Args:
+        directory: of the adapter.
+        vocab_size: token ids of the model are below this.
+
+    Raises:
+        InvalidAdapter: the file is not there, can't be read, or asks for something that is not served.
+    """
+    tree = _read_tree(directory / CONFIG_FILE)
+    _require(tree, "peft_type", tree.get("peft_type") == "LORA", "LORA")
+    task = tree.get("task_type")
+    _require(tree, "task_type", task is None or task == "CAUSAL_LM", "CAUSAL_LM")
+    _require(tree, "bias", tree.get("bias", "none") == "none", "none")
+    beginning = tree.get("init_lora_weights", True)
+    is_plain = any(beginning is each or (isinstance(each, str) and beginning == each) for each in _PLAIN_BEGINNINGS)
+    _require(tree, "init_lora_weights", is_plain, "true, false, gaussian, eva or orthogonal")
+    for name in sorted(tree.keys() - _READ - _WITHOUT_EFFECT):
+        _require(tree, name, not tree[name], "none, since it is not served")
+    rslora = tree.get("use_rslora", False)
+    _require(tree, "use_rslora", isinstance(rslora, bool), "true or false")
+    rank, alpha = tree.get("r", 8), tree.get("lora_alpha", 8)
+    _require(tree, "r", _is_count(rank), "a positive integer")
+    _require(tree, "lora_alpha", _is_number(alpha), "a number")
+    return AdapterConfig(
+        rank=rank,
+        alpha=float(alpha),
+        is_rank_stabilized=rslora,
+        ranks=_patterns(tree, "rank_pattern", is_count=True),
+        alphas=_patterns(tree, "alpha_pattern", is_count=False),
+        invocation_token_ids=_invocation(tree, vocab_size),
+    )
+
+
+def _read_tree(file: Path) -> dict[str, Any]:
+    try:
+        size = file.stat().st_size
+        if size > _LARGEST_FILE:
+            raise InvalidAdapter(f"{CONFIG_FILE}: expected at most {_LARGEST_FILE} bytes, got {size}")
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidAdapter(f"{CONFIG_FILE}: expected a file in the adapter's directory, got none") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidAdapter(f"{CONFIG_FILE}: expected a JSON object, got {type(error).__name__}") from error
+    if not isinstance(tree, dict):
+        raise InvalidAdapter(f"{CONFIG_FILE}: expected a JSON object, got {type(tree).__name__}")
+    return tree
+
+
+def _require(tree: Mapping[str, Any], name: str, holds: bool, expected: str) -> None:
+    if not holds:
+        got = tree.get(name)
+        raise InvalidAdapter(f"{CONFIG_FILE} {name}: expected {expected}, got {_shown(got)}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return f"{type(value).__name__} of {len(value)}"
+    return str(value)[:100] if isinstance(value, str) else json.dumps(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _patterns(tree: Mapping[str, Any], name: str, *, is_count: bool) -> dict[str, Any]:
+    patterns = tree.get(name) or {}
+    is_value = _is_count if is_count else _is_number
+    holds = isinstance(patterns, dict) and all(map(is_value, patterns.values()))
+    _require(tree, name, holds, f"{'positive integers' if is_count else 'numbers'} by regular expressions")
+    try:
+        for pattern in patterns:
+            re.compile(pattern)
+    except re.error as error:
+        raise InvalidAdapter(f"{CONFIG_FILE} {name}: expected regular expressions, got {pattern!r}") from error
+    return dict(patterns)
+
+
+def _matching(patterns: Mapping[str, T], layer: str, default: T) -> T:
+    """Find the value of the first pattern that matches the end of a layer's name, as peft does."""
+    matching = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
+    return next(matching, default)
+
+
+def _invocation(tree: Mapping[str, Any], vocab_size: int) -> tuple[int, ...] | None:
+    tokens = tree.get("alora_invocation_tokens")
+    if tokens is None:
+        return None
+    name = "alora_invocation_tokens"
+    holds = isinstance(tokens, list) and bool(tokens)
+    _require(tree, name, holds, "at least one token id")
+    are_ids = all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < vocab_size for each in tokens)
+    if not are_ids:
+        raise InvalidAdapter(f"{CONFIG_FILE} {name}: expected token ids below {vocab_size}, got others")
+    return tuple(tokens)

@@ -1,0 +1,191 @@
+"""Reads an adapter's directory as peft writes it: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from radixkv.errors import InvalidAdapter
+from radixkv.model.adapters.adapter_config import AdapterConfig, read_config
+from radixkv.model.adapters.layers import LayerShape, adaptable_layers
+from radixkv.model.model import Model
+from radixkv.tokens import TOKEN_BYTES
+
+TENSOR_FILE = "adapter_model.safetensors"
+_DIGEST_BYTES = 20
+_TENSOR_NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An addition to each row of a linear layer: `up @ (down @ row)`.
+
+    Attributes:
+        down: `[rank, in_features]` on the host, in the model's dtype.
+        up: `[out_features, rank]` like it, times the adapter's scale.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both."""
+        return self.down.nbytes + self.up.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter that was read and fits the model.
+
+    Attributes:
+        digest: hexadecimal, of what changes answers: names, scales and tensors as they are in the file, and the
+            invocation tokens. Adapters with equal digests give equal answers.
+        rank: the largest of its layers.
+        num_bytes: bytes of its tensors in the model's dtype.
+        invocation_token_ids: tokens from whose last occurrence on a prompt is the adapter's; None: all of it.
+        layers: by the names of the adapted layers.
+    """
+
+    digest: str
+    rank: int
+    num_bytes: int
+    invocation_token_ids: tuple[int, ...] | None
+    layers: Mapping[str, LowRank]
+
+    def own_from(self, tokens: bytes) -> int | None:
+        """Return the position from which on a prompt is computed with the adapter. Before it, it is the base model's.
+
+        >>> AdapterFiles("", 8, 0, (7, 8), {}).own_from(np.array([7, 8, 1, 7, 8, 2], dtype="<u4").tobytes())
+        3
+
+        Args:
+            tokens: the whole prompt, little-endian uint32 bytes. What is generated after it does not count.
+
+        Returns:
+            0 for an adapter without invocation tokens. Otherwise the start of their last occurrence, or None: then the
+            prompt and what is generated after it are the base model's throughout, as with peft.
+        """
+        if self.invocation_token_ids is None:
+            return 0
+        invocation = np.array(self.invocation_token_ids, dtype="<u4").tobytes()
+        end = len(tokens)
+        while (start := tokens.rfind(invocation, 0, end)) >= 0:
+            if start % TOKEN_BYTES == 0:
+                return start // TOKEN_BYTES
+            end = start + len(invocation) - 1  # it began inside a token
+        return None
+
+
+def read_adapter(path: str | Path, model: Model, max_bytes: int | None = None) -> AdapterFiles:
+    """Read and check an adapter. May be called on any thread, and takes as long as the disk does.
+
+    Args:
+        path: its directory.
+        model: the model that it must fit.
+        max_bytes: of adapter_model.safetensors at most; None for any size.
+
+    Raises:
+        InvalidAdapter: a file is missing or can't be read, it asks for something that is not served, or does not fit.
+    """
+    directory = Path(path)
+    config = read_config(directory, model.vocab_size)
+    tensors = _read_tensors(directory, max_bytes)
+    shapes = adaptable_layers(model.module)
+    pairs = _pairs(tensors)
+    if not pairs:
+        raise InvalidAdapter(f"{TENSOR_FILE}: expected tensors of at least one layer, got none")
+    layers = {}
+    for layer, (down, up) in sorted(pairs.items()):
+        if layer not in shapes:
+            raise InvalidAdapter(f"{TENSOR_FILE} {layer}: expected {_expected_layer(model, layer)}")
+        _require_shapes(layer, shapes[layer], config.rank_of(layer), down, up)
+        layers[layer] = _low_rank(layer, down, up, config.scale_of(layer), model.module.dtype)
+    return AdapterFiles(
+        digest=_digest(config, pairs),
+        rank=max(each.down.shape[0] for each in layers.values()),
+        num_bytes=sum(each.num_bytes for each in layers.values()),
+        invocation_token_ids=config.invocation_token_ids,
+        layers=layers,
+    )
+
+
+def _read_tensors(directory: Path, max_bytes: int | None) -> dict[str, torch.Tensor]:
+    """Read all bytes once, so that what is digested is what is used, also while somebody writes the file."""
+    file = directory / TENSOR_FILE
+    try:
+        size = file.stat().st_size
+        if max_bytes is not None and size > max_bytes:
+            raise InvalidAdapter(f"{TENSOR_FILE}: expected at most {max_bytes} bytes, got {size}")
+        return safetensors.torch.load(file.read_bytes())
+    except FileNotFoundError:
+        raise InvalidAdapter(f"{TENSOR_FILE}: expected a file in the adapter's directory, got none") from None
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InvalidAdapter(f"{TENSOR_FILE}: expected safetensors, got {type(error).__name__}") from error
+
+
+def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Sort tensors by layer. Refuses those that are no part of a low-rank product."""
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _TENSOR_NAME.fullmatch(name)
+        if match is None:
+            raise InvalidAdapter(
+                f"{TENSOR_FILE} {name}: expected base_model.model.LAYER.lora_A.weight or lora_B.weight"
+            )
+        halves.setdefault(match["layer"], {})[match["side"]] = tensor
+    for layer, sides in halves.items():
+        if sides.keys() != {"A", "B"}:
+            raise InvalidAdapter(f"{TENSOR_FILE} {layer}: expected lora_A and lora_B, got lora_{''.join(sides)} only")
+    return {layer: (sides["A"], sides["B"]) for layer, sides in halves.items()}
+
+
+def _expected_layer(model: Model, layer: str) -> str:
+    """Say what is wrong with the name of a layer."""
+    parts = dict(model.module.named_modules())
+    if layer not in parts:
+        return "a layer of the model, got none of this name"
+    return f"a linear layer of attention or of an MLP, got {type(parts[layer]).__name__}"
+
+
+def _require_shapes(layer: str, shape: LayerShape, rank: int, down: torch.Tensor, up: torch.Tensor) -> None:
+    expected = (rank, shape.in_features), (shape.out_features, rank)
+    for name, tensor, wanted in zip(("lora_A", "lora_B"), (down, up), expected, strict=True):
+        if tuple(tensor.shape) != wanted:
+            raise InvalidAdapter(f"{TENSOR_FILE} {layer}.{name}: expected shape {wanted}, got {tuple(tensor.shape)}")
+        if not tensor.dtype.is_floating_point:
+            raise InvalidAdapter(f"{TENSOR_FILE} {layer}.{name}: expected floating-point numbers, got {tensor.dtype}")
+
+
+def _low_rank(layer: str, down: torch.Tensor, up: torch.Tensor, scale: float, dtype: torch.dtype) -> LowRank:
+    each = LowRank(down.to(dtype), (up.float() * scale).to(dtype))
+    if not (bool(each.down.isfinite().all()) and bool(each.up.isfinite().all())):
+        name = str(dtype).removeprefix("torch.")
+        raise InvalidAdapter(f"{TENSOR_FILE} {layer}: expected numbers that are finite in {name}, got others")
+    return each
+
+
+def _digest(config: AdapterConfig, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
+    """Digest what changes answers. Each piece is preceded by its length, so pieces never run together."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+    def add(piece: bytes) -> None:
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+
+    add(json.dumps(config.invocation_token_ids).encode())
+    for layer, tensors in sorted(pairs.items()):
+        kinds = [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]
+        add(json.dumps([layer, config.scale_of(layer), kinds]).encode())
+        for tensor in tensors:
+            add(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
