@@ -38,7 +38,7 @@ _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterConfig:
+class LoraFields:
     """The fields of adapter_config.json that change answers.
 
     Attributes:
@@ -67,7 +67,7 @@ class AdapterConfig:
         return _matching(self.alphas, layer, self.alpha) / divisor
 
 
-def read_config(directory: Path, vocab_size: int) -> AdapterConfig:
+def read_config(directory: Path, vocab_size: int) -> LoraFields:
     """Read and check adapter_config.json.
 
     Args:
@@ -92,7 +92,7 @@ def read_config(directory: Path, vocab_size: int) -> AdapterConfig:
     rank, alpha = tree.get("r", 8), tree.get("lora_alpha", 8)
     _require(tree, "r", _is_count(rank), "a positive integer")
     _require(tree, "lora_alpha", _is_number(alpha), "a number")
-    return AdapterConfig(
+    return LoraFields(
         rank=rank,
         alpha=float(alpha),
         is_rank_stabilized=rslora,

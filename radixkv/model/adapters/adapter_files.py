@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from radixkv.errors import InvalidAdapter
-from radixkv.model.adapters.adapter_config import AdapterConfig, read_config
+from radixkv.model.adapters.adapter_config import LoraFields, read_config
 from radixkv.model.adapters.layers import LayerShape, adaptable_layers
 from radixkv.model.model import Model
 from radixkv.tokens import TOKEN_BYTES
@@ -174,7 +174,7 @@ def _low_rank(layer: str, down: torch.Tensor, up: torch.Tensor, scale: float, dt
     return each
 
 
-def _digest(config: AdapterConfig, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
+def _digest(config: LoraFields, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
     """Digest what changes answers. Each piece is preceded by its length, so pieces never run together."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 

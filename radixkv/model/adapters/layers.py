@@ -35,6 +35,6 @@ def _shape_of(part: nn.Module) -> LayerShape | None:
     if isinstance(part, (nn.Linear, PackedLinear, PackedSlice)):
         return LayerShape(part.in_features, part.out_features)
     if type(part) is Conv1D:
-        in_features, out_features = part.weight.shape
+        in_features, out_features = map(int, part.get_parameter("weight").shape)
         return LayerShape(in_features, out_features)
     return None

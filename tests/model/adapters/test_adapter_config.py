@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from radixkv.errors import InvalidAdapter
-from radixkv.model.adapters.adapter_config import AdapterConfig, read_config
+from radixkv.model.adapters.adapter_config import LoraFields, read_config
 
 LAYER = "model.layers.1.self_attn.q_proj"
 
 
-def read(directory: Path, **fields: Any) -> AdapterConfig:
+def read(directory: Path, **fields: Any) -> LoraFields:
     tree = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 16, **fields}
     (directory / "adapter_config.json").write_text(json.dumps(tree))
     return read_config(directory, vocab_size=300)

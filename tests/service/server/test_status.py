@@ -17,6 +17,7 @@ from tests.service.serving import refusal_of, serving
 ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.RadixKVError)]
 
 EXPECTED = {
+    "InvalidAdapter": "INVALID_ARGUMENT",
     "InvalidRequest": "INVALID_ARGUMENT",
     "Unauthenticated": "UNAUTHENTICATED",
     "PermissionDenied": "PERMISSION_DENIED",
@@ -30,6 +31,7 @@ EXPECTED = {
     "OutOfMemory": "RESOURCE_EXHAUSTED",
     "QueueFull": "RESOURCE_EXHAUSTED",
     "RateExceeded": "RESOURCE_EXHAUSTED",
+    "TooManyAdapters": "RESOURCE_EXHAUSTED",
     "TooManyReaders": "RESOURCE_EXHAUSTED",
     "QuotaExceeded": "RESOURCE_EXHAUSTED",
     "LeaseClosed": "INTERNAL",
