@@ -11,7 +11,8 @@
     │   ├── UnknownAdapter
     │   ├── UnknownLease
     │   ├── UnknownSequence
-    │   └── UnknownTokenizer
+    │   ├── UnknownTokenizer
+    │   └── SwitchedOff
     ├── CapacityError                the service is full now; `retry_after_s` says when to come back
     │   ├── OutOfBlocks
     │   ├── OutOfMemory
@@ -87,6 +88,10 @@ class UnknownTokenizer(RequestError):
     """The served model has no tokenizer: it is served to callers who know its token ids."""
 
 
+class SwitchedOff(RequestError):
+    """The service's configuration leaves out what the request needs."""
+
+
 class CapacityError(RadixKVError):
     """The service is full now.
 
@@ -116,7 +121,7 @@ class RateExceeded(CapacityError):
 
 
 class TooManyAdapters(CapacityError):
-    """As many adapters are loaded as may be."""
+    """As many adapters are loaded, or drain, as may."""
 
 
 class TooManyReaders(CapacityError):

@@ -1,4 +1,4 @@
-"""A runner without a model: its K/V are the tokens' own prefixes, so that any wrong reuse is seen at once."""
+"""A runner without a model: K and V are the adapter and a token's whole prefix, so any wrong reuse is seen at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Launch, StepResult, Wait
 
 VOCAB_SIZE = 256
+Seen = tuple[str, bytes]  # an adapter, and tokens up to a position
 
 
 class FakeRunner:
-    """Writes each computed token's whole prefix into its slot, and reads back what a real model would attend to.
+    """Writes each computed token's adapter and whole prefix into its slot, and reads back what a real model would
+    attend to.
 
-    The logits after a prompt are one-hot at `next_token(prompt)`.
+    The logits after a prompt are one-hot at `next_token(prompt, adapter)`.
     """
 
     is_asynchronous = True
@@ -38,7 +40,7 @@ class FakeRunner:
         self.logits_scale = 1.0
         self.not_finite: bytes | None = None  # the prompt whose values come out as NaN
         self._block_size = block_size
-        self._content: list[list[bytes | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._content: list[list[Seen | None]] = [[None] * block_size for _ in range(num_blocks)]
 
     @property
     def computed_tokens(self) -> int:
@@ -64,14 +66,14 @@ class FakeRunner:
                 self._content[chunk.copy.target] = list(self._content[chunk.copy.source])
         for chunk in chunks:
             for position in range(chunk.start, chunk.end):
-                self._slot(chunk, position)[position % self._block_size] = chunk.tokens[: (position + 1) * 4]
+                self._slot(chunk, position)[position % self._block_size] = _seen(chunk, position)
         for chunk in chunks:
             for position in range(chunk.end):
                 seen = self._slot(chunk, position)[position % self._block_size]
-                assert seen == chunk.tokens[: (position + 1) * 4], f"position {position} holds another prefix's K/V"
+                assert seen == _seen(chunk, position), f"position {position} holds another prefix's K/V"
         self.steps.append([(chunk.start, chunk.end) for chunk in chunks])
         rows = [
-            self.logits_scale * one_hot(next_token(chunk.tokens[: 4 * upto]))
+            self.logits_scale * one_hot(next_token(chunk.tokens[: 4 * upto], chunk.adapter))
             for chunk in chunks
             for upto in range(chunk.end - chunk.num_logit_rows + 1, chunk.end + 1)
         ]
@@ -82,7 +84,7 @@ class FakeRunner:
         """Wipe the K/V of all blocks, so that reading a cached one fails."""
         self._content = [[None] * self._block_size for _ in self._content]
 
-    def _slot(self, chunk: Chunk, position: int) -> list[bytes | None]:
+    def _slot(self, chunk: Chunk, position: int) -> list[Seen | None]:
         return self._content[int(chunk.block_ids[position // self._block_size])]
 
 
@@ -97,9 +99,13 @@ def with_tokens(chunks: Sequence[Chunk], input_ids: torch.Tensor) -> list[Chunk]
     return completed
 
 
-def next_token(tokens: bytes) -> int:
+def next_token(tokens: bytes, adapter: str = "") -> int:
     """Return the fake model's answer to a prompt."""
-    return sum(tokens) % VOCAB_SIZE
+    return (sum(tokens) + sum(adapter.encode())) % VOCAB_SIZE
+
+
+def _seen(chunk: Chunk, position: int) -> Seen:
+    return chunk.adapter, bytes(chunk.tokens[: (position + 1) * 4])
 
 
 def one_hot(token_id: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixkv.api.params import MAX_URGENCY, PrefillParams
+from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.errors import BeyondCeiling, InvalidRequest, PromptTooLong
 from radixkv.tokens import TOKEN_BYTES
@@ -90,6 +91,11 @@ class Limits:
             default_ceiling_tokens=None if default_ceiling_blocks is None else default_ceiling_blocks * block_size,
             pool_tokens=num_blocks * block_size,
         )
+
+    def require_retention(self, tokens: bytes, retention: Retention) -> None:
+        """Refuse a prompt that can't be computed, as `require_tokens` does, and a range that is not within it."""
+        self.require_tokens(tokens)
+        retention.range_in(len(tokens) // TOKEN_BYTES)
 
     def require_tokens(self, tokens: bytes) -> None:
         """Refuse a prompt that can't be computed.

@@ -172,7 +172,7 @@ class PrefixCache:
     ) -> MissReason:
         """Tell why the tokens after the cached ones have to be computed. Complexity: O(tokens) for each namespace.
 
-        ADAPTER_CHANGED is told of what is cached in a `former` namespace of the caller, or was until its adapter drained.
+        ADAPTER_CHANGED is told of what is cached in a `former` namespace of the caller, or was until that drained.
         """
         if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
             return MissReason.NONE

@@ -34,6 +34,7 @@ class Chunk:
         copy: a block copy to make first.
         wants_logits: whether the logits after the chunk's last token are returned.
         wants_all_logits: whether those after each of its tokens are returned, whatever `wants_logits` says.
+        adapter: digest of the adapter that computes it; empty for the model itself.
     """
 
     tokens: bytes | bytearray
@@ -43,6 +44,7 @@ class Chunk:
     copy: BlockCopy | None
     wants_logits: bool
     wants_all_logits: bool = False
+    adapter: str = ""
 
     @property
     def num_tokens(self) -> int:

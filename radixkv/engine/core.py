@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 
@@ -171,10 +171,10 @@ class EngineCore:
         now_s = self._clock()
         return time.time() + self.held_leases.renew(lease_id, tenant, now_s) - now_s
 
-    def probe(self, namespace: Namespace, tokens: bytes) -> ProbeResult:
-        """Say what a prefill of this prompt would reuse now. Changes nothing."""
+    def probe(self, namespace: Namespace, tokens: bytes, former: Sequence[Namespace] = ()) -> ProbeResult:
+        """Say what a prefill of this prompt would reuse now; see `Request.former`. Changes nothing."""
         cached_tokens = self.cache.match(namespace, tokens).cached_tokens
-        miss_reason = self.cache.explain(namespace, tokens, cached_tokens)
+        miss_reason = self.cache.explain(namespace, tokens, cached_tokens, former)
         return ProbeResult(cached_tokens, len(tokens) // TOKEN_BYTES, miss_reason)
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:

@@ -22,18 +22,17 @@ from radixkv.cache.namespaces.purge import Purged
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
+from radixkv.engine.adapters.adapters import Adapters, AdapterSource, EngineThread
 from radixkv.engine.calls.inbox import Asker, Inbox, Lane
 from radixkv.engine.core import EngineCore
 from radixkv.engine.gate import Gate
 from radixkv.engine.observer import Observer
 from radixkv.engine.watchdog import Watchdog
-from radixkv.errors import Draining, LifecycleError, RadixKVError, StepHangs, UnknownAdapter
+from radixkv.errors import Draining, LifecycleError, RadixKVError, StepHangs
 from radixkv.events.readers import EventSource
 from radixkv.events.tree_feed import TreeFeed
-from radixkv.namespace import Namespace
 from radixkv.scheduling.rates import Rates
 from radixkv.scheduling.request import Generation, Request
-from radixkv.tokens import TOKEN_BYTES
 
 # After this many failed steps in a row the engine is not healthy, and tries one of its own each period.
 _MAX_FAILED_STEPS = 3
@@ -56,8 +55,10 @@ class Engine:
         observers: are told of requests and steps, on the engine's thread.
         events: listens to the cache.
         rates: how fast tenants may call; None for any rate.
+        adapters: the device side of adapters; None for none.
 
     Attributes:
+        adapters: loads and unloads adapters.
         limits: what the engine serves and accepts.
         eos_token_ids: the model's own tokens that end a generation.
         events: the log of what is cached; None if nothing listens.
@@ -74,6 +75,7 @@ class Engine:
         observers: Iterable[Observer] = (),
         events: TreeFeed | None = None,
         rates: Rates | None = None,
+        adapters: AdapterSource | None = None,
     ) -> None:
         model = runner.model
         self.limits = Limits.of_pool(
@@ -86,13 +88,13 @@ class Engine:
             ceiling_blocks={tenant: usage.quota.ceiling_blocks for tenant, usage in cache.tenants.with_quota.items()},
             default_ceiling_blocks=cache.tenants.default_quota.ceiling_blocks,
         )
-        self._model_fingerprint, self.eos_token_ids = model.fingerprint, model.eos_token_ids
+        self.eos_token_ids = model.eos_token_ids
         self._gate, self._inbox = Gate(config, rates), Inbox(config.max_waiting_calls, config.max_tenant_calls)
         self._core = EngineCore(
             runner,
             cache,
             config,
-            on_end=self._gate.leave,
+            on_end=self._leave,
             on_start=self._gate.note_start,
             observers=observers,
             weights=weights,
@@ -101,6 +103,8 @@ class Engine:
         )
         self.events = None if events is None else EventSource(events, cache.nodes, self._call)
         self.segments = SegmentSource(cache, lambda look, tenant: self._call(look, Asker.of_scope(tenant), tenant))
+        thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
+        self.adapters = Adapters(model.fingerprint, adapters, cache, thread)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping, self._next_try_s = threading.Event(), 0.0
@@ -139,10 +143,9 @@ class Engine:
             Later, through the future: OutOfBlocks, QuotaExceeded, DeadlineExceeded, StepFailed.
         """
         future: Future[PrefillResult] = Future()
-        with self._reporting_refusal():
-            namespace = self._namespace(params.caller)
+        with self._reporting_refusal(), self.adapters.using(params.caller) as (namespace, former):
             self.limits.require_prefill(params)
-            self._submit(Request(params, namespace, future, received_s=time.monotonic()))
+            self._submit(Request(params, namespace, future, time.monotonic(), former=former))
         return future
 
     def generate(
@@ -158,12 +161,12 @@ class Engine:
         Raises the same errors as `prefill`, at the same times.
         """
         future = GenerationFuture()
-        with self._reporting_refusal():
-            namespace = self._namespace(params.caller)
+        with self._reporting_refusal(), self.adapters.using(params.caller) as (namespace, former):
             self.limits.require_generation(params, sampling)
-            stop_token_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
-            generation = Generation(sampling, stop_token_ids, on_tokens)
-            self._submit(Request(sampling.prompt_params(params), namespace, future, time.monotonic(), generation))
+            stops = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
+            generation = Generation(sampling, stops, on_tokens)
+            params = sampling.prompt_params(params)
+            self._submit(Request(params, namespace, future, time.monotonic(), generation, former))
         return future
 
     def probe(self, tokens: bytes, caller: Caller = ANONYMOUS) -> Future[ProbeResult]:
@@ -171,9 +174,9 @@ class Engine:
 
         Raises InvalidRequest, PromptTooLong or UnknownAdapter if the request is wrong.
         """
-        namespace = self._namespace(caller)
+        namespace, former = self.adapters.namespaces(caller)
         self.limits.require_tokens(tokens)
-        return self._call(lambda: self._core.probe(namespace, tokens), Asker.TENANT, caller.tenant)
+        return self._call(lambda: self._core.probe(namespace, tokens, former), Asker.TENANT, caller.tenant)
 
     def release(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[None]:
         """Give a held lease back. The future raises UnknownLease if the caller's tenant holds no such lease."""
@@ -188,21 +191,17 @@ class Engine:
 
         Raises the same errors as `probe`.
         """
-        namespace = self._namespace(caller)
-        self.limits.require_tokens(tokens)
-        retention.range_in(len(tokens) // TOKEN_BYTES)
+        namespace, _ = self.adapters.namespaces(caller)
+        self.limits.require_retention(tokens, retention)
         return self._call(lambda: self._core.retain(namespace, tokens, retention), Asker.TENANT, caller.tenant)
 
     def purge(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Future[Purged]:
-        """Forget all namespaces with these names; None stands for any name. See `PrefixCache.purge`.
-
-        Raises UnknownAdapter if there is no adapter of this name.
-        """
-        self._namespace(Caller(adapter=adapter or ""))
+        """Forget all namespaces with these names, None for any; see `PrefixCache.purge`. Raises UnknownAdapter."""
+        digest = None if adapter is None else self.adapters.digest_of(adapter)
         asker = Asker.of_scope(tenant)
-        return self._call(lambda: self._core.purging(tenant=tenant, adapter=adapter, salt=salt), asker, tenant)
+        return self._call(lambda: self._core.purging(tenant=tenant, adapter=digest, salt=salt), asker, tenant)
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
         """Count all that the engine holds and has done, and what the largest tenants hold, or one: `Tally.stats`."""
@@ -228,6 +227,7 @@ class Engine:
 
     def stop(self) -> None:
         """Cancel all requests and end the thread. A thread whose step does not end is left behind."""
+        self.adapters.close()
         self.drain(0)
         self._inbox.put(self._is_stopping.set)
         self._thread.join(_STOP_TIMEOUT_S)
@@ -244,10 +244,9 @@ class Engine:
     def _hanging(self) -> StepHangs:
         return StepHangs(f"engine: a step takes more than {self._watchdog.timeout_s} s")
 
-    def _namespace(self, caller: Caller) -> Namespace:
-        if caller.adapter:
-            raise UnknownAdapter("adapter: expected the name of a loaded adapter, got an unknown one")
-        return Namespace(self._model_fingerprint, caller.tenant, "", caller.salt)
+    def _leave(self, request: Request) -> None:
+        self._gate.leave(request)
+        self.adapters.leave(request.namespace.adapter)
 
     @contextlib.contextmanager
     def _reporting_refusal(self) -> Iterator[None]:

@@ -141,6 +141,7 @@ def _chunk(part: Slice) -> Chunk:
         copy=lease.copy,
         wants_logits=part.is_last,
         wants_all_logits=request.wants_all_logits,
+        adapter=request.namespace.adapter,
     )
 
 

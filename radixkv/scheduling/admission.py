@@ -124,7 +124,7 @@ class Admitter:
         if not request.has_computed:
             request.cached_tokens = lease.cached_tokens
             request.miss_reason = (
-                self._cache.explain(request.namespace, request.tokens, lease.cached_tokens)
+                self._cache.explain(request.namespace, request.tokens, lease.cached_tokens, request.former)
                 if request.params.read_cache
                 else MissReason.READ_DISABLED
             )

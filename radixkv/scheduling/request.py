@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -86,6 +86,7 @@ class Request:
         received_s, scheduled_s, prefilled_s: `time.monotonic()` of its arrival, its first admission and its first
             token; None for not yet.
         generation: None for a prefill.
+        former: its namespaces before its adapter was changed; they only explain a miss.
         tenant: its caller's tenant.
         arrival: number of requests that came before it.
         lease: its blocks; None while it holds none.
@@ -105,6 +106,7 @@ class Request:
     future: Future[PrefillResult] | Future[GenerateResult]
     received_s: float
     generation: Generation | None = None
+    former: Sequence[Namespace] = ()
     tenant: str = field(init=False)
     arrival: int = 0
     lease: Lease | None = None

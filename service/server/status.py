@@ -27,6 +27,7 @@ from radixkv.errors import (
     RequestError,
     StepFailed,
     StepHangs,
+    SwitchedOff,
     Unauthenticated,
     UnknownAdapter,
     UnknownLease,
@@ -46,6 +47,7 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     UnknownLease: grpc.StatusCode.NOT_FOUND,
     UnknownSequence: grpc.StatusCode.OUT_OF_RANGE,
     UnknownTokenizer: grpc.StatusCode.NOT_FOUND,
+    SwitchedOff: grpc.StatusCode.UNIMPLEMENTED,
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     LifecycleError: grpc.StatusCode.INTERNAL,  # the service itself misused something
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,

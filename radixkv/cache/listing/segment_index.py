@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.segments import HEAT_HALF_LIFE_S, Segment, SegmentPage
@@ -97,6 +98,21 @@ class SegmentIndex(Listener):
                 found[node.place] = node
                 node = node.parent
         return self._page(found.values(), end, len(nodes))
+
+    def tokens_by_adapter(self) -> Generator[None, None, Counter[str]]:
+        """Count the cached tokens of each adapter, by digest, in slices of `MAX_PASSED` places that end with a `yield`.
+
+        Of what changes between slices, some may be counted twice or not at all.
+        """
+        counts: Counter[str] = Counter()
+        start = 0
+        while start < len(self._nodes):
+            for node in self._nodes[start : start + MAX_PASSED]:
+                if node is not None:
+                    counts[node.owner.namespace.adapter] += len(node.tokens) // TOKEN_BYTES
+            start += MAX_PASSED
+            yield
+        return counts
 
     def _page(self, nodes: Iterable[Node], next_place: int, num_compared: int) -> SegmentPage:
         now_s = self._clock()

@@ -27,6 +27,7 @@ EXPECTED = {
     "UnknownLease": "NOT_FOUND",
     "UnknownSequence": "OUT_OF_RANGE",
     "UnknownTokenizer": "NOT_FOUND",
+    "SwitchedOff": "UNIMPLEMENTED",
     "OutOfBlocks": "RESOURCE_EXHAUSTED",
     "OutOfMemory": "RESOURCE_EXHAUSTED",
     "QueueFull": "RESOURCE_EXHAUSTED",

@@ -1,0 +1,44 @@
+"""What the engine needs to know of the device side of adapters."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class AdapterFiles(Protocol):
+    """An adapter that was read and checked, in host memory.
+
+    Attributes:
+        digest: of all that changes an answer.
+        rank: the largest rank of its matrices.
+        num_bytes: memory of its weights.
+    """
+
+    @property
+    def digest(self) -> str:
+        """See the class."""
+
+    @property
+    def rank(self) -> int:
+        """See the class."""
+
+    @property
+    def num_bytes(self) -> int:
+        """See the class."""
+
+
+class AdapterDevice(Protocol):
+    """The adapters whose weights the device may compute with. The engine's thread alone changes it."""
+
+    def add(self, files: AdapterFiles) -> None:
+        """Hold an adapter from now on. Does nothing if it is held.
+
+        Raises:
+            InvalidAdapter, TooManyAdapters: there is no room for it.
+        """
+
+    def remove(self, digest: str) -> None:
+        """Let go of an adapter that no request needs any more."""
+
+    def is_on_device(self, digest: str) -> bool:
+        """Whether the weights are in the device's memory now. From any thread."""

@@ -1,0 +1,210 @@
+"""Loads, replaces and unloads adapters while requests run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from radixkv.api.adapters import Adapter, LoadedAdapter
+from radixkv.api.caller import Caller
+from radixkv.cache.namespaces.purge import Purged
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.engine.adapters.adapter_device import AdapterDevice, AdapterFiles
+from radixkv.engine.adapters.adapter_names import AdapterNames, Found, Known
+from radixkv.errors import LifecycleError, SwitchedOff
+from radixkv.namespace import Namespace
+
+_log = logging.getLogger(__name__)
+
+
+class AdapterSource(NamedTuple):
+    """The device side of adapters.
+
+    Attributes:
+        max_adapters: different ones that may be loaded.
+        device: holds their weights.
+        read: reads and checks a directory, on any thread.
+    """
+
+    max_adapters: int
+    device: AdapterDevice
+    read: Callable[[Path], AdapterFiles]
+
+
+class EngineThread(NamedTuple):
+    """The ways to have something done by the engine's thread.
+
+    Attributes:
+        call: calls a function between two steps; what it returns, or raises, comes through the future.
+        put: has a function run between two steps that raises nothing.
+        cancellation: why `call` cancels futures.
+    """
+
+    call: Callable[[Callable[[], Any]], Future[Any]]
+    put: Callable[[Callable[[], None]], None]
+    cancellation: Callable[[], LifecycleError]
+
+
+class Adapters:
+    """The adapters of an engine. Its public methods may be called from any thread.
+
+        load   ─▶ read, on a thread for that ─▶ register, on the engine's thread: the name has it from now on
+        unload ─────────────────────────────▶ unregister: the name has nothing from now on
+        the last request of an adapter without a name ends ─▶ its weights go, and what is cached with it, in slices
+
+    Args:
+        model: fingerprint of the model.
+        source: the device side; None if adapters are off.
+        cache: belongs to the engine's thread.
+        thread: has things done there.
+    """
+
+    def __init__(self, model: str, source: AdapterSource | None, cache: PrefixCache, thread: EngineThread) -> None:
+        self._model = model
+        self._source = source
+        self._cache = cache
+        self._thread = thread
+        self._names = AdapterNames(0 if source is None else source.max_adapters)
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="radixkv-adapters")
+        self._freeing: dict[str, Generator[None, None, Purged]] = {}  # by digest; of the engine's thread
+
+    def namespaces(self, caller: Caller) -> tuple[Namespace, tuple[Namespace, ...]]:
+        """Return the namespace of a caller's requests, and those that it had before its adapter was changed.
+
+        Raises:
+            UnknownAdapter: no adapter has the caller's name for it.
+        """
+        return self._namespaces(caller, self._names.find(caller.adapter))
+
+    @contextlib.contextmanager
+    def using(self, caller: Caller) -> Iterator[tuple[Namespace, tuple[Namespace, ...]]]:
+        """Return the same, and keep the adapter. If nothing is raised meanwhile, it is kept until `leave`."""
+        found = self._names.take(caller.adapter)
+        try:
+            yield self._namespaces(caller, found)
+        except BaseException:
+            self.leave(found.digest)
+            raise
+
+    def leave(self, digest: str) -> None:
+        """Let go of an adapter, of which this is the digest: a request that was `using` it is over."""
+        if self._names.leave(digest):
+            self._thread.put(self._free_drained)
+
+    def digest_of(self, name: str) -> str:
+        """Return the digest behind a name. Raises UnknownAdapter if there is none."""
+        return self._names.find(name).digest
+
+    def names_of(self, digest: str) -> tuple[str, ...]:
+        """Return the names of a digest; none of the model itself, and of an adapter that drains."""
+        return self._names.names_of(digest)
+
+    def load(self, name: str, directory: Path) -> Future[LoadedAdapter]:
+        """Read an adapter, and let a name stand for it. Requests that came before keep what the name stood for.
+
+        The future raises what reading raises; TooManyAdapters; and what registering on the engine's thread raises.
+
+        Raises:
+            SwitchedOff: the engine has no adapters.
+        """
+        source = self._require_on()
+        return self._readers.submit(self._read_and_register, source, name, directory)
+
+    def load_now(self, name: str, directory: Path) -> LoadedAdapter:
+        """Do the same at once, before the engine's thread is started."""
+        source = self._require_on()
+        return self._register(source, name, source.read(directory))
+
+    def unload(self, name: str) -> Future[None]:
+        """Let a name stand for nothing. The future raises UnknownAdapter if it stands for nothing already."""
+        return self._thread.call(lambda: self._unregister(name))
+
+    def listing(self) -> Future[list[Adapter]]:
+        """List all names, and what drains, with the cached tokens of each."""
+        return self._thread.call(self._count_and_list)
+
+    def loaded(self) -> list[Adapter]:
+        """List the same at once, without cached tokens."""
+        return [self._adapter(*each) for each in self._names.listing()]
+
+    @property
+    def max_adapters(self) -> int:
+        """Different adapters that may be loaded; 0 if adapters are off."""
+        return self._names.max_adapters
+
+    def close(self) -> None:
+        """Read nothing more. A load that is under way ends by itself."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _namespaces(self, caller: Caller, found: Found) -> tuple[Namespace, tuple[Namespace, ...]]:
+        namespace = Namespace(self._model, caller.tenant, found.digest, caller.salt)
+        return namespace, tuple(namespace._replace(adapter=digest) for digest in found.former)
+
+    def _require_on(self) -> AdapterSource:
+        if self._source is None:
+            raise SwitchedOff("adapters: expected model.max_adapters above 0, got a service without adapters")
+        return self._source
+
+    def _read_and_register(self, source: AdapterSource, name: str, directory: Path) -> LoadedAdapter:
+        files = source.read(directory)
+        try:
+            loaded: LoadedAdapter = self._thread.call(lambda: self._register(source, name, files)).result()
+        except CancelledError:
+            raise self._thread.cancellation() from None
+        return loaded
+
+    def _register(self, source: AdapterSource, name: str, files: AdapterFiles) -> LoadedAdapter:
+        digest = files.digest
+        self._names.require_room(name, digest)
+        for _ in self._freeing.pop(digest, ()):  # it comes back while it is being forgotten
+            pass
+        source.device.add(files)
+        replaced = self._names.assign(name, files)
+        self._free_drained()
+        _log.info("adapter %s is %s, before %s", name, digest, replaced)
+        (adapter,) = (each for each in self.loaded() if each.name == name and not each.is_draining)
+        return LoadedAdapter(adapter, replaced)
+
+    def _unregister(self, name: str) -> None:
+        digest = self._names.drop(name)
+        _log.info("adapter %s is unloaded, before %s", name, digest)
+        self._free_drained()
+
+    def _free_drained(self) -> None:
+        """Free what nobody needs any more: weights at once, cached blocks in slices."""
+        is_freeing = bool(self._freeing)
+        for digest in self._names.take_drained():
+            assert self._source is not None, "adapters are on"
+            self._source.device.remove(digest)
+            self._freeing[digest] = self._cache.draining(digest)
+        if self._freeing and not is_freeing:
+            self._free_slice()
+
+    def _free_slice(self) -> None:
+        digest = next(iter(self._freeing), None)
+        if digest is not None and next(self._freeing[digest], _END) is _END:
+            self._freeing.pop(digest)
+        if self._freeing:
+            self._thread.put(self._free_slice)
+
+    def _count_and_list(self) -> Generator[None, None, list[Adapter]]:
+        """Count in slices, between which steps may run."""
+        cached_tokens: Counter[str] = yield from self._cache.segments.tokens_by_adapter()
+        return [self._adapter(*each, cached_tokens[each[1].digest]) for each in self._names.listing()]
+
+    def _adapter(
+        self, name: str, known: Known, is_draining: bool, num_unfinished: int, cached_tokens: int = 0
+    ) -> Adapter:
+        assert self._source is not None, "adapters are on"
+        is_on_device = self._source.device.is_on_device(known.digest)
+        return Adapter(
+            name, known.digest, known.rank, known.num_bytes, is_on_device, is_draining, num_unfinished, cached_tokens
+        )
+
+
+_END = object()

@@ -1,0 +1,57 @@
+"""Stand-ins for the device side of adapters: a directory's name is its content."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from radixkv.engine.adapters.adapters import AdapterSource
+from radixkv.errors import InvalidAdapter
+from tests.patience import PATIENCE_S
+
+
+@dataclass(frozen=True)
+class FakeFiles:
+    """An adapter whose digest is a text."""
+
+    digest: str
+    rank: int = 8
+    num_bytes: int = 100
+
+
+class FakeDevice:
+    """Holds digests, and remembers what it was told.
+
+    Attributes:
+        held: the digests that it holds.
+        told: every call that changed it, in order.
+        gate: reading waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.told: list[tuple[str, str]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def add(self, files: FakeFiles) -> None:
+        if files.digest not in self.held:
+            self.told.append(("add", files.digest))
+        self.held.add(files.digest)
+
+    def remove(self, digest: str) -> None:
+        self.told.append(("remove", digest))
+        self.held.remove(digest)
+
+    def is_on_device(self, digest: str) -> bool:
+        return digest in self.held
+
+    def read(self, directory: Path) -> FakeFiles:
+        assert self.gate.wait(PATIENCE_S)
+        if directory.name == "broken":
+            raise InvalidAdapter("adapter_config.json: expected a file in the adapter's directory, got none")
+        return FakeFiles(directory.name)
+
+    def source(self, max_adapters: int = 4) -> AdapterSource:
+        return AdapterSource(max_adapters, self, self.read)

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import pytest
+
+from radixkv.engine.adapters.adapter_names import AdapterNames, Found
+from radixkv.errors import TooManyAdapters, UnknownAdapter
+from tests.adapter_doubles import FakeFiles
+
+OLD, NEW = FakeFiles("old"), FakeFiles("new", rank=16, num_bytes=7)
+
+
+def named(*pairs: tuple[str, str], max_adapters: int = 4) -> AdapterNames:
+    names = AdapterNames(max_adapters)
+    for name, digest in pairs:
+        names.assign(name, FakeFiles(digest))
+    return names
+
+
+def test_the_empty_name_is_the_model_itself() -> None:
+    names = named()
+    assert names.find("") == names.take("") == Found("", ())
+    assert names.leave("") is False
+    assert names.names_of("") == ()
+
+
+def test_a_name_that_was_never_given_is_unknown() -> None:
+    names = named(("law", "old"))
+    for ask in (names.find, names.take, names.drop):
+        with pytest.raises(UnknownAdapter, match="adapter: expected the name of a loaded adapter, got an unknown one"):
+            ask("old")
+
+
+def test_two_names_of_one_content_share_its_digest() -> None:
+    names = named(("law", "old"), ("court", "old"))
+    assert names.find("law").digest == names.find("court").digest == "old"
+    assert names.names_of("old") == ("law", "court")
+
+
+def test_a_name_given_again_stands_for_the_new_content_and_knows_the_old() -> None:
+    names = named(("law", "old"))
+    assert names.assign("law", NEW) == "old"
+    assert names.find("law") == Found("new", ("old",))
+    assert names.assign("law", NEW) == "new"
+    assert names.find("law") == Found("new", ("old",))
+
+
+def test_what_a_name_stands_for_now_is_not_what_it_stood_for_before() -> None:
+    names = named(("law", "a"), ("law", "b"), ("law", "a"))
+    assert names.find("law") == Found("a", ("b",))
+
+
+def test_a_name_knows_four_former_contents() -> None:
+    names = named(*(("law", str(number)) for number in range(8)))
+    assert names.find("law") == Found("7", ("6", "5", "4", "3"))
+
+
+def test_a_name_loaded_again_after_it_was_dropped_knows_its_former_content() -> None:
+    names = named(("law", "old"))
+    assert names.drop("law") == "old"
+    names.assign("law", NEW)
+    assert names.find("law") == Found("new", ("old",))
+
+
+def test_content_without_names_drains_until_its_last_request_ends() -> None:
+    names = named(("law", "old"))
+    for _ in range(2):
+        assert names.take("law").digest == "old"
+    names.assign("law", NEW)
+    assert names.take_drained() == []
+    assert (names.leave("old"), names.take_drained()) == (False, [])
+    assert (names.leave("old"), names.take_drained()) == (True, ["old"])
+    assert names.take_drained() == []
+
+
+def test_content_that_nobody_uses_has_drained_with_its_last_name() -> None:
+    names = named(("law", "old"), ("court", "old"))
+    names.drop("law")
+    assert names.take_drained() == []
+    names.drop("court")
+    assert names.take_drained() == ["old"]
+
+
+def test_content_that_gets_a_name_again_does_not_drain() -> None:
+    names = named(("law", "old"))
+    names.take("law")
+    names.drop("law")
+    names.assign("court", OLD)
+    assert names.leave("old") is False
+    assert names.take_drained() == []
+    assert names.names_of("old") == ("court",)
+
+
+def test_a_listing_has_every_name_and_what_drains_under_its_last_name() -> None:
+    names = named(("law", "old"), ("court", "old"))
+    names.take("law")
+    names.assign("law", NEW)
+    names.assign("court", NEW)
+    told = [
+        (name, known.digest, known.rank, is_draining, unfinished)
+        for name, known, is_draining, unfinished in names.listing()
+    ]
+    assert told == [("court", "old", 8, True, 1), ("law", "new", 16, False, 0), ("court", "new", 16, False, 0)]
+
+
+class TestRoom:
+    def test_as_many_contents_as_may_be_are_named(self) -> None:
+        names = named(("a", "1"), ("b", "2"), max_adapters=2)
+        with pytest.raises(TooManyAdapters, match="expected at most 2 different ones"):
+            names.require_room("c", "3")
+        names.require_room("c", "2")
+
+    def test_a_name_that_stands_alone_makes_room_for_its_next_content(self) -> None:
+        names = named(("a", "1"), ("b", "2"), max_adapters=2)
+        names.require_room("a", "3")
+
+    def test_a_name_that_shares_its_content_makes_no_room(self) -> None:
+        names = named(("a", "1"), ("b", "2"), ("c", "2"), max_adapters=2)
+        with pytest.raises(TooManyAdapters):
+            names.require_room("c", "3")
+
+    def test_as_many_may_drain_as_may_be_named(self) -> None:
+        names = named(("a", "0"), max_adapters=2)
+        for number in range(1, 4):
+            names.take("a")
+            names.require_room("a", str(number))
+            names.assign("a", FakeFiles(str(number)))
+        names.take("a")
+        with pytest.raises(TooManyAdapters, match="expected at most 2 that drain"):
+            names.require_room("a", "4")
+        names.require_room("a", "1")
+
+    def test_without_room_for_any_there_is_none(self) -> None:
+        with pytest.raises(TooManyAdapters):
+            AdapterNames(0).require_room("a", "1")

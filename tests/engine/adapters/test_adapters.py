@@ -1,0 +1,266 @@
+"""Adapters of an engine over a fake runner, whose K and V know the adapter that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from radixkv.api.caller import Caller
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.result import GeneratedTokens
+from radixkv.api.sampling import Sampling
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.config import EngineConfig
+from radixkv.engine.engine import Engine
+from radixkv.errors import InvalidAdapter, PromptTooLong, SwitchedOff, TooManyAdapters, UnknownAdapter
+from tests.adapter_doubles import FakeDevice
+from tests.engine.test_engine import BLOCK_SIZE, NUM_BLOCKS, GatedRunner, params
+from tests.fake_runner import next_token, tokens
+from tests.patience import PATIENCE_S, wait_until
+
+PROMPT = range(20)
+
+
+@pytest.fixture
+def runner() -> GatedRunner:
+    return GatedRunner()
+
+
+@pytest.fixture
+def device() -> FakeDevice:
+    return FakeDevice()
+
+
+@pytest.fixture
+def engine(runner: GatedRunner, device: FakeDevice) -> Iterator[Engine]:
+    config = EngineConfig(max_step_tokens=64, held_lease_ttl_s=60)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), config, adapters=device.source(2))
+    engine.start()
+    yield engine
+    runner.gate.set()
+    device.gate.set()
+    engine.stop()
+
+
+def load(engine: Engine, name: str, digest: str) -> str | None:
+    return engine.adapters.load(name, Path(digest)).result(PATIENCE_S).replaced_digest
+
+
+def ask(engine: Engine, adapter: str, ids: range | list[int] = PROMPT, **fields: object) -> tuple[int, int, str]:
+    """Prefill, and return the answer, the cached tokens and why there were no more."""
+    result = engine.prefill(params(ids, adapter=adapter, **fields)).result(PATIENCE_S)
+    engine.check().result(PATIENCE_S)
+    return result.next_token_id, result.usage.cached_tokens, result.miss_reason.value
+
+
+def answer(digest: str, ids: range | list[int] = PROMPT) -> int:
+    return next_token(tokens(ids), digest)
+
+
+def generating(engine: Engine, runner: GatedRunner, adapter: str):  # type: ignore[no-untyped-def]
+    """Begin a generation that has told a token and waits in a step."""
+    runner.gate.clear()
+    runner.entered.clear()
+    told: list[GeneratedTokens] = []
+    future = engine.generate(params(PROMPT, adapter=adapter), Sampling(4, ignore_eos=True), told.append)
+    assert runner.entered.wait(PATIENCE_S)
+    return future
+
+
+def wait_until_all_free(engine: Engine) -> None:
+    wait_until(lambda: engine.load().result(PATIENCE_S).blocks.free == NUM_BLOCKS)
+
+
+def test_each_adapter_answers_and_caches_for_itself(engine: Engine) -> None:
+    load(engine, "law", "one")
+    load(engine, "tax", "two")
+    for name, digest in (("", ""), ("law", "one"), ("tax", "two")):
+        assert ask(engine, name) == (answer(digest), 0, "COLD")
+    for name, digest in (("", ""), ("law", "one"), ("tax", "two")):
+        assert ask(engine, name) == (answer(digest), 19, "NONE")
+
+
+def test_names_of_the_same_weights_share(engine: Engine) -> None:
+    load(engine, "law", "one")
+    load(engine, "court", "one")
+    ask(engine, "law")
+    assert ask(engine, "court") == (answer("one"), 19, "NONE")
+
+
+def test_a_reload_reuses_nothing_and_says_why(engine: Engine, device: FakeDevice) -> None:
+    load(engine, "law", "one")
+    ask(engine, "law")
+    assert load(engine, "law", "two") == "one"
+    assert (
+        engine.probe(tokens(PROMPT), Caller(adapter="law")).result(PATIENCE_S).miss_reason is MissReason.ADAPTER_CHANGED
+    )
+    assert ask(engine, "law") == (answer("two"), 0, "ADAPTER_CHANGED")
+    assert ask(engine, "law") == (answer("two"), 19, "NONE")
+    assert ask(engine, "law", range(40, 60)) == (answer("two", range(40, 60)), 0, "COLD")
+    assert device.told == [("add", "one"), ("add", "two"), ("remove", "one")]
+
+
+def test_a_reload_of_the_same_weights_keeps_everything(engine: Engine, device: FakeDevice) -> None:
+    load(engine, "law", "one")
+    ask(engine, "law")
+    assert load(engine, "law", "one") == "one"
+    assert ask(engine, "law") == (answer("one"), 19, "NONE")
+    assert device.told == [("add", "one")]
+
+
+def test_running_requests_finish_on_the_old_weights_and_then_the_old_root_goes(
+    engine: Engine, runner: GatedRunner, device: FakeDevice
+) -> None:
+    load(engine, "law", "one")
+    ask(engine, "law")
+    future = generating(engine, runner, "law")
+    reload = engine.adapters.load("law", Path("two"))
+    waiting = engine.prefill(params(PROMPT, adapter="law"))  # came before the step ended, so before the reload
+    runner.gate.set()
+    assert reload.result(PATIENCE_S).replaced_digest == "one"
+    expected = list(PROMPT)
+    for _ in range(4):
+        expected.append(answer("one", expected))
+    assert list(future.result(PATIENCE_S).token_ids) == expected[20:]
+    assert waiting.result(PATIENCE_S).next_token_id == answer("one")
+    wait_until(lambda: device.held == {"two"})
+    assert ask(engine, "law")[1:] == (0, "ADAPTER_CHANGED")
+    engine.purge(adapter="law").result(PATIENCE_S)
+    wait_until_all_free(engine)
+
+
+def test_a_held_lease_keeps_its_blocks_of_the_old_root(engine: Engine, device: FakeDevice) -> None:
+    load(engine, "law", "one")
+    ask(engine, "law", range(40, 60))
+    held = engine.prefill(params(PROMPT, adapter="law", hold_lease=True)).result(PATIENCE_S).held_lease
+    engine.adapters.unload("law").result(PATIENCE_S)
+    wait_until(lambda: engine.load().result(PATIENCE_S).blocks.free == NUM_BLOCKS - 5)
+    assert device.held == set()
+    engine.check().result(PATIENCE_S)
+    engine.release(held.lease_id).result(PATIENCE_S)
+    wait_until_all_free(engine)
+
+
+def test_an_unloaded_adapter_is_unknown_and_its_blocks_are_freed(engine: Engine, device: FakeDevice) -> None:
+    load(engine, "law", "one")
+    ask(engine, "law")
+    engine.adapters.unload("law").result(PATIENCE_S)
+    with pytest.raises(UnknownAdapter):
+        engine.prefill(params(PROMPT, adapter="law"))
+    with pytest.raises(UnknownAdapter):
+        engine.adapters.unload("law").result(PATIENCE_S)
+    wait_until_all_free(engine)
+    assert device.held == set()
+    load(engine, "law", "one")
+    assert ask(engine, "law") == (answer("one"), 0, "EVICTED")
+
+
+def test_one_of_two_names_unloaded_frees_nothing(engine: Engine, device: FakeDevice) -> None:
+    load(engine, "law", "one")
+    load(engine, "court", "one")
+    ask(engine, "law")
+    engine.adapters.unload("law").result(PATIENCE_S)
+    assert ask(engine, "court") == (answer("one"), 19, "NONE")
+    assert device.told == [("add", "one")]
+
+
+def test_an_adapter_that_comes_back_while_it_drains_has_all_it_had(engine: Engine, runner: GatedRunner) -> None:
+    load(engine, "law", "one")
+    ask(engine, "law")
+    future = generating(engine, runner, "law")
+    there, back = engine.adapters.load("law", Path("two")), engine.adapters.load("law", Path("one"))
+    runner.gate.set()
+    there.result(PATIENCE_S)
+    back.result(PATIENCE_S)
+    future.result(PATIENCE_S)
+    assert ask(engine, "law") == (answer("one"), 19, "NONE")
+
+
+def test_a_refused_request_keeps_no_adapter(engine: Engine, device: FakeDevice) -> None:
+    load(engine, "law", "one")
+    for _ in range(3):
+        with pytest.raises(PromptTooLong):
+            engine.prefill(params([0] * 200, adapter="law"))
+        with pytest.raises(PromptTooLong):
+            engine.generate(params([0] * 200, adapter="law"), Sampling(4), lambda _: None)
+    assert engine.adapters.loaded()[0].num_unfinished == 0
+    engine.adapters.unload("law").result(PATIENCE_S)
+    wait_until(lambda: device.held == set())
+
+
+def test_a_cancelled_request_lets_go_of_its_adapter(engine: Engine, runner: GatedRunner, device: FakeDevice) -> None:
+    load(engine, "law", "one")
+    future = generating(engine, runner, "law")
+    assert engine.adapters.loaded()[0].num_unfinished == 1
+    future.cancel()
+    runner.gate.set()
+    engine.adapters.unload("law").result(PATIENCE_S)
+    wait_until(lambda: device.held == set())
+
+
+def test_a_purge_takes_the_name(engine: Engine) -> None:
+    load(engine, "law", "one")
+    ask(engine, "law")
+    ask(engine, "")
+    assert engine.purge(adapter="law").result(PATIENCE_S).freed_blocks == 5
+    assert ask(engine, "law") == (answer("one"), 0, "COLD")
+    assert ask(engine, "") == (answer(""), 19, "NONE")
+    with pytest.raises(UnknownAdapter):
+        engine.purge(adapter="one")
+
+
+def test_too_many_and_broken_ones_are_refused(engine: Engine) -> None:
+    load(engine, "a", "one")
+    load(engine, "b", "two")
+    with pytest.raises(TooManyAdapters):
+        load(engine, "c", "three")
+    with pytest.raises(InvalidAdapter, match="adapter_config"):
+        load(engine, "a", "broken")
+    assert ask(engine, "a")[0] == answer("one")
+
+
+def test_a_listing_says_what_each_name_stands_for(engine: Engine, runner: GatedRunner) -> None:
+    load(engine, "law", "one")
+    load(engine, "court", "one")
+    ask(engine, "law")
+    ask(engine, "")
+    told = engine.adapters.listing().result(PATIENCE_S)
+    assert [(each.name, each.digest, each.cached_tokens, each.num_unfinished) for each in told] == [
+        ("law", "one", 20, 0),
+        ("court", "one", 20, 0),
+    ]
+    assert all(each.is_on_device and not each.is_draining and each.rank == 8 for each in told)
+    assert engine.adapters.names_of("one") == ("law", "court")
+
+
+def test_an_engine_without_adapters_loads_none(runner: GatedRunner) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    with pytest.raises(SwitchedOff, match="max_adapters above 0"):
+        engine.adapters.load("law", Path("one"))
+    with pytest.raises(UnknownAdapter):
+        engine.prefill(params(PROMPT, adapter="law"))
+
+
+def test_reading_does_not_stop_the_engine(engine: Engine, device: FakeDevice) -> None:
+    device.gate.clear()
+    future = engine.adapters.load("law", Path("one"))
+    assert ask(engine, "")[1:] == (0, "COLD")
+    assert not future.done()
+    device.gate.set()
+    future.result(PATIENCE_S)
+    assert ask(engine, "law") == (answer("one"), 0, "COLD")
+
+
+def test_roots_are_freed_in_slices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_PURGED", 1)
+    load(engine, "law", "one")
+    load(engine, "tax", "two")
+    for start in range(0, 30, 10):
+        ask(engine, "law", range(start, start + 8))
+        ask(engine, "tax", range(start, start + 8))
+    engine.adapters.unload("law").result(PATIENCE_S)
+    engine.adapters.unload("tax").result(PATIENCE_S)
+    wait_until_all_free(engine)
+    engine.check().result(PATIENCE_S)
