@@ -17,16 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from radixkv.kernels.attention_splits import HOPPER, KEY_ALIGNMENT_TOKENS, DeviceRoom, Splits, even_splits
 from radixkv.kernels.batch import Ints, PagedBatch, spread
 from radixkv.kernels.joined_rows import Joins, join_rows, may_join, unit_tokens
 from radixkv.kernels.staging import to_device
 from radixkv.kernels.tile_choice import fitting_tile_rows, tile_rows_for
-
-# Keys are walked in tiles that start at multiples of this, so splits and windows do too.
-KEY_ALIGNMENT_TOKENS = 64
-
-# Two programs for each of the 132 multiprocessors of an H100 or H200.
-_TARGET_PROGRAMS = 264
 
 # An item of work and a merge that read no key and write nothing. They fill up the lists of a recorded step.
 NO_WORK = (0, 0, 0, 0, 0, 1, 1, -1)
@@ -35,9 +30,6 @@ NO_ROW = (0, 0, 0)
 
 # In the place of an item's first token: its rows are joined rows.
 JOINED = -1
-
-# A shorter split would spend more on its float32 partial result than on its keys.
-_MIN_SPLIT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +99,6 @@ class _Tiles(NamedTuple):
     last: Ints
 
 
-def balanced_partials(num_requests: int, num_kv_heads: int) -> int:
-    """Return the most partial results of one KV head in a batch that is spread over the whole device.
-
-    There are two for each program's share, and two more for each request whose window is cut.
-
-    >>> balanced_partials(num_requests=4, num_kv_heads=8)
-    74
-    """
-    return 2 * (-(-_TARGET_PROGRAMS // num_kv_heads) + num_requests)
-
-
 def plan_attention(
     batch: PagedBatch,
     *,
@@ -128,11 +109,12 @@ def plan_attention(
     tile_rows: int | None = None,
     split_tokens: int | None = None,
     joins: bool = True,
+    room: DeviceRoom = HOPPER,
 ) -> AttentionPlan:
     """Lay out the attention of one step for the layers that share a window.
 
-    Split boundaries are multiples of the split size from position 0. With `tile_rows` and `split_tokens` given, a row's
-    result depends on its position alone, to the bit: not on the rest of the batch, nor on where its suffix began.
+    With `tile_rows` and `split_tokens` given, a row's result depends on its position alone, to the bit: not on the rest
+    of the batch, nor on where its suffix began. Splits then begin at multiples of the split size from position 0.
 
     Args:
         batch: the token rows of the step.
@@ -141,8 +123,10 @@ def plan_attention(
         dtype: dtype of the queries.
         window: tokens that a query sees, its own included; None for all.
         tile_rows: 16, 64 or 128; None fits the batch, see `tile_rows_for`.
-        split_tokens: the most keys that a program reads, a multiple of 64; None spreads the batch over the device.
+        split_tokens: the most keys that a program reads, a multiple of 64; None spreads the batch over the device, see
+            `even_splits`.
         joins: whether rows of requests that share K/V are joined. With a window that hides any key they are not.
+        room: the device, where the batch is spread over it.
 
     Returns:
         A plan whose tensors live on the device of `batch.block_tables`.
@@ -162,14 +146,13 @@ def plan_attention(
     found = None
     if joins and may_join(batch, window):
         found = _joins(batch, tiles, group_size, tile_rows, split_tokens or unit_tokens(batch.block_size))
-    num_joined_keys = 0
     if found is not None:
-        num_joined_keys = found.num_tile_keys(tile_rows)
         tiles.kv_start[tiles.last] = found.end_keys
     if split_tokens is None:
-        num_keys = int((tiles.kv_end - tiles.kv_start).sum()) + num_joined_keys
-        split_tokens = _balanced_split_tokens(num_keys * num_kv_heads)
-    work, merges, joined_rows, num_partial_rows = _cut(tiles, found, group_size, tile_rows, split_tokens)
+        splits = _even_splits(tiles, found, num_kv_heads, tile_rows, room)
+    else:
+        splits = Splits(split_tokens, is_even=False)
+    work, merges, joined_rows, num_partial_rows = _cut(tiles, found, group_size, tile_rows, splits)
     device = batch.block_tables.device
     return AttentionPlan(
         tile_rows=tile_rows,
@@ -214,18 +197,31 @@ def _joins(batch: PagedBatch, tiles: _Tiles, group_size: int, tile_rows: int, un
     return join_rows(batch, tiles.num_rows[last] % tile_rows, positions, tile_rows, unit_tokens)
 
 
+def _even_splits(tiles: _Tiles, joins: Joins | None, num_kv_heads: int, tile_rows: int, room: DeviceRoom) -> Splits:
+    """Spread the keys of all tiles over the device, those of joined rows included."""
+    num_keys, num_rows = tiles.kv_end - tiles.kv_start, tiles.num_rows
+    if joins is not None:
+        joined_keys, joined_rows = joins.tiles(tile_rows)
+        num_keys, num_rows = np.concatenate((num_keys, joined_keys)), np.concatenate((num_rows, joined_rows))
+    return even_splits(
+        num_keys,
+        num_rows,
+        num_kv_heads=num_kv_heads,
+        tile_rows=tile_rows,
+        most_partials=room.most_partials(tiles.last.size, num_kv_heads, tile_rows),
+        room=room,
+    )
+
+
 def _cut(
-    tiles: _Tiles, joins: Joins | None, group_size: int, tile_rows: int, split_tokens: int
+    tiles: _Tiles, joins: Joins | None, group_size: int, tile_rows: int, splits: Splits
 ) -> tuple[_Rows, _Rows, _Rows, int]:
     """Cut the keys of tiles into splits. Returns a plan's work, merges, joined rows, and rows of partial results."""
-    first_split = tiles.kv_start // split_tokens
-    num_splits = -(-tiles.kv_end // split_tokens) - first_split
+    num_splits = splits.counts(tiles.kv_start, tiles.kv_end)
     tile, nth = spread(num_splits)  # each item's tile, and its place among the items of that tile
-    split_start = (first_split[tile] + nth) * split_tokens
-    kv_start = np.maximum(split_start, tiles.kv_start[tile])
-    kv_end = np.minimum(split_start + split_tokens, tiles.kv_end[tile])
+    kv_start, kv_end = splits.bounds(tiles.kv_start[tile], tiles.kv_end[tile], nth, num_splits[tile])
     if joins is not None:
-        pieces, num_pieces = joins.pieces(tile_rows, split_tokens)
+        pieces, num_pieces = joins.pieces(tile_rows, splits)
         num_before = np.zeros_like(num_splits)
         num_before[tiles.last] = num_pieces
         num_splits += num_before
@@ -263,9 +259,3 @@ def _joined_rows(tiles: _Tiles, joined_tiles: Ints, first_partial_row: Ints, gro
 
 def _as_rows(columns: Iterable[Ints]) -> _Rows:
     return np.ascontiguousarray(np.array([*columns], dtype=np.int32).T)
-
-
-def _balanced_split_tokens(total_tokens: int) -> int:
-    """Return the power of two that cuts the keys of all programs together into about one share a program."""
-    share = -(-total_tokens // _TARGET_PROGRAMS)
-    return max(_MIN_SPLIT_TOKENS, 1 << (share - 1).bit_length())

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from radixkv.kernels.attention_splits import Splits
 from radixkv.kernels.batch import Ints, PagedBatch, spread
 from radixkv.kernels.shared_prefix import OrderedRun, prefix_order, runs_in_order
 
@@ -60,12 +61,20 @@ class Joins:
         """Keys that tiles of `tile_rows` joined rows read."""
         return sum(-(-(end_row - row) // tile_rows) * (end - start) for start, end, row, end_row, _ in self.joins)
 
-    def pieces(self, tile_rows: int, split_tokens: int) -> tuple[Ints, Ints]:
-        """Cut the joins into tiles of rows, and their keys at multiples of the split size.
+    def tiles(self, tile_rows: int) -> tuple[Ints, Ints]:
+        """Return the keys and the rows of each tile of joined rows, `[num_tiles]` each."""
+        num_tiles = np.array([-(-(join.end_row - join.first_row) // tile_rows) for join in self.joins])
+        join, nth = spread(num_tiles)
+        keys = np.array([end_key - first_key for first_key, end_key, *_ in self.joins])
+        rows = np.array([end_row - first_row for _, _, first_row, end_row, _ in self.joins])
+        return keys[join], np.minimum(rows[join] - nth * tile_rows, tile_rows)
+
+    def pieces(self, tile_rows: int, splits: Splits) -> tuple[Ints, Ints]:
+        """Cut the joins into tiles of rows, and their keys into splits.
 
         Args:
             tile_rows: joined rows of a tile.
-            split_tokens: the most keys of a piece.
+            splits: how keys are cut.
 
         Returns:
             Pieces `[6, num_pieces]`: a request that has the keys, first and end joined row of the tile, first and end
@@ -75,15 +84,14 @@ class Joins:
         num_seen = np.zeros_like(self.end_keys)
         parts = [np.empty((6, 0), dtype=np.int64)]
         for first_key, end_key, first_row, end_row, requests in self.joins:
-            first_split = first_key // split_tokens
-            num_splits = -(-end_key // split_tokens) - first_split
+            keys = np.array([first_key]), np.array([end_key])
+            num_splits = int(splits.counts(*keys)[0])
             tile, nth = spread(np.full(-(-(end_row - first_row) // tile_rows), num_splits))
             tile_start = first_row + tile * tile_rows
-            split_start = (first_split + nth) * split_tokens
             part = np.empty((6, tile.size), dtype=np.int64)
             part[0] = requests[0]
             part[1], part[2] = tile_start, np.minimum(tile_start + tile_rows, end_row)
-            part[3], part[4] = np.maximum(split_start, first_key), np.minimum(split_start + split_tokens, end_key)
+            part[3], part[4] = splits.bounds(*keys, nth, np.array([num_splits]))
             part[5] = num_seen[requests[0]] + nth
             parts.append(part)
             num_seen[requests] += num_splits

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 from radixkv.kernels.attention_merge import Partials, partial_rows
-from radixkv.kernels.attention_plan import KEY_ALIGNMENT_TOKENS, AttentionPlan
+from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.attention_softmax import softmax_step
+from radixkv.kernels.attention_splits import KEY_ALIGNMENT_TOKENS
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.pack_queries import pack_queries

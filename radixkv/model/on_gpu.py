@@ -38,8 +38,10 @@ def attention_candidates(use: AttentionUse) -> dict[str, TritonKernels]:
     """Return the attention kernels that are worth a trial on the device of `use`; see `triton_kernels.candidates`."""
     from radixkv.model.attention.triton_kernels import candidates
 
-    capability = torch.cuda.get_device_capability(use.device) if use.device.type == "cuda" else (0, 0)
-    return candidates(use, capability)
+    if use.device.type != "cuda":
+        return candidates(use, (0, 0))
+    gpu = torch.cuda.get_device_properties(use.device)
+    return candidates(use, (gpu.major, gpu.minor), gpu.multi_processor_count)
 
 
 def fuse_modules(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:

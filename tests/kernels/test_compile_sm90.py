@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from radixkv.kernels.attention_splits import DeviceRoom
 from tests.patience import PATIENCE_S
 
 HARNESS = Path(__file__).with_name("compile_sm90.py")
@@ -56,6 +58,18 @@ def test_registers_leave_room_for_every_warp(compiled: list[dict[str, Any]]) -> 
 
 def test_shared_memory_fits_the_multiprocessor(compiled: list[dict[str, Any]]) -> None:
     assert [row for row in compiled if row["shared_bytes"] > SHARED_BYTES_LIMIT] == []
+
+
+def test_plans_know_the_programs_that_a_multiprocessor_runs(compiled: list[dict[str, Any]]) -> None:
+    for row in compiled:
+        case = re.search(r"D(\d+) rows(\d+)", row["case"])
+        if not row["kernel"].startswith("_attend_tile") or case is None or "float32" in row["case"]:
+            continue
+        head_dim, tile_rows = map(int, case.groups())
+        expected = DeviceRoom(132, head_dim).cost(tile_rows).programs
+        registers = -(-row["registers"] // 8) * 8 * row["num_warps"] * 32
+        runs = min(65536 // registers, 233472 // (row["shared_bytes"] + 1024))
+        assert expected <= runs <= expected + (head_dim == 64 or tile_rows == 16), row
 
 
 def test_half_precision_attention_runs_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:

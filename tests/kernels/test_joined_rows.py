@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from radixkv.kernels import joined_rows
+from radixkv.kernels.attention_splits import Splits
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.joined_rows import Joins, join_rows, may_join
 
@@ -96,7 +97,7 @@ def test_pieces_are_cut_at_multiples_of_the_split_size() -> None:
     tables = [list(range(12)), list(range(12)), [*range(5), *range(20, 27)]]
     joins = joined(decoding(tables, [192, 180, 192]), 4, tile_rows=8)
     assert joins is not None
-    pieces, num_seen = joins.pieces(tile_rows=8, split_tokens=64)
+    pieces, num_seen = joins.pieces(tile_rows=8, splits=Splits(64, is_even=False))
     levels = [(0, 64, 0), (64, 80, 1)], [(80, 128, 2), (128, 176, 3)]
     first = [(row, min(row + 8, 12), *keys) for row in (0, 8) for keys in levels[0]]
     second = [(0, 8, *keys) for keys in levels[1]]

@@ -9,6 +9,7 @@ import torch
 
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels import specialized_attention
+from radixkv.kernels.attention_splits import DeviceRoom
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.kv_pool import KVPool
@@ -217,7 +218,8 @@ def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.
         tried.append(trial)
         raise UnsupportedModel("not here")
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    hopper = SimpleNamespace(major=9, minor=0, multi_processor_count=114)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
     model: Any = SimpleNamespace(device=torch.device("cuda"), is_exact=True)
     model.attention_use = lambda shape, block_size: AttentionUse(
@@ -232,5 +234,6 @@ def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.
     kernels = attention_kernels(model, shape.stored_as("int8"), 64, lambda *_: None)
     assert isinstance(kernels, TritonKernels)
     assert kernels._dequantizes_first == "if it pays"
+    assert kernels._room == DeviceRoom(114, head_dim=64)
     model.device = CPU
     assert isinstance(attention_kernels(model, shape, 64, refuse), TorchKernels)

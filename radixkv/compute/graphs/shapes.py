@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from radixkv.kernels.attention_plan import AttentionPlan, balanced_partials
+from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.model.attention.interface import PlanningKernels
 
@@ -96,7 +96,7 @@ def step_shapes(
     for (num_tokens, num_requests, most), is_long in itertools.product(sizes, (False, True)):
         tile_rows = kernels.tile_rows(group_size * most, dtype)
         num_tiles = num_requests + num_tokens * group_size // tile_rows
-        num_partials = balanced_partials(num_requests, num_kv_heads)
+        num_partials = kernels.most_partials(num_requests, num_kv_heads, tile_rows)
         if is_long and kernels.is_exact:
             num_partials = max(num_partials, _MANY_PARTIALS)
         shapes.add(StepShape(num_tokens, num_requests, num_partials, tile_rows, num_tiles))

@@ -104,6 +104,16 @@ class PlanningKernels(AttentionKernels, Protocol):
         """
         ...
 
+    def most_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
+        """Partial results of one KV head that a plan leaves at most where splits fit the batch.
+
+        Args:
+            num_requests: requests of the batch.
+            num_kv_heads: KV heads of the pool.
+            tile_rows: rows of a tile.
+        """
+        ...
+
     def plan(
         self,
         batch: PagedBatch,

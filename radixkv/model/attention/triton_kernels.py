@@ -9,6 +9,7 @@ import torch
 
 from radixkv.kernels import copy_blocks, paged_attention, write_kv
 from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
+from radixkv.kernels.attention_splits import HOPPER, DeviceRoom
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.dequantize_plan import DequantizePlan, plan_dequantize
@@ -37,6 +38,7 @@ class TritonKernels:
             depends on the batch.
         joins: whether rows of requests that share K/V are joined; off for comparisons.
         has_idle_work: whether plans get items that do nothing, like those of recorded steps; for trials.
+        room: the device, whose programs share the work where splits fit the batch.
 
     Attributes:
         is_exact: whether tiles and splits are the same for every batch.
@@ -55,6 +57,7 @@ class TritonKernels:
         dequantizes_first: Literal["never", "if it pays", "always"] = "never",
         joins: bool = True,
         has_idle_work: bool = False,
+        room: DeviceRoom = HOPPER,
     ) -> None:
         assert not is_exact or dequantizes_first == "never"
         self.is_exact = is_exact
@@ -62,6 +65,7 @@ class TritonKernels:
         self._dequantizes_first = dequantizes_first
         self._joins = joins
         self._has_idle_work = has_idle_work
+        self._room = room
         self._batch: PagedBatch | None = None
         self._plans: dict[int | None, AttentionPlan] = {}  # of `_batch`, by window
         self._dequantize_plans: dict[int | None, DequantizePlan | None] = {}  # of `_batch`, by window
@@ -72,6 +76,7 @@ class TritonKernels:
             is_exact=self.is_exact,
             is_specialized=self._is_specialized,
             dequantizes_first="never" if self._dequantizes_first == "never" else "if it pays",
+            room=self._room,
         )
 
     def paged_attention(
@@ -120,6 +125,10 @@ class TritonKernels:
             return self.tile_rows(group_size * batch.most_query_tokens, dtype)
         return tile_rows_for(batch, group_size, dtype, window)
 
+    def most_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
+        """Partial results of one KV head that a plan leaves at most where splits fit the batch."""
+        return self._room.most_partials(num_requests, num_kv_heads, tile_rows)
+
     def plan(
         self,
         batch: PagedBatch,
@@ -140,6 +149,7 @@ class TritonKernels:
             tile_rows=tile_rows,
             split_tokens=_SPLIT_TOKENS if self.is_exact else None,
             joins=self._joins,
+            room=self._room,
         )
         return plan.with_idle_work() if self._has_idle_work else plan
 
@@ -162,12 +172,15 @@ class TritonKernels:
         )
 
 
-def candidates(use: AttentionUse, capability: tuple[int, int]) -> dict[str, TritonKernels]:
+def candidates(
+    use: AttentionUse, capability: tuple[int, int], num_multiprocessors: int = 132
+) -> dict[str, TritonKernels]:
     """List the kernels that are worth a trial on a GPU.
 
     Args:
         use: the demands of the model.
         capability: compute capability of the GPU, major and minor; (9, 0) is Hopper.
+        num_multiprocessors: multiprocessors of the GPU.
 
     Returns:
         Kernels for a trial by the name of their attention, the fastest first. `for_service` of those that pass serves.
@@ -176,15 +189,16 @@ def candidates(use: AttentionUse, capability: tuple[int, int]) -> dict[str, Trit
     kernels = {}
     dtype, shape, block_size, is_exact = use.dtype, use.shape, use.block_size, use.is_exact
     is_hopper = capability[0] == 9
+    room = DeviceRoom(num_multiprocessors, shape.head_dim)
     if is_hopper and supports(dtype, shape.dtype, shape.head_dim, block_size):
         kernels["warp-specialized attention"] = TritonKernels(
-            is_exact=is_exact, is_specialized=True, has_idle_work=True
+            is_exact=is_exact, is_specialized=True, has_idle_work=True, room=room
         )
     if not is_exact and is_quantized(shape.dtype) and dtype != torch.float32:
         name = "attention over blocks dequantized first"
         if is_hopper and supports(dtype, dtype, shape.head_dim, block_size):
             kernels[f"warp-specialized {name}"] = TritonKernels(
-                is_exact=False, is_specialized=True, dequantizes_first="always", has_idle_work=True
+                is_exact=False, is_specialized=True, dequantizes_first="always", has_idle_work=True, room=room
             )
-        kernels[name] = TritonKernels(is_exact=False, dequantizes_first="always", has_idle_work=True)
-    return kernels | {"attention through pointers": TritonKernels(is_exact=is_exact, has_idle_work=True)}
+        kernels[name] = TritonKernels(is_exact=False, dequantizes_first="always", has_idle_work=True, room=room)
+    return kernels | {"attention through pointers": TritonKernels(is_exact=is_exact, has_idle_work=True, room=room)}

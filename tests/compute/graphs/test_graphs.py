@@ -58,7 +58,7 @@ MAX_TOKENS = 128
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program of a launch takes milliseconds in the interpreter, also one with nothing to do."""
     interpret_kernels(monkeypatch)
-    monkeypatch.setattr(step_shape, "balanced_partials", lambda *_: 6)
+    monkeypatch.setattr(TritonKernels, "most_partials", lambda *_: 6)
     monkeypatch.setattr(step_shape, "_MANY_PARTIALS", 6)
 
 
