@@ -13,6 +13,7 @@ from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.staging import to_device
+from radixkv.model.adapters.adapter_range import AdapterRange
 from radixkv.model.attention.interface import AttentionKernels
 from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.model import Model
@@ -34,7 +35,8 @@ class Chunk:
         copy: a block copy to make first.
         wants_logits: whether the logits after the chunk's last token are returned.
         wants_all_logits: whether those after each of its tokens are returned, whatever `wants_logits` says.
-        adapter: digest of the adapter that computes it; empty for the model itself.
+        adapter: digest of the adapter; empty for the base model.
+        adapter_from: position from which on tokens are computed with the adapter; those before are the base model's.
     """
 
     tokens: bytes | bytearray
@@ -45,6 +47,7 @@ class Chunk:
     wants_logits: bool
     wants_all_logits: bool = False
     adapter: str = ""
+    adapter_from: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -65,11 +68,13 @@ class StepLayout:
         positions: int64 `[num_tokens]`, the position of each token in its own sequence.
         logit_rows: int64 `[n]`, the rows whose logits are returned.
         batch: the requests of the tokens, and the places of their K/V.
+        adapters: the rows that are computed with an adapter.
     """
 
     positions: torch.Tensor
     logit_rows: torch.Tensor
     batch: PagedBatch
+    adapters: Sequence[AdapterRange] = ()
 
     def to(self, device: torch.device) -> StepLayout:
         """Return the same layout with its tensors on a device; see `to_device`."""
@@ -77,6 +82,7 @@ class StepLayout:
             to_device(self.positions, device),
             to_device(self.logit_rows, device),
             self.batch.to(device),
+            self.adapters,
         )
 
 
@@ -97,7 +103,21 @@ def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepLayout:
     logit_rows = [
         row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logit_rows, end)
     ]
-    return StepLayout(torch.from_numpy(batch.positions), torch.tensor(logit_rows, dtype=torch.int64), batch)
+    return StepLayout(
+        torch.from_numpy(batch.positions),
+        torch.tensor(logit_rows, dtype=torch.int64),
+        batch,
+        _adapter_ranges(chunks, batch.query_starts),
+    )
+
+
+def _adapter_ranges(chunks: Sequence[Chunk], starts: Sequence[int]) -> list[AdapterRange]:
+    """Find the rows that are computed with an adapter, given the first row of each chunk."""
+    return [
+        AdapterRange(chunk.adapter, row + max(0, chunk.adapter_from - chunk.start), row + chunk.num_tokens)
+        for chunk, row in zip(chunks, starts, strict=False)
+        if chunk.adapter and chunk.adapter_from < chunk.end
+    ]
 
 
 def pack_tokens(chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -134,5 +154,5 @@ def compute_step(
         layout: the layout of these tokens, on the model's device.
     """
     step = PagedStep(pool, layout.batch, kernels)
-    logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows)
+    logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters)
     return StepOutputs(logits, torch.cat((is_finite & step.is_finite, logits.argmax(dim=-1))))

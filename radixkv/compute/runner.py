@@ -79,14 +79,15 @@ class Runner:
     def prepare(self, chunks: Sequence[Chunk]) -> Launch:
         """Do the work of a step that does not need its tokens. The step before may still be computed.
 
-        A recorded step is planned and written to pinned memory. Of any other step the tables are made.
+        A recorded step is planned and written to pinned memory. Of any other step the tables are made. Steps with rows
+        of adapters are not recorded: products of other shapes add to them.
 
         Returns:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
         """
         layout = lay_out(chunks, self.storage.block_size)
         copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
-        recorded = None if self._graphs is None else self._graphs.prepare(layout)
+        recorded = None if self._graphs is None or layout.adapters else self._graphs.prepare(layout)
         return functools.partial(self._start, layout, copies, recorded or functools.partial(self._compute, layout))
 
     def start(self, chunks: Sequence[Chunk]) -> Wait:

@@ -52,7 +52,7 @@ def load_model(config: ModelConfig) -> Model:
 
 def _make_tiny(config: ModelConfig, device: torch.device) -> Model:
     module = build_tiny_model(ATTENTION_NAME).to(_dtype(config) or torch.float32)
-    return Model("tiny", module, device, is_exact=config.exactness == "exact", weights=config.weights)
+    return _model("tiny", module, device, config)
 
 
 def _load(config: ModelConfig, device: torch.device) -> Model:
@@ -61,12 +61,23 @@ def _load(config: ModelConfig, device: torch.device) -> Model:
     try:
         module = _load_module(directory, _dtype(config))
         _refuse_masks_we_do_not_make(module)
-        name = directory.resolve().name
-        return Model(name, module, device, is_exact=config.exactness == "exact", weights=config.weights)
+        return _model(directory.resolve().name, module, device, config)
     except RadixKVError:
         raise
     except Exception as error:  # whatever transformers raises over a bad directory
         raise ConfigError(f"model.path: {directory} can't be loaded: {reason_of(error)}") from error
+
+
+def _model(name: str, module: PreTrainedModel, device: torch.device, config: ModelConfig) -> Model:
+    return Model(
+        name,
+        module,
+        device,
+        is_exact=config.exactness == "exact",
+        weights=config.weights,
+        max_adapters=2 * config.max_adapters,  # as many more drain
+        adapter_bytes=config.adapter_bytes,
+    )
 
 
 def _load_module(directory: Path, dtype: torch.dtype | None) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,8 +12,12 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from xxhash import xxh3_128
 
-from radixkv.errors import UnsupportedModel
+from radixkv.errors import UnknownAdapter, UnsupportedModel
 from radixkv.kernels.scoring import Scoring
+from radixkv.model.adapters.adapted_layers import AdaptedLayers
+from radixkv.model.adapters.adapter_files import AdapterFiles
+from radixkv.model.adapters.adapter_range import AdapterRange
+from radixkv.model.adapters.low_rank_products import LowRankProducts
 from radixkv.model.attention.interface import AttentionKind, AttentionStep, AttentionUse
 from radixkv.model.attention.paged_step import PaddedStep
 from radixkv.model.exactness import make_exact, padded_tokens
@@ -39,6 +43,8 @@ class Model:
         is_fused: whether its known parts run as one kernel each; None fuses them in fast mode on a GPU, and on a CPU
             lets products and known parts run in few calls.
         weights: `auto`, or `int8` on a CPU; see `ModelConfig`.
+        max_adapters: adapters that may be loaded; 0 lets none be, which is faster where a library gates products.
+        adapter_bytes: bytes that they may take on the device.
 
     Attributes:
         name: `tiny` or the directory's name.
@@ -51,6 +57,7 @@ class Model:
         max_tokens: tokens of the longest sequence that the model is made for; None if its configuration does not say.
         eos_token_ids: tokens that end a generation.
         weights: as given.
+        adapted: its layers, to which adapters may add; None if none may be loaded.
         fingerprint: equal for equal configuration and weights.
     """
 
@@ -63,6 +70,8 @@ class Model:
         is_exact: bool = True,
         is_fused: bool | None = None,
         weights: str = "auto",
+        max_adapters: int = 0,
+        adapter_bytes: int = 2**30,
     ) -> None:
         assert not (is_exact and is_fused), "exact mode takes the place of torch's functions, which kernels do not call"
         self.name = name
@@ -72,11 +81,18 @@ class Model:
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self.weights = weights
         self.fingerprint = _fingerprint(module, weights)  # before weights are laid out otherwise
+        self.adapted: AdaptedLayers[Any] | None = None
+        choices = ProductChoices(is_exact=is_exact, weights=weights)
+        is_packed = device.type == "cpu" and is_fused is None
+        if is_packed:
+            pack_linears(module, choices, may_gate=not max_adapters)
+        if max_adapters:
+            products = LowRankProducts(ProductChoices(is_exact=is_exact))
+            self.adapted = AdaptedLayers(module, products, max_adapters, adapter_bytes)
         self._unfused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
             self._unfused = fuse_modules(module)
-        elif device.type == "cpu" and is_fused is None:
-            pack_linears(module, ProductChoices(is_exact=is_exact, weights=weights))
+        elif is_packed:
             self._unfused = JoinedParts(module, is_exact=is_exact).undone
         self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
         self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
@@ -91,7 +107,12 @@ class Model:
 
     @torch.inference_mode()
     def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: AttentionStep, logit_rows: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        step: AttentionStep,
+        logit_rows: torch.Tensor,
+        adapters: Sequence[AdapterRange] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute packed tokens of several requests. `step` knows which token belongs to which request.
 
@@ -100,6 +121,7 @@ class Model:
             position_ids: int64 `[num_tokens]`, absolute positions.
             step: computes the attention of each layer.
             logit_rows: int64 `[n]`, the rows whose logits are returned.
+            adapters: the rows that are computed with an adapter, each at most once; others are the base model's.
 
         Returns:
             Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite, bool
@@ -107,13 +129,14 @@ class Model:
 
         Raises:
             UnsupportedModel: the model asks for something that our attention does not do.
+            UnknownAdapter: one of the adapters is not loaded.
         """
         num_tokens = input_ids.numel()
         if self.is_exact:
             padding = (0, padded_tokens(num_tokens, self.device) - num_tokens)
             input_ids, position_ids = pad(input_ids, padding), pad(position_ids, padding)
             step = PaddedStep(step, num_tokens)
-        with self._mode:
+        with self._mode, self._with_adapters(adapters):
             output = self.module(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],
@@ -140,9 +163,25 @@ class Model:
             self.attention_kinds, self.kv_shape.dtype, shape, block_size, self.device, is_exact=self.is_exact
         )
 
+    def try_adapter(self, files: AdapterFiles) -> None:
+        """Try the products of an adapter that was read, so that the engine's thread does not; on any thread.
+
+        Raises:
+            InvalidAdapter: their rows are not computed alike on this machine.
+        """
+        if self.adapted is not None:
+            self.adapted.try_out(files)
+
     def unfused(self) -> AbstractContextManager[object]:
         """Let `module` run as transformers wrote it, inside the `with` block."""
         return self._unfused()
+
+    def _with_adapters(self, ranges: Sequence[AdapterRange]) -> AbstractContextManager[object]:
+        if not ranges:
+            return contextlib.nullcontext()
+        if self.adapted is None:
+            raise UnknownAdapter(f"adapter: expected none, since model.max_adapters is 0, got {ranges[0].digest}")
+        return self.adapted.applied(ranges, self.device)
 
     def _keep_hidden_states(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
         """Keep the last hidden states of the outermost part that has some: it ends last."""

@@ -8,21 +8,37 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from radixkv.errors import InvalidAdapter
 from radixkv.model.adapters.adapter_config import LoraFields, read_config
 from radixkv.model.adapters.layers import LayerShape, adaptable_layers
-from radixkv.model.model import Model
 from radixkv.tokens import TOKEN_BYTES
 
 TENSOR_FILE = "adapter_model.safetensors"
 _DIGEST_BYTES = 20
 _TENSOR_NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
+
+
+class AdaptableModel(Protocol):
+    """The model that adapters must fit: `radixkv.model.model.Model` is one.
+
+    Attributes:
+        module: the transformers model.
+        vocab_size: token ids are below this.
+    """
+
+    module: PreTrainedModel
+    vocab_size: int
+
+    def try_adapter(self, files: AdapterFiles) -> None:
+        """Try the products of an adapter. Raises InvalidAdapter if their rows are not computed alike here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +102,10 @@ class AdapterFiles:
         return None
 
 
-def read_adapter(path: str | Path, model: Model, max_bytes: int | None = None) -> AdapterFiles:
-    """Read and check an adapter. May be called on any thread, and takes as long as the disk does.
+def read_adapter(path: str | Path, model: AdaptableModel, max_bytes: int | None = None) -> AdapterFiles:
+    """Read and check an adapter, and try products of its shapes. May be called on any thread.
+
+    It takes as long as the disk does, and a tenth of a second for each shape that this machine has not tried before.
 
     Args:
         path: its directory.
@@ -110,13 +128,15 @@ def read_adapter(path: str | Path, model: Model, max_bytes: int | None = None) -
             raise InvalidAdapter(f"{TENSOR_FILE} {layer}: expected {_expected_layer(model, layer)}")
         _require_shapes(layer, shapes[layer], config.rank_of(layer), down, up)
         layers[layer] = _low_rank(layer, down, up, config.scale_of(layer), model.module.dtype)
-    return AdapterFiles(
+    files = AdapterFiles(
         digest=_digest(config, pairs),
         rank=max(each.down.shape[0] for each in layers.values()),
         num_bytes=sum(each.num_bytes for each in layers.values()),
         invocation_token_ids=config.invocation_token_ids,
         layers=layers,
     )
+    model.try_adapter(files)
+    return files
 
 
 def _read_tensors(directory: Path, max_bytes: int | None) -> dict[str, torch.Tensor]:
@@ -149,7 +169,7 @@ def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor,
     return {layer: (sides["A"], sides["B"]) for layer, sides in halves.items()}
 
 
-def _expected_layer(model: Model, layer: str) -> str:
+def _expected_layer(model: AdaptableModel, layer: str) -> str:
     """Say what is wrong with the name of a layer."""
     parts = dict(model.module.named_modules())
     if layer not in parts:

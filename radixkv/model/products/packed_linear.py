@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -40,6 +41,9 @@ class Product:
         weight: `[out_features, in_features]`. It is not kept, unless it is laid out right as it is.
         bias: `[out_features]`, or None.
         choice: how it is computed.
+
+    Attributes:
+        addition: called with rows and the product with them, to which it may add in place; None for nothing to add.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, choice: ProductChoice) -> None:
@@ -49,18 +53,22 @@ class Product:
         self._bias = bias
         self._multiply, self._gate = packing.multiply, packing.gate
         self._tiles = tiles_of(choice.costs) if choice.costs else None
+        self.addition: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the product with rows `[..., in_features]`: a new tensor `[..., out_features]`."""
         flat = aligned_rows(rows)
         if not len(flat):  # a step that wants no logits
             return rows.new_empty(*rows.shape[:-1], self.out_features)
-        return self._in_calls(self._call, flat).view(*rows.shape[:-1], self.out_features)
+        product = self._in_calls(self._call, flat).view(*rows.shape[:-1], self.out_features)
+        if self.addition is not None:
+            self.addition(rows, product)
+        return product
 
     @property
     def can_gate(self) -> bool:
         """Whether its library computes a gate and what it gates without writing either to memory."""
-        return self._gate is not None
+        return self._gate is not None and self.addition is None
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -148,7 +156,7 @@ class PackedSlice(nn.Module):
         return self.joined.part(rows, self.start, self.end)
 
 
-def pack_linears(module: PreTrainedModel, choices: ProductChoices) -> None:
+def pack_linears(module: PreTrainedModel, choices: ProductChoices, *, may_gate: bool = True) -> None:
     """Replace the linear layers of a model on a CPU. Logs how they are computed.
 
     Layers of the same rows become one product: queries, keys and values, and a gate and what it gates, unless the
@@ -159,6 +167,7 @@ def pack_linears(module: PreTrainedModel, choices: ProductChoices) -> None:
     Args:
         module: the model, in evaluation mode. Its linear layers must not have been replaced yet.
         choices: how products are computed.
+        may_gate: whether one product may be another's gate. Then nothing can be added to either.
     """
     head = module.get_output_embeddings()
     packed: dict[nn.Module, nn.Module] = {}
@@ -170,7 +179,7 @@ def pack_linears(module: PreTrainedModel, choices: ProductChoices) -> None:
             layers = [children[name] for name in names if name in children]
             if len(layers) < len(names) or any(uses[id(layer)] > 1 for layer in layers):
                 continue
-            if names == GATED and type(children.get("act_fn")) in SILU and _can_gate(layers, choices):
+            if may_gate and names == GATED and type(children.get("act_fn")) in SILU and _can_gate(layers, choices):
                 continue
             for layer, replacement in zip(layers, _joined(layers, choices, counts), strict=False):
                 packed[layer] = replacement

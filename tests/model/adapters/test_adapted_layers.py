@@ -1,0 +1,102 @@
+"""Steps of several adapters and the base model, against peft's own forward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.errors import UnknownAdapter
+from tests.model.adapters.adapted import Adapted, prompt, serve, tables
+from tests.model.exact.exact_cases import MODELS
+
+MAX_DIFFERENCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return serve(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def assert_agree(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (got - expected).abs().max().item() <= MAX_DIFFERENCE
+    assert expected.std() > 100 * MAX_DIFFERENCE, "the oracle's logits are too flat to tell right from wrong"
+
+
+def test_merged_steps_agree_with_peft(adapted: Adapted) -> None:
+    """Base and three adapters in one step: at once, after a prefix, and token by token."""
+    prompts = [prompt(length, seed=length) for length in (37, 60, 21, 50)]
+    blocks, expected = tables(4), []
+    for number, tokens in enumerate(prompts):
+        expected.append(adapted.expected(number, tokens))
+    assert all((expected[0][-1] - each[-1]).abs().max() > 0.1 for each in expected[1:])
+    done = [0, 0, 0, 0]
+    for ends in ([10, 30, 5, 17], [11, 31, 20, 18], [12, 60, 21, 19], [37, 60, 21, 50]):
+        numbers = [n for n in (2, 0, 3, 1) if ends[n] > done[n]]
+        chunks = [adapted.chunk(n, prompts[n], done[n], ends[n], blocks[n]) for n in numbers]
+        logits = adapted.runner.run(chunks).logits.split([each.num_tokens for each in chunks])
+        for number, rows in zip(numbers, logits, strict=True):
+            assert_agree(rows, expected[number][done[number] : ends[number]])
+        done = ends
+
+
+def test_requests_of_one_adapter_apart_in_a_step_agree_with_peft(adapted: Adapted) -> None:
+    prompts = [prompt(length, seed=length) for length in (9, 13, 2, 7, 5)]
+    numbers = [1, 0, 1, 1, 3]
+    chunks = [
+        adapted.chunk(number, tokens, 0, len(tokens), table)
+        for number, tokens, table in zip(numbers, prompts, tables(5), strict=True)
+    ]
+    logits = adapted.runner.run(chunks).logits.split([len(tokens) for tokens in prompts])
+    for number, tokens, rows in zip(numbers, prompts, logits, strict=True):
+        assert_agree(rows, adapted.expected(number, tokens))
+
+
+def test_base_rows_have_the_same_bits_beside_adapters(adapted: Adapted) -> None:
+    tokens, blocks = prompt(40), tables(2)
+    alone = adapted.runner.run([adapted.chunk(0, tokens, 0, 40, blocks[0])]).logits
+    beside = adapted.runner.run(
+        [adapted.chunk(1, prompt(25, 1), 0, 25, blocks[1]), adapted.chunk(0, tokens, 0, 40, blocks[0])]
+    ).logits[25:]
+    assert torch.equal(alone, beside)
+
+
+def test_an_adapter_that_is_not_loaded_fails_the_step_alone(adapted: Adapted) -> None:
+    tokens, (table,) = prompt(5), tables(1)
+    chunk = adapted.chunk(1, tokens, 0, 5, table)
+    adapted.model.adapted.adapters.remove(chunk.adapter)
+    try:
+        with pytest.raises(UnknownAdapter, match="expected one that is loaded"):
+            adapted.runner.run([chunk])
+    finally:
+        adapted.model.adapted.adapters.add(adapted.files[0])
+    assert_agree(adapted.runner.run([chunk]).logits, adapted.expected(1, tokens))
+
+
+def test_a_model_without_adapters_refuses_them(tmp_path: Path) -> None:
+    served = serve("llama", tmp_path, [{}])
+    served.model.adapted = None
+    with pytest.raises(UnknownAdapter, match=r"expected none, since model\.max_adapters is 0"):
+        served.runner.run([served.chunk(1, prompt(5), 0, 5, tables(1)[0])])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_activated_adapter_agrees_with_peft(family: str, tmp_path: Path) -> None:
+    """Rows before the last invocation are the base model's; what is generated is the adapter's, or never is."""
+    served = serve(family, tmp_path, [{"alora_invocation_tokens": [7, 8]}])
+    tokens = prompt(50)
+    tokens[[10, 11, 30, 31]] = 7, 8, 7, 8
+    start = served.files[0].own_from(tokens.tobytes())
+    assert start == 30
+    blocks = tables(2)
+    for first, last in ((0, 20), (20, 33), (33, 49), (49, 50)):
+        chunk = served.chunk(1, tokens, first, last, blocks[0], adapter_from=start)
+        assert_agree(served.runner.run([chunk]).logits, served.expected(1, tokens)[first:last])
+    base = served.expected(0, tokens)
+    assert_agree(served.expected(1, tokens)[:start], base[:start])
+    assert (served.expected(1, tokens)[-1] - base[-1]).abs().max() > 0.1
+    never = np.delete(tokens, [11, 31])
+    assert served.files[0].own_from(never.tobytes()) is None
+    assert_agree(served.expected(1, never), served.expected(0, never))
