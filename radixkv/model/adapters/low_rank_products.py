@@ -1,8 +1,8 @@
 """Computes on a CPU what adapters add to rows: two products for each adapter and site, each over that adapter's rows.
 
-    site                 one product of the model: a linear layer, or several joined ones
-    qkv of rank 4        down [12, in_features]: those of q, k and v, one after the other
-                         up   [q | k | v, 12]: each from its own ranks, zeros elsewhere
+site                 one product of the model: a linear layer, or several joined ones
+qkv of rank 4        down [12, in_features]: those of q, k and v, one after the other
+                     up   [q | k | v, 12]: each from its own ranks, zeros elsewhere
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class LowRankProducts:
         choice = self._choices.choose(weight, None)
         if choice is None:
             raise InvalidAdapter(
-                f"adapter: expected the rows of a product to be computed alike, got others for {tuple(weight.shape)} in "
-                f"{weight.dtype} on this machine; {SERVE_FAST}"
+                "adapter: expected the rows of a product to be computed alike, got others for "
+                f"{tuple(weight.shape)} in {weight.dtype} on this machine; {SERVE_FAST}"
             )
         return Product(weight, None, choice)

@@ -42,7 +42,7 @@ def adapter_options(family: str) -> list[dict[str, Any]]:
             "r": 5,
             "lora_alpha": 3,
             "use_rslora": True,
-            "rank_pattern": {few[0]: 9},
+            "rank_pattern": {few[0]: 7},
             "alpha_pattern": {r".*\.1\..*": 5},
         },
     ]
