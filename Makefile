@@ -18,7 +18,7 @@ help:
 	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
 	@echo "make mutants   break cache and engine in small ways: a test must fail each time; about 20 minutes"
 	@echo "make bench     all benchmarks that need no GPU, into build/bench/; with TRACE=FILE also those that replay a trace"
-	@echo "make gpu       answers, kernels, time to first token and exact mode on a GPU, into build/gpu/; nine minutes"
+	@echo "make gpu       on a GPU, into build/gpu/: PART=look (30 seconds), then prefill, kernels, peers (nine minutes each)"
 	@echo "make proto     regenerate radixkv/v1 and radixkv/gateway from proto/"
 	@echo "make clean     remove build/ and $(VENV)"
 
@@ -82,9 +82,10 @@ ifdef TRACE
 		--set cache.capacity_tokens=524288 --json build/bench/mooncake.json
 endif
 
-# SGLANG is a folder with SGLang's unpacked wheel. Without make: python -m bench.gpu, which needs no installation.
+# PART is look, prefill, kernels or peers; all of them if it is not given. SGLANG is a folder with SGLang's unpacked
+# wheel. Without make: python -m bench.gpu, which needs no installation.
 gpu: $(STAMP)
-	$(PY) -m bench.gpu --out build/gpu $(if $(SGLANG),--sglang $(SGLANG))
+	$(PY) -m bench.gpu --out build/gpu $(if $(PART),--part $(PART)) $(if $(SGLANG),--sglang $(SGLANG))
 
 # Types are checked on the one import namespace that users see, laid out by links.
 check: $(STAMP)

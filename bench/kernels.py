@@ -16,32 +16,42 @@ import itertools
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from bench.attention_peers import NAMES, peer
-from bench.parts.attention_inputs import AttentionCase, Heads, expected_answer, make_inputs, worst_error
+from bench.gpu.attention_variants import CHOICES, QUANTIZED, Permissions, first_case, variants
+from bench.gpu.dry_run import interpreted
+from bench.parts.attention_inputs import AttentionCase, Heads, expected_answer, make_inputs, room_of, worst_error
 from bench.parts.copy_inputs import BlockCopies, TokenWrites
 from bench.parts.device_time import Rates, cache_bytes, measure_rates
 from bench.parts.environment import describe_run
-from bench.parts.kernel_row import HEADER, Contestant, Row, Work, format_failures, format_row, guarded_row, measure_row
+from bench.parts.kernel_row import (
+    HEADER,
+    Contestant,
+    Row,
+    Work,
+    format_failures,
+    format_peer,
+    format_row,
+    guarded_row,
+    measure_row,
+)
 from bench.parts.result_file import write_json
 from bench.parts.row_inputs import GatedRows, NormedRows
 from bench.parts.shared_prefix_inputs import SharedDecodes, SharedPrefix
 from radixkv.kernels import reference
 from radixkv.kernels.copy_blocks import copy_blocks
 from radixkv.kernels.norm import add_rms_norm
-from radixkv.kernels.quantization import INT4
 from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.swiglu import swiglu
 from radixkv.kernels.write_kv import write_kv
 from radixkv.model.attention.triton_kernels import TritonKernels
 
 KERNELS = ("write_kv", "copy_blocks", "add_rms_norm", "swiglu", "paged_attention", "shared_prefix")
-QUANTIZED = (torch.float8_e4m3fn, torch.int8, INT4)
 
 # Largest error of a vector: bfloat16 rounds weights and answers by 0.4 % each; a wrong K or V is off by 100 %.
 _TOLERANCE = 0.02
@@ -88,8 +98,8 @@ GPU_SIZES = Sizes(
     hidden_size=4096,
     intermediate_size=14_336,
     attentions=(
-        *((512, 8192), (2048, 8192), (2048, 32_768), (8192, 0)),
-        *((suffix, prefix) for prefix in (8192, 32_768, 65_536) for suffix in (16, 64, 128)),
+        *((64, 8192), (2048, 8192), (512, 8192), (64, 32_768), (2048, 32_768), (8192, 0), (16, 8192), (128, 8192)),
+        *((16, 32_768), (128, 32_768), (16, 65_536), (64, 65_536), (128, 65_536)),
     ),
     shared=(SharedPrefix(16, 8192), SharedPrefix(64, 8192)),
     dequantized_suffix=512,
@@ -104,100 +114,93 @@ class Bench:
         sizes: sizes to measure.
         peers: names of the attention peers.
         sglang: folder of SGLang's unpacked wheel, or None.
-        has_variants: whether attention is also measured over other pools, dequantized before it too, over blocks in
-            order, in exact mode, and on a Hopper GPU with warps that specialize.
+        choice: which variants of attention are measured; see `attention_variants`.
     """
 
     def __init__(
-        self, device: torch.device, sizes: Sizes, peers: Sequence[str], sglang: Path | None, *, has_variants: bool
+        self, device: torch.device, sizes: Sizes, peers: Sequence[str], sglang: Path | None, choice: str
     ) -> None:
         self.rates: Rates = measure_rates(device)
         self._device = device
         self._sizes = sizes
         self._peers = peers
         self._sglang = sglang
-        self._has_variants = has_variants
-        self._may_specialize = device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
+        self._choice = choice
+        self._allowed = Permissions.on(device)
 
     def rows(self, kernels: Sequence[str]) -> Iterator[Row]:
-        """Measure the kernels with these names."""
+        """Measure the kernels with these names. Yields each row again when a peer was measured."""
         sizes = self._sizes
         if "write_kv" in kernels:
             for kv_dtype, num_tokens in itertools.product((torch.bfloat16, *QUANTIZED), sizes.written_tokens):
                 case = f"{num_tokens} tokens, {_name(kv_dtype)} pool"
-                yield guarded_row("write_kv", case, partial(self._write, num_tokens, kv_dtype))
+                yield from guarded_row("write_kv", case, partial(self._write, num_tokens, kv_dtype))
         if "copy_blocks" in kernels:
             for num_copies in sizes.copied_blocks:
                 case = f"{num_copies} blocks of {sizes.num_layers} layers"
-                yield guarded_row("copy_blocks", case, partial(self._copy, num_copies))
+                yield from guarded_row("copy_blocks", case, partial(self._copy, num_copies))
         for num_tokens, (kernel, make) in itertools.product(
             sizes.row_tokens, (("add_rms_norm", self._norm), ("swiglu", self._gate))
         ):
             if kernel in kernels:
-                yield guarded_row(kernel, f"{num_tokens} tokens", partial(make, num_tokens))
+                yield from guarded_row(kernel, f"{num_tokens} tokens", partial(make, num_tokens))
         if "paged_attention" in kernels:
             for suffix_tokens, prefix_tokens in sizes.attentions:
                 yield from self._attentions(AttentionCase(suffix_tokens, prefix_tokens))
         if "shared_prefix" in kernels:
-            for decodes in itertools.chain.from_iterable(each.modes(self._may_specialize) for each in sizes.shared):
-                yield guarded_row("shared_prefix", str(decodes), partial(self._shared, decodes))
+            for decodes in itertools.chain.from_iterable(
+                each.modes(self._allowed.specialized_exact) for each in sizes.shared
+            ):
+                yield from guarded_row("shared_prefix", str(decodes), partial(self._shared, decodes))
 
-    def _write(self, num_tokens: int, kv_dtype: torch.dtype) -> Row:
+    def _write(self, num_tokens: int, kv_dtype: torch.dtype) -> Iterator[Row]:
         writes = TokenWrites(num_tokens, kv_dtype, self._sizes.heads, cache_bytes(self._device), self._device)
         work = Work(0, writes.num_bytes, writes.tolerance)
         peers = {"torch": partial(writes.contestant, reference.write_kv)}
         return measure_row(work, partial(writes.contestant, write_kv), peers, self.rates, self._device)
 
-    def _copy(self, num_copies: int) -> Row:
+    def _copy(self, num_copies: int) -> Iterator[Row]:
         sizes = self._sizes
         copies = BlockCopies(num_copies, sizes.num_layers, sizes.heads, cache_bytes(self._device), self._device)
         work = Work(0, copies.num_bytes, 0)
         peers = {"torch": partial(copies.contestant, reference.copy_blocks)}
         return measure_row(work, partial(copies.contestant, copy_blocks), peers, self.rates, self._device)
 
-    def _norm(self, num_tokens: int) -> Row:
+    def _norm(self, num_tokens: int) -> Iterator[Row]:
         rows = NormedRows(num_tokens, self._sizes.hidden_size, cache_bytes(self._device), self._device)
         work = Work(0, rows.num_bytes, _ROW_TOLERANCE)
         peers = {"torch": partial(rows.contestant, reference.add_rms_norm)}
         return measure_row(work, partial(rows.contestant, add_rms_norm), peers, self.rates, self._device)
 
-    def _gate(self, num_tokens: int) -> Row:
+    def _gate(self, num_tokens: int) -> Iterator[Row]:
         rows = GatedRows(num_tokens, self._sizes.intermediate_size, cache_bytes(self._device), self._device)
         work = Work(0, rows.num_bytes, _ROW_TOLERANCE)
         peers = {"torch": partial(rows.contestant, reference.swiglu)}
         return measure_row(work, partial(rows.contestant, swiglu), peers, self.rates, self._device)
 
-    def _shared(self, decodes: SharedPrefix) -> Row:
+    def _shared(self, decodes: SharedPrefix) -> Iterator[Row]:
         """Measure kernels that join the rows of requests, beside the same that do not."""
         sizes = self._sizes
         inputs = SharedDecodes(decodes, sizes.heads, cache_bytes(self._device), self._device, sizes.num_layers)
-        ours, apart = (partial(inputs.contestant, decodes.kernels(joins=joins)) for joins in (True, False))
+        room = room_of(self._device, sizes.heads.head_dim)
+        ours, apart = (partial(inputs.contestant, decodes.kernels(room, joins=joins)) for joins in (True, False))
         work = Work(inputs.flops, inputs.num_bytes, _TOLERANCE)
         return measure_row(work, ours, {"ours, not joined": apart}, self.rates, self._device)
 
     def _attentions(self, case: AttentionCase) -> Iterator[Row]:
         """Measure a row beside the peers, then its variants beside the row's own time."""
-        first = guarded_row("paged_attention", _describe(case), partial(self._attention, case, self._peers))
-        yield first
-        if not self._has_variants:
-            return
-        variants = [replace(case, is_shuffled=False), replace(case, is_exact=True)]
-        if self._may_specialize:
-            variants += [replace(case, is_specialized=True), replace(case, is_specialized=True, is_exact=True)]
-        quantized = [replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED]
-        if case.suffix_tokens >= self._sizes.dequantized_suffix:
-            quantized += [
-                replace(variant, is_dequantized_first=True, is_specialized=self._may_specialize)
-                for variant in quantized
-            ]
-        for variant in (*variants, *quantized):
-            row = guarded_row("paged_attention", _describe(variant), partial(self._attention, variant, ()))
-            if first["is_right"] and row["is_right"]:
-                known = {key: first[key] for key in ("is_right", "error", "ms", "host_ms")}
-                row["peers"]["ours in bf16"] = {**known, "ratio": first["ms"] / row["ms"]}
-            yield row
+        case = first_case(case, self._choice, self._allowed)
+        first: Row = {}
+        for first in guarded_row("paged_attention", _describe(case), partial(self._attention, case, self._peers)):
+            yield first
+        for variant in variants(case, self._choice, self._allowed, self._sizes.dequantized_suffix):
+            for row in guarded_row("paged_attention", _describe(variant), partial(self._attention, variant, ())):
+                if first["is_right"] and row["is_right"]:
+                    known = {key: first[key] for key in ("is_right", "error", "ms", "host_ms")}
+                    row["peers"]["ours in bf16"] = {**known, "ratio": first["ms"] / row["ms"]}
+                yield row
 
-    def _attention(self, case: AttentionCase, peers: Sequence[str]) -> Row:
+    def _attention(self, case: AttentionCase, peers: Sequence[str]) -> Iterator[Row]:
         sizes = self._sizes
         inputs = make_inputs(case, sizes.heads, cache_bytes(self._device), self._device, num_layers=sizes.num_layers)
         expected = expected_answer(inputs)
@@ -205,6 +208,7 @@ class Bench:
             is_exact=case.is_exact,
             is_specialized=case.is_specialized,
             dequantizes_first="always" if case.is_dequantized_first else "never",
+            room=room_of(self._device, sizes.heads.head_dim),
         )
 
         def own(layer: int) -> torch.Tensor:
@@ -238,13 +242,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print row by row, and write the file after each. Returns 1 if a kernel failed or is wrong."""
+    """Measure row by row and peer by peer; print and write each at once. Returns 1 if a kernel failed or is wrong."""
     options = _parse(arguments)
     device = torch.device("cpu" if options.dry_run else "cuda")
     sizes = DRY_SIZES if options.dry_run else GPU_SIZES
     rows: list[Row] = []
-    with _interpreted() if options.dry_run else contextlib.nullcontext():
-        bench = Bench(device, sizes, options.peers, options.sglang, has_variants=options.variants)
+    with interpreted() if options.dry_run else contextlib.nullcontext():
+        bench = Bench(device, sizes, options.peers, options.sglang, options.variants)
         result = {
             "is_dry_run": options.dry_run,
             "matrix_tflops": bench.rates.flops_per_s / 1e12,
@@ -261,8 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"this device: {result['matrix_tflops']:.4g} TFLOP/s, copies {result['copy_gb_per_s']:.4g} GB/s")
         print(HEADER)
         for row in bench.rows(options.kernels):
-            rows.append(row)
-            print(format_row(row), flush=True)
+            _show(row, rows)
             if options.json:
                 write_json(options.json, {**result, "is_finished": False})
     if options.json:
@@ -272,27 +275,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if num_right == len(rows) else 1
 
 
+def _show(row: Row, rows: list[Row]) -> None:
+    """Print what is new, and keep the row if it is new."""
+    if not rows or rows[-1] is not row:
+        rows.append(row)
+        print(format_row(row), flush=True)
+    for line in [format_peer(row, name) for name in list(row["peers"])[-1:]]:
+        print(line, end="\n" if line else "", flush=True)
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check and time the Triton kernels beside their peers.")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--peers", nargs="*", choices=NAMES, default=NAMES, help="attention peers; default all")
     parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
-    parser.add_argument("--variants", action=argparse.BooleanOptionalAction, default=True, help="variants of attention")
+    parser.add_argument("--variants", choices=CHOICES, default="all", help="which kernels and pools; default all")
     parser.add_argument("--dry-run", action="store_true", help="small sizes on the CPU, through Triton's interpreter")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
-
-
-@contextlib.contextmanager
-def _interpreted() -> Iterator[None]:
-    """Run Triton kernels on the CPU through the interpreter, as the tests do."""
-    import pytest
-
-    from tests.kernels.interpreter import interpret_kernels
-
-    with pytest.MonkeyPatch.context() as patch:
-        interpret_kernels(patch)
-        yield
 
 
 if __name__ == "__main__":

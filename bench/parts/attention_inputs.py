@@ -8,6 +8,7 @@ import torch
 
 from bench.parts.device_time import num_input_sets
 from radixkv.kernels import reference
+from radixkv.kernels.attention_splits import HOPPER, DeviceRoom
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import is_quantized
@@ -140,6 +141,13 @@ def expected_answer(inputs: AttentionInputs) -> torch.Tensor:
         query = inputs.queries[0][start:end]
         parts.append(reference.paged_attention(query, inputs.pool, 0, batch, Scoring(inputs.scale)))
     return torch.cat(parts)
+
+
+def room_of(device: torch.device, head_dim: int) -> DeviceRoom:
+    """Return the room that a device has for attention programs; on a CPU that of a Hopper GPU."""
+    if device.type == "cpu":
+        return HOPPER
+    return DeviceRoom(torch.cuda.get_device_properties(device).multi_processor_count, head_dim)
 
 
 def worst_error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +51,29 @@ def measure_row(
     peers: Mapping[str, Prepare],
     rates: Rates,
     device: torch.device,
-) -> Row:
-    """Check and time a kernel and its peers. One that fails leaves its reason in the row.
+) -> Iterator[Row]:
+    """Check and time a kernel, then its peers one by one. One that fails leaves its reason in the row.
 
-    Returns:
-        The result of our kernel with its rates, its floor (time of the work at the rates of this run) and the results
-        of the peers by name. A peer's ratio is its time divided by ours.
+    Yields:
+        The same row each time, first with the result of our kernel, its rates and its floor (time of the work at the
+        rates of this run), then with one peer more, by name. A peer's ratio is its time divided by ours.
     """
     row = _attempt(own, work.tolerance, device)
-    row["peers"] = {name: _attempt(prepare, work.tolerance, device) for name, prepare in peers.items()}
-    if not row["is_right"]:
-        return row
-    seconds = row["ms"] / 1e3
+    row["peers"] = {}
+    if row["is_right"]:
+        row |= _shares(work, row["ms"] / 1e3, rates)
+    yield row
+    for name, prepare in peers.items():
+        peer = row["peers"][name] = _attempt(prepare, work.tolerance, device)
+        if row["is_right"] and peer["is_right"]:
+            peer["ratio"] = peer["ms"] / row["ms"]
+        yield row
+
+
+def _shares(work: Work, seconds: float, rates: Rates) -> Row:
+    """Return what a kernel that takes these seconds makes of the device."""
     matrix_s, copy_s = work.flops / rates.flops_per_s, work.num_bytes / rates.bytes_per_s
-    row |= {
+    return {
         "tflops": work.flops / seconds / 1e12,
         "gb_per_s": work.num_bytes / seconds / 1e9,
         "matrix_share": matrix_s / seconds,
@@ -72,25 +81,22 @@ def measure_row(
         "floor_ms": max(matrix_s, copy_s) * 1e3,
         "floor_share": max(matrix_s, copy_s) / seconds,
     }
-    for peer in row["peers"].values():
-        if peer["is_right"]:
-            peer["ratio"] = peer["ms"] / row["ms"]
-    return row
 
 
-def guarded_row(kernel: str, case: str, make: Callable[[], Row]) -> Row:
-    """Make a row. It is a failed one, with the reason, if inputs or reference can't be computed."""
+def guarded_row(kernel: str, case: str, make: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """Make a row; see `measure_row`. It is a failed one, with the reason, if inputs or reference can't be computed.
+
+    Yields:
+        The same row each time it gains something, with the names of kernel and case.
+    """
+    row: Row = {"kernel": kernel, "case": case}
     try:
-        return {"kernel": kernel, "case": case, **make()}
+        for known in make():
+            row.update(known)
+            yield row
     except Exception as raised:  # noqa: BLE001 - out of memory, or a device that an earlier kernel broke
-        return {
-            "kernel": kernel,
-            "case": case,
-            "is_right": False,
-            "error": None,
-            "reason": describe_error(raised),
-            "peers": {},
-        }
+        row |= {"is_right": False, "error": None, "reason": describe_error(raised), "peers": {}}
+        yield row
 
 
 def _attempt(prepare: Prepare, tolerance: float, device: torch.device) -> Row:
@@ -115,20 +121,28 @@ def describe_error(error: Exception) -> str:
 
 HEADER = (
     f"{'kernel':<16} {'case':<44} {'ms':>9} {'host ms':>8} {'TFLOP/s':>8} {'GB/s':>7} {'matrix':>7} {'copy':>7} "
-    f"{'floor':>7}  peers, times as long"
+    f"{'floor':>7}"
 )
 
 
 def format_row(row: Row) -> str:
-    """Lay a row out for people, below `HEADER`."""
+    """Lay a row out for people, below `HEADER`, without its peers."""
     start = f"{row['kernel']:<16} {row['case']:<44} "
     if not row["is_right"]:
         return f"{start}FAILED  {row['reason']}"
-    ratios = [f"{name} {peer['ratio']:.2f}" for name, peer in row["peers"].items() if peer["is_right"]]
     return (
         f"{start}{row['ms']:>9.4f} {row['host_ms']:>8.3f} {row['tflops']:>8.1f} {row['gb_per_s']:>7.0f} "
-        f"{row['matrix_share']:>7.1%} {row['copy_share']:>7.1%} {row['floor_share']:>7.1%}  {', '.join(ratios)}"
-    ).rstrip()
+        f"{row['matrix_share']:>7.1%} {row['copy_share']:>7.1%} {row['floor_share']:>7.1%}"
+    )
+
+
+def format_peer(row: Row, name: str) -> str:
+    """Lay a peer of a row out, below the row; empty if it was not measured."""
+    peer = row["peers"][name]
+    if not peer["is_right"]:
+        return ""
+    ratio = f"  {peer['ratio']:.2f} times as long" if "ratio" in peer else ""
+    return f"{'':<16} {name:>44} {peer['ms']:>9.4f} {peer['host_ms']:>8.3f}{ratio}"
 
 
 def format_failures(rows: list[Row]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.interface import AttentionKernels, AttentionUse
+from radixkv.model.attention.refused_attention import VARIABLE, refused_names
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
 from radixkv.model.on_gpu import attention_candidates
@@ -32,11 +33,25 @@ def attention_kernels(
         kv_shape: its K and V as the pool stores them.
         block_size: tokens a block.
         attempt: tries kernels by name; see `try_attention`.
+
+    Raises:
+        ConfigError: RADIXKV_REFUSED_ATTENTION names kernels that there are not.
     """
     if model.device.type != "cuda":
         return TorchKernels()
     use = model.attention_use(kv_shape, block_size)
-    return choose_attention(attention_candidates(use), lambda name: attempt(name, use)).for_service()
+    candidates = _not_refused(attention_candidates(use), use)
+    return choose_attention(candidates, lambda name: attempt(name, use)).for_service()
+
+
+def _not_refused(candidates: Mapping[str, _Kernels], use: AttentionUse) -> dict[str, _Kernels]:
+    """Leave out what the environment refuses; the last candidate always stays."""
+    refused = refused_names("exact" if use.is_exact else "fast")
+    *_, last = candidates
+    for name in candidates:
+        if name in refused and name != last:
+            _log.warning("%s is not used: %s refuses it", name, VARIABLE)
+    return {name: kernels for name, kernels in candidates.items() if name == last or name not in refused}
 
 
 def choose_attention(candidates: Mapping[str, _Kernels], attempt: Callable[[str], None]) -> _Kernels:

@@ -118,7 +118,12 @@ def _refusal_of(trial: str) -> str:
     return ""
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Run the trial that stands on the standard input, and print why the kernels can't serve. Returns the status."""
     refusal = _refusal_of(sys.stdin.read())
     print(refusal)
-    sys.exit(_REFUSED if refusal else 0)
+    return _REFUSED if refusal else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -114,7 +114,7 @@ def test_a_peer_with_a_wrong_answer_is_not_timed(tmp_path: Path, monkeypatch: py
         return [lambda: inputs.queries[0]]
 
     monkeypatch.setattr(bench.kernels, "peer", lambda name, sglang: prepare)
-    status, result = dry_run(tmp_path, "--kernels", "paged_attention", "--peers", "flex", "--no-variants")
+    status, result = dry_run(tmp_path, "--kernels", "paged_attention", "--peers", "flex", "--variants", "served")
     assert len(result["rows"]) == 1
     peer = result["rows"][0]["peers"]["flex"]
     assert status == 0

@@ -95,7 +95,8 @@ def missing(document: Path, text: str) -> list[str]:
         if not is_there or (test and f"def {test}(" not in file.read_text(encoding="utf-8")):
             wrong.append(quoted)
     for module in COMMAND.findall(text):
-        if not (ROOT / module.replace(".", "/")).with_suffix(".py").exists():
+        path = ROOT / module.replace(".", "/")
+        if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
             wrong.append(module)
     for link, anchor in LINK.findall(text):
         target = (ROOT / document).parent / link if link else ROOT / document

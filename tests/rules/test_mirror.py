@@ -11,6 +11,13 @@ from .house import ROOT, imports, is_generated, modules, reachable
 
 # Modules that are tested through another one: through a face, or together with their neighbors.
 TESTED_IN = {
+    "bench.gpu.dry_run": "bench/gpu/test_run.py",
+    "bench.gpu.dry_trial": "bench/gpu/test_run.py",
+    "bench.gpu.parts": "bench/gpu/test_run.py",
+    "bench.gpu.stage": "bench/gpu/test_run.py",
+    "bench.gpu.stage_process": "bench/gpu/test_run.py",
+    "bench.gpu.trials": "bench/gpu/test_run.py",
+    "bench.gpu.verdicts": "bench/gpu/test_run.py",
     "bench.hostile.attacker": "bench/hostile/test_trial.py",
     "bench.hostile.attacks.attack": "bench/hostile/attacks/test_by_name.py",
     "bench.hostile.attacks.cancels": "bench/hostile/attacks/test_by_name.py",

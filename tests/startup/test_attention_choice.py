@@ -237,3 +237,21 @@ def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.
     assert kernels._room == DeviceRoom(114, head_dim=64)
     model.device = CPU
     assert isinstance(attention_kernels(model, shape, 64, refuse), TorchKernels)
+
+
+def test_what_the_environment_refuses_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("it was tried")
+
+    hopper = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    monkeypatch.setenv("RADIXKV_REFUSED_ATTENTION", "warp-specialized attention")
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
+    model: Any = SimpleNamespace(device=torch.device("cuda"), is_exact=True)
+    model.attention_use = lambda shape, block_size: AttentionUse((KIND,), BF16, shape, block_size, model.device, True)
+    kernels = attention_kernels(model, shape, 64, refuse)
+    assert isinstance(kernels, TritonKernels)
+    assert not kernels._is_specialized
+    assert caplog.messages == ["warp-specialized attention is not used: RADIXKV_REFUSED_ATTENTION refuses it"]

@@ -19,6 +19,7 @@ from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.specialized_attention import supports
 from radixkv.kernels.tile_choice import fitting_tile_rows, tile_rows_for
 from radixkv.model.attention.interface import AttentionUse
+from radixkv.model.attention.refused_attention import DEQUANTIZED, POINTERS, SPECIALIZED, SPECIALIZED_DEQUANTIZED
 
 # Keys of a split in exact mode. Shorter splits fill the device when few tokens follow a long prefix, but leave more
 # partial results when many do: those of 2,048 new tokens after 8,192 have 5 times the bytes of their float32 queries.
@@ -191,14 +192,11 @@ def candidates(
     is_hopper = capability[0] == 9
     room = DeviceRoom(num_multiprocessors, shape.head_dim)
     if is_hopper and supports(dtype, shape.dtype, shape.head_dim, block_size):
-        kernels["warp-specialized attention"] = TritonKernels(
-            is_exact=is_exact, is_specialized=True, has_idle_work=True, room=room
-        )
+        kernels[SPECIALIZED] = TritonKernels(is_exact=is_exact, is_specialized=True, has_idle_work=True, room=room)
     if not is_exact and is_quantized(shape.dtype) and dtype != torch.float32:
-        name = "attention over blocks dequantized first"
         if is_hopper and supports(dtype, dtype, shape.head_dim, block_size):
-            kernels[f"warp-specialized {name}"] = TritonKernels(
+            kernels[SPECIALIZED_DEQUANTIZED] = TritonKernels(
                 is_exact=False, is_specialized=True, dequantizes_first="always", has_idle_work=True, room=room
             )
-        kernels[name] = TritonKernels(is_exact=False, dequantizes_first="always", has_idle_work=True, room=room)
-    return kernels | {"attention through pointers": TritonKernels(is_exact=is_exact, has_idle_work=True, room=room)}
+        kernels[DEQUANTIZED] = TritonKernels(is_exact=False, dequantizes_first="always", has_idle_work=True, room=room)
+    return kernels | {POINTERS: TritonKernels(is_exact=is_exact, has_idle_work=True, room=room)}

@@ -1,0 +1,6 @@
+"""Runs one part of what needs a GPU, or all: `python -m bench.gpu --out FOLDER --part NAME`."""
+
+from bench.gpu.run import run_and_exit
+
+if __name__ == "__main__":
+    run_and_exit()

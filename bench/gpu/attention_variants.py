@@ -1,0 +1,84 @@
+"""The variants of one attention case that are measured: other pools and modes, and the kernels that may run them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from bench.parts.attention_inputs import AttentionCase
+from radixkv.kernels.quantization import INT4
+from radixkv.model.attention.refused_attention import (
+    DEQUANTIZED,
+    SPECIALIZED,
+    SPECIALIZED_DEQUANTIZED,
+    refused_names,
+)
+
+QUANTIZED = (torch.float8_e4m3fn, torch.int8, INT4)
+
+# served: the kernel that serves in fast mode. pointers: without warps that specialize. specialized: the kernel through
+# pointers, then those with such warps. all: everything.
+CHOICES = ("served", "pointers", "specialized", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """Kernels that may be measured: those of Hopper only there, and none that the environment refuses.
+
+    Attributes:
+        specialized: warps specialize in fast mode.
+        specialized_exact: they do in exact mode.
+        specialized_dequantized: they do over blocks dequantized first.
+        dequantized: blocks are dequantized first, and attended through pointers.
+    """
+
+    specialized: bool
+    specialized_exact: bool
+    specialized_dequantized: bool
+    dequantized: bool
+
+    @classmethod
+    def on(cls, device: torch.device) -> Permissions:
+        """Look at the device and the environment. A CPU, in a dry run, is taken for a Hopper GPU."""
+        is_hopper = device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
+        fast, exact = refused_names("fast"), refused_names("exact")
+        return cls(
+            specialized=is_hopper and SPECIALIZED not in fast,
+            specialized_exact=is_hopper and SPECIALIZED not in exact,
+            specialized_dequantized=is_hopper and SPECIALIZED_DEQUANTIZED not in fast,
+            dequantized=DEQUANTIZED not in fast,
+        )
+
+
+def first_case(case: AttentionCase, choice: str, allowed: Permissions) -> AttentionCase:
+    """Return the case that is measured first, and that the others are compared with."""
+    return replace(case, is_specialized=choice == "served" and allowed.specialized)
+
+
+def variants(case: AttentionCase, choice: str, allowed: Permissions, dequantized_suffix: int) -> list[AttentionCase]:
+    """List what is measured after the first case.
+
+    Args:
+        case: the first case.
+        choice: one of `CHOICES`.
+        allowed: kernels that may be measured.
+        dequantized_suffix: suffix tokens from which blocks are also dequantized first.
+    """
+    found: list[AttentionCase] = []
+    quantized = [replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED]
+    if choice in ("pointers", "all"):
+        found += [replace(case, is_shuffled=False), replace(case, is_exact=True)]
+    if choice in ("specialized", "all"):
+        found += [replace(case, is_specialized=True)] * allowed.specialized
+        found += [replace(case, is_specialized=True, is_exact=True)] * allowed.specialized_exact
+    if choice in ("pointers", "all"):
+        found += quantized
+    if case.suffix_tokens < dequantized_suffix:
+        return found
+    first = [replace(variant, is_dequantized_first=True) for variant in quantized]
+    if choice in ("specialized", "all") and allowed.specialized_dequantized:
+        found += [replace(variant, is_specialized=True) for variant in first]
+    elif choice in ("pointers", "all") and allowed.dequantized:
+        found += first
+    return found

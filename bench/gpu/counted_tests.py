@@ -1,0 +1,81 @@
+"""Runs tests, and writes after each how many passed: a row for each file of tests.
+
+python -m bench.gpu.counted_tests --json build/tests.json tests/kernels/test_norm.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu.stage import missing_imports
+from bench.parts.result_file import write_json
+
+if TYPE_CHECKING:
+    import pytest
+
+Row = dict[str, Any]
+
+_MOST_FAILURES = 20
+_KEPT_CHARACTERS = 2_000  # of the text of a failure
+
+# Each test compiles its own kernels, which takes one core.
+_MOST_WORKERS = 8
+
+
+class Counter:
+    """A plugin of pytest that counts how tests end, by file.
+
+    Args:
+        file: result file, written after each test; None for none.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._rows: dict[str, Row] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take one part of a test: its setup, its call, or its teardown."""
+        tests = report.nodeid.partition("::")[0]
+        row = self._rows.setdefault(
+            tests, {"tests": tests, "passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0, "failures": []}
+        )
+        row["seconds"] += report.duration
+        if report.failed:
+            row["failed"] += 1
+            row["failures"].append({"test": report.nodeid, "reason": str(report.longrepr)[-_KEPT_CHARACTERS:]})
+        elif report.skipped:
+            row["skipped"] += 1
+        elif report.when == "call":
+            row["passed"] += 1
+        self.write(is_finished=False)
+
+    def write(self, *, is_finished: bool, **known: object) -> None:
+        """Write the file again, with other facts that are known."""
+        if self._file is not None:
+            rows = [{**row, "is_right": not row["failed"]} for row in self._rows.values()]
+            write_json(self._file, {"rows": rows, "is_finished": is_finished, **known})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tests. Returns pytest's status."""
+    import pytest  # so that a machine without it can import this module
+
+    parser = argparse.ArgumentParser(description="Run tests and count them, file by file.")
+    parser.add_argument("--json", type=Path)
+    options, given = parser.parse_known_args(arguments)
+    parallel = [] if missing_imports(["xdist"]) else ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1))]
+    counter, start_s = Counter(options.json), time.monotonic()
+    fixed = ["-q", "-p", "no:cacheprovider", "-W", "default", "--maxfail", str(_MOST_FAILURES), *parallel]
+    status = int(pytest.main([*fixed, *given], plugins=[counter]))
+    counter.write(is_finished=True, status=status, seconds=time.monotonic() - start_s)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

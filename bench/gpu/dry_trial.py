@@ -1,0 +1,28 @@
+"""The process of a trial on a machine without a GPU: Hopper's candidates, on the CPU, through the interpreter."""
+
+from __future__ import annotations
+
+import sys
+
+from bench.gpu.dry_run import interpreted
+from radixkv.model.attention.interface import AttentionUse
+from radixkv.model.attention.triton_kernels import TritonKernels, candidates
+from radixkv.startup import attention_trial
+
+CAPABILITY = (9, 0)
+
+
+def hopper_candidates(use: AttentionUse) -> dict[str, TritonKernels]:
+    """Return the candidates that a Hopper GPU would have."""
+    return candidates(use, CAPABILITY)
+
+
+def main() -> int:
+    """Run the trial that stands on the standard input; see `attention_trial.main`."""
+    vars(attention_trial)["attention_candidates"] = hopper_candidates
+    with interpreted():
+        return attention_trial.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Looks at a machine with a GPU: versions, clocks, compilers, imports. A row for each question, as it is answered.
+
+python -m bench.gpu.first_look --json build/first_look.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.parts import ENGINE_IMPORTS, OTHER_IMPORTS
+from bench.gpu.stage import missing_imports
+from bench.parts.environment import describe_machine, describe_versions
+from bench.parts.result_file import write_json
+
+Row = dict[str, Any]
+
+_LIMIT_S = 10.0
+_CHARACTERS = 8_000
+
+_CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit,temperature.gpu,compute_mode,driver_version"
+
+
+def output_of(command: Sequence[str]) -> str:
+    """Run a program and return what it prints, or why it can't.
+
+    Raises:
+        FileNotFoundError, subprocess.SubprocessError: it is not there, fails, or takes longer than ten seconds.
+    """
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"{command[0]}: not found")
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIMIT_S)
+    return done.stdout.strip()[-_CHARACTERS:]
+
+
+def _device() -> str:
+    """Import torch, use the GPU once, and describe it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no GPU")
+    properties = torch.cuda.get_device_properties(0)
+    ones = torch.ones(1024, device="cuda").sum().item()
+    if ones != 1024:
+        raise RuntimeError(f"a sum of 1,024 ones: expected 1024, got {ones}")
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return f"{properties}, {free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free"
+
+
+QUESTIONS: dict[str, Callable[[], object]] = {
+    "versions": describe_versions,
+    "machine": describe_machine,
+    "missing imports": lambda: missing_imports((*ENGINE_IMPORTS, *OTHER_IMPORTS)),
+    "clocks": lambda: output_of(["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv"]),
+    "gcc": lambda: output_of(["gcc", "--version"]).splitlines()[0],
+    "nvcc": lambda: output_of(["nvcc", "--version"]).splitlines()[-1],
+    "ninja": lambda: output_of(["ninja", "--version"]),
+    "device": _device,
+    "clocks in full": lambda: output_of(["nvidia-smi", "-q", "-d", "CLOCK,COMPUTE,PERFORMANCE"]),
+}
+
+
+def ask(question: str, answer: Callable[[], object]) -> Row:
+    """Answer one question. The row has the answer, or the reason why there is none."""
+    start_s = time.monotonic()
+    row: Row = {"question": question, "is_right": True}
+    try:
+        row["answer"] = answer()
+    except Exception as raised:  # noqa: BLE001 - whatever one program raises, the others are asked
+        row |= {"is_right": False, "answer": None, "reason": f"{type(raised).__name__}: {raised}"[:500]}
+    return {**row, "seconds": time.monotonic() - start_s}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Ask, print and write a row for each answer. Returns 0: that something is missing is an answer too."""
+    parser = argparse.ArgumentParser(description="Look at a machine with a GPU.")
+    parser.add_argument("--dry-run", action="store_true", help="changes nothing: it asks the same anywhere")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    rows: list[Row] = []
+    for question, answer in QUESTIONS.items():
+        rows.append(ask(question, answer))
+        print(f"{question}: {rows[-1]['answer'] if rows[-1]['is_right'] else rows[-1]['reason']}", flush=True)
+        if options.json:
+            write_json(options.json, {"rows": rows, "is_finished": len(rows) == len(QUESTIONS)})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

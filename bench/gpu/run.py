@@ -1,0 +1,197 @@
+"""Runs what needs a GPU, part by part: a first look, time to first token, kernels, and peers.
+
+    python -m bench.gpu --out build/gpu --part look           # 30 seconds; then prefill, kernels, peers
+    python -m bench.gpu --out build/gpu                       # all four parts in turn
+    python -m bench.gpu --out build/gpu --dry-run             # on any machine; its times say nothing
+
+Needs no installed radixkv and no network. A part ends within ten minutes and is worth having alone. It writes one file,
+`PART.json`, whole again after each row of each stage, so nothing that was measured is lost, however the run ends.
+
+Each stage is a process with its own time limit. A stage that lacks a module, fails or runs out of time says so, and the
+others run. Attention kernels are tried first, in processes of their own; later stages do without those that did not
+pass. Outside a git checkout, RADIXKV_COMMIT names the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bench.gpu.parts import ENGINE_IMPORTS, OTHER_IMPORTS, PARTS
+from bench.gpu.stage import Stage, missing_imports
+from bench.gpu.stage_process import Outcome, run_stage
+from bench.gpu.verdicts import Verdicts
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+
+ROOT = Path(__file__).parents[2]
+
+_SGLANG = "sglang_wheel"  # where stages look for SGLang's wheel
+_SHOWN_LINES = 100
+
+# pytest's settings in pyproject.toml need plugins that the machine may lack.
+_PYTEST_INI = """\
+[pytest]
+pythonpath = .
+addopts = --import-mode=importlib
+markers =
+    gpu: needs a CUDA device
+    slow: long campaigns
+"""
+
+
+def lay_out(folder: Path, sglang: Path | None) -> None:
+    """Lay out the import namespace with links, as an installation would: kernels and service inside radixkv.
+
+    Args:
+        folder: an empty folder.
+        sglang: folder of SGLang's unpacked wheel, linked as well; None if there is none.
+    """
+    package = folder / "radixkv"
+    package.mkdir()
+    for source in (*(ROOT / "radixkv").iterdir(), ROOT / "kernels", ROOT / "service"):
+        if source.name != "__pycache__":
+            (package / source.name).symlink_to(source)
+    for name in ("bench", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "pytest.ini").write_text(_PYTEST_INI, encoding="utf-8")
+    if sglang is not None:
+        (folder / _SGLANG).symlink_to(sglang.resolve())
+
+
+def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Sequence[Stage]] = PARTS) -> int:
+    """Run the parts, print their output and a table of each. Returns 1 if a stage failed."""
+    options = _parse(arguments, parts)
+    given = sys.argv[1:] if arguments is None else arguments
+    options.out.mkdir(parents=True, exist_ok=True)
+    is_good = True
+    for part in options.part or parts:
+        stages = _chosen(parts[part], options.only)
+        if stages:
+            run = _PartRun(part, shlex.join(["python", "-m", "bench.gpu", *given]), options)
+            is_good &= run.run(stages)
+    return 0 if is_good else 1
+
+
+def _chosen(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:
+    """Return the stages that were asked for, and the trials that they heed."""
+    if not only:
+        return list(stages)
+    chosen = [stage for stage in stages if stage.name in only]
+    wants_trials = any(stage.heeds_verdicts for stage in chosen)
+    return [stage for stage in stages if stage in chosen or (wants_trials and stage.gives_verdicts)]
+
+
+class _PartRun:
+    """A run of one part, and its file."""
+
+    def __init__(self, part: str, command: str, options: argparse.Namespace) -> None:
+        self._options = options
+        self._file: Path = options.out / f"{part}.json"
+        self._verdicts = Verdicts()
+        if self._file.exists():  # what was measured before stays
+            self._file.replace(options.out / f"{part}.earlier.json")
+        self._report: dict[str, Any] = {
+            "part": part,
+            "is_dry_run": options.dry_run,
+            "is_finished": False,
+            "missing_imports": missing_imports((*ENGINE_IMPORTS, *OTHER_IMPORTS)),
+            "command": command,
+            **describe_run(),
+            "stages": {},
+        }
+        write_json(self._file, self._report)
+
+    def run(self, stages: Sequence[Stage]) -> bool:
+        """Run the stages in turn, as long as there is time. Returns whether all of them ran."""
+        report = self._report
+        end_s = time.monotonic() + self._options.seconds
+        print(f"== {report['part']}: {report['machine']['gpu'] or 'no GPU'}, {report['versions']}")
+        print(f"can't be imported here: {', '.join(report['missing_imports']) or 'nothing'}", flush=True)
+        for stage in stages:
+            print(f"\n== {stage.name}", flush=True)
+            outcome = self._run_stage(stage, min(stage.budget_s, end_s - time.monotonic()))
+            if stage.gives_verdicts:
+                self._verdicts.note((outcome["result"] or {}).get("rows", []))
+            self._note(stage.name, outcome)
+            print("\n".join(outcome["output"].splitlines()[-_SHOWN_LINES:]), flush=True)
+        report["is_finished"] = True
+        write_json(self._file, report)
+        print("\n" + format_outcomes(report["stages"]), flush=True)
+        return all(outcome["outcome"] == "ran" for outcome in report["stages"].values())
+
+    def _run_stage(self, stage: Stage, budget_s: float) -> Outcome:
+        if lacking := missing_imports(stage.needs):
+            return _not_run(f"not run: {', '.join(lacking)} can't be imported")
+        if stage.needs_kernels and not self._verdicts.has_passed(stage.needs_kernels):
+            return _not_run(f"not run: {', '.join(stage.needs_kernels)}: no trial was passed")
+        if budget_s <= 0:
+            return _not_run("not run: no time left")
+        environment = self._verdicts.environment() if stage.heeds_verdicts else {}
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            lay_out(folder, self._options.sglang)
+            return run_stage(
+                stage.name,
+                _command(stage, self._options),
+                folder,
+                budget_s,
+                lambda outcome: self._note(stage.name, outcome),
+                environment,
+            )
+
+    def _note(self, name: str, outcome: Outcome) -> None:
+        self._report["stages"][name] = outcome
+        write_json(self._file, self._report)
+
+
+def _not_run(why: str) -> Outcome:
+    return {"outcome": why, "seconds": 0.0, "command": None, "result": None, "output": ""}
+
+
+def _command(stage: Stage, options: argparse.Namespace) -> list[str]:
+    command = stage.command
+    if options.dry_run:
+        command = stage.dry_command or f"{command} --dry-run"
+    if stage.takes_sglang and options.sglang:
+        command += f" --sglang {_SGLANG}"
+    return shlex.split(command)
+
+
+def format_outcomes(outcomes: Mapping[str, Outcome]) -> str:
+    """Format how each stage ended, how long it took and how many rows it left."""
+    lines = [f"{'stage':<20} {'seconds':>7} {'rows':>5}  outcome"]
+    for name, outcome in outcomes.items():
+        num_rows = len((outcome["result"] or {}).get("rows", []))
+        lines.append(f"{name:<20} {outcome['seconds']:>7.1f} {num_rows:>5}  {outcome['outcome']}")
+    return "\n".join(lines)
+
+
+def _end(signal_number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signal_number)  # the stage under way is killed on the way out
+
+
+def _parse(arguments: Sequence[str] | None, parts: Mapping[str, Sequence[Stage]]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Run what needs a GPU, part by part.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results, a file a part")
+    parser.add_argument("--part", nargs="+", choices=list(parts), help="run only these parts; default all")
+    names = list(dict.fromkeys(stage.name for stages in parts.values() for stage in stages))
+    parser.add_argument("--only", nargs="+", choices=names, help="run only these stages, and the trials they rest on")
+    parser.add_argument("--seconds", type=float, default=540, help="time for each part; default 540")
+    parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
+    parser.add_argument("--dry-run", action="store_true", help="small sizes on the CPU")
+    return parser.parse_args(arguments)
+
+
+def run_and_exit() -> None:
+    """Run as a program: SIGTERM ends the stage under way too."""
+    signal.signal(signal.SIGTERM, _end)
+    sys.exit(main())

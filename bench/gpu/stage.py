@@ -1,0 +1,46 @@
+"""One process of a run on a GPU: its command, its limit, and the modules and kernels that it needs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One process of the run. It takes `--json FILE`, and writes the whole file again after each row.
+
+    Attributes:
+        name: name of the stage.
+        budget_s: seconds after which it is killed.
+        needs: modules without which it is not started.
+        command: arguments of `python`.
+        dry_command: arguments of `python` for a small run on a CPU; None for `command` with `--dry-run`.
+        takes_sglang: whether it takes `--sglang FOLDER`.
+        gives_verdicts: whether its rows say which attention kernels passed their trial.
+        heeds_verdicts: whether it uses attention kernels that are tried first.
+        needs_kernels: attention kernels without any of which it is not started.
+    """
+
+    name: str
+    budget_s: float
+    needs: tuple[str, ...]
+    command: str
+    dry_command: str | None = None
+    takes_sglang: bool = False
+    gives_verdicts: bool = False
+    heeds_verdicts: bool = False
+    needs_kernels: tuple[str, ...] = ()
+
+
+def missing_imports(names: Sequence[str]) -> list[str]:
+    """Return the modules that can't be imported here."""
+    return [name for name in names if not _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package that contains it
+        return False

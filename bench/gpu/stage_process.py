@@ -1,0 +1,136 @@
+"""Runs a stage in a process of its own, and reports what it has written while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Outcome = dict[str, Any]
+
+# What a stage printed is kept if it is killed, and no stage uses the network.
+_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+
+_OUTPUT_CHARACTERS = 20_000
+_LOOK_S = 0.1  # between two looks at the file of a stage
+_LOG_S = 5.0  # between two reports of a stage that prints, but writes no row
+_DEATH_S = 10.0
+
+
+def run_stage(
+    name: str,
+    command: Sequence[str],
+    folder: Path,
+    budget_s: float,
+    report: Callable[[Outcome], None],
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Run one stage to its end, or until its time is up.
+
+    Args:
+        name: name of the stage.
+        command: arguments of `python`, without the result file.
+        folder: folder with the import namespace; the stage's own files are written there too.
+        budget_s: seconds after which the stage and all processes it started are killed.
+        report: called with the outcome so far, a tenth of a second after each row at the latest.
+        environment: variables of the stage, besides those of this process.
+
+    Returns:
+        `outcome` in words (`ran` on success), `seconds`, `command`, `result` as the stage wrote it last, None if it did
+        not, and the end of its `output`.
+    """
+    watched = _Watched(folder / f"{name}.json", folder / f"{name}.log", shlex.join(["python", *command]))
+    with watched.log.open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            [sys.executable, *command, "--json", str(watched.file)],
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+            start_new_session=True,
+        )
+        try:
+            outcome = _watch(process, watched, budget_s, report)
+        finally:  # also what the stage started and left behind
+            _kill_group(process)
+    return watched.outcome(outcome)
+
+
+class _Watched:
+    """The files of a stage, and what was read of them last."""
+
+    def __init__(self, file: Path, log: Path, command: str) -> None:
+        self.file, self.log = file, log
+        self._command = command
+        self._start_s = time.monotonic()
+        self._written: tuple[int, int] | None = None
+        self._reported_s, self._logged_bytes = self._start_s, 0
+        self._result: Any = None
+
+    def has_news(self) -> bool:
+        """Whether there is a new row, or output that was not reported for some seconds."""
+        return self._has_new_rows() or (
+            time.monotonic() - self._reported_s > _LOG_S and self.log.stat().st_size != self._logged_bytes
+        )
+
+    def _has_new_rows(self) -> bool:
+        return self._stamp() not in (None, self._written)
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """Return what changes whenever the file is replaced."""
+        try:
+            state = self.file.stat()
+        except FileNotFoundError:
+            return None
+        return state.st_ino, state.st_mtime_ns
+
+    def outcome(self, outcome: str) -> Outcome:
+        """Read the files, and return all that is known of the stage."""
+        stamp = self._stamp()
+        if stamp is not None:
+            try:
+                self._result = json.loads(self.file.read_text(encoding="utf-8"))
+            except ValueError:  # half written; the rows before it are kept
+                stamp = None
+        self._written = stamp
+        output = self.log.read_text(encoding="utf-8", errors="replace")
+        self._reported_s, self._logged_bytes = time.monotonic(), self.log.stat().st_size
+        return {
+            "outcome": outcome,
+            "seconds": time.monotonic() - self._start_s,
+            "command": self._command,
+            "result": self._result,
+            "output": output[-_OUTPUT_CHARACTERS:],
+        }
+
+
+def _watch(
+    process: subprocess.Popen[bytes], watched: _Watched, budget_s: float, report: Callable[[Outcome], None]
+) -> str:
+    """Wait for the process and report its news. Returns how it ended, or that it did not."""
+    end_s = time.monotonic() + budget_s
+    while (left_s := end_s - time.monotonic()) > 0:
+        try:
+            status = process.wait(timeout=min(_LOOK_S, left_s))
+        except subprocess.TimeoutExpired:
+            if watched.has_news():
+                report(watched.outcome("runs"))
+        else:
+            return "ran" if status == 0 else f"failed with status {status}"
+    return f"out of time after {budget_s:.0f} s"
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a process that is stuck in a driver can't be killed
+        process.wait(_DEATH_S)

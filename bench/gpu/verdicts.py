@@ -1,0 +1,32 @@
+"""Verdicts of the trials of attention kernels, handed to later stages by an environment variable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from radixkv.model.attention.refused_attention import MODES, NAMES, VARIABLE, format_refused
+
+
+class Verdicts:
+    """Attention kernels that passed a trial of this run. All others are refused, also those that were not tried."""
+
+    def __init__(self) -> None:
+        self._passed: set[tuple[str, str]] = set()
+        self._has_tried = False
+
+    def note(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take the rows of a stage of trials, each with `kernels`, `mode` and `is_right`."""
+        self._has_tried = True
+        self._passed |= {(row["kernels"], row["mode"]) for row in rows if row["is_right"]}
+
+    def has_passed(self, names: Iterable[str]) -> bool:
+        """Whether one of these kernels passed, in any mode."""
+        return any((name, mode) in self._passed for name in names for mode in MODES)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variable that keeps other processes from the refused kernels; nothing if nothing was tried."""
+        if not self._has_tried:
+            return {}
+        refused = ((name, mode) for name in NAMES for mode in MODES if (name, mode) not in self._passed)
+        return {VARIABLE: format_refused(refused)}

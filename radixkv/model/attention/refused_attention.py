@@ -1,0 +1,62 @@
+"""Attention kernels that must not be used on this machine, by an environment variable.
+
+    RADIXKV_REFUSED_ATTENTION="FlashInfer attention, warp-specialized attention in exact mode"
+
+For a kernel that hung or crashed before: a trial in its own process would find out again, but at each start, and a
+benchmark that calls the kernel directly has no such process. `python -m bench.gpu` sets it for its stages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from radixkv.errors import ConfigError
+
+VARIABLE = "RADIXKV_REFUSED_ATTENTION"
+
+FLASHINFER = "FlashInfer attention"
+SPECIALIZED = "warp-specialized attention"
+DEQUANTIZED = "attention over blocks dequantized first"
+SPECIALIZED_DEQUANTIZED = f"warp-specialized {DEQUANTIZED}"
+POINTERS = "attention through pointers"
+
+# What can be refused. Attention through pointers can't: nothing could take its place.
+NAMES = (FLASHINFER, SPECIALIZED, SPECIALIZED_DEQUANTIZED, DEQUANTIZED)
+MODES = ("exact", "fast")
+
+
+def refused_names(mode: str, environment: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """Read the names of the kernels that must not be used in a mode.
+
+    >>> sorted(refused_names("fast", {VARIABLE: "FlashInfer attention, warp-specialized attention in exact mode"}))
+    ['FlashInfer attention']
+
+    Args:
+        mode: one of `MODES`.
+        environment: the variables of the process.
+
+    Raises:
+        ConfigError: the variable names something else.
+    """
+    given = [each.strip() for each in environment.get(VARIABLE, "").split(",") if each.strip()]
+    meanings = {f"{name} in {each} mode": (name, each) for name in NAMES for each in MODES}
+    for each in given:
+        if each not in meanings and each not in NAMES:
+            raise ConfigError(
+                f"{VARIABLE}: expected some of {', '.join(NAMES)}, each perhaps with 'in exact mode' or 'in fast mode' "
+                f"after it, got {each!r}"
+            )
+    return frozenset(name for name in NAMES if name in given or f"{name} in {mode} mode" in given)
+
+
+def format_refused(refused: Iterable[tuple[str, str]]) -> str:
+    """Write the variable's value.
+
+    >>> format_refused([("FlashInfer attention", "fast"), ("warp-specialized attention", "exact")])
+    'FlashInfer attention in fast mode, warp-specialized attention in exact mode'
+
+    Args:
+        refused: names and modes.
+    """
+    return ", ".join(f"{name} in {mode} mode" for name, mode in refused)

@@ -1,0 +1,36 @@
+"""The process of a trial whose candidates are broken: one hangs, one crashes, one is wrong, and one is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+from radixkv.model.attention.refused_attention import DEQUANTIZED, SPECIALIZED, SPECIALIZED_DEQUANTIZED
+
+
+def main() -> int:
+    given = sys.stdin.read()
+    name = json.loads(given)["name"]
+    if name == SPECIALIZED:
+        time.sleep(3600)
+    if name == SPECIALIZED_DEQUANTIZED:
+        print("an illegal memory access", file=sys.stderr, flush=True)
+        os.abort()
+    import io
+
+    from radixkv.model.attention.torch_kernels import TorchKernels
+    from radixkv.startup import attention_trial
+
+    class Wrong(TorchKernels):
+        def paged_attention(self, *arguments):
+            return 1.5 * super().paged_attention(*arguments)
+
+    attention_trial.attention_candidates = lambda use: {name: Wrong() if name == DEQUANTIZED else TorchKernels()}
+    sys.stdin = io.StringIO(given)
+    return attention_trial.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

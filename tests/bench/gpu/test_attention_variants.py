@@ -1,0 +1,58 @@
+"""Each choice measures what it names, and no kernel that the environment refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.gpu.attention_variants import CHOICES, Permissions, first_case, variants
+from bench.parts.attention_inputs import AttentionCase
+from radixkv.model.attention.refused_attention import DEQUANTIZED, SPECIALIZED, SPECIALIZED_DEQUANTIZED, VARIABLE
+
+ALL = Permissions(specialized=True, specialized_exact=True, specialized_dequantized=True, dequantized=True)
+NONE = Permissions(specialized=False, specialized_exact=False, specialized_dequantized=False, dequantized=False)
+CASE = AttentionCase(512, 8192)
+
+
+def kinds(choice: str, allowed: Permissions) -> list[tuple[bool, bool, bool]]:
+    """Whether each variant specializes, is exact, and is dequantized first."""
+    first = first_case(CASE, choice, allowed)
+    found = [first, *variants(first, choice, allowed, dequantized_suffix=512)]
+    assert len(set(found)) == len(found)
+    return [(each.is_specialized, each.is_exact, each.is_dequantized_first) for each in found]
+
+
+def test_what_serves_is_measured_alone() -> None:
+    assert kinds("served", ALL) == [(True, False, False)]
+    assert kinds("served", NONE) == [(False, False, False)]
+
+
+def test_pointers_and_specialized_are_apart() -> None:
+    assert not any(specialized for specialized, _, _ in kinds("pointers", ALL))
+    assert sum(dequantized for _, _, dequantized in kinds("pointers", ALL)) == 3
+    first, *others = kinds("specialized", ALL)
+    assert first == (False, False, False)
+    assert others == [(True, False, False), (True, True, False), *[(True, False, True)] * 3]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_nothing_refused_is_measured(choice: str) -> None:
+    assert not any(specialized or dequantized for specialized, _, dequantized in kinds(choice, NONE))
+
+
+def test_short_suffixes_are_not_dequantized_first() -> None:
+    short = AttentionCase(64, 8192)
+    assert not any(each.is_dequantized_first for each in variants(short, "all", ALL, dequantized_suffix=512))
+
+
+def test_the_environment_refuses_by_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert Permissions.on(cpu) == ALL
+    monkeypatch.setenv(VARIABLE, f"{SPECIALIZED} in exact mode")
+    assert Permissions.on(cpu) == Permissions(True, False, True, True)
+    monkeypatch.setenv(VARIABLE, f"{SPECIALIZED}, {SPECIALIZED_DEQUANTIZED},{DEQUANTIZED}")
+    assert Permissions.on(cpu) == NONE
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.delenv(VARIABLE)
+    assert Permissions.on(torch.device("cuda")) == Permissions(False, False, False, True)

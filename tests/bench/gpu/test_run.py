@@ -1,0 +1,283 @@
+"""Stages succeed, fail or run out of time; the file is whole after each row, and no stage hinders another."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gpu import trials
+from bench.gpu.parts import PARTS
+from bench.gpu.run import ROOT, lay_out, main
+from bench.gpu.stage import Stage, missing_imports
+from radixkv.model.attention.refused_attention import DEQUANTIZED, POINTERS, SPECIALIZED, SPECIALIZED_DEQUANTIZED
+from tests.patience import PATIENCE_S, wait_until
+
+WRITE = """
+import json, sys, pathlib
+print("hello from the stage")
+pathlib.Path(sys.argv[2]).write_text(json.dumps({"rows": [1], "is_finished": False}))
+"""
+HANG = f"""{WRITE}
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "3600"])
+pathlib.Path("PID_FILE.partial").write_text(str(child.pid))
+os.replace("PID_FILE.partial", "PID_FILE")
+time.sleep(3600)
+"""
+# Leaves successfully once its first row stands in the file of the run.
+WATCH = f"""{WRITE}
+import time
+end_s = time.monotonic() + {PATIENCE_S}
+def known():
+    stage = json.loads(pathlib.Path("RESULTS").read_text())["stages"].get("watching", {{"result": None}})
+    return stage["result"] == {{"rows": [1], "is_finished": False}} and stage["outcome"] == "runs"
+while not known():
+    assert time.monotonic() < end_s
+    time.sleep(0.01)
+"""
+
+
+BLOCKER = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "transformers":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.fixture
+def no_transformers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no process that is started find transformers."""
+    folder = tmp_path_factory.mktemp("blocker")
+    (folder / "sitecustomize.py").write_text(BLOCKER, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def stage(name: str, code: str, **options: Any) -> Stage:
+    return Stage(name, **{"budget_s": PATIENCE_S, "needs": (), "command": shlex.join(["-c", code]), **options})
+
+
+def run(tmp_path: Path, *stages: Stage, options: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:
+    status = main(["--out", str(tmp_path / "out"), *options], {"some": stages})
+    return status, json.loads((tmp_path / "out/some.json").read_text(encoding="utf-8"))
+
+
+def is_alive(pid: str) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().split()[2] != "Z"
+
+
+def test_each_stage_is_reported_and_what_it_wrote_is_in_one_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = run(
+        tmp_path,
+        stage("good", WRITE),
+        stage("bad", WRITE + "sys.exit(3)"),
+        stage("impossible", WRITE, needs=("json", "no_such_module.part")),
+        stage("silent", "print('no file')"),
+        stage("half written", "import sys; open(sys.argv[2], 'w').write('{')"),
+    )
+    assert status == 1
+    outcomes = {name: (each["outcome"], each["result"]) for name, each in report["stages"].items()}
+    rows = {"rows": [1], "is_finished": False}
+    assert outcomes == {
+        "good": ("ran", rows),
+        "bad": ("failed with status 3", rows),
+        "impossible": ("not run: no_such_module.part can't be imported", None),
+        "silent": ("ran", None),
+        "half written": ("ran", None),
+    }
+    assert report["is_finished"]
+    assert report["stages"]["good"]["output"] == "hello from the stage\n"
+    assert report["stages"]["good"]["command"] == shlex.join(["python", "-c", WRITE])
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["some.json"]
+    table = capsys.readouterr().out.splitlines()[-5:]
+    assert [line.split()[0] for line in table] == ["good", "bad", "impossible", "silent", "half"]
+
+
+def test_all_good_is_status_0(tmp_path: Path) -> None:
+    assert run(tmp_path, stage("good", WRITE))[0] == 0
+
+
+def test_a_row_is_in_the_file_of_the_run_while_its_stage_runs(tmp_path: Path) -> None:
+    watching = stage("watching", WATCH.replace("RESULTS", str(tmp_path / "out/some.json")))
+    status, report = run(tmp_path, watching)
+    assert status == 0, report["stages"]["watching"]["output"]
+
+
+def test_a_stage_out_of_time_is_killed_with_its_children_and_its_rows_are_kept(tmp_path: Path) -> None:
+    pid_file, budget_s = tmp_path / "pid", 1
+    while not pid_file.exists():  # a busy machine takes longer to get there
+        budget_s *= 2
+        slow = stage("slow", HANG.replace("PID_FILE", str(pid_file)), budget_s=budget_s)
+        status, report = run(tmp_path, slow, stage("next", WRITE))
+    assert status == 1
+    assert [each["outcome"] for each in report["stages"].values()] == [f"out of time after {budget_s} s", "ran"]
+    assert report["stages"]["slow"]["result"]["rows"] == [1]
+    assert not is_alive(pid_file.read_text())
+
+
+def test_a_run_that_is_ended_leaves_a_whole_file_and_no_process(tmp_path: Path) -> None:
+    pid_file, out = tmp_path / "pid", tmp_path / "out"
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from bench.gpu import run; from bench.gpu.stage import Stage\n"
+        f"stages = (Stage('slow', 600, (), {shlex.join(['-c', HANG.replace('PID_FILE', str(pid_file))])!r}),)\n"
+        f"run.main = lambda main=run.main: main(['--out', {str(out)!r}], {{'some': stages}}); run.run_and_exit()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    try:
+        wait_until(pid_file.exists)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    assert not is_alive(pid_file.read_text())
+    report = json.loads((out / "some.json").read_text(encoding="utf-8"))
+    assert not report["is_finished"]
+
+
+def test_no_stage_begins_without_time(tmp_path: Path) -> None:
+    status, report = run(tmp_path, stage("late", WRITE), options=("--seconds", "0"))
+    assert status == 1
+    assert report["stages"]["late"]["outcome"] == "not run: no time left"
+
+
+def test_the_results_of_an_earlier_run_are_kept_aside(tmp_path: Path) -> None:
+    assert run(tmp_path, stage("one", WRITE))[0] == 0
+    assert run(tmp_path, stage("one", "raise SystemExit(5)"))[0] == 1
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["some.earlier.json", "some.json"]
+    earlier = json.loads((tmp_path / "out/some.earlier.json").read_text(encoding="utf-8"))
+    assert earlier["stages"]["one"]["outcome"] == "ran"
+
+
+@pytest.mark.usefixtures("no_transformers")
+def test_kernels_that_hang_crash_or_are_wrong_are_kept_from_the_other_stages(tmp_path: Path) -> None:
+    trial = f"-m {trials.__name__} --dry-run --module tests.bench.gpu.broken_trial"
+    others = shlex.join([SPECIALIZED_DEQUANTIZED, DEQUANTIZED, POINTERS])
+    attention = "-m bench.kernels --kernels paged_attention --peers --dry-run"
+    status, report = run(
+        tmp_path,
+        stage("hanging", "", command=f"{trial} --kernels '{SPECIALIZED}' --limit-s 1", gives_verdicts=True),
+        stage("others", "", command=f"{trial} --kernels {others} --limit-s {PATIENCE_S}", gives_verdicts=True),
+        stage("attention", "", command=attention, heeds_verdicts=True),
+        stage("specialized", WRITE, needs_kernels=(SPECIALIZED, SPECIALIZED_DEQUANTIZED)),
+    )
+    stages = report["stages"]
+    assert [each["outcome"] for each in stages.values()] == [
+        "ran",
+        "ran",
+        "ran",
+        f"not run: {SPECIALIZED}, {SPECIALIZED_DEQUANTIZED}: no trial was passed",
+    ]
+    assert status == 1
+    reasons = {
+        (row["kernels"], row["mode"]): row["reason"]
+        for row in stages["hanging"]["result"]["rows"] + stages["others"]["result"]["rows"]
+    }
+    assert reasons[SPECIALIZED, "fast"] == reasons[SPECIALIZED, "exact"] == "its trial did not end within 1 s"
+    assert reasons[SPECIALIZED_DEQUANTIZED, "fast"] == "its trial ended with status -6: an illegal memory access"
+    assert "expected a relative distance of at most 0.03 from the reference, got 0.5" in reasons[DEQUANTIZED, "fast"]
+    assert reasons[POINTERS, "fast"] is reasons[POINTERS, "exact"] is None
+    rows = stages["attention"]["result"]["rows"]
+    assert all(row["is_right"] for row in rows)
+    kinds = ["bfloat16", "bfloat16, blocks in order", "bfloat16, exact", "float8_e4m3fn", "int8", "int4"]
+    assert [row["case"].partition("after 70, ")[2] for row in rows] == kinds
+
+
+@pytest.mark.usefixtures("no_transformers")
+def test_a_real_stage_runs_dry_from_links_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["--dry-run", "--only", "copy_blocks", "--out", str(out)]) == 0
+    assert [file.name for file in out.iterdir()] == ["kernels.json"]
+    report = json.loads((out / "kernels.json").read_text(encoding="utf-8"))
+    assert list(report["stages"]) == ["copy_blocks"]
+    result = report["stages"]["copy_blocks"]["result"]
+    assert result["is_finished"]
+    assert result["command"].startswith("python -m bench.kernels --kernels copy_blocks --dry-run --json ")
+
+
+def test_the_namespace_is_whole_without_an_installation(tmp_path: Path) -> None:
+    wheel = tmp_path / "wheel"
+    wheel.mkdir()
+    folder = tmp_path / "links"
+    folder.mkdir()
+    lay_out(folder, wheel)
+    code = "import radixkv.kernels.quantization as k, radixkv.service as s, bench.gpu; print(k.__file__, s.__file__)"
+    paths = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True).stdout
+    assert paths.split() == [f"{folder}/radixkv/kernels/quantization.py", f"{folder}/radixkv/service/__init__.py"]
+    assert (folder / "sglang_wheel").resolve() == wheel
+
+
+def test_what_stages_run_exists() -> None:
+    for stages in PARTS.values():
+        for each in stages:
+            for command in (each.command, each.dry_command or each.command):
+                words = shlex.split(command)
+                assert words[0] == "-m"
+                assert (ROOT / f"{words[1].replace('.', '/')}.py").exists()
+                assert all((ROOT / word).exists() for word in words if word.endswith(".py"))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_stages_of_a_part_fit_into_nine_minutes_whatever_happens(part: str) -> None:
+    assert sum(each.budget_s for each in PARTS[part]) <= (50 if part == "look" else 540)
+
+
+def test_trials_come_before_what_heeds_them() -> None:
+    for stages in PARTS.values():
+        first = next(index for index, each in enumerate(stages) if each.gives_verdicts)
+        heeding = [index for index, each in enumerate(stages) if each.heeds_verdicts or each.needs_kernels]
+        assert all(first < index for index in heeding)
+
+
+def test_at_most_eight_files_can_be_written() -> None:
+    """One a part, and the one before it."""
+    assert 2 * len(PARTS) <= 8
+
+
+def test_a_module_in_a_package_that_is_not_there_is_missing() -> None:
+    assert missing_imports(["json", "no_such_package.part", "no_such_module"]) == [
+        "no_such_package.part",
+        "no_such_module",
+    ]
+
+
+def needs_no_transformers(each: Stage) -> bool:
+    return "transformers" not in each.needs
+
+
+@pytest.mark.usefixtures("no_transformers")
+def test_kernel_stages_import_no_transformers(tmp_path: Path) -> None:
+    lay_out(tmp_path, None)
+    modules = {
+        shlex.split(each.command)[1] for stages in PARTS.values() for each in stages if needs_no_transformers(each)
+    }
+    assert {"bench.kernels", "bench.gpu.trials", "bench.gpu.counted_tests"} <= modules
+    modules |= {"radixkv.startup.attention_trial", "bench.gpu.dry_trial"}
+    code = f"import {', '.join(sorted(modules))}\ntry: import transformers\nexcept ImportError: print('blocked')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "blocked\n"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_transformers")
+@pytest.mark.parametrize("part", ["look", "kernels", "peers"])
+def test_kernel_stages_run_dry_without_transformers(part: str, tmp_path: Path) -> None:
+    names = [each.name for each in PARTS[part] if needs_no_transformers(each) and "flashinfer" not in each.needs]
+    status = main(["--dry-run", "--part", part, "--only", *names, "--out", str(tmp_path)])
+    report = json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8"))
+    assert {name: each["outcome"] for name, each in report["stages"].items()} == dict.fromkeys(names, "ran")
+    assert all(each["result"]["is_finished"] for each in report["stages"].values())
+    assert status == 0
