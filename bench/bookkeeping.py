@@ -194,15 +194,19 @@ class Bench:
         }
 
 
-def measure(bench: Bench, cases: Sequence[Case], rounds: int) -> list[Row]:
-    """Return medians of rounds. Each round has all cases in turn; the first one warms up."""
-    measured: dict[Case, list[Row]] = {case: [] for case in cases}
+def measure(bench: Bench, cases: Sequence[Case], rounds: int) -> Iterator[list[Row]]:
+    """Measure rounds, each with all cases in turn; the first one warms up.
+
+    Yields:
+        A row for each case measured so far, with medians of its rounds, after each time a case was measured.
+    """
+    measured: dict[Case, list[Row]] = {}
     for number in range(-1, rounds):
         for case in cases:
             row = bench.measure(case)
             if number >= 0:
-                measured[case].append(row)
-    return [_summary(case, rows) for case, rows in measured.items()]
+                measured.setdefault(case, []).append(row)
+                yield [_summary(each, rows) for each, rows in measured.items()]
 
 
 def _summary(case: Case, rounds: list[Row]) -> Row:
@@ -213,6 +217,7 @@ def _summary(case: Case, rounds: list[Row]) -> Row:
         "requests": case.num_requests,
         "prompt_tokens": case.prompt_tokens,
         "steps": rounds[0]["steps"],
+        "rounds": len(rounds),
         **{key: statistics.median(row[key] for row in rounds) for key in ("step_ms", "bookkeeping_ms", "share")},
         "largest_share": max(row["share"] for row in rounds),
         "parts_ms": parts_ms,
@@ -229,7 +234,7 @@ def _line(row: Row) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print a table, and write JSON."""
+    """Measure, print a table, and write the file again after each case."""
     parser = argparse.ArgumentParser(
         description="Measure the share of a step that engine and tree take beside the model."
     )
@@ -258,15 +263,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     bench = Bench(runner, options.step_tokens, options.seed)
     bench.check(options.step_tokens + options.step_tokens // 2)
-    rows = measure(bench, cases, options.rounds)
+    asked = {key: getattr(options, key) for key in ("shape", "layers", "dtype", "step_tokens", "rounds", "seed")}
+    command = shlex.join(["python", "-m", "bench.bookkeeping", *(sys.argv[1:] if arguments is None else arguments)])
+    result = {**asked, "device": str(options.device), "command": command, **describe_run()}
+    rows: list[Row] = []
+    for rows in measure(bench, cases, options.rounds):
+        if options.json:
+            known = {"evicted_blocks": bench.cache.num_evicted_blocks, "is_finished": False}
+            write_json(options.json, {"rows": rows, **result, **known})
     print("   kind  requests   steps  step, ms   beside    share  us a step")
     for row in rows:
         print(_line(row))
     if options.json:
-        asked = {key: getattr(options, key) for key in ("shape", "layers", "dtype", "step_tokens", "rounds", "seed")}
-        command = shlex.join(["python", "-m", "bench.bookkeeping", *(sys.argv[1:] if arguments is None else arguments)])
-        result = {"rows": rows, **asked, "device": str(options.device), "command": command, **describe_run()}
-        write_json(options.json, {**result, "evicted_blocks": bench.cache.num_evicted_blocks})
+        known = {"evicted_blocks": bench.cache.num_evicted_blocks, "is_finished": True}
+        write_json(options.json, {"rows": rows, **result, **known})
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def measure(runners: dict[str, Runner], num_tokens: int, cached_tokens: int, rou
 
 
 def main() -> None:
-    """Measure, print a table, and write JSON."""
+    """Measure row by row; print each, and write the file again after it."""
     parser = argparse.ArgumentParser(description="Time prefill in exact and in fast mode, in turn.")
     parser.add_argument("--layers", type=int, default=24, help="layers of a random model; default 24")
     parser.add_argument("--shape", choices=("tiny", *SHAPES), default="0.5b")
@@ -108,7 +108,16 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, object]] = []
+    result = {
+        "rows": rows,
+        "shape": options.shape,
+        "layers": options.layers,
+        "device": str(options.device),
+        "rounds": options.rounds,
+        "command": f"python -m bench.exactness {shlex.join(sys.argv[1:])}",
+        **describe_run(),
+    }
     longest = max(*options.prompts, 2048 + max(options.suffixes, default=0))
     for dtype in options.dtypes:
         runners = {
@@ -132,19 +141,12 @@ def main() -> None:
                 f"{row['ratio']:.3f} of fast ({row['exact_s']:.3f} s, {row['fast_s']:.3f} s)",
                 flush=True,
             )
+            if options.json:
+                write_json(options.json, {**result, "is_finished": False})
         del runners
         gc.collect()
     if options.json:
-        result = {
-            "rows": rows,
-            "shape": options.shape,
-            "layers": options.layers,
-            "device": str(options.device),
-            "rounds": options.rounds,
-            "command": f"python -m bench.exactness {shlex.join(sys.argv[1:])}",
-            **describe_run(),
-        }
-        write_json(options.json, result)
+        write_json(options.json, {**result, "is_finished": True})
 
 
 if __name__ == "__main__":

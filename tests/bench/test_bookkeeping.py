@@ -12,6 +12,7 @@ import torch
 from bench import bookkeeping
 from bench.bookkeeping import Bench, Case, Stopwatch
 from bench.exactness import build_runner
+from bench.parts.result_file import write_json
 from tests.fakes import FakeClock
 
 
@@ -21,10 +22,18 @@ def bench():
     return Bench(runner, step_tokens=64, seed=0)
 
 
-def test_it_measures_prefills_and_decode_steps(tmp_path, capsys):
+def test_it_measures_prefills_and_decode_steps(tmp_path, capsys, monkeypatch):
+    written = []
+
+    def write(path, result):
+        written.append((len(result["rows"]), result["is_finished"]))
+        write_json(path, result)
+
+    monkeypatch.setattr(bookkeeping, "write_json", write)
     file = tmp_path / "bookkeeping.json"
     arguments = ["--shape", "tiny", "--prompts", "100", "--batches", "4", "--generations", "2", "--new-tokens", "5"]
     bookkeeping.main([*arguments, "--step-tokens", "64", "--rounds", "1", "--json", str(file)])
+    assert written == [(1, False), (2, False), (3, False), (3, True)]
     result = json.loads(file.read_text(encoding="utf-8"))
     shape = [(row["kind"], row["requests"], row["prompt_tokens"], row["steps"]) for row in result["rows"]]
     assert shape == [("prefill", 1, 100, 2), ("prefill", 4, 16, 1), ("decode", 2, 64, 4)]

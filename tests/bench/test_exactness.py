@@ -4,13 +4,22 @@ import sys
 import pytest
 
 from bench import exactness
+from bench.parts.result_file import write_json
 
 
 def test_it_measures_both_modes_in_turn(tmp_path, monkeypatch, capsys):
     file = tmp_path / "exactness.json"
     arguments = ["--shape", "tiny", "--rounds", "1", "--prompts", "70", "--suffixes", "3", "--dtypes", "float32"]
     monkeypatch.setattr(sys, "argv", ["exactness", *arguments, "--json", str(file)])
+    written = []
+
+    def write(path, result):
+        written.append((len(result["rows"]), result["is_finished"]))
+        write_json(path, result)
+
+    monkeypatch.setattr(exactness, "write_json", write)
     exactness.main()
+    assert written == [(1, False), (2, False), (2, True)]
     result = json.loads(file.read_text(encoding="utf-8"))
     assert [(row["computed_tokens"], row["cached_tokens"]) for row in result["rows"]] == [(70, 0), (3, 2048)]
     for row in result["rows"]:

@@ -12,9 +12,11 @@ import torch
 
 from bench import gpu_prefill
 from bench.exactness import build_runner
-from bench.gpu_prefill import Bench, main
+from bench.gpu import prefill_bench
+from bench.gpu.prefill_bench import Bench
+from bench.gpu_prefill import main
 from bench.parts.device_time import Rates
-from bench.parts.peers.transformers_prefix import TransformersPrefix
+from bench.parts.peers.transformers_prefix import Tokens, TransformersPrefix
 from radixkv.compute.runner import Runner
 from radixkv.errors import ConfigError
 from radixkv.model.attention.paged_step import ATTENTION_NAME
@@ -35,7 +37,7 @@ def test_it_measures_all_ways_in_both_modes(tmp_path: Path, capsys: pytest.Captu
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     lengths = [(row["mode"], row["suffix_tokens"], row["prefix_tokens"]) for row in result["rows"]]
     one_mode = [(5, 130), (64, 130), (5, 0), (64, 0)]
-    assert lengths == [(mode, *each) for mode in ("exact", "fast") for each in one_mode]
+    assert lengths == [(mode, *each) for mode in ("fast", "exact") for each in one_mode]
     assert result["is_finished"]
     for row in result["rows"]:
         assert row["is_right"]
@@ -47,17 +49,77 @@ def test_it_measures_all_ways_in_both_modes(tmp_path: Path, capsys: pytest.Captu
     assert "times mean nothing" in capsys.readouterr().out
 
 
+def measured(bench: Bench, suffix_tokens: int, prefix_tokens: int, rounds: int = 1) -> dict[str, Any]:
+    """Return the row when it is whole."""
+    *_, row = bench.measure(suffix_tokens, prefix_tokens, rounds)
+    return row
+
+
+def test_our_own_time_is_there_before_any_other_way(bench: Bench) -> None:
+    known = [{key for key in row if key.endswith("_ms")} for row in bench.measure(9, 77, rounds=1)]
+    assert known == [
+        {"ttft_ms"},
+        {"ttft_ms", "recompute_ms"},
+        {"ttft_ms", "recompute_ms", "transformers_ms"},
+    ]
+
+
+def test_a_way_that_fails_says_why_and_the_others_are_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Bench.ask
+
+    def broken(self: Bench, prompt: Tokens, *, reads: bool = True, wants_logits: bool = False, **rest: Any) -> Any:
+        if not reads and not wants_logits:
+            raise RuntimeError("out of memory")
+        return ask(self, prompt, reads=reads, wants_logits=wants_logits, **rest)
+
+    monkeypatch.setattr(Bench, "ask", broken)
+    row = measured(bench, 9, 77)
+    assert row["is_right"]
+    assert row["recompute_reason"] == "RuntimeError: out of memory"
+    assert row["ttft_ms"] > 0 < row["transformers_ms"]
+
+
+def test_the_longest_prefix_is_computed_only_when_it_is_measured(bench: Bench) -> None:
+    assert bench.ask(bench.prompt(9, 200), reads=False).usage.cached_tokens == 0
+    bench.keep(200)
+    assert bench.ask(bench.prompt(9, 200)).usage.cached_tokens == 200
+
+
+def test_transformers_is_switched_outside_of_what_is_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, is_inside = prefill_bench._timed, []
+
+    def watched(answer: Any) -> float:
+        is_inside.append(True)
+        try:
+            return timed(answer)
+        finally:
+            is_inside.pop()
+
+    running = TransformersPrefix.running
+
+    def outside(self: TransformersPrefix) -> Any:
+        assert not is_inside
+        return running(self)
+
+    monkeypatch.setattr(prefill_bench, "_timed", watched)
+    monkeypatch.setattr(TransformersPrefix, "running", outside)
+    row = measured(bench, 9, 77)
+    assert row["transformers_reason"] is None
+    assert row["transformers_ms"] > 0
+
+
 def test_recorded_steps_are_timed_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "has_graphs", True)
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
     bench = Bench(runner, 200, step_tokens=64, rates=Rates(1e12, 1e9))
-    row = bench.measure(9, 77, rounds=2)
+    row = measured(bench, 9, 77, rounds=2)
     assert row["launched_ratio"] == pytest.approx(row["launched_ms"] / row["ttft_ms"])
     assert bench._core_without_graphs is not None
     assert bench._core_without_graphs._runner is not runner
 
 
 def test_a_prompt_reuses_its_prefix_and_nothing_else(bench: Bench) -> None:
+    bench.keep(200)
     for prefix_tokens in (200, 77, 77, 0, 0):
         result = bench.ask(bench.prompt(9, prefix_tokens))
         assert result.usage.cached_tokens == prefix_tokens
@@ -67,9 +129,9 @@ def test_a_prompt_reuses_its_prefix_and_nothing_else(bench: Bench) -> None:
 
 
 def test_a_hit_that_changes_the_answer_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bench.measure(9, 77, rounds=1)["is_right"]
-    monkeypatch.setattr(gpu_prefill, "_difference", lambda *_: 1e-6)
-    row = bench.measure(9, 77, rounds=1)
+    assert measured(bench, 9, 77)["is_right"]
+    monkeypatch.setattr(prefill_bench, "_difference", lambda *_: 1e-6)
+    row = measured(bench, 9, 77)
     assert row == {"is_right": False, "error": 1e-6, "reason": "the cache changes the answer: off by 1e-06"}
 
 
@@ -78,7 +140,7 @@ def test_transformers_may_fail_and_says_why(bench: Bench, monkeypatch: pytest.Mo
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(TransformersPrefix, "_forward", broken)
-    row = bench.measure(9, 77, rounds=1)
+    row = measured(bench, 9, 77)
     assert row["is_right"]
     assert row["transformers_reason"] == "RuntimeError: no kernel"
     assert "transformers_ms" not in row
@@ -95,7 +157,24 @@ def test_transformers_runs_without_our_kernels(monkeypatch: pytest.MonkeyPatch) 
     written = Model("tiny", build_tiny_model(ATTENTION_NAME), model.device, is_exact=False, is_fused=False)
     expected = TransformersPrefix(written, tokens, 9)
     got = TransformersPrefix(model, tokens, 9)
-    np.testing.assert_array_equal(got.logits(tokens, 9), expected.logits(tokens, 9))
+    logits = []
+    for each in (got, expected):
+        with each.running():
+            each.restore(9)
+            logits.append(each.logits(tokens, 9))
+    np.testing.assert_array_equal(*logits)
+
+
+def test_the_cache_of_transformers_grows_with_the_prefix() -> None:
+    model = Model("tiny", build_tiny_model(ATTENTION_NAME), torch.device("cpu"), is_exact=False, is_fused=False)
+    tokens = np.arange(40, dtype="<u4")
+    at_once, in_parts = (TransformersPrefix(model, tokens, 16) for _ in range(2))
+    with at_once.running():
+        at_once.restore(40)
+        expected = at_once.logits(tokens[:3], 40)
+        for length in (7, 40, 5, 40):
+            in_parts.restore(length)
+        np.testing.assert_allclose(in_parts.logits(tokens[:3], 40), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_a_goal_is_printed_as_ratios() -> None:
@@ -124,5 +203,5 @@ def test_a_mode_that_is_refused_fails_its_rows_and_no_others(tmp_path: Path, mon
     file = tmp_path / "prefill.json"
     assert main(["--dry-run", "--json", str(file)]) == 1
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert [row["is_right"] for row in rows] == [False] * 4 + [True] * 4
-    assert rows[0]["reason"] == "ConfigError: not on this device"
+    assert [row["is_right"] for row in rows] == [True] * 4 + [False] * 4
+    assert rows[4]["reason"] == "ConfigError: not on this device"

@@ -14,6 +14,7 @@ TESTED_IN = {
     "bench.gpu.dry_run": "bench/gpu/test_run.py",
     "bench.gpu.dry_trial": "bench/gpu/test_run.py",
     "bench.gpu.parts": "bench/gpu/test_run.py",
+    "bench.gpu.prefill_bench": "bench/test_gpu_prefill.py",
     "bench.gpu.stage": "bench/gpu/test_run.py",
     "bench.gpu.stage_process": "bench/gpu/test_run.py",
     "bench.gpu.trials": "bench/gpu/test_run.py",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -16,8 +19,10 @@ Tokens = npt.NDArray[np.uint32]
 class TransformersPrefix:
     """The same model run by transformers with SDPA, with K and V of one long prompt in its cache.
 
+    It computes inside `running`, which swaps attention and kernels; that takes milliseconds, so time calls inside it.
+
     Args:
-        model: a model with our attention and kernels, which are restored after each call.
+        model: a model with our attention and kernels.
         tokens: the prompt.
         step_tokens: tokens of one forward pass.
     """
@@ -26,19 +31,38 @@ class TransformersPrefix:
         self._model = model
         self._module = model.module
         self._device = model.device
+        self._tokens = tokens
+        self._step_tokens = step_tokens
         self._cache = DynamicCache()
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for start in range(0, len(tokens), step_tokens):
-            self.logits(tokens[start : start + step_tokens], start)
-        self._layers = [(layer.keys, layer.values) for layer in self._cache.layers]
+        self._num_known = 0  # tokens whose K and V are in `_layers`
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the model run as transformers wrote it inside the block; our attention and kernels are back after it."""
+        self._module.set_attn_implementation("sdpa")
+        try:
+            with self._model.unfused():
+                yield
+        finally:
+            self._module.set_attn_implementation(ATTENTION_NAME)
 
     def restore(self, num_tokens: int) -> None:
-        """Cut the cache to the K and V of the first `num_tokens` tokens."""
+        """Make the cache hold the K and V of the prompt's first `num_tokens` tokens, and nothing else."""
+        if num_tokens > self._num_known:
+            self._fill(self._num_known)
+            for start in range(self._num_known, num_tokens, self._step_tokens):
+                self.logits(self._tokens[start : min(num_tokens, start + self._step_tokens)], start)
+            self._layers = [(layer.keys, layer.values) for layer in self._cache.layers]
+            self._num_known = num_tokens
+        self._fill(num_tokens)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _fill(self, num_tokens: int) -> None:
         self._cache = DynamicCache()
         for index, (keys, values) in enumerate(self._layers if num_tokens else ()):
             self._cache.update(keys[:, :, :num_tokens], values[:, :, :num_tokens], index)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def next_token(self, suffix: Tokens, start: int) -> int:
         """Return the most likely token after the suffix. Waits for the device."""
@@ -53,13 +77,8 @@ class TransformersPrefix:
     def _forward(self, suffix: Tokens, start: int) -> torch.Tensor:
         ids = torch.from_numpy(suffix.astype(np.int64)).to(self._device)[None]
         positions = torch.arange(start, start + len(suffix), device=self._device)[None]
-        self._module.set_attn_implementation("sdpa")
-        try:
-            with self._model.unfused():
-                output = self._module(
-                    input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-                )
-        finally:
-            self._module.set_attn_implementation(ATTENTION_NAME)
+        output = self._module(
+            input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        )
         logits: torch.Tensor = output.logits[0, -1]
         return logits

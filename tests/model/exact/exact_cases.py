@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ import numpy as np
 import torch
 from transformers import GPT2Config, MixtralConfig, PretrainedConfig
 
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
 from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult
@@ -224,6 +227,20 @@ def run_cases(
     return cases.counts, first
 
 
+def _row(model: str, exactness: str, met: Counter[str], difference: str, seconds: float) -> dict[str, object]:
+    """A model's cases, as the benchmarks write rows."""
+    failed = met["different"]
+    return {
+        "model": model,
+        "passed": met["cases"] - failed,
+        "failed": failed,
+        "seconds": seconds,
+        "is_right": exactness == "fast" or not failed,
+        "first_difference": difference or None,
+        "met": dict(met),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Ask whether a hit changes a bit of the answer.")
     parser.add_argument("--cases", type=int, default=1000)
@@ -233,23 +250,32 @@ def main() -> int:
     parser.add_argument("--weights", choices=("auto", "int8"), default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="a row for each model, written after each")
     options = parser.parse_args()
-    start_s, counts, first = time.perf_counter(), Counter[str](), ""
+    start_s, counts, first, rows = time.perf_counter(), Counter[str](), "", []
+    run = describe_run()
     for index, model in enumerate(MODELS):
-        share = -(-options.cases // len(MODELS))
-        met, difference = run_cases(
-            model,
-            options.dtype,
-            options.exactness,
-            share,
-            100 * options.seed + index,
-            options.kv_dtype,
-            options.device,
-            options.weights,
-        )
+        share, begin_s = -(-options.cases // len(MODELS)), time.perf_counter()
+        try:
+            met, difference = run_cases(
+                model,
+                options.dtype,
+                options.exactness,
+                share,
+                100 * options.seed + index,
+                options.kv_dtype,
+                options.device,
+                options.weights,
+            )
+        except Exception as raised:  # the other models are tried
+            traceback.print_exc()
+            met, difference = Counter(different=1, cases=1), f"{type(raised).__name__}: {raised}"
         print(f"{model}: {dict(met)}", flush=True)
         counts += met
         first = first or difference
+        rows.append(_row(model, options.exactness, met, difference, time.perf_counter() - begin_s))
+        if options.json:
+            write_json(options.json, {"rows": rows, "is_finished": len(rows) == len(MODELS), **run})
     took_s = time.perf_counter() - start_s
     kinds = f"{options.exactness}, {options.dtype}, weights {options.weights}, pool {options.kv_dtype}"
     print(f"{kinds}, {took_s:.0f} s: {dict(counts)}")

@@ -1,0 +1,199 @@
+"""Times a prompt after a cached prefix: with the cache, without it, without graphs, and by transformers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.exactness import BLOCK_SIZE
+from bench.parts.device_time import Rates
+from bench.parts.kernel_row import Row, describe_error
+from bench.parts.peers.transformers_prefix import Tokens, TransformersPrefix
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import PrefillResult
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.compute.runner import Runner
+from radixkv.config import EngineConfig
+from radixkv.engine.core import EngineCore
+from radixkv.namespace import Namespace
+from radixkv.scheduling.request import Request
+
+# Largest error of logits, relative to their norm: rounding in bfloat16 over 32 layers. Other tokens give more than 1.
+_TOLERANCE = 0.1
+
+# From this prefix on, a prompt takes seconds without the cache: it is computed so only once.
+_RECOMPUTED_ONCE = 32_768
+
+
+class Bench:
+    """An engine core with one long prompt. Each measured prefix is a part of its beginning.
+
+    Args:
+        runner: a runner with room for the longest prompt twice.
+        longest_prefix: tokens of the long prompt.
+        step_tokens: the most tokens of one forward pass.
+        rates: rates of this device.
+    """
+
+    def __init__(self, runner: Runner, longest_prefix: int, step_tokens: int, rates: Rates) -> None:
+        self._model = runner.model
+        self._step_tokens = step_tokens
+        self._rates = rates
+        cache, config = PrefixCache(runner.storage.num_blocks, BLOCK_SIZE), EngineConfig(max_step_tokens=step_tokens)
+        self._core = EngineCore(runner, cache, config)
+        self._core_without_graphs = EngineCore(runner.without_graphs(), cache, config) if runner.has_graphs else None
+        self._random = np.random.default_rng(0)
+        self._stem = self._draw(longest_prefix)
+        self._numbers = itertools.count()
+
+    @functools.cached_property
+    def _rival(self) -> TransformersPrefix:
+        return TransformersPrefix(self._model, self._stem, self._step_tokens)
+
+    def _draw(self, num_tokens: int) -> Tokens:
+        return self._random.integers(0, self._model.vocab_size, num_tokens).astype("<u4")
+
+    def keep(self, prefix_tokens: int) -> None:
+        """Compute the beginning of the long prompt, as far as it is not cached."""
+        if prefix_tokens:
+            self.ask(self._stem[:prefix_tokens])
+
+    def prompt(self, suffix_tokens: int, prefix_tokens: int) -> Tokens:
+        """Make a prompt of which exactly the prefix is cached: no two suffixes begin with the same token."""
+        suffix = self._draw(suffix_tokens)
+        used = {int(token) for token in (*self._stem[:1], *self._stem[prefix_tokens : prefix_tokens + 1])}
+        suffix[0] = next(number for number in self._numbers if number not in used)
+        assert suffix[0] < self._model.vocab_size, "the vocabulary has no token left that no suffix began with"
+        return np.concatenate((self._stem[:prefix_tokens], suffix))
+
+    def ask(
+        self, prompt: Tokens, *, reads: bool = True, wants_logits: bool = False, core: EngineCore | None = None
+    ) -> PrefillResult:
+        """Answer one prompt. Without reading from the cache, nothing is written to it either."""
+        core = core or self._core
+        future: Future[PrefillResult] = Future()
+        params = PrefillParams(prompt.tobytes(), return_logits=wants_logits, read_cache=reads, write_cache=reads)
+        core.submit(Request(params, Namespace("bench"), future, time.monotonic()))
+        while core.has_work:
+            core.step()
+        return future.result(0)
+
+    def measure(self, suffix_tokens: int, prefix_tokens: int, rounds: int) -> Iterator[Row]:
+        """Measure one row, only if the answers agree.
+
+        Yields:
+            The same row each time: with the time to first token, then with one more way to get it. Our other ways are
+            timed in turn with the cache. A way's ratio is its time divided by the time to first token.
+        """
+        self.keep(prefix_tokens)
+        row, prompt, logits = self._compare(suffix_tokens, prefix_tokens)
+        if logits is None:
+            yield row
+            return
+        seconds: dict[str, list[float]] = {"ttft": []}
+        make = functools.partial(self.prompt, suffix_tokens, prefix_tokens)
+        for _ in range(rounds):
+            seconds["ttft"].append(_timed(functools.partial(self.ask, make())))
+        yield self._with_medians(row, seconds)
+        ways: dict[str, Callable[[Tokens], float]] = {}
+        if (core := self._core_without_graphs) is not None:
+            ways["launched"] = lambda new: _timed(lambda: self.ask(new, core=core))
+        ways["recompute"] = lambda new: _timed(lambda: self.ask(new, reads=False))
+        for way, timed in ways.items():
+            is_slow = way == "recompute" and prefix_tokens >= _RECOMPUTED_ONCE
+            try:
+                self._take_turns(way, timed, make, seconds, 1 if is_slow else rounds)
+            except Exception as raised:  # noqa: BLE001 - out of memory, say; the other ways are timed
+                row[f"{way}_reason"] = describe_error(raised)
+            yield self._with_medians(row, seconds)
+        row |= self._compare_with_transformers(prompt, prefix_tokens, logits)
+        if row["transformers_reason"] is None:
+            with self._rival.running():  # switched outside of what is timed
+                for _ in range(rounds):
+                    self._rival.restore(prefix_tokens)
+                    answer = functools.partial(self._rival.next_token, make()[prefix_tokens:], prefix_tokens)
+                    took_s = _timed(answer)
+                    seconds.setdefault("transformers", []).append(took_s)
+        yield self._with_medians(row, seconds)
+
+    def _take_turns(
+        self,
+        way: str,
+        timed: Callable[[Tokens], float],
+        make: Callable[[], Tokens],
+        seconds: dict[str, list[float]],
+        rounds: int,
+    ) -> None:
+        """Time a way in turn with the cache. Each gets a prompt of its own, since the cache keeps what it answers."""
+        for _ in range(rounds):
+            seconds["ttft"].append(_timed(functools.partial(self.ask, make())))
+            took_s = timed(make())
+            seconds.setdefault(way, []).append(took_s)
+
+    def _with_medians(self, row: Row, seconds: dict[str, list[float]]) -> Row:
+        row |= {f"{way}_ms": statistics.median(each) * 1e3 for way, each in seconds.items()}
+        row["weights_ratio"] = row["ttft_ms"] / self.weights_ms
+        row |= {f"{way}_ratio": row[f"{way}_ms"] / row["ttft_ms"] for way in seconds if way != "ttft"}
+        return row
+
+    def _compare(self, suffix_tokens: int, prefix_tokens: int) -> tuple[Row, Tokens, npt.NDArray[np.float32] | None]:
+        """Compute a prompt with the cache and without, which also warms up, and compare the answers.
+
+        Returns:
+            The row so far, the prompt, and its logits; None if the answers differ.
+        """
+        prompt = self.prompt(suffix_tokens, prefix_tokens)
+        warm = self.ask(prompt, wants_logits=True)
+        cold = self.ask(prompt, reads=False, wants_logits=True)
+        if (cached_tokens := warm.usage.cached_tokens) != prefix_tokens:
+            reason = f"expected {prefix_tokens} cached tokens, got {cached_tokens}"
+            return {"is_right": False, "reason": reason}, prompt, None
+        assert warm.logits is not None
+        assert cold.logits is not None
+        error = _difference(warm.logits, cold.logits)
+        row: Row = {"is_right": error <= (0 if self._model.is_exact else _TOLERANCE), "error": _number(error)}
+        if not row["is_right"]:
+            return {**row, "reason": f"the cache changes the answer: off by {error:.3g}"}, prompt, None
+        return row, prompt, warm.logits
+
+    def _compare_with_transformers(self, prompt: Tokens, prefix_tokens: int, logits: npt.NDArray[np.float32]) -> Row:
+        try:
+            with self._rival.running():
+                self._rival.restore(prefix_tokens)
+                error = _difference(self._rival.logits(prompt[prefix_tokens:], prefix_tokens), logits)
+        except Exception as raised:  # noqa: BLE001 - whatever it is, our own times are taken
+            return {"transformers_error": None, "transformers_reason": describe_error(raised)}
+        reason = None if error <= _TOLERANCE else f"wrong: off by {error:.3g}, at most {_TOLERANCE}"
+        return {"transformers_error": _number(error), "transformers_reason": reason}
+
+    @property
+    def weights_ms(self) -> float:
+        """Return the milliseconds to read all weights once, except the embeddings, of which a token reads one row."""
+        module = self._model.module
+        embeddings = module.get_input_embeddings().weight
+        num_bytes: int = sum(each.nbytes for each in module.parameters() if each is not embeddings)
+        return num_bytes / self._rates.bytes_per_s * 1e3
+
+
+def _timed(answer: Callable[[], object]) -> float:
+    """Return the seconds until the answer is there."""
+    start_s = time.perf_counter()
+    answer()
+    return time.perf_counter() - start_s
+
+
+def _difference(got: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
+    """Return the error of logits relative to their norm; infinite if one is not a number."""
+    error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+    return error if np.isfinite(error) else float("inf")
+
+
+def _number(error: float) -> float | None:
+    return error if np.isfinite(error) else None
