@@ -35,7 +35,8 @@ def copy_blocks(pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> N
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Block ids may begin anywhere: they are rows of a longer tensor. Specialized, there would be a kernel for each parity.
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets"])  # type: ignore[untyped-decorator]
 def _copy_span(words, sources, targets, block_words, SPAN_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copy one span of one block."""
     source = tl.load(sources + tl.program_id(0)).to(tl.int64) * block_words

@@ -40,9 +40,8 @@ def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: 
         pool.scales,
         plain.values,
         block_ids,
+        *pool.block_strides,
         layer,
-        VALUE_BLOCK_STRIDE=pool.values.stride(0),
-        SCALE_BLOCK_STRIDE=pool.scales.stride(0),
         BLOCK_VECTORS=block_vectors,
         TILES_PER_BLOCK=tiles_per_block,
         HEAD_DIM=pool.head_dim,
@@ -61,9 +60,9 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
     scales,
     plain,
     block_ids,
+    value_stride,
+    scale_stride,
     layer,
-    VALUE_BLOCK_STRIDE: tl.constexpr,
-    SCALE_BLOCK_STRIDE: tl.constexpr,
     BLOCK_VECTORS: tl.constexpr,
     TILES_PER_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -79,11 +78,11 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
     is_vector = vectors < BLOCK_VECTORS
     dims, stored_dims = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // NUMBERS_PER_VALUE)
     stored_vectors = layer * BLOCK_VECTORS + vectors
-    sources = values + block_id * VALUE_BLOCK_STRIDE + (stored_vectors * STORED_DIM)[:, None] + stored_dims[None, :]
+    sources = values + block_id * value_stride + (stored_vectors * STORED_DIM)[:, None] + stored_dims[None, :]
     numbers = tl.load(sources, mask=is_vector[:, None] & (stored_dims < STORED_DIM)[None, :], other=0.0)
     if NUMBERS_PER_VALUE == 2:
         numbers = tl.interleave((numbers << 4) >> 4, numbers >> 4)
-    vector_scales = tl.load(scales + block_id * SCALE_BLOCK_STRIDE + stored_vectors, mask=is_vector, other=0.0)
+    vector_scales = tl.load(scales + block_id * scale_stride + stored_vectors, mask=is_vector, other=0.0)
     numbers = numbers.to(tl.float32) * vector_scales[:, None]  # [TILE_VECTORS, PADDED_DIM]
     targets = plain + (index.to(tl.int64) * BLOCK_VECTORS + vectors)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(targets, numbers.to(plain.dtype.element_ty), mask=is_vector[:, None] & (dims < HEAD_DIM)[None, :])

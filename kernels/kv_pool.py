@@ -106,6 +106,15 @@ class KVPool:
         """Tokens a block."""
         return self.values.shape[4]
 
+    @property
+    def block_strides(self) -> tuple[int, int]:
+        """Values, and scales, from a block to the next one. Ordered by block only; 0 where there are no scales.
+
+        The strides of a pool of one block say something else.
+        """
+        block_bytes = self.blocks.shape[-1]
+        return block_bytes // self.values.element_size(), block_bytes // _SCALE_BYTES if self.scales is not None else 0
+
 
 def _zero_pages(num_bytes: int) -> torch.Tensor:
     """Map memory that the operating system fills with zeros when it is used: filling 1.6 GB takes 0.6 s."""

@@ -42,6 +42,7 @@ def pack_queries(query: torch.Tensor, joined_rows: torch.Tensor, num_kv_heads: i
         PADDED_DIM=triton.next_power_of_2(head_dim),
         PROGRAM_ROWS=_PROGRAM_ROWS,
         num_warps=4,
+        enable_fp_fusion=True,  # triton's default changes with 3.10
     )
     return packed
 

@@ -107,6 +107,7 @@ def _launch(
     head_dim = query.shape[-1]
     padded_dim = triton.next_power_of_2(head_dim)
     shape = _launch_shape(query.dtype, padded_dim, plan.tile_rows)
+    value_stride, scale_stride = pool.block_strides
     _attend_tile[(plan.work.shape[0], pool.num_kv_heads)](
         query,
         pool.values,
@@ -120,12 +121,12 @@ def _launch(
         query.stride(0),
         query.stride(1),
         batch.block_tables.stride(0),
+        value_stride,
+        scale_stride,
         layer,
         plan.window,
         scale,
         softcap,
-        VALUE_BLOCK_STRIDE=pool.values.stride(0),
-        SCALE_BLOCK_STRIDE=0 if pool.scales is None else pool.scales.stride(0),
         NUM_KV_HEADS=pool.num_kv_heads,
         GROUP_SIZE=plan.group_size,
         BLOCK_SIZE=pool.block_size,
@@ -154,12 +155,12 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     token_stride,
     head_stride,
     table_stride,
+    value_stride,
+    scale_stride,
     layer,
     window,
     scale,
     softcap,
-    VALUE_BLOCK_STRIDE: tl.constexpr,
-    SCALE_BLOCK_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -212,11 +213,11 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         else:
             block_ids = tl.load(table + positions // BLOCK_SIZE, mask=positions < kv_end, other=0).to(tl.int64)
         key_rows = first_key + positions % BLOCK_SIZE
-        key_pointers = values + (block_ids * VALUE_BLOCK_STRIDE + key_rows * STORED_DIM)[:, None] + stored_dims[None, :]
+        key_pointers = values + (block_ids * value_stride + key_rows * STORED_DIM)[:, None] + stored_dims[None, :]
         k = _numbers(tl.load(key_pointers, mask=is_stored_dim[None, :], other=0.0), q.dtype, NUMBERS_PER_VALUE)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [TILE_ROWS, TILE_KEYS]
         if scales is not None:
-            scale_pointers = scales + block_ids * SCALE_BLOCK_STRIDE + key_rows
+            scale_pointers = scales + block_ids * scale_stride + key_rows
             scores = scores * tl.load(scale_pointers)[None, :]
         weights, row_max, row_sum, rescale = softmax_step(
             scores, positions, query_positions, row_max, row_sum, window, scale, softcap

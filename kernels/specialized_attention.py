@@ -105,11 +105,11 @@ def launch(
         packed.shape[1],
         pool.values.numel() // head_dim,
         batch.block_tables.stride(0),
+        pool.block_strides[0] // head_dim,
         layer,
         plan.window,
         scale,
         softcap,
-        BLOCK_ROWS=pool.values.stride(0) // head_dim,
         NUM_KV_HEADS=num_kv_heads,
         GROUP_SIZE=plan.group_size,
         BLOCK_SIZE=pool.block_size,
@@ -130,7 +130,15 @@ def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 # Specialized by these, a kernel would be compiled for several kinds of numbers, and perhaps have other bits.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_tokens", "num_packed_rows", "num_pool_rows", "table_stride", "layer", "window"]
+    do_not_specialize=[
+        "num_tokens",
+        "num_packed_rows",
+        "num_pool_rows",
+        "table_stride",
+        "block_rows",
+        "layer",
+        "window",
+    ]
 )
 def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     packed,
@@ -145,11 +153,11 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     num_packed_rows,
     num_pool_rows,
     table_stride,
+    block_rows,
     layer,
     window,
     scale,
     softcap,
-    BLOCK_ROWS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -182,7 +190,7 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     table = block_tables + request.to(tl.int64) * table_stride
     first_key = (layer * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE  # rows from the beginning of a block
     V_ROWS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE  # from a key to its value
-    last_block_row = tl.load(table + (kv_end - 1) // BLOCK_SIZE) * BLOCK_ROWS + first_key
+    last_block_row = tl.load(table + (kv_end - 1) // BLOCK_SIZE) * block_rows + first_key
     end_of_values = last_block_row + V_ROWS + (kv_end - 1) % BLOCK_SIZE + 1
 
     # What a tile has past the end of its matrix arrives as 0: of dimensions, and of `last_values` also of slots. These
@@ -200,7 +208,7 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     row_sum = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
     for tile_start in tl.range(kv_start, kv_end, TILE_KEYS, warp_specialize=True):
-        key_row = tl.load(table + tile_start // BLOCK_SIZE) * BLOCK_ROWS + first_key + tile_start % BLOCK_SIZE
+        key_row = tl.load(table + tile_start // BLOCK_SIZE) * block_rows + first_key + tile_start % BLOCK_SIZE
         k = vectors.load([key_row, 0])
         scores = tl.dot(q, k.T)  # [TILE_ROWS, TILE_KEYS]
         positions = tile_start + tl.arange(0, TILE_KEYS)

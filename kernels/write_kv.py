@@ -40,6 +40,7 @@ def write_kv(
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         raise ValueError("key, value: expected a contiguous last dimension, got a strided one")
     num_tokens = key.shape[0]
+    value_stride, scale_stride = pool.block_strides
     _write_tile[(triton.cdiv(num_tokens, _TILE_TOKENS), pool.num_kv_heads)](
         key,
         value,
@@ -52,9 +53,9 @@ def write_kv(
         key.stride(1),
         value.stride(0),
         value.stride(1),
+        value_stride,
+        scale_stride,
         layer,
-        VALUE_BLOCK_STRIDE=pool.values.stride(0),
-        SCALE_BLOCK_STRIDE=0 if pool.scales is None else pool.scales.stride(0),
         NUM_KV_HEADS=pool.num_kv_heads,
         BLOCK_SIZE=pool.block_size,
         HEAD_DIM=pool.head_dim,
@@ -81,9 +82,9 @@ def _write_tile(  # type: ignore[no-untyped-def]
     key_head_stride,
     value_token_stride,
     value_head_stride,
+    value_stride,
+    scale_stride,
     layer,
-    VALUE_BLOCK_STRIDE: tl.constexpr,
-    SCALE_BLOCK_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -115,13 +116,13 @@ def _write_tile(  # type: ignore[no-untyped-def]
             largest_so_far = _larger(largest_so_far, numbers)
         if LARGEST is not None:
             vector_scales = _scales(numbers, LARGEST, SMALLEST_SCALE)
-            tl.store(scales + slot // BLOCK_SIZE * SCALE_BLOCK_STRIDE + row, vector_scales, mask=is_token)
+            tl.store(scales + slot // BLOCK_SIZE * scale_stride + row, vector_scales, mask=is_token)
             numbers = tl.div_rn(numbers, vector_scales[:, None])
             numbers = _round(numbers) if values.dtype.element_ty == tl.int8 else tl.clamp(numbers, -LARGEST, LARGEST)
         if NUMBERS_PER_VALUE == 2:
             evens, odds = tl.split(tl.reshape(numbers, (TILE_TOKENS, PADDED_DIM // 2, 2)))
             numbers = (evens & 15) | (odds << 4)
-        targets = values + (slot // BLOCK_SIZE * VALUE_BLOCK_STRIDE + row * STORED_DIM)[:, None] + stored_dims[None, :]
+        targets = values + (slot // BLOCK_SIZE * value_stride + row * STORED_DIM)[:, None] + stored_dims[None, :]
         tl.store(targets, numbers.to(values.dtype.element_ty), mask=stored_mask)
     if largest is not None:
         tl.store(largest + tokens * NUM_KV_HEADS + kv_head, largest_so_far, mask=is_token)

@@ -109,7 +109,9 @@ class _Trial:
             Float32 `[num_queries, num_query_heads, head_dim]`.
         """
         query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
-        self._kernels.write_kv(key, value, self._batch([self.num_tokens], [self.num_tokens]).slots, self._pool, 0)
+        slots = self._batch([self.num_tokens], [self.num_tokens]).slots
+        largest = torch.zeros(key.shape[:2], device=self._device)  # as in a step, for which other code is compiled
+        self._kernels.write_kv(key, value, slots, self._pool, 0, largest)
         ends = [*cuts, _NUM_QUERIES]
         rows = []
         for start, end in zip((0, *cuts), ends, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 
@@ -21,11 +22,12 @@ from radixkv.errors import ConfigError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
 from radixkv.events.tree_feed import MAX_STEP_BLOCKS, TreeFeed
-from radixkv.model.attention.interface import AttentionKernels
+from radixkv.model.attention.interface import AttentionKernels, PlanningKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
 from radixkv.scheduling.rates import Rates
 from radixkv.startup.attention_choice import attention_kernels
+from radixkv.startup.first_launches import launch_all
 from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.startup.host_memory import keep_freed_memory, use_huge_pages
 from radixkv.startup.model_check import check_model
@@ -82,7 +84,9 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
 
 
 def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, recorder: GraphRecorder) -> Runner:
-    """Record short steps, if there are CUDA graphs, and keep those that answer right. What is in the pool is lost.
+    """Compile kernels, record short steps, if there are CUDA graphs, and keep those that answer right.
+
+    What is in the pool is lost.
 
     Args:
         model: the weights.
@@ -92,11 +96,13 @@ def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, rec
     """
     start_s = time.perf_counter()
     max_sequence_tokens = longest_sequence(storage.num_blocks * storage.block_size, model.max_tokens)
+    if model.device.type == "cuda":
+        launch_all(model, storage, cast("PlanningKernels", kernels).ways(), max_sequence_tokens)
     graphs = recorder.record(storage, max_sequence_tokens)
     if graphs is not None:
         drop_wrong_graphs(graphs, model, storage, kernels, max_sequence_tokens)
         num_steps, took_s = len(graphs.shapes), time.perf_counter() - start_s
-        _log.info("recorded and checked %d steps as CUDA graphs in %.1f s", num_steps, took_s)
+        _log.info("compiled kernels, recorded and checked %d steps as CUDA graphs in %.1f s", num_steps, took_s)
     return Runner(model, storage, kernels, graphs)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -82,6 +82,10 @@ class PlanningKernels(AttentionKernels, Protocol):
     @property
     def is_exact(self) -> bool:
         """Whether tiles and splits are the same for every batch."""
+        ...
+
+    def ways(self) -> Sequence[PlanningKernels]:
+        """Return these kernels in every way in which they may attend, for which other code is compiled."""
         ...
 
     def tile_rows(self, most_rows: int, dtype: torch.dtype) -> int:

@@ -80,6 +80,15 @@ class TritonKernels:
             room=self._room,
         )
 
+    def ways(self) -> list[TritonKernels]:
+        """Return kernels that serve, in every way in which they may attend: what is compiled differs."""
+        if self._dequantizes_first != "if it pays":
+            return [self]
+        always = TritonKernels(
+            is_exact=False, is_specialized=self._is_specialized, dequantizes_first="always", room=self._room
+        )
+        return [self, always]
+
     def paged_attention(
         self,
         query: torch.Tensor,

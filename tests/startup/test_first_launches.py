@@ -1,0 +1,49 @@
+"""No kernel is compiled while requests wait: traffic launches what the start has launched, under the same keys."""
+
+import pytest
+
+from . import traced_start
+from .traced_start import Launches, TracedService
+
+
+def traced(
+    patch: pytest.MonkeyPatch,
+    num_requests: int,
+    *,
+    kv_dtype: str = "auto",
+    is_exact: bool = False,
+    head_dim: int = 128,
+    has_graphs: bool = False,
+) -> Launches:
+    launches = Launches()
+    with launches.traced():
+        service = TracedService(
+            patch, launches, is_exact=is_exact, kv_dtype=kv_dtype, head_dim=head_dim, has_graphs=has_graphs
+        )
+        launches.phase = "live"
+        service.serve(num_requests)
+    return launches
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8", "int4"])
+def test_traffic_compiles_nothing(kv_dtype: str, is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = traced(monkeypatch, 500, kv_dtype=kv_dtype, is_exact=is_exact)
+    assert launches.new_in("live") == []
+    assert launches.count > 1000
+    # The trial runs in a process of its own, and leaves compiled code on the disk.
+    assert launches.only_in("trial") == [], "what is compiled for a trial serves"
+
+
+@pytest.mark.parametrize(("kv_dtype", "head_dim"), [("int8", 128), ("auto", 72)])
+def test_traffic_beside_recorded_steps_compiles_nothing(
+    kv_dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = traced(monkeypatch, 100, kv_dtype=kv_dtype, head_dim=head_dim, has_graphs=True)
+    assert launches.new_in("live") == []
+
+
+def test_traffic_compiles_what_the_start_did_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced_start, "launch_all", lambda *_: None)
+    launches = traced(monkeypatch, 100, kv_dtype="int8")
+    assert {"_copy_span", "_attend_tile"} <= set(launches.new_in("live"))

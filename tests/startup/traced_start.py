@@ -1,0 +1,253 @@
+"""Traces which kernels a service launches, from start to traffic, without a GPU and without compiling any.
+
+Triton's own binder makes the key of each launch, by which it finds compiled code. Nothing is computed by kernels, so
+answers mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
+from radixkv.api.sampling import Sampling
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.compute import runner as runner_module
+from radixkv.compute.forward import StepOutputs
+from radixkv.compute.graphs.graphs import StepGraphs
+from radixkv.compute.runner import Runner, StepResult
+from radixkv.config import EngineConfig
+from radixkv.engine.core import EngineCore
+from radixkv.errors import UnsupportedModel
+from radixkv.kernels.linear import linear, rows_agree
+from radixkv.model import exactness, fused_modules
+from radixkv.model import model as model_module
+from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.triton_kernels import TritonKernels, candidates
+from radixkv.model.exactness_on_gpu import row_functions
+from radixkv.model.model import Model
+from radixkv.namespace import Namespace
+from radixkv.scheduling.request import Generation, Request
+from radixkv.startup.attention_check import check_attention
+from radixkv.startup.first_launches import launch_all
+from radixkv.storage.device_pool import KVStorage
+
+VOCAB_SIZE = 512
+MAX_TOKENS = 16384
+GPU = torch.device("cuda")
+
+
+class Launches:
+    """Notes the key of each launch.
+
+    Attributes:
+        phase: name of what goes on.
+        phases: the phases of each kernel and key, in their order.
+        count: launches.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "load"
+        self.phases: dict[tuple[str, str], list[str]] = {}
+        self.count = 0
+
+    def new_in(self, phase: str) -> list[str]:
+        """Kernels with keys that came first in a phase."""
+        return [name for (name, _), phases in self.phases.items() if phases[0] == phase]
+
+    def only_in(self, phase: str) -> list[str]:
+        """Kernels with keys that came in this phase and in no other."""
+        return [name for (name, _), phases in self.phases.items() if set(phases) == {phase}]
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[Launches]:
+        """Note launches instead of compiling and launching."""
+        original_run, keys = JITFunction.run, []
+
+        def keep(*, key: Any, **_: Any) -> bool:
+            keys.append(str(key))
+            return True  # so that nothing is compiled
+
+        def run(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            keys.clear()
+            original_run(function, *args, grid=grid, warmup=True, **kwargs)
+            self.phases.setdefault((function.fn.__name__, keys[0]), []).append(self.phase)
+            self.count += 1
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(JITFunction, "run", run)
+            patch.setattr(knobs.runtime, "jit_cache_hook", keep)
+            triton.runtime.driver.set_active(_NoDevice())
+            try:
+                yield self
+            finally:
+                triton.runtime.driver.set_active(None)
+
+
+class _NoDevice:
+    """The part of a triton driver that binding asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class TracedService:
+    """A service on the books of a GPU: the model's parts, pool and engine, as `build_engine` makes them.
+
+    Args:
+        patch: undone at the end of a test.
+        launches: what is launched. The trial of its attention kernels is the phase "trial", the rest is "load".
+        is_exact: whether it runs in exact mode.
+        kv_dtype: see `CacheConfig.kv_dtype`.
+        head_dim: numbers in a vector of one head.
+        has_graphs: whether short steps are recorded. A replay launches nothing.
+    """
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        launches: Launches,
+        *,
+        is_exact: bool,
+        kv_dtype: str,
+        head_dim: int = 128,
+        has_graphs: bool = False,
+    ) -> None:
+        _stand_in(patch, is_exact)
+        launches.phase = "load"
+        model = _model(is_exact, head_dim)
+        shape = model.kv_shape.stored_as(kv_dtype)
+        use = model.attention_use(shape, 64)
+        kernels: TritonKernels = next(iter(candidates(use, (9, 0)).values()))
+        launches.phase = "trial"
+        with contextlib.suppress(UnsupportedModel):  # since nothing is computed
+            check_attention(kernels, use)
+        launches.phase = "load"
+        self.kernels = kernels.for_service()
+        storage = KVStorage(500, 64, shape, model.device)
+        launch_all(model, storage, self.kernels.ways(), MAX_TOKENS)
+        config = EngineConfig()
+        graphs = None
+        if has_graphs:
+            graphs = StepGraphs(
+                model,
+                storage,
+                self.kernels,
+                max_sequence_tokens=MAX_TOKENS,
+                max_step_tokens=config.max_step_tokens,
+                max_requests=config.max_running_requests,
+                recorder=_recorded,
+            )
+        self.core = EngineCore(Runner(model, storage, self.kernels, graphs), PrefixCache(500, 64), config)
+        self._random = np.random.default_rng(0)
+        self._stems = [self._fresh(9000), self._fresh(3000), self._fresh(700)]
+
+    def serve(self, num_requests: int) -> None:
+        """Answer requests, some together and some alone: suffixes of stems, and some that go on to decode."""
+        while num_requests:
+            num_together = min(num_requests, int(self._random.choice((1, 2, 5, 30, 64))))
+            num_requests -= num_together
+            self.ask([self._prompt(num_together) for _ in range(num_together)], int(self._random.choice((0, 2))))
+
+    def ask(self, prompts: Sequence[np.ndarray[Any, Any]], num_new: int) -> None:
+        """Answer prompts that come together."""
+        futures: list[Future[Any]] = []
+        for prompt in prompts:
+            futures.append(Future())
+            params = PrefillParams(prompt.tobytes(), Caller("tenant"))
+            generation = None
+            if num_new:
+                generation = Generation(Sampling(num_new, seed=0, ignore_eos=True), frozenset(), lambda _: None)
+            namespace = Namespace("model", "tenant")
+            self.core.submit(Request(params, namespace, futures[-1], time.monotonic(), generation))
+        while self.core.has_work:
+            self.core.step()
+        for future in futures:
+            future.result(0)
+
+    def _prompt(self, num_together: int) -> np.ndarray[Any, Any]:
+        stem = self._stems[self._random.integers(len(self._stems))]
+        shared = self._random.choice((0, 64, 100, 256, 640, self._random.integers(1, 700)))
+        shared = len(stem) if self._random.random() < 0.2 else shared
+        longest = 40 if num_together > 5 else 700
+        own = self._random.choice((1, 2, 7, 16, 17, self._random.integers(1, longest)))
+        return np.concatenate((stem[:shared], self._fresh(own)))
+
+    def _fresh(self, num_tokens: int) -> np.ndarray[Any, Any]:
+        return self._random.integers(0, VOCAB_SIZE, num_tokens).astype("<u4")
+
+
+def _recorded(compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+    outputs = compute()
+    return lambda: outputs
+
+
+def _model(is_exact: bool, head_dim: int) -> Model:
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=MAX_TOKENS,
+        eos_token_id=None,
+    )
+    config._attn_implementation = ATTENTION_NAME
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(config).to(torch.bfloat16)
+    return Model("traced", module, torch.device("cpu"), is_exact=is_exact, is_fused=not is_exact)
+
+
+def _stand_in(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
+    """Let a model on a CPU take the parts of one on a GPU, and answers that nobody computed be taken for good ones."""
+
+    def agree(own: Any, fused: Any, like: torch.Tensor) -> bool:
+        for num_rows in (1, 17):
+            fused(torch.zeros(1, num_rows, like.shape[0]).to(like))
+        return True
+
+    def attempt(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        rows_agree(weight, bias)
+        return True
+
+    def exact(module: Any) -> exactness.ExactFunctions:
+        products = exactness._Products(module, attempt, lambda rows, weight, bias, _: linear(rows, weight, bias))
+        assert functional.linear in products.functions
+        return exactness.ExactFunctions(products.functions | row_functions())
+
+    def read(layout: Any, outputs: StepOutputs) -> StepResult:
+        num_rows = len(layout.logit_rows)
+        return StepResult(torch.zeros(num_rows, VOCAB_SIZE), [5] * num_rows, [True] * layout.batch.num_requests)
+
+    patch.setattr(fused_modules, "agree", agree)
+    patch.setattr(model_module, "make_exact", exact)
+    patch.setattr(model_module, "padded_tokens", lambda num_tokens, _: exactness.padded_tokens(num_tokens, GPU))
+    patch.setattr(runner_module, "_read", read)
+    if not is_exact:  # torch's products, most of the time of a test
+
+        def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return rows.new_zeros(*rows.shape[:-1], weight.shape[0])
+
+        patch.setattr(functional, "linear", product)
