@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from radixkv.engine.adapters.adapter_directory import AdapterDirectory
 from radixkv.engine.adapters.adapters import AdapterSource
 from radixkv.errors import InvalidAdapter
 from tests.patience import PATIENCE_S
@@ -18,6 +19,13 @@ class FakeFiles:
     digest: str
     rank: int = 8
     num_bytes: int = 100
+
+
+class AnyDirectory(AdapterDirectory):
+    """Finds every directory, whether it exists or not."""
+
+    def find(self, path: str) -> Path:
+        return Path(path)
 
 
 class FakeDevice:
@@ -54,4 +62,4 @@ class FakeDevice:
         return FakeFiles(directory.name)
 
     def source(self, max_adapters: int = 4) -> AdapterSource:
-        return AdapterSource(max_adapters, self, self.read)
+        return AdapterSource(max_adapters, self, self.read, AnyDirectory("/", ()))

@@ -70,7 +70,7 @@ class ListSegmentsResponse(_message.Message):
     def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total_segments: _Optional[int] = ..., compared_segments: _Optional[int] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("segment_id", "parent_id", "tenant", "adapter", "namespace_id", "has_salt", "start_token", "num_tokens", "num_blocks", "num_children", "num_uses", "idle_s", "heat", "num_leases", "priority", "is_retained", "expires_in_s")
+    __slots__ = ("segment_id", "parent_id", "tenant", "adapter", "namespace_id", "has_salt", "start_token", "num_tokens", "num_blocks", "num_children", "num_uses", "idle_s", "heat", "num_leases", "priority", "is_retained", "expires_in_s", "adapter_names")
     SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     PARENT_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class Segment(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IS_RETAINED_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_NAMES_FIELD_NUMBER: _ClassVar[int]
     segment_id: int
     parent_id: int
     tenant: str
@@ -105,7 +106,66 @@ class Segment(_message.Message):
     priority: int
     is_retained: bool
     expires_in_s: float
-    def __init__(self, segment_id: _Optional[int] = ..., parent_id: _Optional[int] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., namespace_id: _Optional[int] = ..., has_salt: bool = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_children: _Optional[int] = ..., num_uses: _Optional[int] = ..., idle_s: _Optional[float] = ..., heat: _Optional[float] = ..., num_leases: _Optional[int] = ..., priority: _Optional[int] = ..., is_retained: bool = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+    adapter_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, segment_id: _Optional[int] = ..., parent_id: _Optional[int] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., namespace_id: _Optional[int] = ..., has_salt: bool = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_children: _Optional[int] = ..., num_uses: _Optional[int] = ..., idle_s: _Optional[float] = ..., heat: _Optional[float] = ..., num_leases: _Optional[int] = ..., priority: _Optional[int] = ..., is_retained: bool = ..., expires_in_s: _Optional[float] = ..., adapter_names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter", "replaced_digest")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    replaced_digest: str
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ..., replaced_digest: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters", "max_adapters")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    max_adapters: int
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., max_adapters: _Optional[int] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "digest", "rank", "num_bytes", "is_on_device", "is_draining", "unfinished_requests", "cached_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    UNFINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    rank: int
+    num_bytes: int
+    is_on_device: bool
+    is_draining: bool
+    unfinished_requests: int
+    cached_tokens: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., is_on_device: bool = ..., is_draining: bool = ..., unfinished_requests: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ("max_tenants", "tenant")

@@ -54,6 +54,21 @@ class CacheServiceStub(object):
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/radixkv.v1.CacheService/LoadAdapter',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/radixkv.v1.CacheService/UnloadAdapter',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/radixkv.v1.CacheService/ListAdapters',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/radixkv.v1.CacheService/Drain',
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.DrainRequest.SerializeToString,
@@ -91,6 +106,28 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Let a name stand for an adapter (LoRA) from now on; see model.adapter_directory of the configuration. Requests that
+        came before keep what the name stood for. What was cached with other weights under the same name is never reused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Let a name stand for nothing. Requests that came before go on; then what was cached with the adapter is freed, if no
+        other name stands for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """End the service as SIGTERM does: refuse new requests, let running ones finish, exit. Answers at once.
         """
@@ -120,6 +157,21 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.ListSegments,
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_cache__pb2.ListSegmentsResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -235,6 +287,87 @@ class CacheService(object):
             '/radixkv.v1.CacheService/ListSegments',
             radixkv_dot_v1_dot_cache__pb2.ListSegmentsRequest.SerializeToString,
             radixkv_dot_v1_dot_cache__pb2.ListSegmentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/LoadAdapter',
+            radixkv_dot_v1_dot_cache__pb2.LoadAdapterRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/UnloadAdapter',
+            radixkv_dot_v1_dot_cache__pb2.UnloadAdapterRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/ListAdapters',
+            radixkv_dot_v1_dot_cache__pb2.ListAdaptersRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

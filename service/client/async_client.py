@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 import numpy.typing as npt
+from google.protobuf.message import Message
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
@@ -27,11 +28,16 @@ from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import (
     DrainRequest,
+    ListAdaptersRequest,
+    ListAdaptersResponse,
     ListSegmentsResponse,
+    LoadAdapterRequest,
+    LoadAdapterResponse,
     PurgeResponse,
     RetainResponse,
     StatsRequest,
     StatsResponse,
+    UnloadAdapterRequest,
 )
 from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
 from radixkv.v1.model_pb2 import GetTokenizerRequest
@@ -92,8 +98,8 @@ class AsyncClient:
     ) -> PrefillResponse:
         """Prefill one prompt; see `Client.prefill`. Cancelling the awaiting task cancels the request."""
         request = prefill_request(token_ids, options)
-        answer: PrefillResponse = await self._prefill.Prefill(
-            request, timeout=self._timeout(timeout_s), metadata=self._access.metadata_of(request)
+        answer: PrefillResponse = await self._ask(
+            self._prefill.Prefill, request, self._access.metadata_of(request), timeout_s
         )
         return answer
 
@@ -110,25 +116,19 @@ class AsyncClient:
     ) -> ProbeResponse:
         """Ask how many tokens a prefill would reuse now; see `Client.probe`."""
         request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
-        answer: ProbeResponse = await self._prefill.Probe(
-            request, timeout=self._timeout_s, metadata=self._access.metadata_of(request)
-        )
+        answer: ProbeResponse = await self._ask(self._prefill.Probe, request, self._access.metadata_of(request))
         return answer
 
     async def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
         """Give back a held lease; see `Client.release`."""
         request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
-        answer: ReleaseResponse = await self._prefill.Release(
-            request, timeout=self._timeout_s, metadata=self._access.metadata
-        )
+        answer: ReleaseResponse = await self._ask(self._prefill.Release, request)
         return answer
 
     async def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
         """Keep a held lease for its whole time again; see `Client.renew`."""
         request = RenewRequest(lease_id=lease_id, tenant=tenant)
-        answer: RenewResponse = await self._prefill.Renew(
-            request, timeout=self._timeout_s, metadata=self._access.metadata
-        )
+        answer: RenewResponse = await self._ask(self._prefill.Renew, request)
         return answer
 
     async def retain(
@@ -136,9 +136,7 @@ class AsyncClient:
     ) -> RetainResponse:
         """Set the priority of a cached range; see `Client.retain`."""
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
-        answer: RetainResponse = await self._cache.Retain(
-            request, timeout=self._timeout_s, metadata=self._access.metadata_of(request)
-        )
+        answer: RetainResponse = await self._ask(self._cache.Retain, request, self._access.metadata_of(request))
         return answer
 
     async def purge(
@@ -151,9 +149,7 @@ class AsyncClient:
     ) -> PurgeResponse:
         """Forget namespaces; see `Client.purge`."""
         request = purge_request(tenant, adapter, salt, everything=everything)
-        answer: PurgeResponse = await self._cache.Purge(
-            request, timeout=self._timeout_s, metadata=self._access.metadata
-        )
+        answer: PurgeResponse = await self._ask(self._cache.Purge, request)
         return answer
 
     async def segments(
@@ -166,34 +162,40 @@ class AsyncClient:
     ) -> ListSegmentsResponse:
         """List what is cached, a page at a time; see `Client.segments`."""
         request = segments_request(tenant, page_size, page_token, hottest_first=hottest_first)
-        answer: ListSegmentsResponse = await self._cache.ListSegments(
-            request, timeout=self._timeout_s, metadata=self._access.metadata
-        )
+        answer: ListSegmentsResponse = await self._ask(self._cache.ListSegments, request)
         return answer
 
     async def stats(self, *, max_tenants: int | None = None, tenant: str | None = None) -> StatsResponse:
         """Read the contents of the cache and the counters of the service; see `Client.stats`."""
         request = StatsRequest(max_tenants=max_tenants, tenant=tenant)
-        answer: StatsResponse = await self._cache.Stats(
-            request, timeout=self._timeout_s, metadata=self._access.metadata
-        )
+        answer: StatsResponse = await self._ask(self._cache.Stats, request)
+        return answer
+
+    async def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:
+        """Let a name stand for an adapter; see `Client.load_adapter`."""
+        answer: LoadAdapterResponse = await self._ask(self._cache.LoadAdapter, LoadAdapterRequest(name=name, path=path))
+        return answer
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let a name stand for nothing; see `Client.unload_adapter`."""
+        await self._ask(self._cache.UnloadAdapter, UnloadAdapterRequest(name=name))
+
+    async def adapters(self) -> ListAdaptersResponse:
+        """List the adapters; see `Client.adapters`."""
+        answer: ListAdaptersResponse = await self._ask(self._cache.ListAdapters, ListAdaptersRequest())
         return answer
 
     async def drain(self) -> None:
         """End the service as SIGTERM does; see `Client.drain`."""
-        await self._cache.Drain(DrainRequest(), timeout=self._timeout_s, metadata=self._access.metadata)
+        await self._ask(self._cache.Drain, DrainRequest())
 
     async def tokenizer(self) -> Tokenizer:
         """Load the tokenizer of the served model, on a thread of its own; see `Client.tokenizer`."""
         reader = ArchiveReader()
-        async for chunk in self._model.GetTokenizer(
-            GetTokenizerRequest(digest_only=True), timeout=self._timeout_s, metadata=self._access.metadata
-        ):
+        async for chunk in self._ask(self._model.GetTokenizer, GetTokenizerRequest(digest_only=True)):
             reader.put(chunk)
         if (directory := kept(reader.digest)) is None:
-            async for chunk in self._model.GetTokenizer(
-                GetTokenizerRequest(), timeout=self._timeout_s, metadata=self._access.metadata
-            ):
+            async for chunk in self._ask(self._model.GetTokenizer, GetTokenizerRequest()):
                 reader.put(chunk)
             directory = await asyncio.to_thread(reader.keep)
         return await asyncio.to_thread(Tokenizer.load, directory)
@@ -202,6 +204,9 @@ class AsyncClient:
         """Follow what is cached; see `Client.subscribe`. `async for` reads the batches."""
         request = SubscribeRequest(start_sequence_number=start_sequence_number)
         return _closing(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
+
+    def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
+        return call(request, timeout=self._timeout(timeout_s), metadata=metadata or self._access.metadata)
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 import numpy.typing as npt
+from google.protobuf.message import Message
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
@@ -26,11 +27,16 @@ from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import (
     DrainRequest,
+    ListAdaptersRequest,
+    ListAdaptersResponse,
     ListSegmentsResponse,
+    LoadAdapterRequest,
+    LoadAdapterResponse,
     PurgeResponse,
     RetainResponse,
     StatsRequest,
     StatsResponse,
+    UnloadAdapterRequest,
 )
 from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
 from radixkv.v1.model_pb2 import GetTokenizerRequest
@@ -68,8 +74,8 @@ class Client:
             timeout_s: deadline of every call that gives none of its own; None for no deadline.
             retries: number of further attempts, 0 to 4, after an attempt that fails with UNAVAILABLE; gRPC waits up to
                 0.1 s before the first and twice as long before each next. The deadline covers all attempts. `release`,
-                `purge`, `drain` and events are never tried again, since a second time is not like the first; all else
-                is, `generate` only before its first tokens.
+                `purge`, `drain`, `load_adapter`, `unload_adapter` and events are never tried again, since a second time
+                is not like the first; all else is, `generate` only before its first tokens.
             prefix_key_tokens: calls with a prompt carry the header `x-prefix-key`, a digest of tenant, adapter, salt
                 and this number of first tokens; 0 for no header. A proxy that hashes it sends prompts that begin alike
                 to one server.
@@ -124,8 +130,8 @@ class Client:
             grpc.RpcError: the service refused, or can't be reached.
         """
         request = prefill_request(token_ids, options)
-        answer: PrefillResponse = self._prefill.Prefill(
-            request, timeout=self._timeout(timeout_s), metadata=self._access.metadata_of(request)
+        answer: PrefillResponse = self._ask(
+            self._prefill.Prefill, request, self._access.metadata_of(request), timeout_s
         )
         return answer
 
@@ -154,23 +160,19 @@ class Client:
     def probe(self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
         """Ask how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
         request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
-        answer: ProbeResponse = self._prefill.Probe(
-            request, timeout=self._timeout_s, metadata=self._access.metadata_of(request)
-        )
+        answer: ProbeResponse = self._ask(self._prefill.Probe, request, self._access.metadata_of(request))
         return answer
 
     def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
         """Give back a lease that `prefill(hold_lease=True)` handed out."""
         request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
-        answer: ReleaseResponse = self._prefill.Release(
-            request, timeout=self._timeout_s, metadata=self._access.metadata
-        )
+        answer: ReleaseResponse = self._ask(self._prefill.Release, request)
         return answer
 
     def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
         """Keep a lease that `prefill(hold_lease=True)` handed out for its whole time again."""
         request = RenewRequest(lease_id=lease_id, tenant=tenant)
-        answer: RenewResponse = self._prefill.Renew(request, timeout=self._timeout_s, metadata=self._access.metadata)
+        answer: RenewResponse = self._ask(self._prefill.Renew, request)
         return answer
 
     def retain(
@@ -178,9 +180,7 @@ class Client:
     ) -> RetainResponse:
         """Set the priority of a cached range, whatever it was before. Raises like `prefill`."""
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
-        answer: RetainResponse = self._cache.Retain(
-            request, timeout=self._timeout_s, metadata=self._access.metadata_of(request)
-        )
+        answer: RetainResponse = self._ask(self._cache.Retain, request, self._access.metadata_of(request))
         return answer
 
     def purge(
@@ -198,7 +198,7 @@ class Client:
             grpc.RpcError: the service refused, or can't be reached.
         """
         request = purge_request(tenant, adapter, salt, everything=everything)
-        answer: PurgeResponse = self._cache.Purge(request, timeout=self._timeout_s, metadata=self._access.metadata)
+        answer: PurgeResponse = self._ask(self._cache.Purge, request)
         return answer
 
     def segments(
@@ -209,22 +209,16 @@ class Client:
         page_token: str = "",
         hottest_first: bool = False,
     ) -> ListSegmentsResponse:
-        """List what is cached, a page at a time; never its tokens.
+        """List what is cached, a page at a time; never its tokens. Raises like `prefill`.
 
         Args:
             tenant: whose segments; None for everybody's.
             page_size: 1 to 1,000, 100 without a number. A page may have fewer segments although others follow.
             page_token: `next_page_token` of the answer before, which is empty after the last page.
             hottest_first: the hottest up to 256 in one page; see `HotWalk` for what is exact.
-
-        Raises:
-            TypeError, ValueError: an option has a wrong type or does not fit; nothing was sent.
-            grpc.RpcError: the service refused, or can't be reached.
         """
         request = segments_request(tenant, page_size, page_token, hottest_first=hottest_first)
-        answer: ListSegmentsResponse = self._cache.ListSegments(
-            request, timeout=self._timeout_s, metadata=self._access.metadata
-        )
+        answer: ListSegmentsResponse = self._ask(self._cache.ListSegments, request)
         return answer
 
     def stats(self, *, max_tenants: int | None = None, tenant: str | None = None) -> StatsResponse:
@@ -235,12 +229,26 @@ class Client:
             tenant: only what this tenant may know; None for all, or for the caller's own with a tenant's credential.
         """
         request = StatsRequest(max_tenants=max_tenants, tenant=tenant)
-        answer: StatsResponse = self._cache.Stats(request, timeout=self._timeout_s, metadata=self._access.metadata)
+        answer: StatsResponse = self._ask(self._cache.Stats, request)
+        return answer
+
+    def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:
+        """Let a name stand for an adapter in a directory of the server. Requests before keep what it stood for."""
+        answer: LoadAdapterResponse = self._ask(self._cache.LoadAdapter, LoadAdapterRequest(name=name, path=path))
+        return answer
+
+    def unload_adapter(self, name: str) -> None:
+        """Let a name stand for nothing. What was cached with its adapter is freed, unless another name has it."""
+        self._ask(self._cache.UnloadAdapter, UnloadAdapterRequest(name=name))
+
+    def adapters(self) -> ListAdaptersResponse:
+        """List the adapters: what each name stands for, its memory, its requests and cached tokens; and what drains."""
+        answer: ListAdaptersResponse = self._ask(self._cache.ListAdapters, ListAdaptersRequest())
         return answer
 
     def drain(self) -> None:
         """End the service as SIGTERM does: it refuses new requests, finishes running ones and exits."""
-        self._cache.Drain(DrainRequest(), timeout=self._timeout_s, metadata=self._access.metadata)
+        self._ask(self._cache.Drain, DrainRequest())
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer of the served model. Its files are asked for once, and kept for later processes.
@@ -253,14 +261,10 @@ class Client:
             grpc.RpcError: the service can't be reached, or has no tokenizer (NOT_FOUND).
         """
         reader = ArchiveReader()
-        for chunk in self._model.GetTokenizer(
-            GetTokenizerRequest(digest_only=True), timeout=self._timeout_s, metadata=self._access.metadata
-        ):
+        for chunk in self._ask(self._model.GetTokenizer, GetTokenizerRequest(digest_only=True)):
             reader.put(chunk)
         if (directory := kept(reader.digest)) is None:
-            for chunk in self._model.GetTokenizer(
-                GetTokenizerRequest(), timeout=self._timeout_s, metadata=self._access.metadata
-            ):
+            for chunk in self._ask(self._model.GetTokenizer, GetTokenizerRequest()):
                 reader.put(chunk)
             directory = reader.keep()
         return Tokenizer.load(directory)
@@ -279,6 +283,9 @@ class Client:
         """
         request = SubscribeRequest(start_sequence_number=start_sequence_number)
         return _closing(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
+
+    def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
+        return call(request, timeout=self._timeout(timeout_s), metadata=metadata or self._access.metadata)
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)

@@ -16,6 +16,7 @@ import grpc
 
 from radixkv import __version__
 from radixkv.errors import ConfigError, RadixKVError
+from radixkv.service.commands.adapters_command import add_adapters_command
 from radixkv.service.commands.client_commands import add_client_commands
 from radixkv.service.commands.plan_command import add_plan_command
 from radixkv.service.commands.seeing.segments_command import add_segments_command
@@ -111,6 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_serve_command(commands)
     add_client_commands(commands)
+    add_adapters_command(commands)
     add_segments_command(commands)
     add_top_command(commands)
     add_token_command(commands)

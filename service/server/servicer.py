@@ -18,6 +18,7 @@ from radixkv.api.caller import Caller
 from radixkv.api.result import GenerationFuture, PrefillResult
 from radixkv.api.stats import DEFAULT_MAX_TENANTS
 from radixkv.errors import InvalidRequest, RadixKVError
+from radixkv.service.server.adapters.adapter_calls import AdapterCalls
 from radixkv.service.server.calls import answer_of, traceparent_of
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.mailbox import Mailbox
@@ -157,7 +158,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
-    """Answers operators: statistics, segments, retention, purges and the end of the service.
+    """Answers operators: statistics, segments, adapters, retention, purges and the end of the service.
 
     Args:
         engine: is asked.
@@ -169,6 +170,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._start_drain = start_drain
         self._mailbox = Mailbox()
         self._segments = SegmentLister(engine, self._mailbox)
+        self._adapters = AdapterCalls(engine, self._mailbox)
 
     async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
         """Set the retention priority of a cached range."""
@@ -205,6 +207,24 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             return tenant_stats_response(self._engine.limits, stats, request.tenant)
         stats = await answer_of(self._engine, self._mailbox, self._engine.stats(max_tenants))
         return stats_response(self._engine.limits, stats)
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: cache_pb2.LoadAdapterRequest, context: Context
+    ) -> cache_pb2.LoadAdapterResponse:
+        """Let a name stand for an adapter."""
+        return await self._adapters.load(request)
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: cache_pb2.UnloadAdapterRequest, context: Context
+    ) -> cache_pb2.UnloadAdapterResponse:
+        """Let a name stand for nothing."""
+        return await self._adapters.unload(request)
+
+    async def ListAdapters(  # noqa: N802
+        self, request: cache_pb2.ListAdaptersRequest, context: Context
+    ) -> cache_pb2.ListAdaptersResponse:
+        """List the adapters."""
+        return await self._adapters.list()
 
     async def Drain(self, request: cache_pb2.DrainRequest, context: Context) -> cache_pb2.DrainResponse:  # noqa: N802
         """End the service as SIGTERM does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Generator
 from concurrent.futures import Future
 
 import numpy as np
@@ -27,9 +28,11 @@ from radixkv.api.result import (
 from radixkv.api.retention import Grant
 from radixkv.api.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TimeStats, TokenStats
 from radixkv.cache.listing.segment_source import SegmentSource
-from radixkv.cache.namespaces.purge import Purged
+from radixkv.cache.namespaces.purge import Purged, all_slices
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.errors import Draining, InvalidRequest, UnknownLease
+from radixkv.engine.adapters.adapters import Adapters, EngineThread
+from radixkv.errors import Draining, InvalidRequest, RadixKVError, UnknownLease
+from tests.adapter_doubles import FakeDevice
 
 VOCAB_SIZE = 256
 LIMITS = Limits(
@@ -74,6 +77,9 @@ class FakeEngine:
         self.events = None
         self.cache = PrefixCache(num_blocks, block_size=4)
         self.segments = SegmentSource(self.cache, self._call)
+        self.device = FakeDevice()
+        thread = EngineThread(self._call, lambda function: function(), lambda: self.cancellation)
+        self.adapters = Adapters("fake", self.device.source(), self.cache, thread)
         self.eos_token_ids = frozenset({2, 3})
         self.num_logits = num_logits
         self.is_healthy = self.is_alive = True
@@ -211,8 +217,13 @@ class FakeEngine:
 
     def _call(self, function, tenant=None) -> Future:
         future = Future()
-        if not self.is_hanging:
-            future.set_result(function())
+        if self.is_hanging:
+            return future
+        try:
+            result = function()
+            future.set_result(all_slices(result) if isinstance(result, Generator) else result)
+        except RadixKVError as error:
+            future.set_exception(error)
         return future
 
     def stats(self, max_tenants=100, tenant=None) -> Future:

@@ -15,6 +15,7 @@ from radixkv.api.caller import Caller
 from radixkv.cache.namespaces.purge import Purged
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.engine.adapters.adapter_device import AdapterDevice, AdapterFiles
+from radixkv.engine.adapters.adapter_directory import AdapterDirectory
 from radixkv.engine.adapters.adapter_names import AdapterNames, Found, Known
 from radixkv.errors import LifecycleError, SwitchedOff
 from radixkv.namespace import Namespace
@@ -29,11 +30,13 @@ class AdapterSource(NamedTuple):
         max_adapters: different ones that may be loaded.
         device: holds their weights.
         read: reads and checks a directory, on any thread.
+        directory: finds the directories that callers name.
     """
 
     max_adapters: int
     device: AdapterDevice
     read: Callable[[Path], AdapterFiles]
+    directory: AdapterDirectory
 
 
 class EngineThread(NamedTuple):
@@ -104,19 +107,25 @@ class Adapters:
         """Return the names of a digest; none of the model itself, and of an adapter that drains."""
         return self._names.names_of(digest)
 
-    def load(self, name: str, directory: Path) -> Future[LoadedAdapter]:
+    def load(self, name: str, path: str) -> Future[LoadedAdapter]:
         """Read an adapter, and let a name stand for it. Requests that came before keep what the name stood for.
 
-        The future raises what reading raises; TooManyAdapters; and what registering on the engine's thread raises.
+        Args:
+            name: not empty.
+            path: a directory, as a caller names it; see `AdapterDirectory.find`.
 
         Raises:
             SwitchedOff: the engine has no adapters.
+            Later, through the future: SwitchedOff, InvalidRequest, InvalidAdapter, TooManyAdapters.
         """
         source = self._require_on()
-        return self._readers.submit(self._read_and_register, source, name, directory)
+        try:
+            return self._readers.submit(self._read_and_register, source, name, path)
+        except RuntimeError:
+            raise self._thread.cancellation() from None
 
     def load_now(self, name: str, directory: Path) -> LoadedAdapter:
-        """Do the same at once, before the engine's thread is started."""
+        """Do the same at once with any directory, before the engine's thread is started."""
         source = self._require_on()
         return self._register(source, name, source.read(directory))
 
@@ -150,8 +159,8 @@ class Adapters:
             raise SwitchedOff("adapters: expected model.max_adapters above 0, got a service without adapters")
         return self._source
 
-    def _read_and_register(self, source: AdapterSource, name: str, directory: Path) -> LoadedAdapter:
-        files = source.read(directory)
+    def _read_and_register(self, source: AdapterSource, name: str, path: str) -> LoadedAdapter:
+        files = source.read(source.directory.find(path))
         try:
             loaded: LoadedAdapter = self._thread.call(lambda: self._register(source, name, files)).result()
         except CancelledError:

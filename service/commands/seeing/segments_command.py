@@ -90,7 +90,7 @@ def _row(segment: Segment) -> tuple[str, ...]:
     return (
         str(segment.segment_id),
         str(segment.parent_id) if segment.parent_id else "-",
-        (segment.tenant or "(none)") + (" +salt" if segment.has_salt else ""),
+        (segment.tenant or "(none)") + (" +salt" if segment.has_salt else "") + _adapter(segment),
         str(segment.start_token),
         str(segment.num_tokens),
         str(segment.num_blocks),
@@ -99,3 +99,10 @@ def _row(segment: Segment) -> tuple[str, ...]:
         f"{segment.heat:.1f}",
         ", ".join(states),
     )
+
+
+def _adapter(segment: Segment) -> str:
+    """Return the names of a segment's adapter, or a part of its digest if it drains; nothing for the model itself."""
+    if not segment.adapter:
+        return ""
+    return f" adapter {', '.join(segment.adapter_names) or segment.adapter[:12]}"

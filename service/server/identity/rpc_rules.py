@@ -22,6 +22,7 @@ class Access(Enum):
     READ          no             for itself       for those it may name   yes      yes
     GATEWAY       no             if gateway.tenant is one of its tenants  no       yes
     ALL_TENANTS   no             no               if it may name all      no       yes
+    OVERVIEW      no             no               no                      yes      yes
     ADMIN         no             no               no                      no       yes
     ```
 
@@ -36,6 +37,7 @@ class Access(Enum):
     READ = "read"
     GATEWAY = "gateway"
     ALL_TENANTS = "all tenants"
+    OVERVIEW = "overview"
     ADMIN = "admin"
 
 
@@ -74,6 +76,8 @@ class Rule:
             raise PermissionDenied(
                 f"credential: expected a router that may name all tenants, or an admin, got a {caller.role.value}"
             )
+        if self.access is Access.OVERVIEW and caller.role is not Role.READER:
+            raise PermissionDenied(f"credential: expected the role reader or admin, got {caller.role.value}")
         if self.access is Access.ADMIN:
             raise PermissionDenied(f"credential: expected the role admin, got {caller.role.value}")
 
@@ -133,6 +137,10 @@ RULES: dict[str, Rule] = {
     "/radixkv.v1.CacheService/Retain": _TENANT,
     "/radixkv.v1.CacheService/Purge": Rule(Access.TENANT, is_logged=True),
     "/radixkv.v1.CacheService/ListSegments": _READ,
+    "/radixkv.v1.CacheService/LoadAdapter": Rule(Access.ADMIN, is_logged=True),
+    "/radixkv.v1.CacheService/UnloadAdapter": Rule(Access.ADMIN, is_logged=True),
+    # Adapters are often named after those whose they are, and their counts are of all tenants.
+    "/radixkv.v1.CacheService/ListAdapters": Rule(Access.OVERVIEW),
     "/radixkv.v1.CacheService/Drain": Rule(Access.ADMIN, is_logged=True),
     "/radixkv.v1.EventService/Subscribe": Rule(Access.ALL_TENANTS),  # events of all tenants, with their tokens
     "/radixkv.v1.ModelService/GetTokenizer": _MODEL,

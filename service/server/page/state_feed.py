@@ -91,6 +91,7 @@ class StateFeed:
             "namespace": self._namespace_ids.of(namespace),
             "tenant": namespace.tenant,
             "adapter": namespace.adapter,
+            "adapter_names": self._engine.adapters.names_of(namespace.adapter),
             "has_salt": bool(namespace.salt),
             "start": segment.start_token,
             "tokens": segment.num_tokens,

@@ -98,6 +98,7 @@ class SegmentLister:
             parent_id=0 if segment.parent_place is None else segment.parent_place + 1,
             tenant=namespace.tenant,
             adapter=namespace.adapter,
+            adapter_names=self._engine.adapters.names_of(namespace.adapter),
             namespace_id=self._namespace_ids.of(namespace),
             has_salt=bool(namespace.salt),
             start_token=segment.start_token,

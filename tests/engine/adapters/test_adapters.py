@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -45,7 +44,7 @@ def engine(runner: GatedRunner, device: FakeDevice) -> Iterator[Engine]:
 
 
 def load(engine: Engine, name: str, digest: str) -> str | None:
-    return engine.adapters.load(name, Path(digest)).result(PATIENCE_S).replaced_digest
+    return engine.adapters.load(name, digest).result(PATIENCE_S).replaced_digest
 
 
 def ask(engine: Engine, adapter: str, ids: range | list[int] = PROMPT, **fields: object) -> tuple[int, int, str]:
@@ -116,7 +115,7 @@ def test_running_requests_finish_on_the_old_weights_and_then_the_old_root_goes(
     load(engine, "law", "one")
     ask(engine, "law")
     future = generating(engine, runner, "law")
-    reload = engine.adapters.load("law", Path("two"))
+    reload = engine.adapters.load("law", "two")
     waiting = engine.prefill(params(PROMPT, adapter="law"))  # came before the step ended, so before the reload
     runner.gate.set()
     assert reload.result(PATIENCE_S).replaced_digest == "one"
@@ -170,7 +169,7 @@ def test_an_adapter_that_comes_back_while_it_drains_has_all_it_had(engine: Engin
     load(engine, "law", "one")
     ask(engine, "law")
     future = generating(engine, runner, "law")
-    there, back = engine.adapters.load("law", Path("two")), engine.adapters.load("law", Path("one"))
+    there, back = engine.adapters.load("law", "two"), engine.adapters.load("law", "one")
     runner.gate.set()
     there.result(PATIENCE_S)
     back.result(PATIENCE_S)
@@ -238,14 +237,14 @@ def test_a_listing_says_what_each_name_stands_for(engine: Engine, runner: GatedR
 def test_an_engine_without_adapters_loads_none(runner: GatedRunner) -> None:
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
     with pytest.raises(SwitchedOff, match="max_adapters above 0"):
-        engine.adapters.load("law", Path("one"))
+        engine.adapters.load("law", "one")
     with pytest.raises(UnknownAdapter):
         engine.prefill(params(PROMPT, adapter="law"))
 
 
 def test_reading_does_not_stop_the_engine(engine: Engine, device: FakeDevice) -> None:
     device.gate.clear()
-    future = engine.adapters.load("law", Path("one"))
+    future = engine.adapters.load("law", "one")
     assert ask(engine, "")[1:] == (0, "COLD")
     assert not future.done()
     device.gate.set()

@@ -65,6 +65,10 @@ def test_both_clients_take_the_same_arguments():
         "close",
         "retain",
         "purge",
+        "segments",
+        "load_adapter",
+        "unload_adapter",
+        "adapters",
         "drain",
     ):
         blocking, awaited = (inspect.signature(getattr(kind, name)).parameters for kind in (Client, AsyncClient))

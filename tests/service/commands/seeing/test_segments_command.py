@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,16 @@ def test_a_table_says_how_large_and_how_used_each_segment_is(capsys, engine):
     assert second[1:] == f"{first[0]} a 4 4 1 1 0s 2.0 pinned by 1".split()
     assert third[1:7] == f"{first[0]} a 4 2 1 0".split()
     assert " ".join(summary) == "3 segments, 3 looked at"
+
+
+def test_an_adapter_is_shown_by_its_names_or_by_its_digest_when_it_has_none(capsys):
+    engine = FakeEngine()
+    for digest in ("0123456789abcdef", "fedcba9876543210"):
+        publish(engine.cache, "abcd", Namespace("model", "a", digest))
+    engine.adapters.load_now("law", Path("0123456789abcdef"))
+    engine.adapters.load_now("court", Path("0123456789abcdef"))
+    told = rows(run_cli(capsys, engine, "segments")[1])
+    assert [" ".join(row[2:6]) for row in told[1:3]] == ["a adapter law, court", "a adapter fedcba987654 0"]
 
 
 def test_a_page_tells_how_to_go_on(capsys, engine):

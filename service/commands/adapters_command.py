@@ -1,0 +1,92 @@
+"""`radixkv adapters`: loads, unloads and lists adapters of a running service."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from radixkv.service.commands import argument_types
+from radixkv.service.commands.answer_tables import json_of
+from radixkv.service.commands.connection_arguments import add_connection, client_of
+from radixkv.service.commands.tables import aligned
+from radixkv.v1.cache_pb2 import Adapter
+
+_HEAD = ("adapter", "digest", "rank", "MB", "memory", "requests", "cached tokens", "state")
+_DIGEST_CHARS = 12
+
+
+def add_adapters_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add `adapters` to the commands of a parser."""
+    about = "load, unload or list adapters (LoRA)"
+    adapters: argparse.ArgumentParser = commands.add_parser(
+        "adapters", help=about, description=f"{about.capitalize()}."
+    )
+    actions = adapters.add_subparsers(required=True, metavar="ACTION", help="load, unload or list")
+    load: argparse.ArgumentParser = actions.add_parser(
+        "load",
+        help="let a name stand for an adapter in a directory of the server",
+        description="Let a name stand for an adapter. Requests that came before keep what the name stood for; what was "
+        "cached with other weights under this name is not reused.",
+    )
+    load.add_argument("name", type=argument_types.name, help="as requests name it")
+    load.add_argument("path", help="directory below the server's model.adapter_directory, as peft writes it")
+    add_connection(load)
+    load.set_defaults(command=_load)
+    unload: argparse.ArgumentParser = actions.add_parser(
+        "unload",
+        help="let a name stand for nothing",
+        description="Let a name stand for nothing. Requests that came before go on; then what was cached is freed.",
+    )
+    unload.add_argument("name", type=argument_types.name, help="as requests name it")
+    add_connection(unload)
+    unload.set_defaults(command=_unload)
+    listing = actions.add_parser("list", help="list what is loaded", description="List what is loaded.")
+    add_connection(listing)
+    listing.set_defaults(command=_list)
+
+
+def adapter_rows(adapters: Iterable[Adapter]) -> list[tuple[str, ...]]:
+    """Return a row of cells for each adapter, below the names of the columns."""
+    return [_HEAD, *map(_row, adapters)]
+
+
+def _load(arguments: argparse.Namespace) -> None:
+    with client_of(arguments) as client:
+        answer = client.load_adapter(arguments.name, arguments.path)
+    if arguments.json:
+        print(json_of(answer))
+        return
+    digest = answer.adapter.digest[:_DIGEST_CHARS]
+    was = answer.replaced_digest[:_DIGEST_CHARS] if answer.HasField("replaced_digest") else "nothing"
+    print(f"{arguments.name} is {digest}, before {was}")
+
+
+def _unload(arguments: argparse.Namespace) -> None:
+    with client_of(arguments) as client:
+        client.unload_adapter(arguments.name)
+    print("{}" if arguments.json else f"{arguments.name} is unloaded")
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    with client_of(arguments) as client:
+        answer = client.adapters()
+    if arguments.json:
+        print(json_of(answer))
+    else:
+        num_loaded = len({each.digest for each in answer.adapters if not each.is_draining})
+        rows = aligned(adapter_rows(answer.adapters), is_right=True)
+        print("\n".join([*rows, f"{num_loaded} of at most {answer.max_adapters} different ones"]))
+
+
+def _row(adapter: Adapter) -> tuple[str, ...]:
+    return (
+        adapter.name,
+        adapter.digest[:_DIGEST_CHARS],
+        str(adapter.rank),
+        f"{adapter.num_bytes / 1e6:.1f}",
+        "device" if adapter.is_on_device else "host",
+        str(adapter.unfinished_requests),
+        str(adapter.cached_tokens),
+        "draining" if adapter.is_draining else "",
+    )

@@ -1,0 +1,4 @@
+"""Loads, unloads and lists adapters for operators.
+
+Face: `AdapterCalls`.
+"""
