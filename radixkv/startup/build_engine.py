@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -26,6 +27,7 @@ from radixkv.model.attention.interface import AttentionKernels, PlanningKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
 from radixkv.scheduling.rates import Rates
+from radixkv.startup.adapters import adapter_source, load_adapters, require_adapter_directory
 from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.first_launches import launch_all
 from radixkv.startup.graph_check import drop_wrong_graphs
@@ -46,13 +48,14 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
         An engine that is not started yet.
 
     Raises:
-        ConfigError: the model can't be loaded or served, or the pool does not fit into memory.
+        ConfigError: the model or an adapter can't be loaded or served, or the pool does not fit into memory.
     """
+    require_adapter_directory(config)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
     use_huge_pages()
     keep_freed_memory()  # before loading, which copies each weight of a CPU's model
-    model = load_model(config.model)
+    model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters))
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     kernels = _checked_kernels(model, kv_shape, config.cache.block_size)
     recorder = GraphRecorder(model, kernels, config.engine)
@@ -80,7 +83,18 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
     runner = make_runner(model, storage, kernels, recorder)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     rates = Rates(config.tenants, config.default_tenant)
-    return Engine(runner, cache, config.engine, weights=weights, observers=observers, events=events, rates=rates)
+    engine = Engine(
+        runner,
+        cache,
+        config.engine,
+        weights=weights,
+        observers=observers,
+        events=events,
+        rates=rates,
+        adapters=adapter_source(config, model),
+    )
+    load_adapters(config.adapters, engine.adapters)
+    return engine
 
 
 def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, recorder: GraphRecorder) -> Runner:

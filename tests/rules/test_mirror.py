@@ -118,6 +118,7 @@ TESTED_IN = {
     "radixkv.service.server.optional_services": "service/server/gateway/test_servicer.py",
     "radixkv.service.server.shared_parts": "service/server/gateway/test_servicer.py",
     "radixkv.service.server.token_stream": "service/server/test_generate.py",
+    "radixkv.startup.adapters": "whole/test_adapters.py",
     "radixkv.startup.graph_check": "compute/graphs/test_graphs.py",
     "radixkv.storage.kv_layout": "planning/test_plan.py",
 }

@@ -6,8 +6,10 @@ GATE is `open`, or `shut`: then requests run until SIGUSR1 comes or until they a
 import signal
 import sys
 import types
+from pathlib import Path
 
-from fake_engine import FakeEngine
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.service.fake_engine import FakeEngine
 
 
 def build_engine(config, observer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class AdapterFiles(Protocol):
@@ -30,8 +30,8 @@ class AdapterFiles(Protocol):
 class AdapterDevice(Protocol):
     """The adapters whose weights the device may compute with. The engine's thread alone changes it."""
 
-    def add(self, files: AdapterFiles) -> None:
-        """Hold an adapter from now on. Does nothing if it is held.
+    def add(self, files: Any) -> None:
+        """Hold an adapter, the `AdapterFiles` that were read for this device. Does nothing if it is held.
 
         Raises:
             InvalidAdapter, TooManyAdapters: there is no room for it.

@@ -1,0 +1,68 @@
+"""Joins the adapters of a model to an engine, and loads those of the configuration."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from radixkv.config import AdapterConfig, Config
+from radixkv.engine.adapters.adapter_directory import AdapterDirectory
+from radixkv.engine.adapters.adapters import Adapters, AdapterSource
+from radixkv.errors import ConfigError, InvalidAdapter
+from radixkv.model.adapters.adapter_config import CONFIG_FILE
+from radixkv.model.adapters.adapter_files import TENSOR_FILE, read_adapter
+from radixkv.model.model import Model
+
+# Files may have four bytes a number where the model has one.
+_FILE_BYTES_EACH = 4
+
+_log = logging.getLogger(__name__)
+
+
+def require_adapter_directory(config: Config) -> None:
+    """Refuse a directory below which adapters are to be loaded, if there is none, or they are off.
+
+    Raises:
+        ConfigError: the message names the key.
+    """
+    directory = config.model.adapter_directory
+    if directory and not Path(directory).is_dir():
+        raise ConfigError(f"model.adapter_directory: expected a directory, got {directory!r}")
+    if directory and not config.max_adapters:
+        raise ConfigError("model.max_adapters: expected at least 1 beside model.adapter_directory, got 0")
+
+
+def adapter_source(config: Config, model: Model) -> AdapterSource | None:
+    """Return the device side of a model's adapters; None if they are off."""
+    if model.adapted is None:
+        return None
+    return AdapterSource(
+        config.max_adapters,
+        model.adapted.adapters,
+        partial(read_adapter, model=model, max_bytes=_FILE_BYTES_EACH * config.model.adapter_bytes),
+        AdapterDirectory(config.model.adapter_directory, (CONFIG_FILE, TENSOR_FILE)),
+    )
+
+
+def load_adapters(sections: Mapping[str, AdapterConfig], adapters: Adapters) -> None:
+    """Load the adapters of a configuration, before the engine is started.
+
+    Args:
+        sections: by name.
+        adapters: of the engine.
+
+    Raises:
+        ConfigError: the message names the section.
+    """
+    for name, section in sections.items():
+        start_s = time.perf_counter()
+        try:
+            loaded = adapters.load_now(name, Path(section.path)).adapter
+        except InvalidAdapter as error:
+            raise ConfigError(f"adapters.{name}.path: {error}") from error
+        took_s = time.perf_counter() - start_s
+        megabytes = loaded.num_bytes / 1e6
+        _log.info("loaded adapter %s of rank %d, %.1f MB, in %.1f s", name, loaded.rank, megabytes, took_s)

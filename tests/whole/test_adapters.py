@@ -1,0 +1,226 @@
+"""Adapters that peft wrote, through gRPC: loaded at start and while serving, mixed, reloaded, unloaded, restarted."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from radixkv.service.client import Client, logits_of
+from radixkv.v1.prefill_pb2 import MissReason
+from tests.cache.walk.reusable_tokens import count_reusable_tokens
+from tests.model.adapters.made_by_peft import load_adapted, write_adapter
+from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, load_eager, write_checkpoint
+from tests.patience import PATIENCE_S, wait_until
+from tests.whole.test_end_to_end import serving
+
+Oracles = dict[str, PreTrainedModel]  # by directory; the model itself is ""
+
+
+class Files(NamedTuple):
+    """A checkpoint, and the directory of its adapters."""
+
+    checkpoint: Path
+    root: Path
+
+    @property
+    def arguments(self) -> list[str]:
+        settings = {
+            "cache.capacity_tokens": 8192,
+            "cache.block_size": 16,
+            "model.max_adapters": 4,
+            "model.adapter_directory": self.root,
+            "adapters.law.path": self.root / "law-1",
+        }
+        settings_of = [("--set", f"{key}={value}") for key, value in settings.items()]
+        return ["--model", str(self.checkpoint), "--device", "cpu", *itertools.chain(*settings_of)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("adapters")
+    files = Files(write_checkpoint(CONFIGS["llama"], folder / "base"), folder / "served")
+    write_adapter(files.checkpoint, files.root / "law-1", 1)
+    write_adapter(files.checkpoint, files.root / "law-2", 2)
+    write_adapter(files.checkpoint, files.root / "tax", 3, r=2, target_modules=["q_proj", "v_proj"], use_rslora=True)
+    shutil.copytree(files.root / "law-1", files.root / "law-1-copy")
+    shutil.copytree(files.root / "tax", folder / "outside")
+    wider = write_checkpoint(LlamaConfig(**{**SHAPE, "hidden_size": 32}), folder / "wider")
+    write_adapter(wider, files.root / "of-another-model", 4)
+    (files.root / "empty").mkdir()
+    (files.root / "way-out").symlink_to(folder / "outside")
+    return files
+
+
+@pytest.fixture(scope="module")
+def oracles(files: Files) -> Oracles:
+    adapted = {name: load_adapted(files.checkpoint, files.root / name) for name in ("law-1", "law-2", "tax")}
+    return {"": load_eager(files.checkpoint), **adapted}
+
+
+@pytest.fixture(scope="module")
+def address(files: Files) -> Iterator[str]:
+    with serving(*files.arguments) as (_, address):
+        with Client(address, timeout_s=PATIENCE_S) as client:
+            client.load_adapter("tax", "tax")
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    with Client(address, timeout_s=PATIENCE_S) as client:
+        yield client
+
+
+@pytest.fixture
+def tenant(request: pytest.FixtureRequest) -> str:
+    """A tenant of its own for each test, so that it starts cold."""
+    return str(request.node.name)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
+
+
+def expected_logits(oracle: PreTrainedModel, ids: Sequence[int]) -> np.ndarray:
+    with torch.inference_mode():
+        return oracle(input_ids=torch.tensor([ids])).logits[0, -1].float().numpy()
+
+
+def assert_agrees(client: Client, oracle: PreTrainedModel, ids: Sequence[int], **names: str) -> None:
+    np.testing.assert_allclose(
+        logits_of(client.prefill(ids, return_logits=True, **names)), expected_logits(oracle, ids), atol=1e-4
+    )
+
+
+def test_mixed_traffic_is_answered_as_peft_does_and_reuses_what_its_own_namespace_has(
+    client: Client, tenant: str, oracles: Oracles
+) -> None:
+    shared = prompt_of(70, seed=0)
+    prompts = [[*shared[: 17 * (i % 4) + 2], *prompt_of(3 + 5 * i, seed=i)] for i in range(1, 13)]
+    behind = {"": "", "law": "law-1", "tax": "tax"}
+    for name in behind:
+        usages = [client.prefill(ids, tenant=tenant, adapter=name).usage for ids in prompts]
+        assert [usage.cached_tokens for usage in usages] == count_reusable_tokens(prompts)
+    asked = [(name, ids) for ids in prompts for name in behind]
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(
+            threads.map(lambda ask: client.prefill(ask[1], tenant=tenant, adapter=ask[0], return_logits=True), asked)
+        )
+    for (name, ids), answer in zip(asked, answers, strict=True):
+        assert answer.usage.cached_tokens == len(ids) - 1
+        np.testing.assert_allclose(logits_of(answer), expected_logits(oracles[behind[name]], ids), atol=1e-4)
+
+
+def test_hits_of_an_adapter_change_no_bit(client: Client, tenant: str) -> None:
+    ids = prompt_of(100, seed=20)
+    cold = client.prefill(ids, tenant=tenant, adapter="law", return_logits=True)
+    warm = client.prefill(ids, tenant=tenant, adapter="law", return_logits=True)
+    assert (cold.usage.cached_tokens, warm.usage.cached_tokens) == (0, 99)
+    assert cold.logits == warm.logits
+
+
+def test_names_of_the_same_weights_share(client: Client, tenant: str) -> None:
+    ids = prompt_of(40, seed=21)
+    client.load_adapter("copy", "law-1-copy")
+    client.prefill(ids, tenant=tenant, adapter="law")
+    assert client.prefill(ids, tenant=tenant, adapter="copy").usage.cached_tokens == 39
+    digests = {each.name: each.digest for each in client.adapters().adapters}
+    assert digests["copy"] == digests["law"] != digests["tax"]
+    segments = client.segments(tenant=tenant).segments
+    assert {tuple(each.adapter_names) for each in segments} == {("law", "copy")}
+    client.unload_adapter("copy")
+
+
+def test_a_reload_reuses_nothing_and_says_why(client: Client, tenant: str, oracles: Oracles) -> None:
+    ids = prompt_of(60, seed=22)
+    client.load_adapter("changing", "law-2")
+    assert_agrees(client, oracles["law-2"], ids, tenant=tenant, adapter="changing")
+    client.load_adapter("changing", "law-1")
+    first = client.prefill(ids, tenant=tenant, adapter="changing", return_logits=True)
+    assert (first.usage.cached_tokens, first.miss_reason) == (0, MissReason.ADAPTER_CHANGED)
+    np.testing.assert_allclose(logits_of(first), expected_logits(oracles["law-1"], ids), atol=1e-4)
+    assert client.prefill(ids, tenant=tenant, adapter="changing").usage.cached_tokens == 59
+    client.unload_adapter("changing")
+
+
+def test_a_running_generation_ends_on_the_weights_that_it_began_with(
+    client: Client, tenant: str, oracles: Oracles
+) -> None:
+    ids = prompt_of(20, seed=23)
+    client.load_adapter("changing", "law-2")
+    stream = client.generate(
+        ids, tenant=tenant, adapter="changing", max_new_tokens=60, temperature=0.0, ignore_eos=True
+    )
+    told = list(next(stream).token_ids)
+    client.load_adapter("changing", "tax")
+    after = client.prefill(ids, tenant=tenant, adapter="changing", return_logits=True)
+    for news in stream:
+        told += news.token_ids
+    sequence = [*ids, *told]
+    with torch.inference_mode():
+        logits = oracles["law-2"](input_ids=torch.tensor([sequence])).logits[0, len(ids) - 1 : -1].float()
+    assert len(told) == 60
+    chosen = logits.gather(1, torch.tensor(told)[:, None])[:, 0]
+    torch.testing.assert_close(chosen, logits.max(dim=1).values, atol=1e-3, rtol=0)
+    np.testing.assert_allclose(logits_of(after), expected_logits(oracles["tax"], ids), atol=1e-4)
+    wait_until(lambda: not any(each.is_draining for each in client.adapters().adapters))
+    client.unload_adapter("changing")
+
+
+def test_an_unloaded_adapter_is_not_found_and_what_it_cached_is_freed(client: Client, tenant: str) -> None:
+    client.load_adapter("leaving", "law-2")
+    client.prefill(prompt_of(64, seed=24), tenant=tenant, adapter="leaving")
+    client.unload_adapter("leaving")
+    with pytest.raises(grpc.RpcError) as refused:
+        client.prefill([1, 2], tenant=tenant, adapter="leaving")
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    wait_until(lambda: client.stats(tenant=tenant).tenants[0].cached_blocks == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("empty", "adapter_config.json: expected a file"),
+        ("of-another-model", "adapter_model.safetensors model.layers.0"),
+        ("../outside", "path: expected a directory below the service's model.adapter_directory"),
+        ("way-out", "path: expected a directory below the service's model.adapter_directory"),
+        ("missing", "got a path without one"),
+    ],
+)
+def test_what_can_not_be_loaded_is_refused_by_name(client: Client, path: str, words: str) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        client.load_adapter("wrong", path)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in refused.value.details()
+    assert "wrong" not in {each.name for each in client.adapters().adapters}
+
+
+def test_more_than_may_be_are_refused(client: Client) -> None:
+    for number in range(2):
+        client.load_adapter(f"more-{number}", "law-2")
+    assert len({each.digest for each in client.adapters().adapters}) == 3
+    for number in range(2):
+        client.unload_adapter(f"more-{number}")
+
+
+def test_a_service_that_starts_again_has_the_adapters_of_its_configuration(
+    client: Client, tenant: str, files: Files, oracles: Oracles
+) -> None:
+    ids = prompt_of(33, seed=25)
+    assert_agrees(client, oracles["law-1"], ids, tenant=tenant, adapter="law")
+    (before,) = (each for each in client.adapters().adapters if each.name == "law")
+    with serving(*files.arguments) as (_, address), Client(address, timeout_s=PATIENCE_S) as again:
+        (after,) = again.adapters().adapters
+        assert (after.name, after.digest) == (before.name, before.digest)
+        assert again.prefill(ids, tenant=tenant, adapter="law").miss_reason == MissReason.COLD
+        assert_agrees(again, oracles["law-1"], ids, tenant=tenant, adapter="law")
