@@ -25,7 +25,7 @@ from bench.parts.result_file import write_json
 from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
 from radixkv.model.attention.refused_attention import FLASHINFER, MODES, NAMES, POINTERS, refused_names
-from radixkv.model.on_gpu import attention_candidates
+from radixkv.model.on_gpu import attention_candidates, flashinfer_candidate
 from radixkv.startup.attention_trial import try_attention
 from radixkv.storage.device_pool import KVShape
 
@@ -60,7 +60,8 @@ def trials(names: Sequence[str], modes: Sequence[str], *, is_dry_run: bool) -> l
     found: dict[tuple[str, bool], Trial] = {}
     for use in uses(device, shape, kind, modes):
         refused = refused_names(_mode(use))
-        for name in candidates(use):
+        beside = [FLASHINFER] if flashinfer_candidate(use) is not None else []
+        for name in (*candidates(use), *beside):
             if name in names and name not in refused:
                 found.setdefault((name, use.is_exact), Trial(name, use))
     return list(found.values())

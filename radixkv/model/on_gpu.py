@@ -16,6 +16,7 @@ from radixkv.errors import ConfigError
 from radixkv.model.attention.interface import AttentionUse
 
 if TYPE_CHECKING:
+    from radixkv.model.attention.flashinfer_kernels import FlashInferKernels
     from radixkv.model.attention.triton_kernels import TritonKernels
 
 
@@ -42,6 +43,17 @@ def attention_candidates(use: AttentionUse) -> dict[str, TritonKernels]:
         return candidates(use, (0, 0))
     gpu = torch.cuda.get_device_properties(use.device)
     return candidates(use, (gpu.major, gpu.minor), gpu.multi_processor_count)
+
+
+def flashinfer_candidate(use: AttentionUse) -> FlashInferKernels | None:
+    """Return FlashInfer's attention for a trial; None where it is not installed or can't do what `use` demands."""
+    if use.device.type != "cuda":
+        return None
+    from radixkv.model.attention.flashinfer_kernels import flashinfer_kernels
+
+    gpu = torch.cuda.get_device_properties(use.device)
+    *_, last = attention_candidates(use).values()
+    return flashinfer_kernels(use, (gpu.major, gpu.minor), last)
 
 
 def fuse_modules(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.interface import AttentionKernels, AttentionUse
-from radixkv.model.attention.refused_attention import VARIABLE, refused_names
+from radixkv.model.attention.refused_attention import FLASHINFER, POINTERS, VARIABLE, refused_names
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
-from radixkv.model.on_gpu import attention_candidates
+from radixkv.model.on_gpu import attention_candidates, flashinfer_candidate
 from radixkv.startup.attention_trial import try_attention
 from radixkv.storage.device_pool import KVShape
 
@@ -28,6 +28,8 @@ def attention_kernels(
 ) -> AttentionKernels:
     """Choose the kernels for the device of a model. On a GPU short trials decide; see `choose_attention`.
 
+    Where FlashInfer is installed and passes its trial, it attends in steps that are not recorded.
+
     Args:
         model: the model that will be served.
         kv_shape: its K and V as the pool stores them.
@@ -40,18 +42,21 @@ def attention_kernels(
     if model.device.type != "cuda":
         return TorchKernels()
     use = model.attention_use(kv_shape, block_size)
-    candidates = _not_refused(attention_candidates(use), use)
-    return choose_attention(candidates, lambda name: attempt(name, use)).for_service()
-
-
-def _not_refused(candidates: Mapping[str, _Kernels], use: AttentionUse) -> dict[str, _Kernels]:
-    """Leave out what the environment refuses; the last candidate always stays."""
     refused = refused_names("exact" if use.is_exact else "fast")
-    *_, last = candidates
+    ours = choose_attention(_without(refused, attention_candidates(use)), lambda name: attempt(name, use)).for_service()
+    flashinfer = flashinfer_candidate(use)
+    if flashinfer is None:
+        return ours
+    candidates: dict[str, AttentionKernels] = {FLASHINFER: flashinfer.beside(ours), POINTERS: ours}
+    return choose_attention(_without(refused, candidates), lambda name: attempt(name, use))
+
+
+def _without(refused: Collection[str], candidates: Mapping[str, _Kernels]) -> dict[str, _Kernels]:
+    """Leave out what the environment refuses, and log a warning for each."""
     for name in candidates:
-        if name in refused and name != last:
+        if name in refused:
             _log.warning("%s is not used: %s refuses it", name, VARIABLE)
-    return {name: kernels for name, kernels in candidates.items() if name == last or name not in refused}
+    return {name: kernels for name, kernels in candidates.items() if name not in refused}
 
 
 def choose_attention(candidates: Mapping[str, _Kernels], attempt: Callable[[str], None]) -> _Kernels:

@@ -15,13 +15,16 @@ from collections.abc import Sequence
 import torch
 
 from radixkv.errors import UnsupportedModel
-from radixkv.model.attention.interface import AttentionKind, AttentionUse
-from radixkv.model.on_gpu import attention_candidates
+from radixkv.model.attention.interface import AttentionKernels, AttentionKind, AttentionUse
+from radixkv.model.attention.refused_attention import FLASHINFER
+from radixkv.model.on_gpu import attention_candidates, flashinfer_candidate
 from radixkv.startup.attention_check import check_attention
 from radixkv.storage.device_pool import KVShape
 
 # Starting Python, torch and a GPU takes ten seconds, compiling and running the kernels of a model some more.
 _TIMEOUT_S = 120.0
+# FlashInfer is built by nvcc when a shape is first used, for minutes; what was built is kept on disk.
+_BUILD_TIMEOUT_S = 900.0
 _DEATH_S = 5.0
 _REFUSED = 3  # a Python that fails ends with 1
 
@@ -31,19 +34,21 @@ def try_attention(
     use: AttentionUse,
     *,
     command: Sequence[str] = (sys.executable, "-m", "radixkv.startup.attention_trial"),
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> None:
     """Run `check_attention` in another process.
 
     Args:
-        name: name of the kernels in `triton_kernels.candidates`.
+        name: name of the kernels in `triton_kernels.candidates`, or FlashInfer's.
         use: the demands of the model.
         command: command of the process, which reads the trial from its standard input.
-        timeout_s: the process is killed after this time.
+        timeout_s: the process is killed after this time; None for two minutes, and for FlashInfer fifteen.
 
     Raises:
         UnsupportedModel: the kernels are wrong, or the process failed or did not end in time.
     """
+    if timeout_s is None:
+        timeout_s = _BUILD_TIMEOUT_S if name == FLASHINFER else _TIMEOUT_S
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         process = subprocess.Popen(
@@ -72,7 +77,16 @@ def try_attention(
 
 def try_attention_here(name: str, use: AttentionUse) -> None:
     """Run `check_attention` in this process; see `try_attention`."""
-    check_attention(attention_candidates(use)[name], use)
+    check_attention(_kernels(name, use), use)
+
+
+def _kernels(name: str, use: AttentionUse) -> AttentionKernels:
+    if name != FLASHINFER:
+        return attention_candidates(use)[name]
+    found = flashinfer_candidate(use)
+    if found is None:
+        raise UnsupportedModel("it is not installed, or does not suit this model, pool or GPU")
+    return found
 
 
 def _written(name: str, use: AttentionUse) -> str:

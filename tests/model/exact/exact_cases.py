@@ -267,7 +267,7 @@ def main() -> int:
                 options.device,
                 options.weights,
             )
-        except Exception as raised:  # the other models are tried
+        except Exception as raised:  # noqa: BLE001 - the other models are tried
             traceback.print_exc()
             met, difference = Counter(different=1, cases=1), f"{type(raised).__name__}: {raised}"
         print(f"{model}: {dict(met)}", flush=True)

@@ -1,0 +1,150 @@
+"""FlashInfer's attention over our own pool, in fast mode, for steps that are not recorded.
+
+FlashInfer reads a layer of the pool as it lies: pages of K and V by head. It has no scales for each stored vector, so
+pools are not quantized here. Recorded steps, writing and copying stay with our own kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from radixkv.kernels.attention_plan import AttentionPlan
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.interface import AttentionUse
+from radixkv.model.attention.triton_kernels import TritonKernels
+
+# Memory for partial results of splits; FlashInfer raises if a plan needs more. Its documentation recommends 128 MB.
+_WORKSPACE_BYTES = 1 << 28
+
+_HEAD_DIMS = (64, 128, 256)
+_LEAST_CAPABILITY, _HOPPER = (8, 0), 9
+
+
+class _Kind(NamedTuple):
+    """Layers that share a plan."""
+
+    num_query_heads: int
+    scoring: Scoring
+
+
+class FlashInferKernels:
+    """Implements `PlanningKernels`. A step is planned once for all layers that score alike.
+
+    Args:
+        ours: kernels for recorded steps, and for everything but attention.
+        backend: FlashInfer's implementation: "fa3" on a Hopper GPU, else "fa2".
+    """
+
+    is_exact = False
+    wants_pool_by_layer = False
+
+    write_kv = staticmethod(TritonKernels.write_kv)
+    copy_blocks = staticmethod(TritonKernels.copy_blocks)
+
+    def __init__(self, ours: TritonKernels, backend: str) -> None:
+        self._ours = ours
+        self._backend = backend
+        self._recorded: PagedBatch | None = None  # attended by the plans that `use_plans` got
+        self._batch: PagedBatch | None = None  # the last one that FlashInfer attended for
+        self._planned: set[_Kind] = set()  # of `_batch`
+        self._wrappers: dict[_Kind, Any] = {}
+        self._workspace: torch.Tensor | None = None
+        self.tile_rows, self.tile_rows_for = ours.tile_rows, ours.tile_rows_for
+        self.plan, self.most_partials = ours.plan, ours.most_partials
+
+    def for_service(self) -> FlashInferKernels:
+        """Return the kernels that serve after a trial."""
+        return self.beside(self._ours.for_service())
+
+    def beside(self, ours: TritonKernels) -> FlashInferKernels:
+        """Return the same with other kernels for recorded steps."""
+        return FlashInferKernels(ours, self._backend)
+
+    def use_plans(self, batch: PagedBatch, plans: Mapping[int | None, AttentionPlan]) -> None:
+        """Attend for `batch` by these plans with our own kernels."""
+        self._recorded = batch
+        self._ours.use_plans(batch, plans)
+
+    def paged_attention(
+        self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
+    ) -> torch.Tensor:
+        """Compute `reference.paged_attention`. The first layer of each kind plans the attention of the batch.
+
+        Raises:
+            RuntimeError, ValueError: FlashInfer can't plan or compute it.
+        """
+        if batch is self._recorded:
+            return self._ours.paged_attention(query, pool, layer, batch, scoring)
+        if batch is not self._batch:
+            self._batch, self._planned = batch, set()
+        kind = _Kind(query.shape[1], scoring)
+        if kind not in self._planned:
+            self._plan(kind, query, pool, batch)
+            self._planned.add(kind)
+        output = query.new_empty(query.shape)
+        self._wrappers[kind].run(query, pool.values[:, layer], out=output)
+        return output
+
+    def _plan(self, kind: _Kind, query: torch.Tensor, pool: KVPool, batch: PagedBatch) -> None:
+        """Hand FlashInfer the batch as it wants it: numbers of tokens and lists of pages, on the host."""
+        kv_lens = np.array(batch.kv_lens)
+        num_pages = -(-kv_lens // batch.block_size)
+        pages = np.concatenate([row[:count] for row, count in zip(batch.host_tables, num_pages, strict=True)])
+        host_arrays = (
+            np.array(batch.query_starts),
+            np.concatenate(([0], np.cumsum(num_pages))),
+            pages,
+            (kv_lens - 1) % batch.block_size + 1,
+        )
+        if kind not in self._wrappers:
+            self._wrappers[kind] = self._wrapper(query.device)
+        window, softcap = kind.scoring.window, kind.scoring.softcap
+        self._wrappers[kind].plan(
+            *(torch.from_numpy(array.astype(np.int32)) for array in host_arrays),
+            kind.num_query_heads,
+            pool.num_kv_heads,
+            pool.head_dim,
+            batch.block_size,
+            causal=True,
+            sm_scale=kind.scoring.scale,
+            window_left=-1 if window is None else window - 1,  # a query's own token is not counted
+            logits_soft_cap=softcap,
+            q_data_type=query.dtype,
+            kv_data_type=pool.dtype,
+        )
+
+    def _wrapper(self, device: torch.device) -> Any:
+        """Make an object that holds one plan. All share their memory for partial results: layers follow each other."""
+        import flashinfer  # an extra
+
+        if self._workspace is None:
+            self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=self._backend)
+
+
+def flashinfer_kernels(use: AttentionUse, capability: tuple[int, int], ours: TritonKernels) -> FlashInferKernels | None:
+    """Return FlashInfer's kernels for a trial; None where it is not installed, or can't do what is demanded.
+
+    Args:
+        use: the demands of the model.
+        capability: compute capability of the GPU, major and minor.
+        ours: kernels for recorded steps.
+    """
+    shape = use.shape
+    suits = (
+        not use.is_exact
+        and capability >= _LEAST_CAPABILITY
+        and use.dtype in (torch.bfloat16, torch.float16)
+        and shape.dtype == use.dtype
+        and shape.head_dim in _HEAD_DIMS
+    )
+    if not suits or importlib.util.find_spec("flashinfer") is None:
+        return None
+    return FlashInferKernels(ours, "fa3" if capability[0] == _HOPPER else "fa2")
