@@ -62,6 +62,33 @@ def test_no_bit_of_int8_weights_depends_on_the_cache(model: str, dtype: str) -> 
     assert counts["partial hits"] >= 4
 
 
+@pytest.mark.parametrize(
+    ("model", "dtype", "weights"),
+    [
+        *((model, "float32", "auto") for model in ("llama", "gemma2", "phi3", "mixtral", "gpt2")),
+        ("qwen3", "bfloat16", "auto"),
+        pytest.param("qwen2", "float32", "int8", marks=needs_exact_int8),
+    ],
+)
+def test_no_bit_of_an_adapter_depends_on_the_cache_or_on_other_adapters(model: str, dtype: str, weights: str) -> None:
+    counts, first_difference = run_cases(
+        model, dtype, "exact", num_cases=6, seed=len(model), weights=weights, num_adapters=2
+    )
+    assert first_difference == ""
+    assert counts["partial hits"] >= 2
+    assert counts["adapters"] >= 2
+    assert counts["beside other adapters"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_no_bit_of_many_adapters_depends_on_the_cache(model: str, dtype: str) -> None:
+    counts, first_difference = run_cases(model, dtype, "exact", num_cases=60, num_adapters=4)
+    assert first_difference == ""
+    assert counts["beside other adapters"] >= 20
+
+
 def test_no_bit_of_float16_depends_on_the_cache() -> None:
     counts, first_difference = run_cases("llama", "float16", "exact", num_cases=8, seed=1)
     assert first_difference == ""

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 
 from radixkv.errors import InvalidAdapter
+from radixkv.kernels.linear_packings import packings_for
+from radixkv.kernels.row_tiles import RowTiles, tiles_of
 from radixkv.model.adapters.adapter_files import LowRank
 from radixkv.model.products.choices import ProductChoices
 from radixkv.model.products.packed_linear import Product
@@ -31,11 +33,19 @@ class Part(NamedTuple):
 
 
 class _Addition(NamedTuple):
-    """Additions of an adapter to a site: to the columns from `start` on."""
+    """Additions of an adapter to a site: to the columns `[start, end)`.
+
+    Attributes:
+        start, end: columns.
+        down, up: the products.
+        tiles: numbers of rows that both products have calls for; None where any will do, or each needs its own.
+    """
 
     start: int
+    end: int
     down: Product
     up: Product
+    tiles: RowTiles | None
 
 
 # An adapter laid out for products, by site.
@@ -54,7 +64,7 @@ class LowRankProducts:
         self._groups: list[tuple[slice | torch.Tensor, Placed]] = []
 
     def place(self, sites: Mapping[int, Sequence[Part]]) -> Placed:
-        """Lay out an adapter. Shapes that were not tried before are tried, which takes a tenth of a second each.
+        """Lay out an adapter. Shapes that were not tried before are tried, which takes a twentieth of a second each.
 
         Args:
             sites: its parts by site, in the order of their columns.
@@ -84,11 +94,12 @@ class LowRankProducts:
                 addition = placed.get(site)
                 if addition is None:
                     continue
-                added = addition.up(addition.down(flat[chosen]))
-                columns = whole[:, addition.start : addition.start + added.shape[1]]
+                columns = whole[:, addition.start : addition.end]
                 if isinstance(chosen, slice):
-                    columns[chosen].add_(added)
+                    _add(addition, flat, columns, chosen.start, chosen.stop)
                 else:
+                    added = flat.new_zeros(len(chosen), columns.shape[1])
+                    _add(addition, flat[chosen], added, 0, len(chosen))
                     columns.index_add_(0, chosen, added)
 
     def _joined(self, parts: Sequence[Part]) -> _Addition:
@@ -102,13 +113,46 @@ class LowRankProducts:
             down[first:last] = part.low_rank.down
             up[part.start - start : part.end - start, first:last] = part.low_rank.up
             first += rank
-        return _Addition(start, self._product(down), self._product(up))
+        products = self._product(down), self._product(up)
+        return _Addition(start, end, *products, _tiles(*products))
 
     def _product(self, weight: torch.Tensor) -> Product:
-        choice = self._choices.choose(weight, None)
+        # The first library that will do: a low-rank part takes a few percent of a step, and a trial of each some time.
+        tried = (self._choices.choose(weight, None, (packing,)) for packing in packings_for(weight))
+        choice = next((each for each in tried if each is not None), None)
         if choice is None:
             raise InvalidAdapter(
                 "adapter: expected the rows of a product to be computed alike, got others for "
                 f"{tuple(weight.shape)} in {weight.dtype} on this machine; {SERVE_FAST}"
             )
         return Product(weight, None, choice)
+
+
+def _tiles(down: Product, up: Product) -> RowTiles | None:
+    costs = tuple((size, cost + up.costs[size]) for size, cost in down.costs.items() if size in up.costs)
+    return tiles_of(costs) if costs else None
+
+
+def _add(addition: _Addition, rows: torch.Tensor, columns: torch.Tensor, start: int, end: int) -> None:
+    """Add to the columns of the rows `[start, end)`.
+
+    A call has a known number of rows. Where there are fewer, rows beside them take part, and what they get is dropped:
+
+        rows      [ 0 ... start )[ start .. end )[ .... )
+        calls           [-- 8 --)[-- 8 --)
+                        dropped )[ added )
+    """
+    down, up, tiles = addition.down, addition.up, addition.tiles
+    num_rows = len(rows)
+    if tiles is None:
+        columns[start:end].add_(up(down(rows[start:end])))
+        return
+    for size in tiles.cover(end - start):
+        last = min(start + size, end)
+        if size > num_rows:
+            columns[start:last].add_(up(down(rows[start:last])))
+        else:
+            first = min(start, num_rows - size)
+            added = up.one_call(down.one_call(rows[first : first + size]))
+            columns[start:last].add_(added[start - first : last - first])
+        start = last

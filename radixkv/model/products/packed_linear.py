@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -71,9 +71,18 @@ class Product:
         return self._gate is not None and self.addition is None
 
     @property
+    def costs(self) -> Mapping[int, float]:
+        """Cost of a call, by its number of rows; empty if any number will do."""
+        return {} if self._tiles is None else self._tiles.costs
+
+    @property
     def row_counts(self) -> tuple[int, ...]:
         """Numbers of rows of its calls; none if any will do."""
-        return () if self._tiles is None else tuple(self._tiles.costs)
+        return tuple(self.costs)
+
+    def one_call(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the product with rows `[num_rows, in_features]`, a number of `row_counts`, in one call."""
+        return self._call(rows)
 
     def gate(self, rows: torch.Tensor, up: Product) -> torch.Tensor:
         """Return SiLU of the product with rows `[..., in_features]`, times `up`'s product with them.

@@ -42,6 +42,7 @@ from radixkv.startup.attention_trial import try_attention_here
 from radixkv.startup.build_engine import make_runner
 from radixkv.storage.device_pool import KVStorage
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
+from tests.model.exact.random_adapters import random_adapter
 
 MODELS: dict[str, PretrainedConfig] = {
     **CONFIGS,
@@ -81,6 +82,7 @@ class Cases:
         dtype, exactness, device, weights: see `ModelConfig`.
         kv_dtype: see `CacheConfig`.
         seed: of everything random.
+        num_adapters: adapters that requests may have. The device has room for all but one.
     """
 
     def __init__(
@@ -92,11 +94,16 @@ class Cases:
         seed: int,
         device: str = "cpu",
         weights: str = "auto",
+        num_adapters: int = 0,
     ) -> None:
         self.random = random.Random(seed)
         self.block_size = self.random.choice((16, 32))
-        config = ModelConfig(path=str(directory), dtype=dtype, exactness=exactness, device=device, weights=weights)
+        config = ModelConfig(
+            path=str(directory), dtype=dtype, exactness=exactness, device=device, weights=weights,
+            max_adapters=num_adapters,
+        )  # fmt: skip
         self.model = load_model(config)
+        self.adapters = [""] + [self._load_adapter(number) for number in range(num_adapters)]
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
         kernels = attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
         is_by_layer = kernels.wants_pool_by_layer and self.random.random() < 0.8
@@ -108,19 +115,31 @@ class Cases:
         self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
         self.counts: Counter[str] = Counter()
 
+    def _load_adapter(self, number: int) -> str:
+        """Load a random adapter, the first one of few layers. Returns its digest."""
+        assert self.model.adapted is not None
+        files = random_adapter(self.model, f"adapter {number}", 3 + 4 * number, number, share=1.0 if number else 0.5)
+        self.model.try_adapter(files)
+        held = self.model.adapted.adapters
+        held.max_bytes = held.max_bytes if number == 0 else files.num_bytes * number
+        held.add(files)
+        return files.digest
+
     def run(self) -> str:
         """Run one case. Returns how the answers differ; empty if they are equal."""
-        prompt = self._prompt()
+        prompt, adapter = self._prompt(), self._adapter()
         if self.random.random() < 0.3:
-            prompt = self._turn_after(prompt)
-        cold = self._ask([(prompt, "alone", False)])
+            prompt = self._turn_after(prompt, adapter)
+        cold = self._ask([(prompt, "alone", False, adapter)])
         assert cold is not None
         if self.random.random() < 0.2:
             self.cache.evict(self.random.randint(1, 8))
         tenants = self.random.choices(("mine", "others"), k=self.random.randint(0, 3))
-        mates = [(self._prompt(), tenant, True) for tenant in tenants]
-        warm = self._ask([*mates, (prompt, "mine", True)])
+        mates = [(self._prompt(), tenant, True, self._adapter()) for tenant in tenants]
+        warm = self._ask([*mates, (prompt, "mine", True, adapter)])
         self.counts["cases"] += 1
+        self.counts["adapters"] += bool(adapter)
+        self.counts["beside other adapters"] += any(mate[-1] != adapter for mate in mates)
         if warm is None:
             self.counts["without room"] += 1
             return ""
@@ -134,13 +153,17 @@ class Cases:
         self.counts["different"] += bool(difference)
         return f"{difference}: {usage}, {len(mates)} mates" if difference else ""
 
-    def _turn_after(self, prompt: list[int]) -> list[int]:
+    def _adapter(self) -> str:
+        return self.random.choice(self.adapters) if len(self.adapters) > 1 else ""
+
+    def _turn_after(self, prompt: list[int], adapter: str) -> list[int]:
         """Generate after a prompt, beside other requests. Returns the next turn, whose K/V come from decode steps."""
         count = self.random.choice((2, self.random.randint(2, 40)))
         prompt = prompt[: USUAL_TOKENS - count - 2]
         core = EngineCore(self.runner, self.cache, EngineConfig(max_step_tokens=self.random.choice((33, 200))))
         mates = [self._prompt()[: USUAL_TOKENS - 40] for _ in range(self.random.randint(0, 3))]
-        futures = [self._generate(core, ids, count, "mine") for ids in (prompt, *mates)]
+        owners = [adapter, *(self._adapter() for _ in mates)]
+        futures = [self._generate(core, *each, count, "mine") for each in zip((prompt, *mates), owners, strict=True)]
         while core.has_work:
             core.step()
         self.cache.check()
@@ -150,14 +173,16 @@ class Cases:
         turn = [*prompt, *futures[0].result(0).token_ids, *self._fresh(self.random.randint(1, 30))]
         return turn[:USUAL_TOKENS]
 
-    def _generate(self, core: EngineCore, ids: list[int], count: int, tenant: str) -> Future[GenerateResult]:
+    def _generate(
+        self, core: EngineCore, ids: list[int], adapter: str, count: int, tenant: str
+    ) -> Future[GenerateResult]:
         future: Future[GenerateResult] = Future()
         params = PrefillParams(np.array(ids, dtype="<u4").tobytes(), Caller(tenant))
         generation = Generation(Sampling(count, temperature=1.0, seed=1), frozenset(), lambda _: None)
-        core.submit(Request(params, Namespace("model", tenant), future, time.monotonic(), generation))
+        core.submit(Request(params, Namespace("model", tenant, adapter), future, time.monotonic(), generation))
         return future
 
-    def _ask(self, requests: list[tuple[list[int], str, bool]]) -> Answer | None:
+    def _ask(self, requests: list[tuple[list[int], str, bool, str]]) -> Answer | None:
         """Run requests together. Returns the last one's answer; None if there was no room for it."""
         config = EngineConfig(max_step_tokens=self.random.choice((33, 64, 200, 1000)))
         core = EngineCore(self.runner, self.cache, config)
@@ -183,14 +208,14 @@ class Cases:
         return torch.cat([tensor.flatten(2).contiguous().view(torch.uint8) for tensor in by_token], dim=2)
 
     def _submit(
-        self, core: EngineCore, ids: list[int], tenant: str, reads: bool, *, holds: bool
+        self, core: EngineCore, ids: list[int], tenant: str, reads: bool, adapter: str, *, holds: bool
     ) -> Future[PrefillResult]:
         future: Future[PrefillResult] = Future()
         tokens = np.array(ids, dtype="<u4").tobytes()
         params = PrefillParams(
             tokens, Caller(tenant), return_logits=True, hold_lease=holds, read_cache=reads, write_cache=reads
         )
-        core.submit(Request(params, Namespace("model", tenant), future, time.monotonic()))
+        core.submit(Request(params, Namespace("model", tenant, adapter), future, time.monotonic()))
         return future
 
     def _prompt(self) -> list[int]:
@@ -216,11 +241,13 @@ def run_cases(
     kv_dtype: str = "auto",
     device: str = "cpu",
     weights: str = "auto",
+    num_adapters: int = 0,
 ) -> tuple[Counter[str], str]:
     """Run cases of one model. Returns the counted events and the first difference."""
     first = ""
     with tempfile.TemporaryDirectory() as folder:
-        cases = Cases(write_checkpoint(MODELS[model], Path(folder)), dtype, kv_dtype, exactness, seed, device, weights)
+        checkpoint = write_checkpoint(MODELS[model], Path(folder))
+        cases = Cases(checkpoint, dtype, kv_dtype, exactness, seed, device, weights, num_adapters)
         for index in range(num_cases):
             difference = cases.run()
             first = first or (difference and f"{model}, {kv_dtype}, seed {seed}, case {index}: {difference}")
@@ -251,6 +278,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="a row for each model, written after each")
+    parser.add_argument("--adapters", type=int, default=0)
     options = parser.parse_args()
     start_s, counts, first, rows = time.perf_counter(), Counter[str](), "", []
     run = describe_run()
@@ -266,6 +294,7 @@ def main() -> int:
                 options.kv_dtype,
                 options.device,
                 options.weights,
+                options.adapters,
             )
         except Exception as raised:  # noqa: BLE001 - the other models are tried
             traceback.print_exc()
