@@ -105,7 +105,7 @@ class AdapterFiles:
 def read_adapter(path: str | Path, model: AdaptableModel, max_bytes: int | None = None) -> AdapterFiles:
     """Read and check an adapter, and try products of its shapes. May be called on any thread.
 
-    It takes as long as the disk does, and a twentieth of a second for each shape that this machine has not tried before.
+    It takes as long as the disk does, and a twentieth of a second for each shape that this machine has not tried yet.
 
     Args:
         path: its directory.
