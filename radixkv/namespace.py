@@ -16,7 +16,8 @@ class Namespace(NamedTuple):
     Attributes:
         model: fingerprint of the weights and of everything else that changes K and V.
         tenant: whose data this is.
-        adapter: digest of the adapter's content, empty for the base model. A reloaded adapter has a new digest.
+        adapter: digest of the adapter's content, empty for the base model. A reloaded adapter has a new digest. Of one
+            that begins inside the prompt, also the position from which on K and V are its own: `digest@position`.
         salt: a name that isolates further, chosen by the caller.
     """
 
@@ -29,9 +30,23 @@ class Namespace(NamedTuple):
         """Whether it has these names; None matches any."""
         return (
             (tenant is None or tenant == self.tenant)
-            and (adapter is None or adapter == self.adapter)
+            and (adapter is None or adapter in (self.adapter, self.adapter_digest))
             and (salt is None or salt == self.salt)
         )
+
+    @property
+    def adapter_digest(self) -> str:
+        """The digest in `adapter`.
+
+        >>> Namespace("model", adapter="c0ffee@12").adapter_digest
+        'c0ffee'
+        """
+        return self.adapter.partition("@")[0]
+
+    @property
+    def adapter_from(self) -> int:
+        """The position from which on K and V are the adapter's own; 0 for all of them."""
+        return int(self.adapter.partition("@")[2] or 0)
 
     @property
     def seed(self) -> int:

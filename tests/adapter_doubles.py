@@ -6,6 +6,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from radixkv.engine.adapters.adapter_directory import AdapterDirectory
 from radixkv.engine.adapters.adapters import AdapterSource
 from radixkv.errors import InvalidAdapter
@@ -19,6 +21,15 @@ class FakeFiles:
     digest: str
     rank: int = 8
     num_bytes: int = 100
+    invocation_token_ids: tuple[int, ...] | None = None
+
+    def own_from(self, tokens: bytes) -> int | None:
+        """Where the last of one-token invocations is."""
+        if self.invocation_token_ids is None:
+            return 0
+        (wanted,) = self.invocation_token_ids
+        places = np.flatnonzero(np.frombuffer(tokens, "<u4") == wanted)
+        return int(places[-1]) if places.size else None
 
 
 class AnyDirectory(AdapterDirectory):
@@ -59,7 +70,8 @@ class FakeDevice:
         assert self.gate.wait(PATIENCE_S)
         if directory.name == "broken":
             raise InvalidAdapter("adapter_config.json: expected a file in the adapter's directory, got none")
-        return FakeFiles(directory.name)
+        name, _, invocation = directory.name.partition("+")  # "one+7" is invoked by the token 7
+        return FakeFiles(name, invocation_token_ids=(int(invocation),) if invocation else None)
 
     def source(self, max_adapters: int = 4) -> AdapterSource:
         return AdapterSource(max_adapters, self, self.read, AnyDirectory("/", ()))

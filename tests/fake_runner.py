@@ -73,7 +73,8 @@ class FakeRunner:
                 assert seen == _seen(chunk, position), f"position {position} holds another prefix's K/V"
         self.steps.append([(chunk.start, chunk.end) for chunk in chunks])
         rows = [
-            self.logits_scale * one_hot(next_token(chunk.tokens[: 4 * upto], chunk.adapter))
+            self.logits_scale
+            * one_hot(next_token(chunk.tokens[: 4 * upto], chunk.adapter if upto > chunk.adapter_from else ""))
             for chunk in chunks
             for upto in range(chunk.end - chunk.num_logit_rows + 1, chunk.end + 1)
         ]
@@ -105,7 +106,12 @@ def next_token(tokens: bytes, adapter: str = "") -> int:
 
 
 def _seen(chunk: Chunk, position: int) -> Seen:
-    return chunk.adapter, bytes(chunk.tokens[: (position + 1) * 4])
+    adapter = _adapter_at(chunk, position)
+    return f"{adapter}@{chunk.adapter_from}" if adapter else "", bytes(chunk.tokens[: (position + 1) * 4])
+
+
+def _adapter_at(chunk: Chunk, position: int) -> str:
+    return chunk.adapter if position >= chunk.adapter_from else ""
 
 
 def one_hot(token_id: int) -> torch.Tensor:

@@ -41,7 +41,7 @@ class LostPrefixes(Listener):
 
     def purged(self, node: Node) -> None:
         """Note that a node goes with its adapter, if that drains. Complexity: O(1)."""
-        if node.owner.namespace.adapter in self._draining:
+        if node.owner.namespace.adapter_digest in self._draining:
             self._note(node.fingerprint, MissReason.ADAPTER_CHANGED)
 
     def draining(self, adapter: str, slices: Generator[None, None, _T]) -> Generator[None, None, _T]:

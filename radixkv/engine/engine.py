@@ -143,7 +143,7 @@ class Engine:
             Later, through the future: OutOfBlocks, QuotaExceeded, DeadlineExceeded, StepFailed.
         """
         future: Future[PrefillResult] = Future()
-        with self._reporting_refusal(), self.adapters.using(params.caller) as (namespace, former):
+        with self._reporting_refusal(), self.adapters.using(params.caller, params.tokens) as (namespace, former):
             self.limits.require_prefill(params)
             self._submit(Request(params, namespace, future, time.monotonic(), former=former))
         return future
@@ -161,7 +161,7 @@ class Engine:
         Raises the same errors as `prefill`, at the same times.
         """
         future = GenerationFuture()
-        with self._reporting_refusal(), self.adapters.using(params.caller) as (namespace, former):
+        with self._reporting_refusal(), self.adapters.using(params.caller, params.tokens) as (namespace, former):
             self.limits.require_generation(params, sampling)
             stops = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
             generation = Generation(sampling, stops, on_tokens)
@@ -174,7 +174,7 @@ class Engine:
 
         Raises InvalidRequest, PromptTooLong or UnknownAdapter if the request is wrong.
         """
-        namespace, former = self.adapters.namespaces(caller)
+        namespace, former = self.adapters.namespaces(caller, tokens)
         self.limits.require_tokens(tokens)
         return self._call(lambda: self._core.probe(namespace, tokens, former), Asker.TENANT, caller.tenant)
 
@@ -191,7 +191,7 @@ class Engine:
 
         Raises the same errors as `probe`.
         """
-        namespace, _ = self.adapters.namespaces(caller)
+        namespace, _ = self.adapters.namespaces(caller, tokens)
         self.limits.require_retention(tokens, retention)
         return self._call(lambda: self._core.retain(namespace, tokens, retention), Asker.TENANT, caller.tenant)
 
@@ -246,7 +246,7 @@ class Engine:
 
     def _leave(self, request: Request) -> None:
         self._gate.leave(request)
-        self.adapters.leave(request.namespace.adapter)
+        self.adapters.leave(request.namespace.adapter_digest)
 
     @contextlib.contextmanager
     def _reporting_refusal(self) -> Iterator[None]:

@@ -141,7 +141,8 @@ def _chunk(part: Slice) -> Chunk:
         copy=lease.copy,
         wants_logits=part.is_last,
         wants_all_logits=request.wants_all_logits,
-        adapter=request.namespace.adapter,
+        adapter=request.namespace.adapter_digest,
+        adapter_from=request.namespace.adapter_from,
     )
 
 

@@ -224,3 +224,20 @@ def test_a_service_that_starts_again_has_the_adapters_of_its_configuration(
         assert (after.name, after.digest) == (before.name, before.digest)
         assert again.prefill(ids, tenant=tenant, adapter="law").miss_reason == MissReason.COLD
         assert_agrees(again, oracles["law-1"], ids, tenant=tenant, adapter="law")
+
+
+def test_an_invoked_adapter_begins_where_it_is_invoked(
+    client: Client, tenant: str, files: Files, oracles: Oracles
+) -> None:
+    directory = write_adapter(files.checkpoint, files.root / "invoked", 5, alora_invocation_tokens=[7, 8])
+    invoked = load_adapted(files.checkpoint, directory)
+    client.load_adapter("invoked", "invoked")
+    head = [each for each in prompt_of(50, seed=26) if each not in (7, 8)]
+    client.prefill(head, tenant=tenant)
+    assert client.prefill(head, tenant=tenant, adapter="invoked").usage.cached_tokens == len(head) - 1
+    assert_agrees(client, oracles[""], head, tenant=tenant, adapter="invoked")
+    once, twice = [*head, 7, 8, *head[:9]], [*head, 7, 8, *head[:9], 7, 8, *head[:5]]
+    for ids in (once, twice, once, twice):
+        assert_agrees(client, invoked, ids, tenant=tenant, adapter="invoked")
+    assert client.prefill([*twice, 1], tenant=tenant, adapter="invoked").usage.cached_tokens == len(twice)
+    client.unload_adapter("invoked")

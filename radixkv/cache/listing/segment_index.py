@@ -109,7 +109,7 @@ class SegmentIndex(Listener):
         while start < len(self._nodes):
             for node in self._nodes[start : start + MAX_PASSED]:
                 if node is not None:
-                    counts[node.owner.namespace.adapter] += len(node.tokens) // TOKEN_BYTES
+                    counts[node.owner.namespace.adapter_digest] += len(node.tokens) // TOKEN_BYTES
             start += MAX_PASSED
             yield
         return counts

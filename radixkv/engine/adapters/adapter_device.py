@@ -12,6 +12,7 @@ class AdapterFiles(Protocol):
         digest: of all that changes an answer.
         rank: the largest rank of its matrices.
         num_bytes: memory of its weights.
+        invocation_token_ids: tokens from whose last occurrence on a prompt is the adapter's; None: all of it.
     """
 
     @property
@@ -25,6 +26,13 @@ class AdapterFiles(Protocol):
     @property
     def num_bytes(self) -> int:
         """See the class."""
+
+    @property
+    def invocation_token_ids(self) -> tuple[int, ...] | None:
+        """See the class."""
+
+    def own_from(self, tokens: bytes) -> int | None:
+        """Return the position from which on a prompt is the adapter's; None if all of it is the base model's."""
 
 
 class AdapterDevice(Protocol):

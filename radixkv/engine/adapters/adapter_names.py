@@ -21,19 +21,19 @@ class Found(NamedTuple):
     Attributes:
         digest: of its content; empty for the model itself.
         former: digests that the name stood for before, the latest first.
+        files: what was read; None for the model itself.
     """
 
     digest: str
     former: Sequence[str]
+    files: AdapterFiles | None = None
 
 
 class Known(NamedTuple):
-    """An adapter that is named or drains: its digest, its last name, and what its files say."""
+    """An adapter that is named or drains: what was read, and its last name."""
 
-    digest: str
+    files: AdapterFiles
     last_name: str
-    rank: int
-    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -142,8 +142,7 @@ class AdapterNames:
                 return replaced
             if replaced is not None:
                 self._drop(name, replaced)
-            known = Known(digest, name, files.rank, files.num_bytes)
-            content = self._contents.setdefault(digest, _Content(known, {}))
+            content = self._contents.setdefault(digest, _Content(Known(files, name), {}))
             content.names[name] = None
             self._digests[name] = digest
             return replaced
@@ -180,7 +179,8 @@ class AdapterNames:
         digest = self._digests.get(name)
         if digest is None:
             raise UnknownAdapter("adapter: expected the name of a loaded adapter, got an unknown one")
-        return Found(digest, tuple(each for each in self._former.get(name, ()) if each != digest))
+        former = tuple(each for each in self._former.get(name, ()) if each != digest)
+        return Found(digest, former, self._contents[digest].known.files)
 
     def _drop(self, name: str, digest: str) -> None:
         content = self._contents[digest]

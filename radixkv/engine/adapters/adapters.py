@@ -76,22 +76,30 @@ class Adapters:
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="radixkv-adapters")
         self._freeing: dict[str, Generator[None, None, Purged]] = {}  # by digest; of the engine's thread
 
-    def namespaces(self, caller: Caller) -> tuple[Namespace, tuple[Namespace, ...]]:
-        """Return the namespace of a caller's requests, and those that it had before its adapter was changed.
+    def namespaces(self, caller: Caller, tokens: bytes) -> tuple[Namespace, tuple[Namespace, ...]]:
+        """Return the namespace of a caller's prompt, and those that it had before its adapter was changed.
+
+        A prompt that does not invoke its adapter is the base model's, and has its namespace.
 
         Raises:
             UnknownAdapter: no adapter has the caller's name for it.
         """
-        return self._namespaces(caller, self._names.find(caller.adapter))
+        return self._namespaces(caller, tokens, self._names.find(caller.adapter))
 
     @contextlib.contextmanager
-    def using(self, caller: Caller) -> Iterator[tuple[Namespace, tuple[Namespace, ...]]]:
-        """Return the same, and keep the adapter. If nothing is raised meanwhile, it is kept until `leave`."""
+    def using(self, caller: Caller, tokens: bytes) -> Iterator[tuple[Namespace, tuple[Namespace, ...]]]:
+        """Return the same, and keep the adapter of that namespace.
+
+        If nothing is raised inside the `with` block, it is kept until `leave`.
+        """
         found = self._names.take(caller.adapter)
-        try:
-            yield self._namespaces(caller, found)
-        except BaseException:
+        namespaces = self._namespaces(caller, tokens, found)
+        if namespaces[0].adapter_digest != found.digest:
             self.leave(found.digest)
+        try:
+            yield namespaces
+        except BaseException:
+            self.leave(namespaces[0].adapter_digest)
             raise
 
     def leave(self, digest: str) -> None:
@@ -150,9 +158,16 @@ class Adapters:
         """Read nothing more. A load that is under way ends by itself."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def _namespaces(self, caller: Caller, found: Found) -> tuple[Namespace, tuple[Namespace, ...]]:
-        namespace = Namespace(self._model, caller.tenant, found.digest, caller.salt)
-        return namespace, tuple(namespace._replace(adapter=digest) for digest in found.former)
+    def _namespaces(self, caller: Caller, tokens: bytes, found: Found) -> tuple[Namespace, tuple[Namespace, ...]]:
+        base, files = Namespace(self._model, caller.tenant, "", caller.salt), found.files
+        start = None if files is None else files.own_from(tokens)
+        if files is None or start is None:
+            return base, ()
+        place = "" if files.invocation_token_ids is None else f"@{start}"
+        return (
+            base._replace(adapter=found.digest + place),
+            tuple(base._replace(adapter=digest + place) for digest in found.former),
+        )
 
     def _require_on(self) -> AdapterSource:
         if self._source is None:
@@ -204,15 +219,15 @@ class Adapters:
     def _count_and_list(self) -> Generator[None, None, list[Adapter]]:
         """Count in slices, between which steps may run."""
         cached_tokens: Counter[str] = yield from self._cache.segments.tokens_by_adapter()
-        return [self._adapter(*each, cached_tokens[each[1].digest]) for each in self._names.listing()]
+        return [self._adapter(*each, cached_tokens[each[1].files.digest]) for each in self._names.listing()]
 
     def _adapter(
         self, name: str, known: Known, is_draining: bool, num_unfinished: int, cached_tokens: int = 0
     ) -> Adapter:
         assert self._source is not None, "adapters are on"
-        is_on_device = self._source.device.is_on_device(known.digest)
+        files, is_on_device = known.files, self._source.device.is_on_device(known.files.digest)
         return Adapter(
-            name, known.digest, known.rank, known.num_bytes, is_on_device, is_draining, num_unfinished, cached_tokens
+            name, files.digest, files.rank, files.num_bytes, is_on_device, is_draining, num_unfinished, cached_tokens
         )
 
 

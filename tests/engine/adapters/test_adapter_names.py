@@ -39,26 +39,26 @@ def test_two_names_of_one_content_share_its_digest() -> None:
 def test_a_name_given_again_stands_for_the_new_content_and_knows_the_old() -> None:
     names = named(("law", "old"))
     assert names.assign("law", NEW) == "old"
-    assert names.find("law") == Found("new", ("old",))
+    assert names.find("law") == Found("new", ("old",), NEW)
     assert names.assign("law", NEW) == "new"
-    assert names.find("law") == Found("new", ("old",))
+    assert names.find("law") == Found("new", ("old",), NEW)
 
 
 def test_what_a_name_stands_for_now_is_not_what_it_stood_for_before() -> None:
     names = named(("law", "a"), ("law", "b"), ("law", "a"))
-    assert names.find("law") == Found("a", ("b",))
+    assert names.find("law") == Found("a", ("b",), FakeFiles("a"))
 
 
 def test_a_name_knows_four_former_contents() -> None:
     names = named(*(("law", str(number)) for number in range(8)))
-    assert names.find("law") == Found("7", ("6", "5", "4", "3"))
+    assert names.find("law") == Found("7", ("6", "5", "4", "3"), FakeFiles("7"))
 
 
 def test_a_name_loaded_again_after_it_was_dropped_knows_its_former_content() -> None:
     names = named(("law", "old"))
     assert names.drop("law") == "old"
     names.assign("law", NEW)
-    assert names.find("law") == Found("new", ("old",))
+    assert names.find("law") == Found("new", ("old",), NEW)
 
 
 def test_content_without_names_drains_until_its_last_request_ends() -> None:
@@ -96,7 +96,7 @@ def test_a_listing_has_every_name_and_what_drains_under_its_last_name() -> None:
     names.assign("law", NEW)
     names.assign("court", NEW)
     told = [
-        (name, known.digest, known.rank, is_draining, unfinished)
+        (name, known.files.digest, known.files.rank, is_draining, unfinished)
         for name, known, is_draining, unfinished in names.listing()
     ]
     assert told == [("court", "old", 8, True, 1), ("law", "new", 16, False, 0), ("court", "new", 16, False, 0)]

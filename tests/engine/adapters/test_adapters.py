@@ -263,3 +263,32 @@ def test_roots_are_freed_in_slices(engine: Engine, monkeypatch: pytest.MonkeyPat
     engine.adapters.unload("tax").result(PATIENCE_S)
     wait_until_all_free(engine)
     engine.check().result(PATIENCE_S)
+
+
+class TestInvoked:
+    """Adapters that begin at the last occurrence of their invocation tokens."""
+
+    def test_a_prompt_that_does_not_invoke_its_adapter_is_the_base_models(self, engine: Engine) -> None:
+        load(engine, "law", "one+99")
+        ask(engine, "")
+        assert ask(engine, "law") == (answer(""), 19, "NONE")
+        assert engine.adapters.loaded()[0].num_unfinished == 0
+
+    def test_prompts_share_where_their_adapter_begins_at_the_same_place(self, engine: Engine) -> None:
+        load(engine, "law", "one+10")
+        assert ask(engine, "law") == (answer("one"), 0, "COLD")
+        assert ask(engine, "law", range(25)) == (answer("one", range(25)), 20, "DIVERGED")
+        later = [*range(20), 10, 3, 4]  # the adapter begins ten tokens later, so 10 to 19 are the base model's here
+        assert ask(engine, "law", later) == (answer("one", later), 0, "COLD")
+        assert ask(engine, "law", later) == (answer("one", later), 22, "NONE")
+
+    def test_what_is_cached_of_every_place_goes_with_the_adapter(self, engine: Engine, device: FakeDevice) -> None:
+        load(engine, "law", "one+10")
+        for ids in (range(20), [*range(20), 10, 3, 4]):
+            ask(engine, "law", ids)
+        assert engine.adapters.listing().result(PATIENCE_S)[0].cached_tokens == 43
+        load(engine, "law", "two+10")
+        assert ask(engine, "law")[1:] == (0, "ADAPTER_CHANGED")
+        assert engine.purge(adapter="law").result(PATIENCE_S).freed_blocks == 5
+        wait_until_all_free(engine)
+        assert device.held == {"two"}
