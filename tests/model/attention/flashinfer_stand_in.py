@@ -10,7 +10,7 @@ import torch
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """What `flashinfer/prefill.py` documents, for pages by head and a causal mask; all else is refused."""
+    """Attention as `flashinfer/prefill.py` documents it, for pages by head and a causal mask; all else is refused."""
 
     made: list[BatchPrefillWithPagedKVCacheWrapper]  # since `install`
 
