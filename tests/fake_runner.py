@@ -31,9 +31,9 @@ class FakeRunner:
             device=torch.device("cpu"),
             vocab_size=VOCAB_SIZE,
             max_tokens=max_tokens,
-            fingerprint="fake weights",
             eos_token_ids=frozenset(),
         )
+        self.fingerprint = "fake weights"
         self.storage = SimpleNamespace(block_bytes=0, kv_dtype="fp32")
         self.steps: list[list[tuple[int, int]]] = []  # (start, end) of each chunk of each step
         self.fail_next: Exception | None = None

@@ -43,9 +43,9 @@ class NullRunner:
             device=torch.device("cpu"),
             vocab_size=vocab_size,
             max_tokens=None,
-            fingerprint="null",
             eos_token_ids=frozenset(),
         )
+        self.fingerprint = "null"
         self.storage = SimpleNamespace(block_bytes=0, kv_dtype="fp32")
         self._row = torch.zeros(1, vocab_size)
         self._row[0, NEXT_TOKEN_ID] = 1.0

@@ -40,6 +40,7 @@ class Limits:
         ceiling_tokens: the most tokens that a tenant may hold, by tenant; None for no bound.
         default_ceiling_tokens: the same, of a tenant that is not there.
         pool_tokens: tokens that the block pool holds.
+        model_fingerprint: digest of all that K and V depend on besides tokens and the adapter.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Limits:
     ceiling_tokens: Mapping[str, int | None]
     default_ceiling_tokens: int | None
     pool_tokens: int
+    model_fingerprint: str = ""
 
     @classmethod
     def of_pool(
@@ -65,6 +67,7 @@ class Limits:
         block_size: int,
         ceiling_blocks: Mapping[str, int | None],
         default_ceiling_blocks: int | None = None,
+        model_fingerprint: str = "",
     ) -> Limits:
         """Work out the limits of a model over a new block pool.
 
@@ -75,6 +78,7 @@ class Limits:
             block_size: tokens a block.
             ceiling_blocks: the most blocks that a tenant may hold, by tenant; None for no bound.
             default_ceiling_blocks: the same, of a tenant that is not there.
+            model_fingerprint: see the attributes.
         """
         # A generation goes on in a copy of the block in which its prompt ends.
         return cls(
@@ -90,6 +94,7 @@ class Limits:
             },
             default_ceiling_tokens=None if default_ceiling_blocks is None else default_ceiling_blocks * block_size,
             pool_tokens=num_blocks * block_size,
+            model_fingerprint=model_fingerprint,
         )
 
     def require_retention(self, tokens: bytes, retention: Retention) -> None:

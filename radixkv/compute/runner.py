@@ -14,6 +14,7 @@ from radixkv.compute.forward import Chunk, StepLayout, StepOutputs, compute_step
 from radixkv.compute.graphs.graphs import StepGraphs
 from radixkv.kernels.staging import to_device
 from radixkv.model.attention.interface import AttentionKernels
+from radixkv.model.fingerprint import fingerprint_cached
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 
@@ -61,6 +62,11 @@ class Runner:
         self.storage = storage
         self._kernels = kernels
         self._graphs = graphs
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of what is cached: of the model and the pool; see `radixkv.model.fingerprint`."""
+        return fingerprint_cached(self.model.fingerprint, self.storage.kv_dtype, self.storage.block_size)
 
     @property
     def has_graphs(self) -> bool:

@@ -87,6 +87,7 @@ class Engine:
             block_size=cache.block_size,
             ceiling_blocks={tenant: usage.quota.ceiling_blocks for tenant, usage in cache.tenants.with_quota.items()},
             default_ceiling_blocks=cache.tenants.default_quota.ceiling_blocks,
+            model_fingerprint=runner.fingerprint,
         )
         self.eos_token_ids = model.eos_token_ids
         self._gate, self._inbox = Gate(config, rates), Inbox(config.max_waiting_calls, config.max_tenant_calls)
@@ -104,7 +105,7 @@ class Engine:
         self.events = None if events is None else EventSource(events, cache.nodes, self._call)
         self.segments = SegmentSource(cache, lambda look, tenant: self._call(look, Asker.of_scope(tenant), tenant))
         thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
-        self.adapters = Adapters(model.fingerprint, adapters, cache, thread)
+        self.adapters = Adapters(runner.fingerprint, adapters, cache, thread)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping, self._next_try_s = threading.Event(), 0.0

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from xxhash import xxh3_128
 
 from radixkv.errors import UnknownAdapter, UnsupportedModel
 from radixkv.kernels.scoring import Scoring
@@ -21,6 +20,7 @@ from radixkv.model.adapters.low_rank_products import LowRankProducts
 from radixkv.model.attention.interface import AttentionKind, AttentionStep, AttentionUse
 from radixkv.model.attention.paged_step import PaddedStep
 from radixkv.model.exactness import make_exact, padded_tokens
+from radixkv.model.fingerprint import fingerprint_model
 from radixkv.model.on_gpu import fuse_modules
 from radixkv.model.products.choices import ProductChoices
 from radixkv.model.products.joined_parts import JoinedParts
@@ -58,7 +58,7 @@ class Model:
         eos_token_ids: tokens that end a generation.
         weights: as given.
         adapted: its layers, to which adapters may add; None if none may be loaded.
-        fingerprint: equal for equal configuration and weights.
+        fingerprint: see `fingerprint_model`.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Model:
         self.name = name
         self.device = device
         self.is_exact = is_exact
+        self.fingerprint = fingerprint_model(module, weights, is_exact=is_exact)  # while weights are as they were read
         self.module = module.to(device).eval().requires_grad_(False)
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self.weights = weights
-        self.fingerprint = _fingerprint(module, weights)  # before weights are laid out otherwise
         self.adapted: AdaptedLayers[Any] | None = None
         choices = ProductChoices(is_exact=is_exact, weights=weights)
         is_packed = device.type == "cpu" and is_fused is None
@@ -252,15 +252,3 @@ def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[Atte
     if len(shapes) > 1 or head_dim != value_dim:
         raise UnsupportedModel(f"{name}: expected one K/V shape in all layers, got {sorted(map(str, shapes))}")
     return KVShape(num_layers, num_kv_heads, head_dim, dtype), tuple(probe.kinds)
-
-
-def _fingerprint(module: PreTrainedModel, weights: str) -> str:
-    """Digest the configuration, and 4 KiB from the start, the middle and the end of every parameter."""
-    digest = xxh3_128(f"{weights} {module.config.to_json_string()}".encode())
-    for name, parameter in module.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        data = parameter.detach().reshape(-1).view(torch.uint8)
-        middle = data.numel() // 2
-        for piece in (data[:4096], data[middle : middle + 4096], data[-4096:]):
-            digest.update(piece.cpu().numpy().tobytes())
-    return digest.hexdigest()

@@ -87,6 +87,7 @@ def stats_table(stats: StatsResponse) -> str:
     blocks = stats.blocks
     rows = [
         ("model", f"{stats.model} on {stats.device}"),
+        ("  fingerprint", stats.model_fingerprint),
         ("uptime", f"{stats.uptime_s:.1f} s"),
         ("blocks", f"{blocks.total} of {stats.block_size} tokens, {stats.block_bytes} bytes each, {stats.kv_dtype}"),
     ]

@@ -238,6 +238,7 @@ def stats_response(limits: Limits, stats: EngineStats) -> cache_pb2.StatsRespons
     del counts["tenants"]
     return cache_pb2.StatsResponse(
         model=limits.model,
+        model_fingerprint=limits.model_fingerprint,
         device=limits.device,
         epoch=limits.epoch,
         block_size=limits.block_size,
@@ -255,6 +256,7 @@ def tenant_stats_response(limits: Limits, stats: EngineStats, tenant: str) -> ca
     mine = [each for each in stats.tenants if each.tenant == tenant]
     return cache_pb2.StatsResponse(
         model=limits.model,
+        model_fingerprint=limits.model_fingerprint,
         device=limits.device,
         epoch=limits.epoch,
         uptime_s=stats.uptime_s,

@@ -46,6 +46,7 @@ LIMITS = Limits(
     ceiling_tokens={"bounded": 32},
     default_ceiling_tokens=None,
     pool_tokens=4096,
+    model_fingerprint="fake fingerprint",
 )
 TENANTS = (
     TenantStats("a", 3, 2, 1, 4, 60, 40, 2, 0, None),

@@ -67,8 +67,10 @@ def test_a_stats_table_shows_every_number():
         evicted_blocks=120,
         block_bytes=121,
         kv_dtype="int4",
+        model_fingerprint="0a1b2c",
     )
     table = stats_table(stats)
+    assert "0a1b2c" in table
     for number in (*range(101, 113), 400, *range(114, 123)):
         assert str(number) in table, number
     assert "(28.5 %)" in table

@@ -184,7 +184,7 @@ def test_stats_carry_all_the_engine_said():
     assert (tokens.prompt, tokens.cached, tokens.computed, tokens.written) == (100, 60, 40, 30)
     assert (stats.namespaces, stats.segments, stats.held_leases) == (1, 11, 1)
     assert (stats.evicted_blocks, stats.block_bytes, stats.block_size) == (2**53 + 1, 4096, 16)
-    assert stats.kv_dtype == "int8"
+    assert (stats.kv_dtype, stats.model_fingerprint) == ("int8", "fake fingerprint")
 
 
 def test_what_was_granted_is_told_with_the_answer():

@@ -1,0 +1,56 @@
+"""Fingerprints of what K and V depend on, for namespaces and for whatever leaves this process.
+
+model       configuration with its RoPE settings, all weights and buffers, dtype, weights of 8 bits, exactness
+cached      the model, the dtype of K and V in the pool, tokens a block
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+import torch
+from transformers import PreTrainedModel
+from xxhash import xxh3_128
+
+_log = logging.getLogger(__name__)
+
+# Keys of config.json that say where a model comes from and who wrote it, not what it computes.
+_WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
+
+
+def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) -> str:
+    """Digest a model: all bytes of its weights, once, at load. Logs how long it took.
+
+    Equal for equal models, wherever they were read from. 128 bits tell models apart that nobody made to collide.
+
+    Complexity: it reads memory at 5 to 20 GB/s, so a model of 16 GB takes 1 to 3 s.
+
+    Args:
+        module: the model, before its weights are laid out otherwise and before it is moved to a GPU.
+        weights: see `ModelConfig`.
+        is_exact: whether it will run in exact mode, which gives other last bits.
+    """
+    start_s, num_bytes = time.perf_counter(), 0
+    config = {key: value for key, value in module.config.to_dict().items() if key not in _WITHOUT_EFFECT}
+    digest = xxh3_128(json.dumps([weights, is_exact, config], sort_keys=True, default=str).encode())
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        digest.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
+        data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        digest.update(data)
+        num_bytes += data.nbytes
+    took_s = time.perf_counter() - start_s
+    _log.info("read %.1f MB of weights for the model's fingerprint in %.2f s", num_bytes / 1e6, took_s)
+    return digest.hexdigest()
+
+
+def fingerprint_cached(model: str, kv_dtype: str, block_size: int) -> str:
+    """Digest what cached blocks depend on besides tokens, tenant, adapter and salt.
+
+    Args:
+        model: of `fingerprint_model`.
+        kv_dtype: how K and V are stored.
+        block_size: tokens a block.
+    """
+    return xxh3_128(json.dumps([model, kv_dtype, block_size]).encode()).hexdigest()
