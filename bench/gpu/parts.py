@@ -20,16 +20,23 @@ OTHER_IMPORTS = ("flashinfer", "google.protobuf", "grpc", "grpc_health", "grpc_r
 _PEERS = "sdpa_flash sdpa_cudnn cudnn_merged sglang"
 
 # Each kernel has its own process, since an illegal access ends all work of a process on a GPU.
-_TRIALS = Stage("trials", 65, _KERNEL_IMPORTS, "-m bench.gpu.trials --limit-s 60", gives_verdicts=True)
+_TRIALS = Stage(
+    "trials",
+    65,
+    _KERNEL_IMPORTS,
+    "-m bench.gpu.trials --limit-s 45",  # with the imports before them, so that each trial gets its verdict
+    "-m bench.gpu.trials --limit-s 300 --dry-run",
+    gives_verdicts=True,
+)
 
 _LOOK = (
     Stage("first_look", 20, (), "-m bench.gpu.first_look"),
     Stage(
         "trials",
-        30,
+        40,
         _KERNEL_IMPORTS,
-        f"-m bench.gpu.trials --kernels '{SPECIALIZED}' --modes fast --limit-s 25",
-        f"-m bench.gpu.trials --kernels '{SPECIALIZED}' --modes fast --dry-run",
+        f"-m bench.gpu.trials --kernels '{SPECIALIZED}' --modes fast --limit-s 22",
+        f"-m bench.gpu.trials --kernels '{SPECIALIZED}' --modes fast --limit-s 300 --dry-run",
         gives_verdicts=True,
     ),
 )
@@ -43,7 +50,7 @@ _PREFILL = (
         100,
         ENGINE_IMPORTS,
         "-m tests.model.exact.exact_cases --device cuda --dtype bfloat16 --cases 80",
-        "-m tests.model.exact.exact_cases --device cpu --cases 32",
+        "-m tests.model.exact.exact_cases --device cpu --cases 64",
         heeds_verdicts=True,
     ),
 )
@@ -134,7 +141,7 @@ _COMPARISONS = (
         "flashinfer_trial",
         105,
         (*_KERNEL_IMPORTS, "flashinfer"),
-        f"-m bench.gpu.trials --kernels '{FLASHINFER}' --modes fast --limit-s 100",
+        f"-m bench.gpu.trials --kernels '{FLASHINFER}' --modes fast --limit-s 90",
         gives_verdicts=True,
     ),
     Stage(

@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 
 _SGLANG = "sglang_wheel"  # where stages look for SGLang's wheel
 _SHOWN_LINES = 100
+_DRY_BUDGETS = 5  # the interpreter is slow, and a dry run may share its cores
 
 # pytest's settings in pyproject.toml need plugins that the machine may lack.
 _PYTEST_INI = """\
@@ -113,12 +114,13 @@ class _PartRun:
     def run(self, stages: Sequence[Stage]) -> bool:
         """Run the stages in turn, as long as there is time. Returns whether all of them ran."""
         report = self._report
-        end_s = time.monotonic() + self._options.seconds
+        end_s = time.monotonic() + self._options.seconds * (_DRY_BUDGETS if self._options.dry_run else 1)
         print(f"== {report['part']}: {report['machine']['gpu'] or 'no GPU'}, {report['versions']}")
         print(f"can't be imported here: {', '.join(report['missing_imports']) or 'nothing'}", flush=True)
         for stage in stages:
             print(f"\n== {stage.name}", flush=True)
-            outcome = self._run_stage(stage, min(stage.budget_s, end_s - time.monotonic()))
+            budget_s = stage.budget_s * (_DRY_BUDGETS if self._options.dry_run else 1)
+            outcome = self._run_stage(stage, min(budget_s, end_s - time.monotonic()))
             if stage.gives_verdicts:
                 self._verdicts.note((outcome["result"] or {}).get("rows", []))
             self._note(stage.name, outcome)

@@ -232,7 +232,7 @@ def test_what_stages_run_exists() -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_stages_of_a_part_fit_into_nine_minutes_whatever_happens(part: str) -> None:
-    assert sum(each.budget_s for each in PARTS[part]) <= (50 if part == "look" else 540)
+    assert sum(each.budget_s for each in PARTS[part]) <= (60 if part == "look" else 540)
 
 
 def test_trials_come_before_what_heeds_them() -> None:
@@ -240,6 +240,15 @@ def test_trials_come_before_what_heeds_them() -> None:
         first = next(index for index, each in enumerate(stages) if each.gives_verdicts)
         heeding = [index for index, each in enumerate(stages) if each.heeds_verdicts or each.needs_kernels]
         assert all(first < index for index in heeding)
+
+
+def test_a_trial_that_hangs_gets_its_verdict_before_its_stage_ends() -> None:
+    """Python, torch and the GPU are there after ten seconds, and a process that is killed may take five to die."""
+    for stages in PARTS.values():
+        for each in stages:
+            if each.gives_verdicts:
+                words = shlex.split(each.command)
+                assert 10 + float(words[words.index("--limit-s") + 1]) + 5 < each.budget_s + 1
 
 
 def test_at_most_eight_files_can_be_written() -> None:
