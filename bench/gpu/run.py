@@ -43,6 +43,7 @@ _PYTEST_INI = """\
 [pytest]
 pythonpath = .
 addopts = --import-mode=importlib
+faulthandler_timeout = 600
 markers =
     gpu: needs a CUDA device
     slow: long campaigns
