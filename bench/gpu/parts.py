@@ -142,6 +142,7 @@ _COMPARISONS = (
         105,
         (*_KERNEL_IMPORTS, "flashinfer"),
         f"-m bench.gpu.trials --kernels '{FLASHINFER}' --modes fast --limit-s 90",
+        is_optional=True,
         gives_verdicts=True,
     ),
     Stage(
@@ -151,6 +152,7 @@ _COMPARISONS = (
         "-m bench.kernels --kernels paged_attention --variants served --peers flashinfer_fa3",
         heeds_verdicts=True,
         needs_kernels=(FLASHINFER,),
+        is_optional=True,
     ),
     Stage(
         "flashinfer_prefill",
@@ -159,6 +161,7 @@ _COMPARISONS = (
         "-m bench.gpu_prefill --modes fast --rounds 3 --prefixes 8192 --suffixes 64",
         heeds_verdicts=True,
         needs_kernels=(FLASHINFER,),
+        is_optional=True,
     ),
 )
 

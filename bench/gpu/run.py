@@ -113,8 +113,8 @@ class _PartRun:
         write_json(self._file, self._report)
 
     def run(self, stages: Sequence[Stage]) -> bool:
-        """Run the stages in turn, as long as there is time. Returns whether all of them ran."""
-        report = self._report
+        """Run the stages in turn, as long as there is time. Returns whether all ran that the machine should run."""
+        report, is_good = self._report, True
         end_s = time.monotonic() + self._options.seconds * (_DRY_BUDGETS if self._options.dry_run else 1)
         print(f"== {report['part']}: {report['machine']['gpu'] or 'no GPU'}, {report['versions']}")
         print(f"can't be imported here: {', '.join(report['missing_imports']) or 'nothing'}", flush=True)
@@ -125,11 +125,13 @@ class _PartRun:
             if stage.gives_verdicts:
                 self._verdicts.note((outcome["result"] or {}).get("rows", []))
             self._note(stage.name, outcome)
+            is_left_out = stage.is_optional and outcome["command"] is None
+            is_good &= outcome["outcome"] == "ran" or is_left_out
             print("\n".join(outcome["output"].splitlines()[-_SHOWN_LINES:]), flush=True)
         report["is_finished"] = True
         write_json(self._file, report)
         print("\n" + format_outcomes(report["stages"]), flush=True)
-        return all(outcome["outcome"] == "ran" for outcome in report["stages"].values())
+        return is_good
 
     def _run_stage(self, stage: Stage, budget_s: float) -> Outcome:
         if lacking := missing_imports(stage.needs):

@@ -21,6 +21,7 @@ class Stage:
         gives_verdicts: whether its rows say which attention kernels passed their trial.
         heeds_verdicts: whether it uses attention kernels that are tried first.
         needs_kernels: attention kernels without any of which it is not started.
+        is_optional: whether a run is good without it, where what it needs is not there.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Stage:
     gives_verdicts: bool = False
     heeds_verdicts: bool = False
     needs_kernels: tuple[str, ...] = ()
+    is_optional: bool = False
 
 
 def missing_imports(names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from bench.gpu import counted_tests
-from bench.gpu.run import ROOT
+from bench.gpu.run import ROOT, lay_out
 
 TESTS = """
 import json, pathlib, pytest
@@ -62,3 +62,15 @@ def test_each_file_has_a_row_with_its_counts_and_failures(tmp_path: Path) -> Non
     assert failure["test"] == "test_some.py::test_wrong"
     assert "assert (1 + 1) == 3" in failure["reason"]
     assert some["seconds"] > 0
+
+
+def test_tests_run_from_links_without_the_plugins_of_our_own_runs(tmp_path: Path) -> None:
+    lay_out(tmp_path, None)
+    without = [word for name in ("timeout", "instafail") for word in ("-p", f"no:{name}")]
+    command = [sys.executable, "-m", counted_tests.__name__, "--json", "counted.json", "-n", "0", *without]
+    tests = "tests/kernels/test_tile_choice.py"
+    done = subprocess.run([*command, tests], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    [row] = json.loads((tmp_path / "counted.json").read_text(encoding="utf-8"))["rows"]
+    assert (row["tests"], row["failed"]) == (tests, 0)
+    assert row["passed"] > 0

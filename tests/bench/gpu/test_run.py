@@ -111,6 +111,12 @@ def test_all_good_is_status_0(tmp_path: Path) -> None:
     assert run(tmp_path, stage("good", WRITE))[0] == 0
 
 
+def test_a_run_is_good_without_what_is_optional(tmp_path: Path) -> None:
+    absent = stage("optional", WRITE, needs=("no_such_module",), is_optional=True)
+    assert run(tmp_path, stage("good", WRITE), absent)[0] == 0
+    assert run(tmp_path, stage("optional", "raise SystemExit(3)", is_optional=True))[0] == 1
+
+
 def test_a_row_is_in_the_file_of_the_run_while_its_stage_runs(tmp_path: Path) -> None:
     watching = stage("watching", WATCH.replace("RESULTS", str(tmp_path / "out/some.json")))
     status, report = run(tmp_path, watching)
