@@ -21,7 +21,7 @@ from bench.parts.result_file import write_json
 
 Row = dict[str, Any]
 
-_LIMIT_S = 10.0
+_LIMIT_S = 15.0
 _CHARACTERS = 8_000
 
 _CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit,temperature.gpu,compute_mode,driver_version"
@@ -31,7 +31,7 @@ def output_of(command: Sequence[str]) -> str:
     """Run a program and return what it prints, or why it can't.
 
     Raises:
-        FileNotFoundError, subprocess.SubprocessError: it is not there, fails, or takes longer than ten seconds.
+        FileNotFoundError, subprocess.SubprocessError: it is not there, fails, or takes longer than 15 seconds.
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"{command[0]}: not found")
@@ -53,6 +53,27 @@ def _device() -> str:
     return f"{properties}, {free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free"
 
 
+# A module that is found may still not import: transformers does not without a package that it needs itself.
+_IMPORTS = (
+    "import numpy, safetensors.torch, sortedcontainers, torch, triton, xxhash; "
+    "from transformers import AutoModelForCausalLM, LlamaForCausalLM; print('all import')"
+)
+
+
+def _imports() -> str:
+    """Import what the stages import.
+
+    Raises:
+        RuntimeError: something does not import; the message has the last line of the error.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=False, timeout=_LIMIT_S
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return done.stdout.strip()
+
+
 QUESTIONS: dict[str, Callable[[], object]] = {
     "versions": describe_versions,
     "machine": describe_machine,
@@ -62,6 +83,7 @@ QUESTIONS: dict[str, Callable[[], object]] = {
     "nvcc": lambda: output_of(["nvcc", "--version"]).splitlines()[-1],
     "ninja": lambda: output_of(["ninja", "--version"]),
     "device": _device,
+    "imports": _imports,
     "clocks in full": lambda: output_of(["nvidia-smi", "-q", "-d", "CLOCK,COMPUTE,PERFORMANCE"]),
 }
 

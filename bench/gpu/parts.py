@@ -30,7 +30,7 @@ _TRIALS = Stage(
 )
 
 _LOOK = (
-    Stage("first_look", 20, (), "-m bench.gpu.first_look"),
+    Stage("first_look", 35, (), "-m bench.gpu.first_look"),
     Stage(
         "trials",
         40,

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+_PATIENCE_S = 20.0
 _VERSIONED = ("radixkv", "numpy", "torch", "transformers", "triton", "grpcio", "protobuf")
 
 
@@ -78,5 +79,8 @@ def _memory_gib() -> float | None:
 def _output_of(command: list[str]) -> str | None:
     if shutil.which(command[0]) is None:
         return None
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired:  # nvidia-smi waits for a driver that hangs
+        return None
     return done.stdout.strip() if done.returncode == 0 else None

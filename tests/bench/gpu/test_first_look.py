@@ -35,3 +35,8 @@ def test_programs_that_are_not_there_hang_or_fail_say_so(monkeypatch: pytest.Mon
     monkeypatch.setattr(first_look, "_LIMIT_S", 0.1)
     with pytest.raises(subprocess.TimeoutExpired):
         output_of([sys.executable, "-c", "import time; time.sleep(3600)"])
+
+
+def test_a_module_that_is_there_and_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_look, "_IMPORTS", "raise ModuleNotFoundError('No module named httpx')")
+    assert ask("imports", first_look._imports)["reason"] == ("RuntimeError: ModuleNotFoundError: No module named httpx")

@@ -238,7 +238,7 @@ def test_what_stages_run_exists() -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_stages_of_a_part_fit_into_nine_minutes_whatever_happens(part: str) -> None:
-    assert sum(each.budget_s for each in PARTS[part]) <= (60 if part == "look" else 540)
+    assert sum(each.budget_s for each in PARTS[part]) <= (75 if part == "look" else 540)
 
 
 def test_trials_come_before_what_heeds_them() -> None:
