@@ -28,6 +28,9 @@ from radixkv.scheduling.request import Request
 # Largest error of logits, relative to their norm: rounding in bfloat16 over 32 layers. Other tokens give more than 1.
 _TOLERANCE = 0.1
 
+# Steps that leave the device waiting for launches, if any do: a long suffix is also computed in steps of this size.
+_SHORT_STEP_TOKENS = 512
+
 # From this prefix on, a prompt takes seconds without the cache: it is computed so only once.
 _RECOMPUTED_ONCE = 32_768
 
@@ -49,6 +52,7 @@ class Bench:
         cache, config = PrefixCache(runner.storage.num_blocks, BLOCK_SIZE), EngineConfig(max_step_tokens=step_tokens)
         self._core = EngineCore(runner, cache, config)
         self._core_without_graphs = EngineCore(runner.without_graphs(), cache, config) if runner.has_graphs else None
+        self._core_of_short_steps = EngineCore(runner, cache, EngineConfig(max_step_tokens=_SHORT_STEP_TOKENS))
         self._random = np.random.default_rng(0)
         self._stem = self._draw(longest_prefix)
         self._numbers = itertools.count()
@@ -105,6 +109,8 @@ class Bench:
         ways: dict[str, Callable[[Tokens], float]] = {}
         if (core := self._core_without_graphs) is not None:
             ways["launched"] = lambda new: _timed(lambda: self.ask(new, core=core))
+        if suffix_tokens > _SHORT_STEP_TOKENS:
+            ways["short_steps"] = lambda new: _timed(lambda: self.ask(new, core=self._core_of_short_steps))
         ways["recompute"] = lambda new: _timed(lambda: self.ask(new, reads=False))
         for way, timed in ways.items():
             is_slow = way == "recompute" and prefix_tokens >= _RECOMPUTED_ONCE

@@ -64,6 +64,23 @@ def test_our_own_time_is_there_before_any_other_way(bench: Bench) -> None:
     ]
 
 
+def test_a_long_suffix_is_also_computed_in_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_bench, "_SHORT_STEP_TOKENS", 32)
+    runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
+    bench, sizes = Bench(runner, 200, step_tokens=512, rates=Rates(1e12, 1e9)), []
+    prepare = Runner.prepare
+
+    def watched(self: Runner, chunks: Any) -> Any:
+        sizes.append(sum(chunk.num_tokens for chunk in chunks))
+        return prepare(self, chunks)
+
+    monkeypatch.setattr(Runner, "prepare", watched)
+    row = measured(bench, 40, 77)
+    assert row["short_steps_ratio"] == pytest.approx(row["short_steps_ms"] / row["ttft_ms"])
+    assert sizes.count(32) == sizes.count(8) == 1
+    assert "short_steps_ms" not in measured(bench, 32, 77)
+
+
 def test_a_way_that_fails_says_why_and_the_others_are_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = Bench.ask
 
