@@ -54,6 +54,7 @@ def test_a_cache_without_room_reuses_everything_not_evicted(world: World) -> Non
         "commits after a purge",
         "extensions",
         "extensions refused",
+        "adapters drained",
     }
     assert {event for event in common | rare if not events[event]} == set()
 
@@ -62,6 +63,7 @@ def test_a_cache_without_room_reuses_everything_not_evicted(world: World) -> Non
 def test_tenants_get_what_they_were_promised(world: World) -> None:
     events = walk(world, "lru", dice_of(1, steps=10_000))
     wanted = {"evicted blocks", "OutOfBlocks", "retained tokens", "refused tokens", "blocks purged while in use"}
+    wanted |= {"explained as ADAPTER_CHANGED"} if world.num_namespaces > 2 else set()
     wanted |= {"QuotaExceeded"} if any(quota.ceiling_blocks for _, quota in world.quotas) else set()
     assert {event for event in wanted if not events[event]} == set()
 

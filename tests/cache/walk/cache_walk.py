@@ -21,6 +21,7 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
+from radixkv.cache.namespaces.purge import Purged, all_slices
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -33,7 +34,14 @@ from tests.cache.walk.retention_oracle import Ask
 from tests.events.event_oracle import WatchedCache
 from tests.fakes import FakeClock
 
-NAMESPACES = (Namespace("m"), Namespace("m", tenant="a"), Namespace("m", adapter="a"), Namespace("m", salt="a"))
+NAMESPACES = (
+    Namespace("m"),
+    Namespace("m", tenant="a"),
+    Namespace("m", adapter="a"),
+    Namespace("m", salt="a"),
+    Namespace("m", adapter="b"),
+    Namespace("m", adapter="a@2"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,14 +67,14 @@ ROOMY = [
     World(block_size=1, num_blocks=600, max_tokens=10, evicts=False),
     World(block_size=2, num_blocks=600, max_tokens=12, evicts=False),
     World(block_size=4, num_blocks=600, max_tokens=21, alphabet=3, evicts=False),
-    World(block_size=16, num_blocks=600, max_tokens=70, num_namespaces=4, evicts=False),
+    World(block_size=16, num_blocks=600, max_tokens=70, num_namespaces=6, evicts=False),
 ]
 TIGHT = [
     World(block_size=1, num_blocks=24, max_tokens=8, max_retained_blocks=7),
     World(block_size=2, num_blocks=20, max_tokens=13, max_retained_blocks=4),
     World(block_size=4, num_blocks=24, max_tokens=30, alphabet=3, max_retained_blocks=24),
     World(block_size=4, num_blocks=9, max_tokens=28, num_namespaces=1, max_leases=3),
-    World(block_size=16, num_blocks=16, max_tokens=70, num_namespaces=4, max_retained_blocks=5),
+    World(block_size=16, num_blocks=16, max_tokens=70, num_namespaces=6, max_retained_blocks=5),
 ]
 SHARED = [
     World(
@@ -81,7 +89,7 @@ SHARED = [
         num_blocks=20,
         max_tokens=40,
         alphabet=3,
-        num_namespaces=4,
+        num_namespaces=6,
         max_retained_blocks=6,
         quotas=(("a", Quota(floor_blocks=7)),),
     ),
@@ -89,7 +97,7 @@ SHARED = [
         block_size=2,
         num_blocks=24,
         max_tokens=20,
-        num_namespaces=4,
+        num_namespaces=6,
         max_retained_blocks=5,
         quotas=(("a", Quota(floor_blocks=5)),),
         default_quota=Quota(ceiling_blocks=12),
@@ -144,6 +152,7 @@ class Walk:
             self.evict: world.evicts,
             self.retain: 2 * world.evicts,
             self.purge: 0.1 * world.evicts,
+            self.drain: 0.1 * world.evicts,
             self.misuse: 1,
             self.publish_events: 10,
         }
@@ -179,7 +188,14 @@ class Walk:
         identities = self.oracle.identities(namespace, tokens)
         assert match.cached_tokens == self.oracle.num_reusable(identities)
         self.oracle.verify_match(match, identities)
-        reason = self.cache.explain(namespace, tokens, match.cached_tokens)
+        former = namespace._replace(adapter="b" if namespace.adapter == "a" else "a")
+        reason = self.cache.explain(namespace, tokens, match.cached_tokens, [former] if namespace.adapter else [])
+        if namespace.adapter and reason is not MissReason.NONE:
+            before = self.oracle.identities(former, tokens)
+            if reason is MissReason.ADAPTER_CHANGED:
+                assert self.oracle.was_published(int(before[match.cached_tokens]))
+            elif self.oracle.num_reusable(before) > match.cached_tokens:
+                assert reason in (MissReason.EVICTED, MissReason.EXPIRED)
         block_end = (match.cached_tokens // self.world.block_size + 1) * self.world.block_size
         assert (reason is MissReason.NONE) == (match.cached_tokens == identities.size - 1)
         if reason in (MissReason.EVICTED, MissReason.EXPIRED):
@@ -329,13 +345,23 @@ class Walk:
 
     def purge(self) -> None:
         tenant, adapter, salt = (self.random.choice((None, "", "a")) for _ in range(3))
+        self._forget(tenant, adapter, salt, lambda: self.cache.purge(tenant=tenant, adapter=adapter, salt=salt))
+
+    def drain(self) -> None:
+        adapter = self.random.choice("ab")
+        self._forget(None, adapter, None, lambda: all_slices(self.cache.draining(adapter)))
+        self.events["adapters drained"] += 1
+
+    def _forget(self, tenant: str | None, adapter: str | None, salt: str | None, forget: Callable[[], Purged]) -> None:
+        """Forget namespaces, and judge what was forgotten."""
 
         def is_gone(namespace: Namespace) -> bool:
-            pairs = ((tenant, namespace.tenant), (adapter, namespace.adapter), (salt, namespace.salt))
+            digest = namespace.adapter.split("@")[0]
+            pairs = ((tenant, namespace.tenant), (adapter, digest), (salt, namespace.salt))
             return all(wanted is None or wanted == name for wanted, name in pairs)
 
         num_free, num_published = self.cache.pool.num_free, self.cache.pool.num_published
-        purged = self.cache.purge(tenant=tenant, adapter=adapter, salt=salt)
+        purged = forget()
         assert self.cache.pool.num_free == num_free + purged.freed_blocks
         assert self.cache.pool.num_published == num_published - purged.freed_blocks - purged.pinned_blocks
         assert not any(is_gone(namespace) for namespace in self.cache._trees)

@@ -136,6 +136,7 @@ class Asked:
                 "answered": 1,
                 "finished early": self._is_early(result),
                 "risen to the end": isinstance(result, GenerateResult) and self._has_risen(result),
+                f"missed as {result.miss_reason.value}": 1,
                 **{f"{name} tokens": getattr(result.usage, f"{name}_tokens") for name in counted},
             }
         )
@@ -205,6 +206,7 @@ class Asked:
         assert 0 <= usage.written_tokens <= self.ask.writes * most_written
         assert self.written_at_purge in (None, usage.written_tokens), "a purged request published something"
         assert (reason is MissReason.READ_DISABLED) == (not self.ask.reads)
+        assert reason is not MissReason.ADAPTER_CHANGED or self.request.former
         if self.ask.reads:
             assert (reason is MissReason.NONE) == (usage.computed_tokens == 1)
 

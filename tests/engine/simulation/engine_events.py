@@ -65,6 +65,8 @@ class Ask(_Value):
 
     Attributes:
         key: the name that other events use for it.
+        adapter: name of its adapter; empty for the model itself.
+        digest: what the name stood for when it was asked; the simulation fills it in.
         max_new_tokens: of a generation; 0 for a prefill.
         rises: how far apart its rising tokens may be; 0 if they need not rise.
         at_a_loss_at: the number of rising tokens after which nobody knows what may come; 0 for never.
@@ -96,10 +98,12 @@ class Ask(_Value):
     raises_at: int = 0
     cancels_at: int = 0
     finishes_at: int = 0
+    adapter: str = ""
+    digest: str = ""
 
     @property
     def namespace(self) -> Namespace:
-        return Namespace("simulated", self.tenant, "", self.salt)
+        return Namespace("simulated", self.tenant, self.digest, self.salt)
 
     @property
     def tokens(self) -> bytes:
@@ -164,6 +168,23 @@ class Purge(_Value):
 
 
 @dataclass(frozen=True, repr=False)
+class Load(_Value):
+    """A name stands for the adapter with this digest from now on."""
+
+    at_s: float
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, repr=False)
+class Unload(_Value):
+    """A name stands for nothing from now on."""
+
+    at_s: float
+    name: str
+
+
+@dataclass(frozen=True, repr=False)
 class Fail(_Value):
     """A step fails in one of the ways of `SimulatedRunner`, or all its requests are `cancelled` while it computes."""
 
@@ -179,7 +200,7 @@ class Close(_Value):
     step: int | None = None
 
 
-Event = Ask | Cancel | Finish | Release | Retain | Purge | Fail | Close
+Event = Ask | Cancel | Finish | Release | Retain | Purge | Load | Unload | Fail | Close
 
 
 def tokens_of(prompt: Prompt, namespace: Namespace) -> bytes:

@@ -17,10 +17,12 @@ from tests.engine.simulation.engine_events import (
     Event,
     Fail,
     Finish,
+    Load,
     Prompt,
     Purge,
     Release,
     Retain,
+    Unload,
     World,
     cut,
     length_of,
@@ -79,6 +81,8 @@ class _Author:
         self._finishes = random.Random(f"finishes {seed}")  # of its own: older scripts stay as they are
         self._prompts: list[tuple[str, str, _Told]] = []  # with tenant and salt
         self._num_stems = 0
+        self._adapters = random.Random(f"adapters {seed}")  # of its own as well
+        self._names = self._adapters.choice(((), (), ("law",), ("law", "tax"))) if not world.computes_once else ()
         self._is_calm = world.computes_once or self._chance(0.2)  # nothing is cancelled or fails
         self._trouble = self._random.choice((0.05, 0.15, 0.4))
         self._generates = self._random.choice((0.0, 0.3, 0.7, 1.0))
@@ -93,11 +97,12 @@ class _Author:
 
     def script(self) -> list[Event]:
         now_s, pace_s = 0.0, self._pace_s
-        events: list[Event] = []
+        events: list[Event] = [Load(0.0, name, self._digest()) for name in self._names]
         for key in range(self._random.randint(4, self._most_requests)):
             now_s += self._random.choice((0.0, 2 * pace_s * self._random.random()))
             events.append(ask := self._ask(round(now_s, 2), key))
             events += self._what_comes_of(ask)
+            events += self._change_of_adapters(ask)
         if not self._is_calm:
             events += [
                 Fail(self._random.randrange(60), self._random.choice(HOW_STEPS_FAIL))
@@ -146,6 +151,7 @@ class _Author:
             raises_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
             cancels_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
             finishes_at=self._finishes.randint(1, 6) if self._finishes.random() < trouble / 2 else 0,
+            adapter=self._adapters.choice(("", *self._names, *self._names)),
         )
 
     def _what_comes_of(self, ask: Ask) -> list[Event]:
@@ -168,6 +174,20 @@ class _Author:
         if self._chance(self._trouble / 8):
             events.append(Purge(self._at(later, 20), rng.choice((None, "a", "b")), rng.choice((None, None, "s"))))
         return events
+
+    def _change_of_adapters(self, ask: Ask) -> list[Event]:
+        """Change what a name stands for, or unload it, at any moment of the next seconds; then a prompt comes again."""
+        rng = self._adapters
+        if not self._names or rng.random() > 0.25:
+            return []
+        name, at_s = ask.adapter or rng.choice(self._names), round(ask.at_s + 20 * rng.random(), 2)
+        again = Ask(round(at_s + 9 * rng.random(), 2), 1000 + ask.key, ask.prompt, ask.tenant, ask.salt, adapter=name)
+        if rng.random() < 0.3:
+            return [Unload(at_s, name), Load(round(at_s + 5 * rng.random(), 2), name, self._digest()), again]
+        return [Load(at_s, name, self._digest()), again]
+
+    def _digest(self) -> str:
+        return self._adapters.choice(("one", "two", "three"))
 
     def _prompt(self, earlier: _Told, most_tokens: int) -> Prompt:
         """Make a prompt from an earlier one: equal, cut, or continued by its answer; often new tokens follow."""

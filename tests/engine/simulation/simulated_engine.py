@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+import dataclasses
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
 
 from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
@@ -12,9 +16,11 @@ from radixkv.api.result import GeneratedTokens, GenerationFuture
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
+from radixkv.engine.adapters.adapters import Adapters, EngineThread
 from radixkv.engine.core import EngineCore
-from radixkv.errors import Draining, UnknownLease
+from radixkv.errors import Draining, RadixKVError, UnknownAdapter, UnknownLease
 from radixkv.scheduling.request import Generation, Request
+from tests.adapter_doubles import FakeDevice
 from tests.engine.simulation.answer_oracle import Asked
 from tests.engine.simulation.engine_events import (
     Ask,
@@ -23,9 +29,11 @@ from tests.engine.simulation.engine_events import (
     Event,
     Fail,
     Finish,
+    Load,
     Purge,
     Release,
     Retain,
+    Unload,
     World,
     tokens_of,
 )
@@ -70,11 +78,16 @@ class SimulatedEngine:
             self.cache,
             config,
             clock=self.clock,
-            on_end=self.oracle.ended,
+            on_end=self._ended,
             observers=[self.oracle],
             weights=dict(world.weights),
             events=self.watch.feed,
         )
+        self.device = FakeDevice()
+        self._posted: deque[Callable[[], None]] = deque()  # functions that wait for the engine's thread
+        thread = EngineThread(_at_once, self._posted.append, lambda: Draining("stopped"))
+        self.adapters = Adapters("simulated", self.device.source(8), self.cache, thread)
+        self.runner.device = self.device
         self._timed = sorted(
             (event for event in events if not isinstance(event, Fail) and _closes_at(event) is None),
             key=lambda event: event.at_s,
@@ -88,6 +101,8 @@ class SimulatedEngine:
             Release: self._release,
             Retain: self._retain,
             Purge: self._purge,
+            Load: self._load,
+            Unload: self._unload,
             Close: self._close,
         }
 
@@ -100,10 +115,15 @@ class SimulatedEngine:
             if not self.core.has_work and not self._skip_time():
                 break
             self._step()
+        self._run_posted()
+        while self._posted:
+            self._run_posted()
+        self._verify_adapters()
         self.oracle.finish()
         return self.oracle.events
 
     def _step(self) -> None:
+        self._run_posted()
         self.oracle.begin_step()
         self.core.step()
         if self.core.num_failed_steps >= _FAILED_STEPS_TO_TRY and not self.core.has_work:
@@ -147,11 +167,16 @@ class SimulatedEngine:
         self._happen(during_step=True)
 
     def _ask(self, ask: Ask) -> None:
+        try:
+            ask = dataclasses.replace(ask, digest=self.adapters.digest_of(ask.adapter))
+        except UnknownAdapter:
+            self.oracle.events["unknown adapters"] += 1
+            return
         asked = Asked(ask, GenerationFuture() if ask.max_new_tokens else Future())
         self._asked[ask.key] = asked
         params = PrefillParams(
             tokens=ask.tokens,
-            caller=Caller(ask.tenant, salt=ask.salt),
+            caller=Caller(ask.tenant, ask.adapter, ask.salt),
             request_id=str(ask.key),
             read_cache=ask.reads,
             write_cache=ask.writes,
@@ -166,9 +191,38 @@ class SimulatedEngine:
         if ask.max_new_tokens:
             stop_token_ids = frozenset(ask.stop_token_ids)
             generation = Generation(ask.sampling, stop_token_ids, lambda news: self._take(asked, news))
-        asked.request = Request(params, ask.namespace, asked.future, self.clock(), generation)
-        self.oracle.asked(asked)
-        self.core.submit(asked.request)
+        with self.adapters.using(params.caller, params.tokens) as (namespace, former):
+            assert namespace == ask.namespace
+            asked.request = Request(params, namespace, asked.future, self.clock(), generation, former)
+            self.oracle.asked(asked)
+            self.core.submit(asked.request)
+
+    def _ended(self, request: Request) -> None:
+        self.oracle.ended(request)
+        self.adapters.leave(request.namespace.adapter_digest)
+
+    def _load(self, load: Load) -> None:
+        loaded = self.adapters.load_now(load.name, Path(load.digest))
+        self.oracle.events["adapters changed"] += loaded.replaced_digest not in (None, load.digest)
+        self.oracle.events["adapters that drain"] += any(each.is_draining for each in self.adapters.loaded())
+
+    def _unload(self, unload: Unload) -> None:
+        with contextlib.suppress(UnknownAdapter):
+            self.adapters.unload(unload.name).result(0)
+            self.oracle.events["adapters unloaded"] += 1
+
+    def _run_posted(self) -> None:
+        """Run what waits for the engine's thread, but not what that posts in turn: steps run in between."""
+        for _ in range(len(self._posted)):
+            self._posted.popleft()()
+
+    def _verify_adapters(self) -> None:
+        """Assert that only adapters with a name are left, and only what was cached with them."""
+        named = {each.digest for each in self.adapters.loaded()}
+        assert not any(each.is_draining or each.num_unfinished for each in self.adapters.loaded())
+        assert self.device.held == named
+        assert {tree.owner.namespace.adapter_digest for tree in self.cache._trees.values()} <= {"", *named}
+        self.oracle.events["adapters drained"] += sum(what == "remove" for what, _ in self.device.told)
 
     def _take(self, asked: Asked, news: GeneratedTokens) -> None:
         self.oracle.told(asked, news)
@@ -224,6 +278,16 @@ class SimulatedEngine:
     def _close(self, _: Close) -> None:
         self.oracle.is_closed = True
         self.core.close(Draining("stopped"))
+
+
+def _at_once(function: Callable[[], Any]) -> Future[Any]:
+    """Call a function as the engine's thread would, which is this one."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(function())
+    except RadixKVError as error:
+        future.set_exception(error)
+    return future
 
 
 def _make_cache(world: World, clock: FakeClock, watch: WatchedCache) -> PrefixCache:

@@ -245,6 +245,8 @@ class SimulatedRunner:
                 self.content[chunk.copy.target] = self.content[chunk.copy.source]
                 self.num_copies += 1
         for chunk, lease, _ in parts:
+            if chunk.adapter != lease.namespace.adapter or (chunk.adapter and chunk.adapter not in self.device.held):
+                self.violations.append("a chunk is computed with another adapter, or with one that is gone")
             held = self.read(chunk.block_ids, chunk.start)
             expected = content_of(lease.namespace, bytes(chunk.tokens))[: chunk.start]
             for position in np.flatnonzero(held != expected)[:1].tolist():

@@ -15,6 +15,12 @@ from tests.engine.simulation.engine_walk import fails, judged, report, shortest,
 
 # Events that every hundred seeds must contain; otherwise they prove little.
 INTERESTING = {
+    "adapters changed",
+    "adapters drained",
+    "adapters that drain",
+    "adapters unloaded",
+    "missed as ADAPTER_CHANGED",
+    "unknown adapters",
     "answered",
     "blocks purged in use",
     "cancelled",

@@ -1,0 +1,86 @@
+"""Namespaces stay apart whatever their names are, also while every hash collides."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.events.block_identity import Identities
+from radixkv.service.server.segments.namespace_ids import NamespaceIds
+from tests.cache.walk.collision_walk import NAMESPACES, CollisionWalk, every_hash_collides
+from tests.engine.simulation.engine_script import make_world
+from tests.engine.simulation.engine_walk import walk_seed
+from tests.fakes import publish, spell
+
+
+@pytest.fixture
+def colliding() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)  # steps fail on purpose
+    with every_hash_collides():
+        yield
+    logging.disable(logging.NOTSET)
+
+
+def test_no_two_of_thousands_of_names_are_the_same_namespace() -> None:
+    assert len(set(NAMESPACES)) == len(NAMESPACES) > 3000
+    assert len({namespace.seed for namespace in NAMESPACES}) == len(NAMESPACES)
+    identities, ids = Identities(), NamespaceIds()
+    of_one_model = [namespace for namespace in NAMESPACES if namespace.model == "model"]  # as in one process
+    assert len({identities.of(namespace) for namespace in of_one_model}) == len(of_one_model)
+    assert len({ids.of(namespace) for namespace in NAMESPACES}) == len(NAMESPACES)
+
+
+def test_what_one_of_thousands_of_namespaces_caches_no_other_finds() -> None:
+    cache = PrefixCache(2 * len(NAMESPACES), 4)
+    for namespace in NAMESPACES[::7]:
+        publish(cache, "abcdef", namespace)
+    found = [cache.match(namespace, spell("abcdefgh")).cached_tokens for namespace in NAMESPACES]
+    assert found == [0 if number % 7 else 6 for number in range(len(NAMESPACES))]
+
+
+def walked(num_operations: int, seeds: range) -> Counter[str]:
+    events: Counter[str] = Counter()
+    for seed in seeds:
+        walk = CollisionWalk(seed)
+        walk.run(num_operations)
+        events.update(walk.events)
+    return events
+
+
+@pytest.mark.usefixtures("colliding")
+def test_nothing_is_reused_across_namespaces_while_every_hash_collides() -> None:
+    events = walked(5_000, range(2))
+    assert (events["cross-namespace reuses"], events["wrong purges"]) == (0, 0)
+    assert {each for each in ("reuses", "evicted blocks", "purged blocks", "drains") if not events[each]} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("colliding")
+def test_nothing_is_reused_across_namespaces_in_a_million_operations() -> None:
+    events = walked(50_000, range(20))
+    assert (events["cross-namespace reuses"], events["wrong purges"]) == (0, 0)
+
+
+@pytest.mark.usefixtures("colliding")
+def test_an_engine_answers_each_request_as_if_it_were_alone_while_every_hash_collides() -> None:
+    events: Counter[str] = Counter()
+    for seed in range(1, 20):
+        if not make_world(seed).computes_once:  # who is taken for another does not wait for it, and computes the same
+            events += walk_seed(seed)
+    assert events["adapters changed"] > 0
+    assert events["follows"] > 0
+
+
+def test_a_walk_sees_a_cache_that_takes_one_namespace_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.namespaces.forest.Forest.get", lambda self, _: next(iter(self.values()), None))
+    walk = CollisionWalk(0)
+    for _ in range(200):
+        walk._match()
+        walk._prefill()
+        if walk.events["cross-namespace reuses"]:
+            return
+    pytest.fail("nothing was seen")
