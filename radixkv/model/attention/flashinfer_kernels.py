@@ -67,6 +67,10 @@ class FlashInferKernels:
         """Return the same with other kernels for recorded steps."""
         return FlashInferKernels(ours, self._backend)
 
+    def ways(self) -> list[FlashInferKernels | TritonKernels]:
+        """Return these kernels, and those for recorded steps in every way."""
+        return [self, *self._ours.ways()]
+
     def use_plans(self, batch: PagedBatch, plans: Mapping[int | None, AttentionPlan]) -> None:
         """Attend for `batch` by these plans with our own kernels."""
         self._recorded = batch

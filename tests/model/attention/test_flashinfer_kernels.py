@@ -18,7 +18,7 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.flashinfer_kernels import FlashInferKernels, flashinfer_kernels
-from radixkv.model.attention.interface import AttentionKind, AttentionUse
+from radixkv.model.attention.interface import AttentionKind, AttentionUse, PlanningKernels
 from radixkv.model.attention.refused_attention import FLASHINFER, POINTERS
 from radixkv.model.attention.triton_kernels import TritonKernels
 from radixkv.startup import attention_trial
@@ -189,3 +189,8 @@ def test_the_stand_in_has_the_signatures_of_what_is_installed(method: str) -> No
         for owner in (Real, BatchPrefillWithPagedKVCacheWrapper)
     )
     assert own == theirs
+
+
+def test_recorded_steps_find_all_that_they_ask_for() -> None:
+    asked = {name for name in dir(PlanningKernels) if not name.startswith("_")}
+    assert {"plan", "tile_rows", "use_plans", "write_kv"} <= asked <= set(dir(FlashInferKernels(Ours(), "fa3")))
