@@ -164,3 +164,19 @@ def add_rms_norm(
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Multiply `silu(gate)`, rounded to its dtype, by `up`, element by element. Both are `[..., num_columns]`."""
     return functional.silu(gate) * up
+
+
+def add_low_rank(
+    rows: torch.Tensor, out: torch.Tensor, chosen: torch.Tensor, down: torch.Tensor, up: torch.Tensor
+) -> None:
+    """Add `up @ (down @ row)` to some rows of a product, in place. `down @ row` is rounded to the rows' dtype.
+
+    Args:
+        rows: `[num_rows, in_features]`.
+        out: `[num_rows, out_features]`, like `rows` in dtype.
+        chosen: int64 `[n]`, rows to add to, all different.
+        down: `[rank, in_features]`.
+        up: `[out_features, rank]`.
+    """
+    inner = functional.linear(rows[chosen].float(), down.float()).to(rows.dtype)
+    out[chosen] = (out[chosen].float() + functional.linear(inner.float(), up.float())).to(out.dtype)

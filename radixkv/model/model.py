@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from radixkv.errors import UnknownAdapter, UnsupportedModel
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.adapters.adapted_layers import AdaptedLayers
+from radixkv.model.adapters.adapted_layers import AdaptedLayers, Products
 from radixkv.model.adapters.adapter_files import AdapterFiles
 from radixkv.model.adapters.adapter_range import AdapterRange
 from radixkv.model.adapters.low_rank_products import LowRankProducts
@@ -21,7 +21,7 @@ from radixkv.model.attention.interface import AttentionKind, AttentionStep, Atte
 from radixkv.model.attention.paged_step import PaddedStep
 from radixkv.model.exactness import make_exact, padded_tokens
 from radixkv.model.fingerprint import fingerprint_model
-from radixkv.model.on_gpu import fuse_modules
+from radixkv.model.on_gpu import fuse_modules, low_rank_kernels
 from radixkv.model.products.choices import ProductChoices
 from radixkv.model.products.joined_parts import JoinedParts
 from radixkv.model.products.packed_linear import pack_linears
@@ -87,7 +87,7 @@ class Model:
         if is_packed:
             pack_linears(module, choices, may_gate=not max_adapters)
         if max_adapters:
-            products = LowRankProducts(ProductChoices(is_exact=is_exact))
+            products = _low_rank_products(device, is_exact=is_exact)
             self.adapted = AdaptedLayers(module, products, max_adapters, adapter_bytes)
         self._unfused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
@@ -181,11 +181,17 @@ class Model:
             return contextlib.nullcontext()
         if self.adapted is None:
             raise UnknownAdapter(f"adapter: expected none, since model.max_adapters is 0, got {ranges[0].digest}")
-        return self.adapted.applied(ranges, self.device)
+        return self.adapted.applied(ranges)
 
     def _keep_hidden_states(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
         """Keep the last hidden states of the outermost part that has some: it ends last."""
         self._hidden_states = getattr(output, "last_hidden_state", self._hidden_states)
+
+
+def _low_rank_products(device: torch.device, *, is_exact: bool) -> Products[Any]:
+    if device.type == "cuda":
+        return low_rank_kernels(device, is_exact=is_exact)
+    return LowRankProducts(ProductChoices(is_exact=is_exact))
 
 
 def _max_tokens(config: Any) -> int | None:

@@ -16,6 +16,7 @@ from radixkv.errors import ConfigError
 from radixkv.model.attention.interface import AttentionUse
 
 if TYPE_CHECKING:
+    from radixkv.model.adapters.low_rank_kernels import LowRankKernels
     from radixkv.model.attention.flashinfer_kernels import FlashInferKernels
     from radixkv.model.attention.triton_kernels import TritonKernels
 
@@ -65,6 +66,13 @@ def fuse_modules(module: nn.Module) -> Callable[[], AbstractContextManager[None]
     from radixkv.model.fused_modules import FusedModules
 
     return FusedModules(module).undone
+
+
+def low_rank_kernels(device: torch.device, *, is_exact: bool) -> LowRankKernels:
+    """Return what computes low-rank products of adapters; see `LowRankKernels`."""
+    from radixkv.model.adapters.low_rank_kernels import LowRankKernels
+
+    return LowRankKernels(device, is_exact=is_exact)
 
 
 class ExactKernels(NamedTuple):

@@ -39,10 +39,10 @@ def choose_num_blocks(
     """Return the number of blocks of the pool.
 
     Without `cache.capacity_tokens` a GPU's pool takes the rest of `cache.memory_share` of its memory, after the
-    weights, other programs, and the memory of recorded steps and of the largest step. These steps are recorded and
-    computed once to find out what they need.
+    weights, other programs, adapters, and the memory of recorded steps and of the largest step. Both kinds of steps are
+    recorded and computed once to find out what they need.
 
-        total    [ other programs | weights | recorded steps | largest step | pool ........ | 1 - memory_share )
+        total    [ other programs | weights | recorded steps | largest step | adapters | pool .... | 1 - memory_share )
 
     Args:
         model: the weights.
@@ -73,7 +73,8 @@ def choose_num_blocks(
     free_bytes, total_bytes = memory()
     del graphs
     block_bytes = cache.block_size * kv_shape.token_bytes
-    pool_bytes = free_bytes - (1 - cache.memory_share) * total_bytes
+    adapter_bytes = 0 if model.adapted is None else model.adapted.adapters.max_bytes  # they come later
+    pool_bytes = free_bytes - adapter_bytes - (1 - cache.memory_share) * total_bytes
     num_blocks = min(int(pool_bytes // block_bytes), MAX_BLOCKS)
     if num_blocks < 1:
         raise ConfigError(

@@ -34,6 +34,8 @@ from radixkv.kernels.copy_blocks import copy_blocks
 from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.linear import linear
+from radixkv.kernels.low_rank import RANKS, add_low_rank
+from radixkv.kernels.low_rank_step import LowRankStep
 from radixkv.kernels.norm import add_rms_norm, rms_norm, row_mean
 from radixkv.kernels.norm_style import NormStyle
 from radixkv.kernels.paged_attention import paged_attention
@@ -273,6 +275,27 @@ def _launch_swiglu(dtype: torch.dtype, num_columns: int, num_rows: int) -> None:
     swiglu(gate, up)
 
 
+# (dtype, out_features, in_features, rank, num_rows, num_adapters): every rank, an odd shape, and other rows.
+LOW_RANK_CASES = [
+    *((bf16, 4096, 4096, rank, 40, 2) for rank in RANKS),
+    (fp16, 14336, 4096, 16, 40, 2),
+    (bf16, 1000, 100, 16, 40, 2),
+    (bf16, 37, 33, 64, 40, 2),
+    *((fp32, 4096, 4096, rank, 40, 2) for rank in RANKS[::3]),
+    (bf16, 4096, 4096, 16, 1, 1),
+    (bf16, 4096, 4096, 16, 48, 3),
+]
+
+
+def _launch_low_rank(
+    dtype: torch.dtype, out_features: int, in_features: int, rank: int, num_rows: int, num_adapters: int
+) -> None:
+    rows, out = torch.empty(num_rows, in_features, dtype=dtype), torch.empty(num_rows, out_features, dtype=dtype)
+    ranges = [[(index, num_rows if index + 1 == num_adapters else index + 1)] for index in range(num_adapters)]
+    step = LowRankStep.build(ranges, np.zeros((num_adapters, num_adapters, 2), dtype=np.int64))
+    add_low_rank(rows, out, step, num_adapters - 1, rank)
+
+
 def _launch_write(dtype: torch.dtype, head_dim: int) -> None:
     pool = KVPool.allocate(2, 2, 8, 64, head_dim, dtype=dtype)
     key, value = torch.empty(2, 40, 8, head_dim, dtype=bf16).unbind(0)
@@ -310,6 +333,10 @@ def cases(attention_cases: list[AttentionCase]) -> Iterator[tuple[str, Callable[
     for dtype, num_columns, num_rows in SWIGLU_CASES:
         name = f"{str(dtype)[6:]} {num_columns}, rows {num_rows}"
         yield name, partial(_launch_swiglu, dtype, num_columns, num_rows)
+    for case in LOW_RANK_CASES:
+        dtype, out_features, in_features, rank, num_rows, _ = case
+        name = f"{str(dtype)[6:]} {out_features}x{in_features} rank {rank}, rows {num_rows}"
+        yield name, partial(_launch_low_rank, *case)
 
 
 def compile_case(name: str, launch: Callable[[], None]) -> list[CompiledCase]:

@@ -44,7 +44,7 @@ def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
     attention |= {"_pack_rows"}
     exact = {"_multiply_tiles", "_mean_row", "_norm_row"}
     fused = {"_norm_row", "_gate_piece"}
-    assert {row["kernel"] for row in compiled} == attention | exact | fused | {"_dequantize_tile"}
+    assert {row["kernel"] for row in compiled} == attention | exact | fused | {"_dequantize_tile", "_add_tile"}
 
 
 def test_no_kernel_spills(compiled: list[dict[str, Any]]) -> None:
@@ -140,6 +140,7 @@ def test_tiles_come_by_tma_where_the_weight_permits(compiled: list[dict[str, Any
         ("_mean_row", 1),
         ("_norm_row", 1),
         ("_gate_piece", 1),
+        ("_add_tile", 1),
         ("_attend_tile", 1),
         ("_attend_tile_specialized", 1),
         ("_pack_rows", 1),
@@ -168,3 +169,15 @@ def test_gates_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
     gates = [row for row in compiled if row["kernel"] == "_gate_piece" and " 37" not in row["case"]]
     assert gates
     assert all(row["instructions"]["LDG.E.128"] and row["instructions"]["STG.E.128"] for row in gates)
+
+
+def test_adapters_add_on_tensor_cores_from_weights_that_arrive_by_asynchronous_copy(
+    compiled: list[dict[str, Any]],
+) -> None:
+    additions = [row for row in compiled if row["kernel"] == "_add_tile"]
+    assert additions
+    for row in additions:
+        assert bool(row["instructions"]["HMMA"]) == ("float32" not in row["case"]), row
+        if "x4096" in row["case"]:
+            assert row["instructions"]["LDGSTS"], row
+            assert row["instructions"]["STG.E.128"], row

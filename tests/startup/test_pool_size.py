@@ -203,3 +203,12 @@ def test_a_pool_beyond_the_memory_gets_a_warning(
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == num_warnings
     assert all("only 0.0 MB are available" in warning for warning in warnings)
+
+
+def test_adapters_have_memory_of_their_own(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = (8 * GIB, 10 * GIB)
+    without = choose(model, memory, block_size=16)
+    held = SimpleNamespace(adapters=SimpleNamespace(max_bytes=GIB))
+    monkeypatch.setattr(model, "adapted", held)
+    block_bytes = 16 * model.kv_shape.token_bytes
+    assert without - choose(model, memory, block_size=16) == GIB // block_bytes

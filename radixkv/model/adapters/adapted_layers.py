@@ -15,7 +15,7 @@ from radixkv.model.adapters.adapter_files import AdapterFiles
 from radixkv.model.adapters.adapter_range import AdapterRange
 from radixkv.model.adapters.adapter_set import AdapterSet
 from radixkv.model.adapters.layers import adaptable_layers
-from radixkv.model.adapters.low_rank_products import Part
+from radixkv.model.adapters.low_rank_products import Part, Ranges
 from radixkv.model.products.packed_linear import PackedLinear, PackedSlice
 
 P = TypeVar("P")
@@ -28,7 +28,11 @@ class Products(Protocol[P]):
         """Lay out an adapter, given its parts by site."""
         ...
 
-    def begin(self, groups: Sequence[tuple[slice | torch.Tensor, P]]) -> None:
+    def num_bytes(self, sites: Mapping[int, Sequence[Part]]) -> int:
+        """Bytes that an adapter takes once it is laid out."""
+        ...
+
+    def begin(self, groups: Sequence[tuple[Ranges, P]]) -> None:
         """Set the adapters of the next forward pass, with the rows of each."""
         ...
 
@@ -59,7 +63,9 @@ class AdaptedLayers(Generic[P]):
 
     def __init__(self, module: PreTrainedModel, products: Products[P], max_adapters: int, max_bytes: int) -> None:
         self._products = products
-        self.adapters: AdapterSet[P] = AdapterSet(self._place, max_adapters, max_bytes)
+        self.adapters: AdapterSet[P] = AdapterSet(
+            self._place, max_adapters, max_bytes, lambda files: products.num_bytes(self._sites(files))
+        )
         self._places: dict[str, _Place] = {}
         sites: dict[int, int] = {}  # by identity of what multiplies
         parts = dict(module.named_modules())
@@ -83,12 +89,11 @@ class AdaptedLayers(Generic[P]):
         self._place(files)
 
     @contextlib.contextmanager
-    def applied(self, ranges: Sequence[AdapterRange], device: torch.device) -> Iterator[None]:
+    def applied(self, ranges: Sequence[AdapterRange]) -> Iterator[None]:
         """Add the adapters of some rows, inside the `with` block.
 
         Args:
             ranges: rows of the forward pass, each at most once.
-            device: device of the model.
 
         Raises:
             UnknownAdapter: one of the adapters is not loaded.
@@ -100,18 +105,22 @@ class AdaptedLayers(Generic[P]):
             if known and known[-1][1] == start:
                 start, _ = known.pop()
             known.append((start, end))
-        self._products.begin([(_chosen(each, device), placed[digest]) for digest, each in rows.items()])
+        self._products.begin([(each, placed[digest]) for digest, each in rows.items()])
         try:
             yield
         finally:
             self._products.begin(())
 
     def _place(self, files: AdapterFiles) -> P:
+        return self._products.place(self._sites(files))
+
+    def _sites(self, files: AdapterFiles) -> dict[int, list[Part]]:
+        """Sort the parts of an adapter by site, and there by column."""
         sites: dict[int, list[Part]] = {}
         for name, low_rank in files.layers.items():
             site, start, end = self._places[name]
             sites.setdefault(site, []).append(Part(start, end, low_rank))
-        return self._products.place({site: sorted(parts, key=lambda part: part.start) for site, parts in sites.items()})
+        return {site: sorted(parts, key=lambda part: part.start) for site, parts in sites.items()}
 
 
 def _multiplier_of(part: Any) -> tuple[Any, int, int]:
@@ -127,10 +136,3 @@ def _added(layer: Any, rows: torch.Tensor, *, add: Any) -> torch.Tensor:
     out: torch.Tensor = type(layer).forward(layer, rows)
     add(rows, out)
     return out
-
-
-def _chosen(ranges: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
-    """Choose rows by a slice if they follow each other."""
-    if len(ranges) == 1:
-        return slice(*ranges[0])
-    return torch.cat([torch.arange(start, end) for start, end in ranges]).to(device)

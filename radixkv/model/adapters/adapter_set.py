@@ -25,13 +25,21 @@ class AdapterSet(Generic[T]):
         place: brings an adapter to the device, laid out for products. The result is freed to leave it again.
         max_adapters: adapters that may be held.
         max_bytes: bytes that they may take on the device.
+        size: says how many bytes an adapter takes there.
     """
 
-    def __init__(self, place: Callable[[AdapterFiles], T], max_adapters: int, max_bytes: int) -> None:
-        self._place = place
+    def __init__(
+        self,
+        place: Callable[[AdapterFiles], T],
+        max_adapters: int,
+        max_bytes: int,
+        size: Callable[[AdapterFiles], int] = lambda files: files.num_bytes,
+    ) -> None:
+        self._place, self._size = place, size
         self.max_adapters = max_adapters
         self.max_bytes = max_bytes
         self._files: dict[str, AdapterFiles] = {}
+        self._sizes: dict[str, int] = {}
         self._placed: OrderedDict[str, T] = OrderedDict()  # the one used last comes last
 
     def __len__(self) -> int:
@@ -41,7 +49,7 @@ class AdapterSet(Generic[T]):
     @property
     def device_bytes(self) -> int:
         """Bytes of the adapters on the device."""
-        return sum(self._files[digest].num_bytes for digest in self._placed)
+        return sum(self._sizes[digest] for digest in self._placed)
 
     def holds(self, digest: str) -> bool:
         """Whether an adapter is held, on the device or on the host. O(1)."""
@@ -62,15 +70,17 @@ class AdapterSet(Generic[T]):
             return
         if len(self._files) >= self.max_adapters:
             raise TooManyAdapters(f"model.max_adapters: expected at most {self.max_adapters} adapters, got one more")
-        if files.num_bytes > self.max_bytes:
+        num_bytes = self._size(files)
+        if num_bytes > self.max_bytes:
             raise InvalidAdapter(
-                f"model.adapter_bytes: expected an adapter of at most {self.max_bytes} bytes, got {files.num_bytes}"
+                f"model.adapter_bytes: expected an adapter of at most {self.max_bytes} bytes, got {num_bytes}"
             )
-        self._files[files.digest] = files
+        self._files[files.digest], self._sizes[files.digest] = files, num_bytes
 
     def remove(self, digest: str) -> None:
         """Forget an adapter; does nothing if it is not held. No step may need it any more."""
         self._files.pop(digest, None)
+        self._sizes.pop(digest, None)
         self._placed.pop(digest, None)
 
     def need(self, digests: Iterable[str]) -> dict[str, T]:
@@ -95,10 +105,10 @@ class AdapterSet(Generic[T]):
     def _make_room(self, needed: Iterable[str]) -> None:
         """Let the least recently used adapters leave the device that a step does not need, until the others fit."""
         wanted = set(needed)
-        num_bytes = self.device_bytes + sum(self._files[digest].num_bytes for digest in wanted - self._placed.keys())
+        num_bytes = self.device_bytes + sum(self._sizes[digest] for digest in wanted - self._placed.keys())
         for digest in [each for each in self._placed if each not in wanted]:
             if num_bytes <= self.max_bytes:
                 break
             del self._placed[digest]
-            num_bytes -= self._files[digest].num_bytes
+            num_bytes -= self._sizes[digest]
             _log.debug("adapter %s leaves the device", digest)

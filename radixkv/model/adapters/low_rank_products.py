@@ -24,6 +24,9 @@ from radixkv.model.refusals import SERVE_FAST
 _RANKS = 8
 
 
+Ranges = Sequence[tuple[int, int]]  # rows of a step, half-open
+
+
 class Part(NamedTuple):
     """Additions of an adapter to the columns `[start, end)` of a site."""
 
@@ -74,9 +77,17 @@ class LowRankProducts:
         """
         return {site: self._joined(parts) for site, parts in sites.items()}
 
-    def begin(self, groups: Sequence[tuple[slice | torch.Tensor, Placed]]) -> None:
-        """Set the adapters of the next forward pass, with the rows of each: a slice, or int64 indices."""
-        self._groups = list(groups)
+    def num_bytes(self, sites: Mapping[int, Sequence[Part]]) -> int:
+        """Bytes that an adapter takes once it is laid out."""
+        return sum(
+            sum(_ranks(parts)) * (each.down.shape[1] + parts[-1].end - parts[0].start) * each.down.element_size()
+            for parts in sites.values()
+            for each in (parts[0].low_rank,)
+        )
+
+    def begin(self, groups: Sequence[tuple[Ranges, Placed]]) -> None:
+        """Set the adapters of the next forward pass, with the rows of each."""
+        self._groups = [(_chosen(ranges), placed) for ranges, placed in groups]
 
     def add(self, site: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Add what the adapters of the forward pass add at a site.
@@ -104,7 +115,7 @@ class LowRankProducts:
 
     def _joined(self, parts: Sequence[Part]) -> _Addition:
         start, end = parts[0].start, parts[-1].end
-        ranks = [-(-each.low_rank.down.shape[0] // _RANKS) * _RANKS for each in parts]
+        ranks = _ranks(parts)
         like = parts[0].low_rank.down
         down, up = like.new_zeros(sum(ranks), like.shape[1]), like.new_zeros(end - start, sum(ranks))
         first = 0
@@ -128,6 +139,18 @@ class LowRankProducts:
                 f"{tuple(weight.shape)} in {weight.dtype} on this machine; {SERVE_FAST}"
             )
         return Product(weight, None, choice)
+
+
+def _ranks(parts: Sequence[Part]) -> list[int]:
+    """Ranks of some parts, filled up."""
+    return [-(-each.low_rank.down.shape[0] // _RANKS) * _RANKS for each in parts]
+
+
+def _chosen(ranges: Ranges) -> slice | torch.Tensor:
+    """Choose rows by a slice if they follow each other, else by indices."""
+    if len(ranges) == 1:
+        return slice(*ranges[0])
+    return torch.cat([torch.arange(start, end) for start, end in ranges])
 
 
 def _tiles(down: Product, up: Product) -> RowTiles | None:

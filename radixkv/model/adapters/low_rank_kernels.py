@@ -1,0 +1,127 @@
+"""Computes on a GPU what adapters add to rows: one kernel a layer, for all adapters of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixkv.errors import InvalidAdapter
+from radixkv.kernels.low_rank import RANKS, add_low_rank, low_rank_rows_agree, padded_rank
+from radixkv.kernels.low_rank_step import LowRankStep
+from radixkv.model.adapters.low_rank_products import Part, Ranges
+from radixkv.model.refusals import SERVE_FAST
+
+
+class Placed(NamedTuple):
+    """An adapter on the device.
+
+    Attributes:
+        rank: that its weights are filled up to.
+        weights: `down` and `up` by site; `addresses` point into them.
+        addresses: int64 `[last site + 1, 2]`, 0 where it adds nothing.
+    """
+
+    rank: int
+    weights: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    addresses: npt.NDArray[np.int64]
+
+
+class _Launch(NamedTuple):
+    """The adapters of a step that are filled up to the same rank, and the sites to which any of them adds."""
+
+    rank: int
+    step: LowRankStep
+    sites: frozenset[int]
+
+
+class LowRankKernels:
+    """Brings adapters to a GPU, and adds them to rows.
+
+    Args:
+        device: device of the model.
+        is_exact: whether a row's bits must not depend on other rows.
+    """
+
+    def __init__(self, device: torch.device, *, is_exact: bool) -> None:
+        self._device = device
+        self._is_exact = is_exact
+        self._tried: set[tuple[int, ...]] = set()  # shapes
+        self._launches: list[_Launch] = []
+
+    def place(self, sites: Mapping[int, Sequence[Part]]) -> Placed:
+        """Bring an adapter to the device. Kernels of new shapes are compiled and tried.
+
+        Args:
+            sites: its parts by site: layers are not joined here, so there is one for each.
+
+        Raises:
+            InvalidAdapter: its rank is too large, or rows are not computed alike on this GPU.
+        """
+        rank = _rank(sites)
+        weights = {}
+        addresses = np.zeros((max(sites) + 1, 2), dtype=np.int64)
+        for site, (part,) in sites.items():
+            down, up = weights[site] = self._filled_up(part, rank)
+            addresses[site] = down.data_ptr(), up.data_ptr()
+            self._try(down, up)
+        return Placed(rank, weights, addresses)
+
+    def num_bytes(self, sites: Mapping[int, Sequence[Part]]) -> int:
+        """Bytes that an adapter takes on the device. Raises InvalidAdapter if its rank is too large."""
+        rank = _rank(sites)
+        return sum(
+            rank * (each.down.shape[1] + each.up.shape[0]) * each.down.element_size()
+            for parts in sites.values()
+            for _, _, each in parts
+        )
+
+    def begin(self, groups: Sequence[tuple[Ranges, Placed]]) -> None:
+        """Set the adapters of the next forward pass, with the rows of each. Does not wait for the device."""
+        self._launches = []
+        for rank in sorted({placed.rank for _, placed in groups}):
+            same = [group for group in groups if group[1].rank == rank]
+            num_sites = max(len(placed.addresses) for _, placed in same)
+            addresses = np.zeros((num_sites, len(same), 2), dtype=np.int64)
+            for index, (_, placed) in enumerate(same):
+                addresses[: len(placed.addresses), index] = placed.addresses
+            step = LowRankStep.build([ranges for ranges, _ in same], addresses, self._device)
+            sites = frozenset().union(*(placed.weights.keys() for _, placed in same))
+            self._launches.append(_Launch(rank, step, sites))
+
+    def add(self, site: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Add what the adapters of the forward pass add at a site; see `LowRankProducts.add`."""
+        for rank, step, sites in self._launches:
+            if site in sites:
+                with torch._C.DisableTorchFunction():  # the kernel is exact by itself
+                    add_low_rank(rows, out, step, site, rank)
+
+    def _filled_up(self, part: Part, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        down, up = part.low_rank.down, part.low_rank.up
+        wide_down, wide_up = down.new_zeros(rank, down.shape[1]), up.new_zeros(up.shape[0], rank)
+        wide_down[: down.shape[0]], wide_up[:, : down.shape[0]] = down, up
+        return wide_down.to(self._device), wide_up.to(self._device)
+
+    def _try(self, down: torch.Tensor, up: torch.Tensor) -> None:
+        """Launch the kernel for new shapes once, which compiles it, and in exact mode compare rows."""
+        shape = (*down.shape, *up.shape)
+        if shape in self._tried:
+            return
+        if not low_rank_rows_agree(down, up) and self._is_exact:
+            raise InvalidAdapter(
+                f"adapter: expected rows to be computed alike, got others for {tuple(down.shape)} and "
+                f"{tuple(up.shape)} in {down.dtype} on this GPU; {SERVE_FAST}"
+            )
+        self._tried.add(shape)
+
+
+def _rank(sites: Mapping[int, Sequence[Part]]) -> int:
+    """The rank that all weights of an adapter are filled up to."""
+    largest = max(part.low_rank.down.shape[0] for parts in sites.values() for part in parts)
+    rank = padded_rank(largest)
+    if rank is None:
+        raise InvalidAdapter(f"adapter: expected a rank of at most {RANKS[-1]} on a GPU, got {largest}")
+    return rank

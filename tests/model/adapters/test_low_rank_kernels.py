@@ -1,0 +1,105 @@
+"""Adapters through the kernel for GPUs, beside the products for CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+
+from radixkv.compute.runner import Runner
+from radixkv.errors import InvalidAdapter
+from radixkv.model.adapters.adapted_layers import AdaptedLayers
+from radixkv.model.adapters.low_rank_kernels import LowRankKernels, Placed
+from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVStorage
+from tests.kernels.interpreter import interpret_kernels
+from tests.model.adapters.adapted import Adapted, prompt, tables
+from tests.model.exact.random_adapters import random_adapter
+
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2,
+    ),
+    "gpt2": GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2),
+}  # fmt: skip
+
+
+def serve(family: str, has_kernels: bool) -> Adapted:
+    """Serve a model whose linear layers are not packed, as on a GPU."""
+
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation=ATTENTION_NAME)
+    device = torch.device("cpu")
+    model = Model(family, module, device, is_exact=False, is_fused=False, max_adapters=0 if has_kernels else 4)
+    if has_kernels:
+        kernels = LowRankKernels(device, is_exact=True)
+        model.adapted = AdaptedLayers(model.module, kernels, max_adapters=4, max_bytes=2**20)
+    assert model.adapted is not None
+    files = [
+        random_adapter(model, "all", 3, seed=1),
+        random_adapter(model, "few", 20, seed=2, share=0.4),  # of another rank
+        random_adapter(model, "some", 16, seed=3, share=0.7),
+    ]
+    for each in files:
+        model.try_adapter(each)
+        model.adapted.adapters.add(each)
+    storage = KVStorage(64, 16, model.kv_shape, device)
+    return Adapted(model, Runner(model, storage, TorchKernels()), files, [])
+
+
+def num_bytes(placed: Any) -> int:
+    """Bytes of an adapter as it is laid out."""
+    if isinstance(placed, Placed):
+        return sum(tensor.nbytes for pair in placed.weights.values() for tensor in pair)
+    return sum(4 * each.in_features * each.out_features for a in placed.values() for each in (a.down, a.up))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kernel_adds_what_products_add(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_products = serve(family, has_kernels=False)
+    interpret_kernels(monkeypatch)
+    by_kernels = serve(family, has_kernels=True)
+    prompts, blocks = [prompt(length, seed=length) for length in (3, 20, 7, 2, 5)], tables(5, num_blocks=2)
+    answers = []
+    for served in (by_products, by_kernels):
+        chunks = [
+            served.chunk(number, tokens, 0, len(tokens), table % 64)
+            for number, tokens, table in zip((1, 0, 2, 1, 3), prompts, blocks, strict=True)
+        ]
+        answers.append(served.runner.run(chunks).logits)
+    torch.testing.assert_close(*answers, rtol=0, atol=1e-4)
+    for served in (by_products, by_kernels):
+        held = served.model.adapted.adapters
+        assert sum(each.num_bytes for each in served.files) < held.device_bytes
+        laid_out = [held._placed[each.digest] for each in served.files]
+        assert held.device_bytes == sum(map(num_bytes, laid_out))
+    base = [by_kernels.chunk(0, prompts[0], 0, 3, blocks[0] % 64)]
+    assert (by_kernels.runner.run(base).logits - answers[1][:3]).abs().max() > 0.1
+
+
+def test_a_rank_that_the_kernel_has_no_room_for_is_refused() -> None:
+    model = serve("llama", has_kernels=False).model
+    kernels = LowRankKernels(torch.device("cpu"), is_exact=True)
+    model.adapted = AdaptedLayers(model.module, kernels, max_adapters=4, max_bytes=2**20)
+    for take in (model.try_adapter, model.adapted.adapters.add):
+        with pytest.raises(InvalidAdapter, match="expected a rank of at most 128 on a GPU, got 129"):
+            take(random_adapter(model, "large", 129))
+
+
+def test_rows_that_are_not_computed_alike_are_refused_in_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = serve("llama", has_kernels=False).model
+    monkeypatch.setattr("radixkv.model.adapters.low_rank_kernels.low_rank_rows_agree", lambda *_: False)
+    files = random_adapter(model, "any", 4)
+    for is_exact in (True, False):
+        kernels = LowRankKernels(torch.device("cpu"), is_exact=is_exact)
+        model.adapted = AdaptedLayers(model.module, kernels, max_adapters=4, max_bytes=2**20)
+        if is_exact:
+            with pytest.raises(InvalidAdapter, match="expected rows to be computed alike"):
+                model.try_adapter(files)
+        else:
+            model.try_adapter(files)
