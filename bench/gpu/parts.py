@@ -90,7 +90,7 @@ _KERNELS = (
         40,
         _TEST_IMPORTS,
         "-m bench.gpu.counted_tests tests/kernels/test_specialized_attention.py",
-        "-m bench.gpu.counted_tests tests/kernels/test_specialized_attention.py -k 'block_plus_one or one_block'",
+        "-m bench.gpu.counted_tests tests/kernels/test_specialized_attention.py -k 'softcap or support'",
         needs_kernels=(SPECIALIZED,),
     ),
     Stage(

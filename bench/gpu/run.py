@@ -88,7 +88,7 @@ def _chosen(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:
     if not only:
         return list(stages)
     chosen = [stage for stage in stages if stage.name in only]
-    wants_trials = any(stage.heeds_verdicts for stage in chosen)
+    wants_trials = any(stage.heeds_verdicts or stage.needs_kernels for stage in chosen)
     return [stage for stage in stages if stage in chosen or (wants_trials and stage.gives_verdicts)]
 
 

@@ -16,7 +16,13 @@ from bench.gpu import trials
 from bench.gpu.parts import PARTS
 from bench.gpu.run import ROOT, lay_out, main
 from bench.gpu.stage import Stage, missing_imports
-from radixkv.model.attention.refused_attention import DEQUANTIZED, POINTERS, SPECIALIZED, SPECIALIZED_DEQUANTIZED
+from radixkv.model.attention.refused_attention import (
+    DEQUANTIZED,
+    POINTERS,
+    SPECIALIZED,
+    SPECIALIZED_DEQUANTIZED,
+    VARIABLE,
+)
 from tests.patience import PATIENCE_S, wait_until
 
 WRITE = """
@@ -115,6 +121,24 @@ def test_a_run_is_good_without_what_is_optional(tmp_path: Path) -> None:
     absent = stage("optional", WRITE, needs=("no_such_module",), is_optional=True)
     assert run(tmp_path, stage("good", WRITE), absent)[0] == 0
     assert run(tmp_path, stage("optional", "raise SystemExit(3)", is_optional=True))[0] == 1
+
+
+def test_the_trials_that_a_stage_rests_on_run_with_it(tmp_path: Path) -> None:
+    rows = [{"kernels": SPECIALIZED, "mode": "fast", "is_right": True}]
+    tries = f"import json, sys; json.dump({{'rows': {rows!r}}}, open(sys.argv[2], 'w'))"
+    stages = [
+        stage("trials", tries, gives_verdicts=True),
+        stage("apart", WRITE),
+        stage("heeding", f"import os; print(os.environ[{VARIABLE!r}])", heeds_verdicts=True),
+        stage("resting", WRITE, needs_kernels=(SPECIALIZED,)),
+    ]
+    assert list(run(tmp_path, *stages, options=("--only", "apart"))[1]["stages"]) == ["apart"]
+    assert list(run(tmp_path, *stages, options=("--only", "resting"))[1]["stages"]) == ["trials", "resting"]
+    status, report = run(tmp_path, *stages, options=("--only", "heeding"))
+    assert status == 0
+    refused = report["stages"]["heeding"]["output"]
+    assert f"{SPECIALIZED} in exact mode" in refused
+    assert f"{SPECIALIZED} in fast mode" not in refused
 
 
 def test_a_row_is_in_the_file_of_the_run_while_its_stage_runs(tmp_path: Path) -> None:
