@@ -14,13 +14,16 @@ import secrets
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import grpc
 import grpc.aio
 
+from bench.parts.adapters.reusable_tokens import count_reusable_tokens
 from bench.parts.environment import describe_run
 from bench.parts.load_generator import OK, Pass, PrefillCall, Traffic, build_message, prefill_call, replay
 from bench.parts.options import DEFAULT_CONCURRENCY, Options, parse_options
@@ -196,6 +199,9 @@ def build_report(options: Options, items: Sequence[WorkItem], measured: Measured
         "traffic_text": options.describe_traffic(),
         "concurrency": options.concurrency,
         "seed": options.seed,
+        "adapters": options.adapters,
+        "tenants": options.tenants,
+        "reusable_tokens": count_reusable_tokens(items),  # of an infinite cache, namespace by namespace, in this order
         "tenant": measured.tenant,
         "server": {
             "started_here": options.address is None,
@@ -251,9 +257,15 @@ def _server(options: Options) -> Iterator[str]:
         yield options.address
         return
     _note(options, f"starting a server with model {options.model or 'tiny'}")
-    server = ServerProcess(serve_command(options.model, options.device, options.settings))
-    with server as address:
-        yield address
+    with tempfile.TemporaryDirectory() as folder:
+        settings = options.settings
+        if options.adapters:
+            from bench.parts.adapters.adapter_files import write_adapters  # imports torch: slow, and needed here only
+
+            settings += tuple(write_adapters(options.model or "tiny", Path(folder), options.adapters))
+        server = ServerProcess(serve_command(options.model, options.device, settings))
+        with server as address:
+            yield address
     if status := server.stop():
         print(f"warning: server: expected exit status 0 after SIGTERM, got {status}", file=sys.stderr)
 

@@ -110,12 +110,12 @@ async def replay(
     Args:
         call: sends a request; made by `prefill_call`.
         items: prompts with their arrival times.
-        messages: one message for each item. Their tenant and cache flags are overwritten.
+        messages: one message for each item. Their tenant, adapter and cache flags are overwritten.
         traffic: the way to send.
         on_answer: called after each answer.
     """
-    for message in messages:
-        message.tenant = traffic.tenant
+    for item, message in zip(items, messages, strict=True):
+        message.tenant, message.adapter = traffic.tenant + item.tenant, item.adapter
         message.read_cache = message.write_cache = traffic.use_cache
     outcomes: list[Outcome | None] = [None] * len(items)
     cpu_start_s = time.process_time()

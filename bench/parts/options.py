@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.parts.workloads import MAX_SEED, WorkItem, mooncake, poisson_arrivals, shared_prefix, trace_arrivals
+from bench.parts.workloads import (
+    MAX_SEED,
+    WorkItem,
+    mooncake,
+    poisson_arrivals,
+    shared_out,
+    shared_prefix,
+    trace_arrivals,
+)
 from radixkv.planning.trace import load_trace, tokens_per_scaled_id
 from radixkv.service.missing_package import missing_package
 
@@ -31,6 +39,8 @@ class Options:
     model: str | None
     device: str | None
     settings: tuple[str, ...]
+    adapters: int
+    tenants: int
     requests: int
     prefix_tokens: int
     suffix_tokens: int
@@ -63,6 +73,7 @@ class Options:
             items = shared_prefix(
                 self.requests, self.prefix_tokens, self.suffix_tokens, self.groups, self.vocab_size, self.seed
             )
+        items = shared_out(items, self.adapters, self.tenants)
         if self.rate is not None:
             return poisson_arrivals(items, self.rate, self.seed)
         return trace_arrivals(items, self.speedup) if self.pace == "trace" else items
@@ -75,7 +86,9 @@ class Options:
             kind = f"{self.prefix_tokens:,} shared + {self.suffix_tokens:,} own tokens each, {groups}"
         else:
             kind = f"{self.trace.name}, {tokens_per_scaled_id(self.scale)} tokens a hash id (scale {self.scale:g})"
-        return f"{len(items):,} requests, {kind}, {num_tokens:,} tokens in all"
+        whose = f", {self.adapters} adapters in turn" if self.adapters else ""
+        whose += f", {self.tenants} tenants" if self.tenants > 1 else ""
+        return f"{len(items):,} requests, {kind}, {num_tokens:,} tokens in all{whose}"
 
     def describe_traffic(self) -> str:
         """Describe how it is sent, for people."""
@@ -126,6 +139,7 @@ def _conflict(args: argparse.Namespace) -> str | None:
         (args.no_baseline and args.baseline_requests is not None, "--no-baseline excludes --baseline-requests"),
         (not starts_server and args.model is not None, "--model is for a server started here, not for --address"),
         (not starts_server and args.device is not None, "--device is for a server started here, not for --address"),
+        (not starts_server and args.adapters > 0, "--adapters is for a server started here, not for --address"),
         (not starts_server and bool(args.settings), "--set is for a server started here, not for --address"),
         (
             args.plot is not None and importlib.util.find_spec("matplotlib") is None,
@@ -157,6 +171,10 @@ def _parser() -> argparse.ArgumentParser:
     traffic.add_argument(
         "--concurrency", type=_whole(1), metavar="N", help=f"requests under way; default {DEFAULT_CONCURRENCY}"
     )
+    traffic.add_argument(
+        "--adapters", type=_whole(0), default=0, metavar="N", help="requests take turns with N random ones; default 0"
+    )
+    traffic.add_argument("--tenants", type=_whole(1), default=1, metavar="M", help="requests take turns; default 1")
     traffic.add_argument("--rate", type=_positive, metavar="R", help="Poisson arrivals, R requests/s")
     traffic.add_argument("--timeout-s", type=_positive, default=600.0, metavar="S", help="per request; default 600")
     traffic.add_argument(

@@ -22,10 +22,14 @@ class WorkItem:
     Attributes:
         arrival_s: time to send it, counted from the start of the pass. A closed loop ignores it.
         token_ids: uint32 `[prompt_tokens]`.
+        tenant: what is added to the name of the pass's tenant.
+        adapter: name of its adapter; empty for the model itself.
     """
 
     arrival_s: float
     token_ids: npt.NDArray[np.uint32]
+    tenant: str = ""
+    adapter: str = ""
 
 
 def shared_prefix(
@@ -77,6 +81,18 @@ def trace_arrivals(items: Sequence[WorkItem], speedup: float) -> list[WorkItem]:
     """Order the items by arrival and divide arrival times by `speedup`."""
     in_order = sorted(items, key=lambda item: item.arrival_s)
     return [replace(item, arrival_s=item.arrival_s / speedup) for item in in_order]
+
+
+def shared_out(items: Sequence[WorkItem], num_adapters: int, num_tenants: int) -> list[WorkItem]:
+    """Give the items adapters in turn, and tenants in turn to those of each adapter."""
+    return [
+        replace(
+            item,
+            adapter=f"bench-{index % num_adapters}" if num_adapters else "",
+            tenant=f"-{index // max(1, num_adapters) % num_tenants}" if num_tenants > 1 else "",
+        )
+        for index, item in enumerate(items)
+    ]
 
 
 def evenly_spaced(num_items: int, num_kept: int) -> list[int]:

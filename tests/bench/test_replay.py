@@ -19,9 +19,13 @@ import numpy as np
 import pytest
 
 import bench.replay
+from bench.parts.adapters.adapter_files import write_adapters
 from bench.parts.options import parse_options
 from bench.parts.workloads import WorkItem
 from bench.replay import choose_baseline, main
+from radixkv.config import ModelConfig
+from radixkv.model.adapters.adapter_files import read_adapter
+from radixkv.model.loading import load_model
 from radixkv.v1 import prefill_pb2
 from tests.bench.fake_service import FakeService, Trouble, serving
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
@@ -288,3 +292,31 @@ def test_measuring_leaves_no_task_behind() -> None:
 def test_a_sample_of_an_open_loop_says_that_it_queues_less() -> None:
     options = parse_options([*SMALL, "--rate", "5", "--baseline-requests", "2"])
     assert "queues less" in choose_baseline(options, items_of([100] * 10), None)[1]
+
+
+def test_requests_take_turns_with_adapters_and_tenants() -> None:
+    options = parse_options([*SMALL, "--adapters", "3", "--tenants", "2"])
+    items = options.build_items()
+    assert [item.adapter for item in items[:4]] == ["bench-0", "bench-1", "bench-2", "bench-0"]
+    assert [item.tenant for item in items] == ["-0", "-0", "-0", "-1", "-1", "-1"] * 2
+    assert len({(item.adapter, item.tenant) for item in items}) == 6
+    by_namespace: dict[tuple[str, str], list[WorkItem]] = {}
+    for item in items:
+        by_namespace.setdefault((item.adapter, item.tenant), []).append(item)
+    each = [sum(count_reusable_tokens([item.token_ids for item in some])) for some in by_namespace.values()]
+    assert bench.replay.count_reusable_tokens(items) == sum(each) > 0
+
+
+def test_tenants_are_told_apart_by_a_service(json_file: Path) -> None:
+    status, report = run(json_file, FakeService(), *SMALL, "--tenants", "3", "--concurrency", "1")
+    assert (status, report["tenants"]) == (0, 3)
+    assert report["cached_tokens"] == report["reusable_tokens"] == 9 * 37
+
+
+def test_adapters_that_are_written_are_read(tmp_path: Path) -> None:
+    model = load_model(ModelConfig(device="cpu", max_adapters=2))
+    settings = write_adapters("tiny", tmp_path, 2)
+    assert [setting.partition("=")[0] for setting in settings] == ["adapters.bench-0.path", "adapters.bench-1.path"]
+    first, second = (read_adapter(setting.partition("=")[2], model) for setting in settings)
+    assert first.rank == 8
+    assert first.digest != second.digest

@@ -1,0 +1,1 @@
+"""Adapters for benchmarks: directories as peft writes them, and requests that ask for them in turn."""

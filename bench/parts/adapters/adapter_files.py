@@ -1,0 +1,54 @@
+"""Writes adapters with random weights, as peft does, without peft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from radixkv.model.adapters.layers import adaptable_layers
+from radixkv.model.tiny_model import build_tiny_model
+
+RANK = 8
+_ALPHA = 16
+
+
+def write_adapters(model: str, folder: Path, num_adapters: int) -> list[str]:
+    """Write adapters of all linear layers of a model.
+
+    Args:
+        model: `tiny` or a directory.
+        folder: to write directories to.
+        num_adapters: each has other weights.
+
+    Returns:
+        Settings of a server that loads them as `bench-0`, `bench-1` and so on.
+    """
+    shapes = adaptable_layers(_module(model))
+    settings = []
+    for number in range(num_adapters):
+        directory = folder / f"adapter-{number}"
+        directory.mkdir()
+        fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": _ALPHA, "bias": "none"}
+        (directory / "adapter_config.json").write_text(json.dumps(fields))
+        generator = torch.Generator().manual_seed(number)
+        tensors = {}
+        for name, shape in shapes.items():
+            for side, size in (("A", (RANK, shape.in_features)), ("B", (shape.out_features, RANK))):
+                weight = torch.randn(size, generator=generator) / shape.in_features**0.5
+                tensors[f"base_model.model.{name}.lora_{side}.weight"] = weight
+        save_file(tensors, directory / "adapter_model.safetensors")
+        settings.append(f"adapters.bench-{number}.path={directory}")
+    return settings
+
+
+def _module(model: str) -> PreTrainedModel:
+    """Make a model whose layers have their names and shapes, and no weights."""
+    if model == "tiny":
+        return build_tiny_model("eager")
+    with torch.device("meta"):
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    return module
