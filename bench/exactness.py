@@ -83,12 +83,14 @@ def prefill_s(runner: Runner, num_tokens: int, cached_tokens: int, chunk_tokens:
     return time.perf_counter() - start_s
 
 
-def measure(runners: dict[str, Runner], num_tokens: int, cached_tokens: int, rounds: int) -> dict[str, object]:
+def measure(
+    runners: dict[str, Runner], num_tokens: int, cached_tokens: int, rounds: int, step_tokens: int
+) -> dict[str, object]:
     """Return medians of alternating rounds, and the ratio of exact to fast."""
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(rounds):
         for mode in MODES:
-            seconds[mode].append(prefill_s(runners[mode], num_tokens, cached_tokens, chunk_tokens=512))
+            seconds[mode].append(prefill_s(runners[mode], num_tokens, cached_tokens, step_tokens))
     medians = {f"{mode}_s": statistics.median(each) for mode, each in seconds.items()}
     ratio = statistics.median(exact / fast for exact, fast in zip(*seconds.values(), strict=True))
     return {"computed_tokens": num_tokens - cached_tokens, "cached_tokens": cached_tokens, **medians, "ratio": ratio}
@@ -105,6 +107,7 @@ def main() -> None:
     parser.add_argument(
         "--suffixes", type=int, nargs="*", default=[1, 16, 64], help="numbers of tokens after 2,048 cached ones"
     )
+    parser.add_argument("--step-tokens", type=int, default=512, help="engine.max_step_tokens; default 512")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -115,6 +118,7 @@ def main() -> None:
         "layers": options.layers,
         "device": str(options.device),
         "rounds": options.rounds,
+        "step_tokens": options.step_tokens,
         "command": f"python -m bench.exactness {shlex.join(sys.argv[1:])}",
         **describe_run(),
     }
@@ -132,9 +136,9 @@ def main() -> None:
             for mode in MODES
         }
         lengths = [(n, 0) for n in options.prompts] + [(2048 + n, 2048) for n in options.suffixes]
-        measure(runners, 512, 0, rounds=1)  # warm up
+        measure(runners, min(options.step_tokens, longest), 0, 1, options.step_tokens)  # warm up
         for num_tokens, cached_tokens in lengths:
-            row = {"dtype": dtype, **measure(runners, num_tokens, cached_tokens, options.rounds)}
+            row = {"dtype": dtype, **measure(runners, num_tokens, cached_tokens, options.rounds, options.step_tokens)}
             rows.append(row)
             print(
                 f"{dtype}: {row['computed_tokens']:>5} tokens after {cached_tokens:>4} cached: exact takes "
