@@ -103,7 +103,7 @@ _KERNELS = (
     ),
 )
 
-# Steps of 2,048 tokens: those of 512 may leave the device waiting for launches, and host time would pass for model time.
+# Steps of 2,048 tokens: those of 512 may leave the device waiting for launches, which would pass for time of the model.
 _COMPARISONS = (
     _TRIALS,
     Stage(
