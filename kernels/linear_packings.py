@@ -21,7 +21,7 @@ import torch
 
 from radixkv.kernels.int8_linear import int8_product, pack_int8
 
-_ALIGNMENT_BYTES = 64  # of rows: where a row starts must not decide which vectors are loaded
+ALIGNMENT_BYTES = 64  # of rows: where a row starts must not decide which vectors are loaded
 _MKL: Any = torch.ops.mkl
 _MKLDNN: Any = torch.ops.mkldnn
 
@@ -73,7 +73,7 @@ def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
     torch.Size([6, 5])
     """
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()
-    return flat if flat.data_ptr() % _ALIGNMENT_BYTES == 0 else flat.clone()
+    return flat if flat.data_ptr() % ALIGNMENT_BYTES == 0 else flat.clone()
 
 
 def _onednn_computes(dtype: torch.dtype) -> bool:
@@ -91,7 +91,7 @@ def _matrix_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
-    return weight if weight.data_ptr() % _ALIGNMENT_BYTES == 0 else weight.clone()
+    return weight if weight.data_ptr() % ALIGNMENT_BYTES == 0 else weight.clone()
 
 
 def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from radixkv.errors import InvalidAdapter
-from radixkv.kernels.linear_packings import packings_for
+from radixkv.kernels.linear_packings import ALIGNMENT_BYTES, aligned_rows, packings_for
 from radixkv.kernels.row_tiles import RowTiles, tiles_of
 from radixkv.model.adapters.adapter_files import LowRank
 from radixkv.model.products.choices import ProductChoices
@@ -99,7 +99,7 @@ class LowRankProducts:
         """
         if not self._groups:
             return
-        flat, whole = rows.reshape(-1, rows.shape[-1]), out.view(-1, out.shape[-1])
+        flat, whole = aligned_rows(rows), out.view(-1, out.shape[-1])
         with torch._C.DisableTorchFunction():  # these products are exact by themselves
             for chosen, placed in self._groups:
                 addition = placed.get(site)
@@ -159,7 +159,7 @@ def _tiles(down: Product, up: Product) -> RowTiles | None:
 
 
 def _add(addition: _Addition, rows: torch.Tensor, columns: torch.Tensor, start: int, end: int) -> None:
-    """Add to the columns of the rows `[start, end)`.
+    """Add to the columns of the rows `[start, end)` of a matrix as `aligned_rows` lays it out.
 
     A call has a known number of rows. Where there are fewer, rows beside them take part, and what they get is dropped:
 
@@ -168,7 +168,8 @@ def _add(addition: _Addition, rows: torch.Tensor, columns: torch.Tensor, start: 
                         dropped )[ added )
     """
     down, up, tiles = addition.down, addition.up, addition.tiles
-    num_rows = len(rows)
+    num_rows = rows.shape[0]
+    is_aligned = rows.stride(0) * rows.element_size() % ALIGNMENT_BYTES == 0  # and so is every row of them
     if tiles is None:
         columns[start:end].add_(up(down(rows[start:end])))
         return
@@ -178,6 +179,7 @@ def _add(addition: _Addition, rows: torch.Tensor, columns: torch.Tensor, start: 
             columns[start:last].add_(up(down(rows[start:last])))
         else:
             first = min(start, num_rows - size)
-            added = up.one_call(down.one_call(rows[first : first + size]))
+            piece = rows[first : first + size]
+            added = up.one_call(down.one_call(piece if is_aligned else aligned_rows(piece)))
             columns[start:last].add_(added[start - first : last - first])
         start = last

@@ -81,8 +81,8 @@ class Product:
         return tuple(self.costs)
 
     def one_call(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the product with rows `[num_rows, in_features]`, a number of `row_counts`, in one call."""
-        return self._call(rows)
+        """Return the product with rows as `aligned_rows` lays them out, a number of `row_counts`, in one call."""
+        return self._multiply(rows, self._packed, self._bias)
 
     def gate(self, rows: torch.Tensor, up: Product) -> torch.Tensor:
         """Return SiLU of the product with rows `[..., in_features]`, times `up`'s product with them.

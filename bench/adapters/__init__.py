@@ -1,0 +1,1 @@
+"""Steps whose rows have several adapters: `python -m bench.adapters`."""
