@@ -200,7 +200,9 @@ def test_kernels_that_hang_crash_or_are_wrong_are_kept_from_the_other_stages(tmp
     status, report = run(
         tmp_path,
         stage("hanging", "", command=f"{trial} --kernels '{SPECIALIZED}' --limit-s 1", gives_verdicts=True),
-        stage("others", "", command=f"{trial} --kernels {others} --limit-s {PATIENCE_S}", gives_verdicts=True),
+        stage(
+            "others", "", command=f"{trial} --kernels {others} --modes fast --limit-s {PATIENCE_S}", gives_verdicts=True
+        ),
         stage("attention", "", command=attention, heeds_verdicts=True),
         stage("specialized", WRITE, needs_kernels=(SPECIALIZED, SPECIALIZED_DEQUANTIZED)),
     )
@@ -219,7 +221,7 @@ def test_kernels_that_hang_crash_or_are_wrong_are_kept_from_the_other_stages(tmp
     assert reasons[SPECIALIZED, "fast"] == reasons[SPECIALIZED, "exact"] == "its trial did not end within 1 s"
     assert reasons[SPECIALIZED_DEQUANTIZED, "fast"] == "its trial ended with status -6: an illegal memory access"
     assert "expected a relative distance of at most 0.03 from the reference, got 0.5" in reasons[DEQUANTIZED, "fast"]
-    assert reasons[POINTERS, "fast"] is reasons[POINTERS, "exact"] is None
+    assert reasons[POINTERS, "fast"] is None
     rows = stages["attention"]["result"]["rows"]
     assert all(row["is_right"] for row in rows)
     kinds = ["bfloat16", "bfloat16, blocks in order", "bfloat16, exact", "float8_e4m3fn", "int8", "int4"]
