@@ -104,6 +104,9 @@ class Cases:
         )  # fmt: skip
         self.model = load_model(config)
         self.adapters = [""] + [self._load_adapter(number) for number in range(num_adapters)]
+        if self.model.adapted is not None:
+            held = self.model.adapted.adapters
+            held.max_bytes = sum(held._sizes.values()) - 1
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
         kernels = attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
         is_by_layer = kernels.wants_pool_by_layer and self.random.random() < 0.8
@@ -120,9 +123,7 @@ class Cases:
         assert self.model.adapted is not None
         files = random_adapter(self.model, f"adapter {number}", 3 + 4 * number, number, share=1.0 if number else 0.5)
         self.model.try_adapter(files)
-        held = self.model.adapted.adapters
-        held.max_bytes = held.max_bytes if number == 0 else files.num_bytes * number
-        held.add(files)
+        self.model.adapted.adapters.add(files)
         return files.digest
 
     def run(self) -> str:
