@@ -24,7 +24,7 @@ class FakeFiles:
     invocation_token_ids: tuple[int, ...] | None = None
 
     def own_from(self, tokens: bytes) -> int | None:
-        """Where the last of one-token invocations is."""
+        """Find the last invocation, which is of one token."""
         if self.invocation_token_ids is None:
             return 0
         (wanted,) = self.invocation_token_ids

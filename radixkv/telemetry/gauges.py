@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
@@ -35,7 +36,8 @@ class EngineGauges(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """List all metrics without asking the engine, so that a scrape can ask for some of them by name."""
-        return [*self._states(is_up=False), *self._events(), *_families(_EMPTY), *self._aliases(_EMPTY)]
+        now = (self._adapters(), _families(_EMPTY), self._aliases(_EMPTY))
+        return [*self._states(is_up=False), *self._events(), *itertools.chain(*now)]
 
     def collect(self) -> Iterable[Metric]:
         """Ask the engine. If it does not answer, `radixkv_up` is 0 and its load is left out. Raises nothing."""
@@ -43,6 +45,7 @@ class EngineGauges(Collector):
         yield from self._states(is_up=load is not None)
         yield from self._events()
         if load is not None:
+            yield from self._adapters()
             yield from _families(load)
             yield from self._aliases(load)
 
@@ -61,6 +64,18 @@ class EngineGauges(Collector):
             yield CounterMetricFamily("radixkv_event_blocks", "Event blocks stored or removed.", log.num_blocks)
             yield GaugeMetricFamily("radixkv_event_readers", "Callers that follow events.", source.num_readers)
             yield CounterMetricFamily("radixkv_event_readers_lost", "Callers that fell behind.", source.num_lost)
+
+    def _adapters(self) -> Iterable[Metric]:
+        """Report the adapters, which any thread may ask for."""
+        adapters = {each.digest: each for each in self._engine.adapters.loaded()}.values()
+        places = {True: "device", False: "host"}
+        num_bytes = dict.fromkeys(places.values(), 0)
+        for each in adapters:
+            num_bytes[places[each.is_on_device]] += each.num_bytes
+        draining = sum(each.is_draining for each in adapters)
+        states = {"loaded": len(adapters) - draining, "draining": draining}
+        yield _by_label("radixkv_adapters", "Different adapters.", "state", states)
+        yield _by_label("radixkv_adapter_bytes", "Memory of adapters' weights.", "place", num_bytes)
 
     def _aliases(self, load: EngineLoad) -> Iterable[Metric]:
         """Report what schedulers that know vLLM's metrics ask for. Blocks that can be evicted are no usage."""
@@ -90,17 +105,19 @@ class EngineGauges(Collector):
 
 def _families(load: EngineLoad) -> Iterable[Metric]:
     blocks, requests = load.blocks, load.requests
-    yield _by_state(
+    yield _by_label(
         "radixkv_blocks",
         "Blocks of the pool.",
+        "state",
         {"free": blocks.free, "leased": blocks.leased, "published": blocks.published},
     )
     yield GaugeMetricFamily("radixkv_pinned_blocks", "Published blocks that leases use.", blocks.pinned)
     yield GaugeMetricFamily("radixkv_retained_blocks", "Published blocks with a raised priority.", blocks.retained)
     yield CounterMetricFamily("radixkv_evicted_blocks", "Blocks that were evicted.", load.evicted_blocks)
-    yield _by_state(
+    yield _by_label(
         "radixkv_unfinished_requests",
         "Requests that are not over.",
+        "state",
         {"waiting": requests.waiting, "running": requests.running, "following": requests.following},
     )
     yield GaugeMetricFamily("radixkv_paused_requests", "Waiting and following ones that ran before.", requests.paused)
@@ -108,8 +125,8 @@ def _families(load: EngineLoad) -> Iterable[Metric]:
     yield GaugeMetricFamily("radixkv_namespaces", "Namespaces with cached tokens.", load.namespaces)
 
 
-def _by_state(name: str, documentation: str, counts: dict[str, int]) -> Metric:
-    family = GaugeMetricFamily(name, documentation, labels=["state"])
-    for state, count in counts.items():
-        family.add_metric([state], count)
+def _by_label(name: str, documentation: str, label: str, counts: dict[str, int]) -> Metric:
+    family = GaugeMetricFamily(name, documentation, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
     return family

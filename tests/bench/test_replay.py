@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import bench.replay
+from bench.parts.adapters import reusable_tokens
 from bench.parts.adapters.adapter_files import write_adapters
 from bench.parts.options import parse_options
 from bench.parts.workloads import WorkItem
@@ -304,13 +305,13 @@ def test_requests_take_turns_with_adapters_and_tenants() -> None:
     for item in items:
         by_namespace.setdefault((item.adapter, item.tenant), []).append(item)
     each = [sum(count_reusable_tokens([item.token_ids for item in some])) for some in by_namespace.values()]
-    assert bench.replay.count_reusable_tokens(items) == sum(each) > 0
+    assert reusable_tokens.count_reusable_tokens(items) == sum(each) > 0
 
 
 def test_tenants_are_told_apart_by_a_service(json_file: Path) -> None:
     status, report = run(json_file, FakeService(), *SMALL, "--tenants", "3", "--concurrency", "1")
     assert (status, report["tenants"]) == (0, 3)
-    assert report["cached_tokens"] == report["reusable_tokens"] == 9 * 37
+    assert report["cached_tokens"] == report["reusable_tokens"] >= 9 * 37  # own tokens may begin alike by chance
 
 
 def test_adapters_that_are_written_are_read(tmp_path: Path) -> None:

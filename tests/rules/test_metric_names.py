@@ -23,6 +23,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
 # Name: type and labels.
 NAMES = {
     "radixkv_up": ("gauge", ()),
+    "radixkv_adapters": ("gauge", ("state",)),
+    "radixkv_adapter_bytes": ("gauge", ("place",)),
     "radixkv_healthy": ("gauge", ()),
     "radixkv_info": ("info", ("device", "model", "version")),
     "radixkv_requests_total": ("counter", ("kind", "outcome")),

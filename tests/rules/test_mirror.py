@@ -30,6 +30,8 @@ TESTED_IN = {
     "bench.hostile.attacks.operators": "bench/hostile/attacks/test_by_name.py",
     "bench.hostile.fuzz.mutations": "bench/hostile/fuzz/test_run.py",
     "bench.hostile.fuzz.raw_bytes": "bench/hostile/fuzz/test_run.py",
+    "bench.parts.adapters.adapter_files": "bench/test_replay.py",
+    "bench.parts.adapters.reusable_tokens": "bench/test_replay.py",
     "bench.parts.attention_inputs": "bench/test_kernels.py",
     "bench.parts.copy_inputs": "bench/test_kernels.py",
     "bench.parts.device_time": "bench/test_kernels.py",
@@ -118,7 +120,6 @@ TESTED_IN = {
     "radixkv.service.server.optional_services": "service/server/gateway/test_servicer.py",
     "radixkv.service.server.shared_parts": "service/server/gateway/test_servicer.py",
     "radixkv.service.server.token_stream": "service/server/test_generate.py",
-    "radixkv.startup.adapters": "whole/test_adapters.py",
     "radixkv.startup.graph_check": "compute/graphs/test_graphs.py",
     "radixkv.storage.kv_layout": "planning/test_plan.py",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from tests.events.fake_source import FakeSource
 from tests.fake_runner import tokens
 from tests.fakes import FakeClock
 from tests.patience import PATIENCE_S, wait_until
+from tests.service.fake_engine import FakeEngine
 
 
 def scrape(engine: Engine, timeout_s: float = PATIENCE_S) -> dict[str, float]:
@@ -78,6 +80,10 @@ def test_every_gauge_has_the_value_of_stats(engine: Engine) -> None:
         "radixkv_paused_requests": 0,
         "radixkv_held_leases": 1,
         "radixkv_namespaces": load.namespaces,
+        "radixkv_adapters.loaded": 0,
+        "radixkv_adapters.draining": 0,
+        "radixkv_adapter_bytes.device": 0,
+        "radixkv_adapter_bytes.host": 0,
         "vllm:num_requests_running": 0,
         "vllm:num_requests_waiting": 0,
         "vllm:kv_cache_usage_perc": (load.blocks.leased + load.blocks.pinned) / NUM_BLOCKS,
@@ -108,6 +114,18 @@ def test_events_and_their_readers_are_counted(engine: Engine, monkeypatch: pytes
         "radixkv_event_readers": 5,
         "radixkv_event_readers_lost_total": 7,
     }
+
+
+def test_adapters_are_counted_once_each_whatever_their_names() -> None:
+    engine = FakeEngine()
+    engine.adapters.load_now("law", Path("one"))
+    engine.adapters.load_now("court", Path("one"))
+    engine.adapters._names.take("law")
+    for name in ("law", "court"):
+        engine.adapters.load_now(name, Path("two"))
+    values = scrape(engine)
+    assert (values["radixkv_adapters.loaded"], values["radixkv_adapters.draining"]) == (1, 1)
+    assert (values["radixkv_adapter_bytes.device"], values["radixkv_adapter_bytes.host"]) == (200, 0)
 
 
 def test_what_is_served_is_said(engine: Engine) -> None:

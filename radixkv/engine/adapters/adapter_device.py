@@ -1,4 +1,4 @@
-"""What the engine needs to know of the device side of adapters."""
+"""The device side of adapters, as far as the engine knows it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class AdapterFiles(Protocol):
 
     @property
     def digest(self) -> str:
-        """See the class."""
+        """Digest of all that changes an answer."""
 
     @property
     def rank(self) -> int:
-        """See the class."""
+        """Largest rank of its matrices."""
 
     @property
     def num_bytes(self) -> int:
-        """See the class."""
+        """Memory of its weights."""
 
     @property
     def invocation_token_ids(self) -> tuple[int, ...] | None:
-        """See the class."""
+        """Tokens that invoke it; None for an adapter of whole prompts."""
 
     def own_from(self, tokens: bytes) -> int | None:
         """Return the position from which on a prompt is the adapter's; None if all of it is the base model's."""
