@@ -82,7 +82,8 @@ _KERNELS = (
         _TEST_IMPORTS,
         "-m bench.gpu.counted_tests tests/kernels/test_write_kv.py tests/kernels/test_copy_blocks.py "
         "tests/kernels/test_paged_attention.py tests/kernels/test_dequantize_blocks.py tests/kernels/test_linear.py "
-        "tests/kernels/test_norm.py tests/kernels/test_swiglu.py tests/kernels/test_pack_queries.py",
+        "tests/kernels/test_norm.py tests/kernels/test_swiglu.py tests/kernels/test_pack_queries.py "
+        "tests/kernels/test_low_rank.py",
         "-m bench.gpu.counted_tests tests/kernels/test_copy_blocks.py",
     ),
     Stage(
