@@ -63,7 +63,7 @@ class Bench:
     ) -> Future[PrefillResult]:
         future: Future[PrefillResult] = Future()
         request_params = PrefillParams(tokens(ids), Caller(tenant, adapter, salt), **params)
-        self.core.submit(Request(request_params, Namespace("fake", tenant), future, self.clock()))
+        self.core.submit(Request(request_params, Namespace("fake", tenant, adapter), future, self.clock()))
         return future
 
     def generate(

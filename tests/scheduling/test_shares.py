@@ -56,6 +56,29 @@ def test_a_short_prompt_of_another_tenant_is_answered_in_the_step_after_it_came(
     assert short.done()
 
 
+def test_a_flood_of_one_adapter_does_not_hold_back_another_tenants() -> None:
+    bench = Bench(num_blocks=8192, max_step_tokens=128)
+    for i in range(20):
+        bench.submit([i] * 1000, tenant="busy", adapter="flood")
+    for _ in range(5):
+        bench.core.step()
+    short = bench.submit(range(64), tenant="other", adapter="single")
+    bench.core.step()
+    assert short.done()
+
+
+def test_within_a_tenant_what_comes_later_for_one_adapter_does_not_go_before_anothers() -> None:
+    bench = Bench(num_blocks=8192, max_step_tokens=128, max_running_requests=2)
+    before = [bench.submit([i] * 200, adapter="flood") for i in range(10)]
+    single = bench.submit([100] * 200, adapter="single")
+    after = [bench.submit([101 + i] * 200, adapter="flood") for i in range(50)]
+    while not single.done():
+        bench.core.step()
+    assert all(future.done() for future in before)
+    assert sum(future.done() for future in after) <= 1  # of two that run, one may end in the same step
+    bench.run()
+
+
 def test_a_pause_earns_nothing() -> None:
     """A tenant that comes back again and again is not served before one that stays."""
     bench = Bench(num_blocks=8192, max_step_tokens=128)

@@ -265,6 +265,15 @@ def test_roots_are_freed_in_slices(engine: Engine, monkeypatch: pytest.MonkeyPat
     engine.check().result(PATIENCE_S)
 
 
+def test_a_prompt_may_leave_nothing_behind_or_take_nothing(engine: Engine) -> None:
+    load(engine, "law", "one")
+    assert ask(engine, "law", write_cache=False) == (answer("one"), 0, "COLD")
+    wait_until_all_free(engine)
+    assert ask(engine, "law") == (answer("one"), 0, "COLD")
+    assert ask(engine, "law", read_cache=False) == (answer("one"), 0, "READ_DISABLED")
+    assert ask(engine, "law") == (answer("one"), 19, "NONE")
+
+
 class TestInvoked:
     """Adapters that begin at the last occurrence of their invocation tokens."""
 
