@@ -159,8 +159,6 @@ class BestOfThreeOrders(EvictionPolicy):
         for upper in uppers:
             samples += (Sample(place + num_blocks, digest) for place, digest in upper.policy_note.samples)
             num_blocks += upper.num_blocks
-            self._counts.stays[upper.policy_note.kind] -= upper.policy_note.num_blocks
-        self._counts.stays[stay.kind] += num_blocks
         samples += (Sample(place + num_blocks, digest) for place, digest in stay.samples)
         marks = tuple((index + num_blocks, digest) for index, digest in stay.marks)
         lower.policy_note = stay._replace(
