@@ -10,6 +10,7 @@
     │   ├── BeyondCeiling
     │   ├── UnknownAdapter
     │   ├── UnknownLease
+    │   ├── UnknownPublicPrefix
     │   ├── UnknownSequence
     │   ├── UnknownTokenizer
     │   └── SwitchedOff
@@ -78,6 +79,10 @@ class UnknownAdapter(RequestError):
 
 class UnknownLease(RequestError):
     """No held lease of this id belongs to this tenant: never given, released, or expired."""
+
+
+class UnknownPublicPrefix(RequestError):
+    """No public prefix of this name is registered."""
 
 
 class UnknownSequence(RequestError):

@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 import xxhash
 
+# Owner of the blocks of public prefixes. No caller may have this name.
+PUBLIC_TENANT = "(public)"
+
 
 class Namespace(NamedTuple):
-    """An isolation boundary. Two requests share cached tokens only if all four fields are equal.
+    """An isolation boundary. Two requests share cached tokens only if all fields are equal.
 
     Fields are compared one by one and never joined, so `("a", "bc")` is not `("ab", "c")`.
 
@@ -19,17 +22,20 @@ class Namespace(NamedTuple):
         adapter: digest of the adapter's content, empty for the base model. A reloaded adapter has a new digest. Of one
             that begins inside the prompt, also the position from which on K and V are its own: `digest@position`.
         salt: a name that isolates further, chosen by the caller.
+        trunk: which part of which public prefix comes before all its tokens; empty for none.
     """
 
     model: str
     tenant: str = ""
     adapter: str = ""
     salt: str = ""
+    trunk: str = ""
 
     def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
-        """Whether it has these names; None matches any."""
+        """Whether it has these names; None matches any. That of a public prefix has none that anybody could mean."""
         return (
-            (tenant is None or tenant == self.tenant)
+            self.tenant != PUBLIC_TENANT
+            and (tenant is None or tenant == self.tenant)
             and (adapter is None or adapter in (self.adapter, self.adapter_digest))
             and (salt is None or salt == self.salt)
         )

@@ -46,6 +46,7 @@ class Lease:
         usage: counters of the tenant.
         tokens: the prompt and its extensions, little-endian uint32 bytes; a bytearray once it was extended.
         cached_tokens: tokens whose K/V existed when the lease began.
+        public_tokens: those of them that are copied from a public prefix.
         block_ids: int32, all blocks of the tokens in order, and then those that are reserved. `commit` may exchange
             some for equal ones.
         num_published_blocks: number of blocks at the beginning of `block_ids` that belong to the tree. The others are
@@ -77,6 +78,7 @@ class Lease:
         "num_expected_tokens",
         "num_nodes",
         "num_published_blocks",
+        "public_tokens",
         "tokens",
         "usage",
         "written_from_tokens",
@@ -96,6 +98,7 @@ class Lease:
         node_used_s: float,
         num_expected_tokens: int = 0,
         num_nodes: int = 0,
+        public_tokens: int = 0,
     ) -> None:
         self._keeper = keeper
         self.namespace = namespace
@@ -109,11 +112,17 @@ class Lease:
         self.node_used_s = node_used_s
         self.num_expected_tokens = num_expected_tokens
         self.num_nodes = num_nodes
+        self.public_tokens = public_tokens
         self.committed_tokens = cached_tokens
         self.written_from_tokens: int | None = None
         self.is_closed = False
         self.is_kept = False
         self.is_revoked = False
+
+    @property
+    def own(self) -> Lease:
+        """Itself; see `PromptLease`."""
+        return self
 
     @property
     def num_tokens(self) -> int:

@@ -51,29 +51,25 @@ class Ledger:
         """Iterate over the open leases."""
         return iter(self._open)
 
-    def find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> tuple[Node | None, int, int, bytes, int]:
-        """Look a prompt up.
-
-        Returns:
-            The deepest node that shares tokens, None if none does; bytes found; tokens that can be reused; the packed
-            ids of their blocks; and the number of nodes of the path.
-
-        Raises:
-            InvalidRequest: `tokens` is empty or not whole tokens.
-        """
-        require_tokens(tokens)
-        tree = self._trees.get(namespace) if read else None
-        if tree is None:
-            return None, 0, 0, b"", 0
-        node, num_bytes, packed, num_nodes = tree.match(tokens)
-        cached_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
-        return node if cached_tokens else None, num_bytes, cached_tokens, packed, num_nodes
-
     def lease(
-        self, namespace: Namespace, tokens: bytes, *, read: bool, num_spared_blocks: int, num_expected_tokens: int
+        self,
+        namespace: Namespace,
+        tokens: bytes,
+        *,
+        read: bool,
+        num_spared_blocks: int,
+        num_expected_tokens: int,
+        other: tuple[int, bytes] = (0, b""),
     ) -> Lease:
-        """Open a lease, as `PrefixCache.lease` describes."""
-        node, found_bytes, cached_tokens, packed, num_nodes = self.find(namespace, tokens, read)
+        """Open a lease, as `PrefixCache.lease` describes.
+
+        `other` is a packed block of another tree, whose first tokens are those of the prompt, and their number. It is
+        copied if the own tree has fewer of them.
+        """
+        node, found_bytes, cached_tokens, packed, num_nodes = self._trees.find(namespace, tokens, read)
+        is_other = cached_tokens < other[0]
+        if is_other:
+            node, (cached_tokens, packed) = None, other
         usage = self._tenants[namespace.tenant]
         num_new_blocks = -(-len(tokens) // (self._block_size * TOKEN_BYTES)) - cached_tokens // self._block_size
         num_takeable_blocks = self._evictor.num_takeable_blocks(namespace.tenant, usage, num_spared_blocks)
@@ -112,6 +108,7 @@ class Ledger:
             node_used_s,
             num_expected_tokens,
             num_nodes,
+            cached_tokens if is_other else 0,
         )
         self._open.add(lease)
         return lease

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
-
-import numpy as np
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Grant, Retention
-from radixkv.blocks import BlockIds
 from radixkv.cache.audit import audit
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes, Listener
 from radixkv.cache.evictor import Evictor
 from radixkv.cache.holdings import Holdings
 from radixkv.cache.kept_blocks import KeptBlocks
-from radixkv.cache.lease import Lease
 from radixkv.cache.ledger import Ledger
 from radixkv.cache.lines.eviction_lines import EvictionLines
 from radixkv.cache.listing.segment_index import SegmentIndex
@@ -26,25 +21,14 @@ from radixkv.cache.namespaces.forest import Forest
 from radixkv.cache.namespaces.purge import Purged, all_slices, purge
 from radixkv.cache.pins import Pins
 from radixkv.cache.policies.policy import EvictionPolicy
+from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.public.places import Match, Places
+from radixkv.cache.public.public_prefixes import PublicPrefixes
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Quota, Tenants
 from radixkv.cache.tree.node import Node
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, require_tokens
-
-
-class Match(NamedTuple):
-    """The part of a prompt that is cached. Valid until the cache changes.
-
-    Attributes:
-        cached_tokens: tokens that can be reused; at most all but the last one.
-        block_ids: int32 ids of the `ceil(cached_tokens / block_size)` blocks that hold them. Read-only.
-        num_nodes: nodes that were passed.
-    """
-
-    cached_tokens: int
-    block_ids: BlockIds
-    num_nodes: int
 
 
 class PrefixCache:
@@ -58,6 +42,7 @@ class PrefixCache:
         default_quota: bounds on the blocks of each other tenant, without a floor.
         max_retained_blocks: blocks that may have a priority above the default; by default a fifth of the pool.
         max_kept_blocks: blocks that held leases may keep; by default half of the pool.
+        max_public_blocks: blocks that public prefixes may take; by default a quarter of the pool.
         evicted_prefixes: number of evicted prefixes to remember, to explain misses.
         listeners: are told of every change to the trees, after the cache's own parts.
         clock: seconds, never going back.
@@ -69,6 +54,8 @@ class PrefixCache:
         kept: the bounds and the counts of what held leases keep.
         max_retained_blocks: blocks that may be retained.
         segments: the nodes of all trees.
+        public: the prefixes that all tenants share.
+        places: the trees in which prompts are looked up.
 
     Example:
         >>> cache = PrefixCache(num_blocks=8, block_size=4)
@@ -90,6 +77,7 @@ class PrefixCache:
         default_quota: Quota | None = None,
         max_retained_blocks: int | None = None,
         max_kept_blocks: int | None = None,
+        max_public_blocks: int | None = None,
         evicted_prefixes: int = 65_536,
         listeners: Iterable[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -123,6 +111,9 @@ class PrefixCache:
         self._pins = Pins(self._holdings)
         self._evictor = Evictor(self._holdings, self._pins)
         self.leases = Ledger(self._holdings, self._pins, self._evictor)
+        max_public_blocks = num_blocks // 4 if max_public_blocks is None else max_public_blocks
+        self.public = PublicPrefixes(self._holdings, self._pins, self._evictor, self.leases, max_public_blocks)
+        self.places = Places(self._holdings, self.public, self.leases)
 
     @property
     def num_evictable_blocks(self) -> int:
@@ -164,8 +155,7 @@ class PrefixCache:
 
         Complexity: about one memory comparison of the prompt.
         """
-        _, _, cached_tokens, packed, num_nodes = self.leases.find(namespace, tokens)
-        return Match(cached_tokens, np.frombuffer(packed, np.int32, -(-cached_tokens // self.block_size)), num_nodes)
+        return self.places.match(namespace, tokens)
 
     def explain(
         self, namespace: Namespace, tokens: bytes, cached_tokens: int, former: Sequence[Namespace] = ()
@@ -176,8 +166,12 @@ class PrefixCache:
         """
         if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
             return MissReason.NONE
+        place = self.places.of(namespace, tokens)
+        if place.trunk is not None:
+            namespace, tokens, former = place.namespace, place.tokens, ()
+            cached_tokens = max(0, cached_tokens - place.start_tokens)
         next_end = (cached_tokens // self.block_size + 1) * self.block_size
-        return self._lost.explain(namespace, tokens, cached_tokens, next_end, former, self.leases.find)
+        return self._lost.explain(namespace, tokens, cached_tokens, next_end, former, self._trees.find)
 
     def lease(
         self,
@@ -187,7 +181,7 @@ class PrefixCache:
         read: bool = True,
         num_spared_blocks: int = 0,
         num_expected_tokens: int = 0,
-    ) -> Lease:
+    ) -> PromptLease:
         """Take the right to a prompt's blocks: cached ones are kept, missing ones are allocated.
 
         Unused leaves are evicted if free blocks run short. If evicting would not suffice, nothing is evicted and
@@ -208,7 +202,7 @@ class PrefixCache:
             InvalidRequest: `tokens` is empty or not whole tokens.
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
-        return self.leases.lease(
+        return self.places.lease(
             namespace, tokens, read=read, num_spared_blocks=num_spared_blocks, num_expected_tokens=num_expected_tokens
         )
 
@@ -236,20 +230,17 @@ class PrefixCache:
         self._evictor.expire()
         require_tokens(tokens)
         start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
-        tree = self._trees.get(namespace)
-        node, num_bytes, *_ = tree.match(tokens[: end * TOKEN_BYTES]) if tree else (None, 0)
-        reached = num_bytes // TOKEN_BYTES
-        if node is None or reached <= start:
-            return Grant(0, 0, end - start)
+        place = self.places.of(namespace, tokens)
+        start_tokens = place.start_tokens
+        public = Grant(max(0, min(end, start_tokens) - start), 0, 0)  # which stays as long as the operator wishes
+        start, end = max(0, start - start_tokens), max(0, end - start_tokens)
         expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
-        first, last = start // self.block_size, -(-reached // self.block_size)
-        granted = self._retained.grant_range(node, first, last, retention.priority, expires_s, only_raise=only_raise)
-        for each in granted:
-            self._lines.requeue(each)
-        num_blocks = first + sum(each.num_blocks for each in granted)
-        granted_tokens = max(0, min(reached, num_blocks * self.block_size) - start)
-        ends_s = [each.expiry_entry[0] for each in granted if each.expiry_entry is not None]
-        return Grant(granted_tokens, reached - start - granted_tokens, end - reached, min(ends_s, default=None))
+        own, nodes = self._retained.grant_tokens(
+            self._trees.get(place.namespace), place.tokens, start, end, retention.priority, expires_s, only_raise
+        )
+        for node in nodes:
+            self._lines.requeue(node)
+        return public.joined(own)
 
     def expire(self) -> None:
         """End priorities whose time has come, 256 at most."""
@@ -292,6 +283,7 @@ class PrefixCache:
         self._evictor.expire()
         audit(self._holdings, self.leases, self._pins)
         self.segments.check(self.nodes())
+        self.public.check()
 
     def _cut(self, node: Node, num_blocks: int) -> Node:
         """Cut a node after its first `num_blocks` blocks for the cache's own purposes. Returns the upper half."""

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from sortedcontainers import SortedList
 
 from radixkv.api.miss_reason import MissReason
-from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.api.retention import DEFAULT_PRIORITY, Grant
 from radixkv.cache.changes import Listener
 from radixkv.cache.tenants import TenantUsage
 from radixkv.cache.tree.node import Node, path_to
+from radixkv.cache.tree.radix_tree import RadixTree
+from radixkv.tokens import TOKEN_BYTES
 
 # A path of more nodes than this is not cut further: each costs every request that uses the path a microsecond.
 _MAX_CUT_NODES = 256
@@ -100,6 +102,39 @@ class RetainedNodes(Listener):
             if has_priority is not part:
                 break
         return granted
+
+    def grant_tokens(
+        self,
+        tree: RadixTree | None,
+        tokens: bytes,
+        start: int,
+        end: int,
+        priority: int,
+        expires_s: float | None,
+        only_raise: bool,
+    ) -> tuple[Grant, list[Node]]:
+        """Give the cached ones of a prompt's tokens `[start, end)` a priority, as many as may be retained.
+
+        Args:
+            tree: where to look; None for a tree without tokens.
+            tokens: the prompt, little-endian uint32 bytes.
+            priority, expires_s, only_raise: as in `grant`.
+
+        Returns:
+            What was granted, and the nodes that have the priority now.
+        """
+        node, num_bytes, *_ = (None, 0) if tree is None else tree.match(tokens[: end * TOKEN_BYTES])
+        reached = num_bytes // TOKEN_BYTES
+        if node is None or tree is None or reached <= start:
+            return Grant(0, 0, end - start), []
+        block_size = tree.owner.block_size
+        first, last = start // block_size, -(-reached // block_size)
+        granted = self.grant_range(node, first, last, priority, expires_s, only_raise=only_raise)
+        num_blocks = first + sum(each.num_blocks for each in granted)
+        granted_tokens = max(0, min(reached, num_blocks * block_size) - start)
+        ends_s = [each.expiry_entry[0] for each in granted if each.expiry_entry is not None]
+        grant = Grant(granted_tokens, reached - start - granted_tokens, end - reached, min(ends_s, default=None))
+        return grant, granted
 
     def cut_range(self, node: Node, start: int, end: int) -> list[Node]:
         """List the nodes that hold the blocks `[start, end)` of a node's path, after cutting nodes at both ends.

@@ -60,12 +60,14 @@ class Quota:
         ceiling_blocks: most blocks that it may hold, cached and leased together; None for the whole pool.
         max_retained_blocks: most blocks that may have a priority above the default; None for as many as of all tenants.
         max_kept_blocks: most blocks that held leases may keep; None for half of those of all tenants.
+        uses_public_prefixes: whether its prompts use the blocks of public prefixes.
     """
 
     floor_blocks: int = 0
     ceiling_blocks: int | None = None
     max_retained_blocks: int | None = None
     max_kept_blocks: int | None = None
+    uses_public_prefixes: bool = True
 
 
 class TenantUsage:
@@ -155,6 +157,11 @@ class Tenants:
             self._others.move_to_end(tenant)
             self._others.forget_idle()
         return usage
+
+    def quota_of(self, tenant: str) -> Quota:
+        """Return the bounds of a tenant. Changes nothing."""
+        usage = self.with_quota.get(tenant)
+        return self.default_quota if usage is None else usage.quota
 
     def get(self, tenant: str) -> TenantUsage | None:
         """Return the usage of a tenant, None if it is not known. Changes nothing."""

@@ -7,8 +7,8 @@ import time
 
 from radixkv.api.result import FinishReason, GenerateResult, HeldLease, PrefillResult, Retained, Timing
 from radixkv.api.retention import DEFAULT_PRIORITY, Grant
-from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.sampler import Prediction
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Request
@@ -26,7 +26,7 @@ class Answers:
         self._cache = cache
         self._held_leases = held_leases
 
-    def prefill(self, request: Request, lease: Lease, prediction: Prediction, now_s: float) -> PrefillResult:
+    def prefill(self, request: Request, lease: PromptLease, prediction: Prediction, now_s: float) -> PrefillResult:
         """Answer a prefill. If its caller asked to hold the lease, `held_leases` owns it afterwards."""
         is_held = request.params.hold_lease and not lease.is_revoked  # of purged tokens no lease is held
         return PrefillResult(
@@ -61,7 +61,7 @@ class Answers:
         ends_s = grant.expires_s
         return Retained(grant, None if ends_s is None else time.time() + ends_s - now_s)
 
-    def _retain(self, request: Request, lease: Lease | None, now_s: float) -> Retained | None:
+    def _retain(self, request: Request, lease: PromptLease | None, now_s: float) -> Retained | None:
         """Retain the range that the request asks for.
 
         A priority below the default holds for tokens that this request published. Those of others keep theirs. Without
@@ -90,7 +90,7 @@ class Answers:
                 )
         return self.retained(grant, now_s)
 
-    def _hold(self, request: Request, lease: Lease, now_s: float) -> HeldLease:
+    def _hold(self, request: Request, lease: PromptLease, now_s: float) -> HeldLease:
         block_ids = lease.block_ids
         lease_id, expires_s = self._held_leases.hold(lease, request.tenant, now_s)
         request.lease = None  # `held_leases` owns it

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.blocks import BlockIds
-from radixkv.cache.lease import Lease
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.tree.node import Node
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
@@ -163,11 +163,11 @@ class _Replay:
         if self._future is not None:
             self.cache.evict(self.cache.pool.num_published - self._num_kept_blocks)
 
-    def _tell_future(self, future: FarthestFuture, lease: Lease, index: int) -> None:
+    def _tell_future(self, future: FarthestFuture, lease: PromptLease, index: int) -> None:
         last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]
         ids = np.minimum(last_tokens // TOKENS_PER_ID, len(self._requests[index].hash_ids) - 1)
         # The tree may keep its own copy of a partly filled last block.
-        known = self.cache.match(lease.namespace, bytes(lease.tokens)).block_ids
+        known = self.cache.match(self._namespace, bytes(lease.tokens)).block_ids
         next_uses = self._next_uses[index][ids]
         future.note(lease.block_ids, next_uses)
         future.note(known, next_uses[: known.size])

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.kept_blocks import Path
-from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.prompt_lease import PromptLease
 from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Request
@@ -112,11 +112,10 @@ class Admitter:
     def _path_of(self, request: Request) -> Path:
         """Look up what a request that will hold its lease shares."""
         read = request.params.read_cache
-        node, _, cached_tokens, _, request.num_nodes = self._cache.leases.find(request.namespace, request.tokens, read)
-        block_size = self._cache.block_size
-        return Path(node, cached_tokens // block_size, -(-request.num_tokens // block_size))
+        path, request.num_nodes = self._cache.places.path_of(request.namespace, request.tokens, read=read)
+        return path
 
-    def _start(self, request: Request, lease: Lease) -> None:
+    def _start(self, request: Request, lease: PromptLease) -> None:
         """Let a request continue after the cached tokens of its lease."""
         request.lease, request.num_nodes = lease, lease.num_nodes
         if request.scheduled_s is None:

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from radixkv.cache.kept_blocks import KeptBlocks, Path
-from radixkv.cache.lease import Lease
+from radixkv.cache.prompt_lease import PromptLease
 from radixkv.errors import OutOfBlocks, QuotaExceeded, UnknownLease
 from radixkv.scheduling.request import Request
 
 
 class _Held(NamedTuple):
-    lease: Lease
+    lease: PromptLease
     tenant: str
     expires_s: float
 
@@ -66,10 +66,10 @@ class HeldLeases:
             if num_leases >= max_leases:
                 raise kind(f"hold_lease: expected fewer than {max_leases} held leases of {whose}, got {num_leases}")
         for tenant, asking in ((request.tenant, own), (None, others)):
-            paths = [path, *(Path.of(other.open_lease) for other in asking)]
+            paths = [path, *(Path.of(other.open_lease.own) for other in asking)]
             self._kept.require_room(tenant, self._kept.num_more(paths))
 
-    def hold(self, lease: Lease, tenant: str, now_s: float) -> tuple[str, float]:
+    def hold(self, lease: PromptLease, tenant: str, now_s: float) -> tuple[str, float]:
         """Keep a lease open. Returns its id, and the time at which it expires by the clock of `now_s`."""
         lease_id = secrets.token_hex(16)
         lease.keep()

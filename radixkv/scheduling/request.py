@@ -15,7 +15,7 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult, TokenLogprobs, Usage
 from radixkv.api.sampling import Sampling
-from radixkv.cache.lease import Lease
+from radixkv.cache.prompt_lease import PromptLease
 from radixkv.namespace import Namespace
 
 
@@ -109,7 +109,7 @@ class Request:
     former: Sequence[Namespace] = ()
     tenant: str = field(init=False)
     arrival: int = 0
-    lease: Lease | None = None
+    lease: PromptLease | None = None
     miss_reason: MissReason = MissReason.COLD
     num_nodes: int = 0
     cached_tokens: int = 0
@@ -126,7 +126,7 @@ class Request:
         self.tenant = self.params.caller.tenant
 
     @property
-    def open_lease(self) -> Lease:
+    def open_lease(self) -> PromptLease:
         """The lease of a running request."""
         assert self.lease is not None, "a running request holds a lease"
         return self.lease

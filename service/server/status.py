@@ -31,6 +31,7 @@ from radixkv.errors import (
     Unauthenticated,
     UnknownAdapter,
     UnknownLease,
+    UnknownPublicPrefix,
     UnknownSequence,
     UnknownTokenizer,
 )
@@ -45,6 +46,7 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     UnknownAdapter: grpc.StatusCode.NOT_FOUND,
     UnknownLease: grpc.StatusCode.NOT_FOUND,
+    UnknownPublicPrefix: grpc.StatusCode.NOT_FOUND,
     UnknownSequence: grpc.StatusCode.OUT_OF_RANGE,
     UnknownTokenizer: grpc.StatusCode.NOT_FOUND,
     SwitchedOff: grpc.StatusCode.UNIMPLEMENTED,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from radixkv.cache.namespaces.namespace_index import NamespaceIndex
+from radixkv.cache.tree.node import Node
 from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES, require_tokens
 
 
 class Forest(dict[Namespace, RadixTree]):
@@ -25,3 +27,21 @@ class Forest(dict[Namespace, RadixTree]):
     def of(self, tenant: str | None) -> list[tuple[RadixTree, Namespace]]:
         """List the trees of a tenant; of all tenants for None. Complexity: O(trees listed)."""
         return self._index.of(tenant)
+
+    def find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> tuple[Node | None, int, int, bytes, int]:
+        """Look a prompt up in the tree of a namespace. With `read` False nothing is found.
+
+        Returns:
+            The deepest node that shares tokens, None if none does; bytes found; tokens that can be reused; the packed
+            ids of their blocks; and the number of nodes of the path.
+
+        Raises:
+            InvalidRequest: `tokens` is empty or not whole tokens.
+        """
+        require_tokens(tokens)
+        tree = self.get(namespace) if read else None
+        if tree is None:
+            return None, 0, 0, b"", 0
+        node, num_bytes, packed, num_nodes = tree.match(tokens)
+        cached_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        return node if cached_tokens else None, num_bytes, cached_tokens, packed, num_nodes

@@ -60,7 +60,9 @@ def purge(
             yield
         if forest.get(namespace) is tree:
             pinned_blocks += evictor.purge(tree)
-            leases.revoke(*namespace[1:])  # those that were opened since the first slice
+            leases.revoke(
+                namespace.tenant, namespace.adapter, namespace.salt
+            )  # those that were opened since the first slice
     return Purged(freed_blocks, pinned_blocks)
 
 

@@ -226,7 +226,7 @@ class EngineOracle(Observer):
         is_kept_by_floors = num_blocks > self._world.num_blocks - self._cache.tenants.num_blocks_kept_from(tenant)
         if running and (isinstance(error, QuotaExceeded) or not is_kept_by_floors):
             return "a request was refused although others would have given blocks back"
-        node, _, cached_tokens, *_ = self._cache.leases.find(
+        node, _, cached_tokens, *_ = self._cache._trees.find(
             request.namespace, request.tokens, request.params.read_cache
         )
         num_pinned = sum(part.num_blocks for part in path_to(node) if part.num_holds)

@@ -1,0 +1,124 @@
+"""The trees in which prompts are looked up and published."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from radixkv.blocks import BlockIds
+from radixkv.cache.holdings import Holdings
+from radixkv.cache.kept_blocks import Path
+from radixkv.cache.ledger import Ledger
+from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.public.hung_lease import HungLease
+from radixkv.cache.public.public_prefix import Place, Trunk
+from radixkv.cache.public.public_prefixes import PublicPrefixes
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES, shared_bytes
+
+
+class Match(NamedTuple):
+    """The part of a prompt that is cached. Valid until the cache changes.
+
+    Attributes:
+        cached_tokens: tokens that can be reused; at most all but the last one.
+        block_ids: int32 ids of the `ceil(cached_tokens / block_size)` blocks that hold them. Read-only.
+        num_nodes: nodes that were passed.
+    """
+
+    cached_tokens: int
+    block_ids: BlockIds
+    num_nodes: int
+
+
+class Places:
+    """Chooses between the tree of a prompt's namespace, and one that hangs below a public prefix.
+
+        (public)   [ system prompt ................ ]
+                             │                     │
+        acme                 └─ [own]              ├─ [own] ─ [own]     a namespace for each place
+        other                                      └─ [own]
+
+    Only the operator's tokens are ever in a public tree. A tree that hangs below holds tokens of one tenant, adapter
+    and salt, as every tree does.
+
+    A prompt shares a public prefix up to some token; its tree hangs after the whole blocks before that. So prompts that
+    share more with each other than with the prefix hang at the same place, and find each other there.
+
+    Args:
+        holdings: what the cache holds.
+        public: the public prefixes.
+        ledger: opens leases in the trees.
+    """
+
+    def __init__(self, holdings: Holdings, public: PublicPrefixes, ledger: Ledger) -> None:
+        self._block_size = holdings.block_size
+        self._trees = holdings.trees
+        self._tenants = holdings.tenants
+        self._public = public
+        self._ledger = ledger
+
+    def of(self, namespace: Namespace, tokens: bytes, *, read: bool = True) -> Place:
+        """Return the place of a prompt. With `read` False it is the tree of its namespace.
+
+        What was cached before the prefix was public is there too, and used while it is longer.
+
+        Complexity: a look-up for most prompts; for those that share a public prefix a memory comparison of it, and two
+        matches.
+        """
+        own = Place(namespace, tokens, None)
+        trunk = self._trunk(namespace, tokens) if read else None
+        if trunk is None:
+            return own
+        place = f"{trunk.prefix.namespace.salt}:{trunk.num_tokens}"
+        hung = Place(namespace._replace(trunk=place), tokens[trunk.num_tokens * TOKEN_BYTES :], trunk)
+        return max(hung, own, key=lambda place: place.cached_tokens(self._trees.find(place.namespace, place.tokens)[2]))
+
+    def _trunk(self, namespace: Namespace, tokens: bytes) -> Trunk | None:
+        """Return the longest part of a public prefix that a prompt begins with; None if that is not a whole block."""
+        prefixes = self._public.beginning_with(namespace, tokens)
+        if not prefixes or not self._tenants.quota_of(namespace.tenant).uses_public_prefixes:
+            return None
+        shared = [(shared_bytes(each.tokens, tokens, 0), each) for each in prefixes]
+        num_bytes, prefix = max(shared, key=lambda each: each[0])
+        num_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES  # the last token is always computed
+        num_blocks, num_more_tokens = divmod(num_tokens, self._block_size)
+        if not num_blocks:
+            return None
+        block_ids = prefix.block_ids[: num_blocks + (num_more_tokens > 0)]
+        return Trunk(prefix, num_blocks * self._block_size, num_more_tokens, block_ids)
+
+    def match(self, namespace: Namespace, tokens: bytes) -> Match:
+        """Find the longest prefix that can be reused, as `PrefixCache.match` describes."""
+        place = self.of(namespace, tokens)
+        _, _, found_tokens, packed, num_nodes = self._trees.find(place.namespace, place.tokens)
+        found_block_ids = np.frombuffer(packed, np.int32, -(-found_tokens // self._block_size))
+        return Match(place.cached_tokens(found_tokens), place.block_ids(found_tokens, found_block_ids), num_nodes)
+
+    def path_of(self, namespace: Namespace, tokens: bytes, *, read: bool) -> tuple[Path, int]:
+        """Return what a prompt would keep if its lease were held, public blocks excepted, and the nodes passed."""
+        place = self.of(namespace, tokens, read=read)
+        node, _, cached_tokens, _, num_nodes = self._trees.find(place.namespace, place.tokens, read)
+        num_blocks = -(-len(place.tokens) // (self._block_size * TOKEN_BYTES))
+        return Path(node, cached_tokens // self._block_size, num_blocks), num_nodes
+
+    def lease(
+        self, namespace: Namespace, tokens: bytes, *, read: bool, num_spared_blocks: int, num_expected_tokens: int
+    ) -> PromptLease:
+        """Open a lease, as `PrefixCache.lease` describes."""
+        place = self.of(namespace, tokens, read=read)
+        trunk = place.trunk
+        own = self._ledger.lease(
+            place.namespace,
+            place.tokens,
+            read=read,
+            num_spared_blocks=num_spared_blocks,
+            num_expected_tokens=max(0, num_expected_tokens - place.start_tokens),
+            other=(0, b"") if trunk is None else (trunk.num_more_tokens, trunk.next_block),
+        )
+        if trunk is None:
+            return own
+        own.usage.num_hit_tokens += trunk.num_tokens
+        self._public.enter(trunk.prefix)
+        return HungLease(tokens, trunk, own, self._public.leave)

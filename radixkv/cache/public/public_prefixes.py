@@ -1,0 +1,183 @@
+"""The public prefixes of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+import numpy as np
+
+from radixkv.cache.evictor import Evictor
+from radixkv.cache.holdings import Holdings
+from radixkv.cache.lease import Lease
+from radixkv.cache.ledger import Ledger
+from radixkv.cache.pins import Pins
+from radixkv.cache.public.public_prefix import PublicPrefix
+from radixkv.errors import InvalidRequest, InvariantViolation, OutOfBlocks, UnknownPublicPrefix, require_invariant
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.tokens import TOKEN_BYTES
+
+_MAX_NODES = 1024
+
+
+class PublicPrefixes:
+    """Prefixes whose blocks the prompts of every tenant use, each in a tree of its own.
+
+    Iterating over it yields the prefixes that are not unregistered, the first one first.
+
+    Args:
+        holdings: what the cache holds.
+        pins, evictor, ledger: the parts of the cache that keep, free and lease it.
+        max_blocks: blocks that public prefixes may take.
+
+    Attributes:
+        max_blocks: see above.
+    """
+
+    def __init__(self, holdings: Holdings, pins: Pins, evictor: Evictor, ledger: Ledger, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self._block_size = holdings.block_size
+        self._trees = holdings.trees
+        self._tenants = holdings.tenants
+        self._pins = pins
+        self._evictor = evictor
+        self._ledger = ledger
+        self._serials = count(1)
+        self._by_name: dict[str, PublicPrefix] = {}
+        self._leaving: set[PublicPrefix] = set()
+        # Those that are computed, by model, adapter and the bytes of their first block; the first one first.
+        self._computed: dict[tuple[str, str, bytes], list[PublicPrefix]] = {}
+
+    def __iter__(self) -> Iterator[PublicPrefix]:
+        return iter(list(self._by_name.values()))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that public prefixes take, or will when they are computed."""
+        return sum(self._num_blocks(each.tokens) for each in (*self._by_name.values(), *self._leaving))
+
+    def register(self, name: str, model: str, adapter: str, tokens: bytes) -> PublicPrefix:
+        """Register a prefix, which is to be computed in its namespace; `keep` it then.
+
+        Args:
+            name: not given to another one.
+            model, adapter: as in `Namespace`.
+            tokens: little-endian uint32 bytes.
+
+        Raises:
+            InvalidRequest: the name is empty or taken, or the tokens are fewer than a block.
+            OutOfBlocks: public prefixes would take too many blocks.
+        """
+        if not name:
+            raise InvalidRequest("name: expected at least 1 character, got 0")
+        if name in self._by_name:
+            raise InvalidRequest("name: expected one that no public prefix has, got one that is registered")
+        if len(tokens) < self._block_bytes:
+            raise InvalidRequest(
+                f"token_ids: expected at least {self._block_size}, a block, got {len(tokens) // TOKEN_BYTES}"
+            )
+        num_blocks = self.num_blocks + self._num_blocks(tokens)
+        if num_blocks > self.max_blocks:
+            raise OutOfBlocks(
+                f"public prefixes: expected at most {self.max_blocks} blocks of {self._block_size} tokens in all, "
+                f"got {num_blocks}"
+            )
+        namespace = Namespace(model, PUBLIC_TENANT, adapter, salt=str(next(self._serials)))
+        self._by_name[name] = PublicPrefix(name, namespace, tokens)
+        return self._by_name[name]
+
+    def keep(self, prefix: PublicPrefix) -> None:
+        """Keep the blocks of a prefix that was computed just now, and let prompts find it.
+
+        Raises:
+            InvariantViolation: it is not cached as a whole.
+        """
+        node, num_bytes, _, packed, num_nodes = self._trees.find(prefix.namespace, prefix.tokens)
+        if node is None or num_bytes < len(prefix.tokens):
+            raise InvariantViolation("public prefix: expected it to be cached, got less of it")
+        self._pins.pin(node)
+        block_ids = np.frombuffer(packed, np.int32)
+        usage = self._tenants[PUBLIC_TENANT]
+        prefix.lease = Lease(
+            self._ledger, prefix.namespace, usage, prefix.tokens, prefix.num_tokens, block_ids, block_ids.size, None,
+            node, node.last_used_s, num_nodes=num_nodes,
+        )  # fmt: skip
+        self._ledger.open.add(prefix.lease)
+        self._computed.setdefault(self._key(prefix.namespace, prefix.tokens), []).append(prefix)
+
+    def unregister(self, name: str) -> PublicPrefix:
+        """Let no more prompts find a prefix. Its blocks are free when the last lease that uses them is closed.
+
+        The trees that hang below are left: nothing finds them any more.
+
+        Raises:
+            UnknownPublicPrefix: there is none of this name.
+        """
+        prefix = self._by_name.pop(name, None)
+        if prefix is None:
+            raise UnknownPublicPrefix("name: expected the name of a public prefix, got an unknown one")
+        key = self._key(prefix.namespace, prefix.tokens)
+        if prefix in self._computed.get(key, ()):
+            self._computed[key].remove(prefix)
+            if not self._computed[key]:
+                del self._computed[key]
+        self._leaving.add(prefix)
+        if not prefix.num_users:
+            self._free(prefix)
+        return prefix
+
+    def beginning_with(self, namespace: Namespace, tokens: bytes) -> Sequence[PublicPrefix]:
+        """List the computed prefixes that share the first block of a tenant's prompt, the first one first.
+
+        A public prefix is computed as a whole: to its own prompt none is listed.
+        """
+        if not self._computed or namespace.tenant == PUBLIC_TENANT:
+            return ()
+        return self._computed.get(self._key(namespace, tokens), ())
+
+    def enter(self, prefix: PublicPrefix) -> None:
+        """Note that a lease uses a prefix."""
+        prefix.num_users += 1
+        prefix.num_uses += 1
+
+    def leave(self, prefix: PublicPrefix) -> None:
+        """Note that a lease does not use a prefix any more."""
+        prefix.num_users -= 1
+        if prefix in self._leaving and not prefix.num_users:
+            self._free(prefix)
+
+    def check(self) -> None:
+        """Compare the users of each prefix with the open leases, and the index with what is computed.
+
+        Raises:
+            InvariantViolation: something does not add up.
+        """
+        computed = [each for prefixes in self._computed.values() for each in prefixes]
+        for prefix in (*self._by_name.values(), *self._leaving):
+            place = f"{prefix.namespace.salt}:"
+            num_users = sum(lease.namespace.trunk.startswith(place) for lease in self._ledger)
+            require_invariant("public prefix", prefix.num_users == num_users, "its users are not the open leases")
+            is_found = prefix.lease is not None and prefix not in self._leaving
+            require_invariant("public prefix", (prefix in computed) == is_found, "the index is not what is computed")
+        require_invariant(
+            "public prefix", not [each for each in self._leaving if not each.num_users], "one stays that nobody uses"
+        )
+
+    def _free(self, prefix: PublicPrefix) -> None:
+        self._leaving.remove(prefix)
+        if prefix.lease is not None:
+            prefix.lease.close()
+            prefix.lease = None
+        tree = self._trees.get(prefix.namespace)
+        if tree is not None:
+            self._evictor.purge_leaves(tree, _MAX_NODES)
+
+    def _key(self, namespace: Namespace, tokens: bytes) -> tuple[str, str, bytes]:
+        return namespace.model, namespace.adapter, tokens[: self._block_bytes]
+
+    def _num_blocks(self, tokens: bytes) -> int:
+        return -(-len(tokens) // self._block_bytes)
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._block_size * TOKEN_BYTES

@@ -1,0 +1,286 @@
+"""Where prompts that begin with a public prefix are looked up and published."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.retention import Retention
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.public.public_prefix import PublicPrefix
+from radixkv.cache.tenants import Quota
+from radixkv.errors import OutOfBlocks
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES
+from tests.fakes import spell
+
+_BLOCK = 4
+_ACME, _OTHER = Namespace("model", "acme"), Namespace("model", "other")
+
+
+def _cache(num_blocks: int = 64, **options: object) -> PrefixCache:
+    return PrefixCache(num_blocks, _BLOCK, **options)  # type: ignore[arg-type]  # of the tests that pass some
+
+
+def _make_public(cache: PrefixCache, tokens: bytes, name: str = "p", adapter: str = "") -> PublicPrefix:
+    prefix = cache.public.register(name, "model", adapter, tokens)
+    with cache.lease(prefix.namespace, tokens) as lease:
+        lease.commit(lease.num_tokens)
+    cache.public.keep(prefix)
+    return prefix
+
+
+def _serve(cache: PrefixCache, namespace: Namespace, tokens: bytes, *, read: bool = True) -> tuple[int, int]:
+    """Compute a prompt and publish it. Returns the tokens that were reused, and those of them that were public."""
+    with cache.lease(namespace, tokens, read=read) as lease:
+        lease.commit(lease.num_tokens)
+        return lease.cached_tokens, lease.public_tokens
+
+
+def test_a_public_prefix_is_found_by_every_tenant_salt_and_to_the_token() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefghij"))
+    assert _serve(cache, _ACME, spell("abcdefghijklm")) == (10, 10)
+    assert _serve(cache, _OTHER._replace(salt="s"), spell("abcdefghijxyz")) == (10, 10)
+    assert _serve(cache, _OTHER, spell("abcdefgxyz")) == (7, 7)
+    assert _serve(cache, _OTHER, spell("abcdefghij")) == (9, 9)  # the last token is computed
+    cache.check()
+
+
+def test_a_prompt_that_shares_less_than_a_block_stays_in_its_own_tree() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefgh"))
+    assert _serve(cache, _ACME, spell("abcxyz")) == (0, 0)
+    assert _serve(cache, _ACME, spell("abcxyzw")) == (6, 0)
+
+
+def test_what_tenants_add_stays_their_own() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefgh"))
+    _serve(cache, _ACME, spell("abcdefghSECRETS"))
+    assert _serve(cache, _ACME, spell("abcdefghSECRETS")) == (14, 8)
+    assert _serve(cache, _ACME._replace(salt="s"), spell("abcdefghSECRETS")) == (8, 8)
+    assert _serve(cache, _OTHER, spell("abcdefghSECRETS")) == (8, 8)
+    assert cache.match(_ACME._replace(model="else"), spell("abcdefghSECRETS")).cached_tokens == 0
+    assert cache.match(_ACME._replace(adapter="else"), spell("abcdefghSECRETS")).cached_tokens == 0
+
+
+def test_the_blocks_of_the_prefix_exist_once_for_a_hundred_tenants() -> None:
+    cache, tokens = _cache(600), spell("abcdefghijklmnop")
+    _make_public(cache, tokens)
+    leases = [cache.lease(Namespace("model", f"t{number}"), tokens + spell("xyz!")) for number in range(100)]
+    assert len({tuple(lease.block_ids[:4]) for lease in leases}) == 1
+    assert cache.pool.num_blocks - cache.pool.num_free == 4 + 100
+    for lease in leases:
+        lease.close()
+    cache.check()
+
+
+def test_what_was_cached_before_is_used_while_it_is_longer() -> None:
+    cache = _cache()
+    _serve(cache, _ACME, spell("abcdefghijklmnop"))
+    _make_public(cache, spell("abcdefgh"))
+    assert _serve(cache, _ACME, spell("abcdefghijklmnopq")) == (16, 0)
+    assert _serve(cache, _ACME, spell("abcdefghiXYZ")) == (9, 0)
+    assert _serve(cache, _ACME, spell("abcdefghQ")) == (8, 8)
+
+
+def test_of_two_public_prefixes_the_longer_share_counts() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefgh"), "short")
+    _make_public(cache, spell("abcdefghijkl"), "long")
+    assert _serve(cache, _ACME, spell("abcdefghijklm")) == (12, 12)
+    assert _serve(cache, _ACME, spell("abcdefghXYZ")) == (8, 8)
+
+
+def test_a_tenant_can_opt_out() -> None:
+    cache = _cache(quotas={"acme": Quota(uses_public_prefixes=False)})
+    _make_public(cache, spell("abcdefgh"))
+    assert _serve(cache, _ACME, spell("abcdefghij")) == (0, 0)
+    assert _serve(cache, _OTHER, spell("abcdefghij")) == (8, 8)
+
+
+def test_a_prompt_that_reads_nothing_computes_the_prefix_too() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefgh"))
+    assert _serve(cache, _ACME, spell("abcdefghij"), read=False) == (0, 0)
+
+
+def test_a_generation_grows_below_the_prefix_and_is_found_again() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefgh"))
+    with cache.lease(_ACME, spell("abcdefghi"), num_expected_tokens=14) as lease:
+        lease.commit(9)
+        lease.reserve(14)
+        lease.extend(spell("jklm"))
+        assert bytes(lease.tokens) == spell("abcdefghijklm")
+        assert (lease.num_tokens, lease.commit(13), lease.committed_tokens) == (13, 4, 13)
+        assert lease.written_from_tokens == 8
+    assert cache.match(_ACME, spell("abcdefghijklmno")).cached_tokens == 13
+    cache.check()
+
+
+def test_a_held_lease_keeps_its_own_blocks_and_the_prefix_until_it_is_closed() -> None:
+    cache = _cache()
+    prefix = _make_public(cache, spell("abcdefgh"))
+    lease = cache.lease(_ACME, spell("abcdefghijk"))
+    lease.commit(11)
+    path, _ = cache.places.path_of(_ACME, spell("abcdefghijk"), read=True)
+    assert path.num_blocks == 1
+    lease.keep()
+    cache.public.unregister("p")
+    assert (prefix.num_users, cache.public.num_blocks) == (1, 2)
+    cache.check()
+    lease.close()
+    lease.close()
+    assert (prefix.num_users, cache.public.num_blocks) == (0, 0)
+    cache.check()
+
+
+def test_misses_below_a_prefix_are_explained() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefgh"))
+    assert cache.explain(_ACME, spell("abcdefghijkl"), 8) is MissReason.COLD
+    _serve(cache, _ACME, spell("abcdefghijkl"))
+    cache.evict(1)
+    assert cache.explain(_ACME, spell("abcdefghijkl"), 8) is MissReason.EVICTED
+
+
+def test_a_retention_counts_public_tokens_as_granted_and_keeps_the_others() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefgh"))
+    _serve(cache, _ACME, spell("abcdefghijkl"))
+    assert cache.retain(_ACME, spell("abcdefghijkl"), Retention(priority=80, start=2))[:3] == (10, 0, 0)
+    assert cache.num_retained_blocks == 1
+    assert cache.retain(_ACME, spell("abcdefghijkl"), Retention(priority=80, end=8))[:3] == (8, 0, 0)
+    assert cache.retain(_ACME, spell("abcdefghXY"), Retention(priority=80))[:3] == (8, 0, 2)
+    cache.check()
+
+
+def test_a_purge_of_a_tenant_forgets_what_hangs_below_and_leaves_the_prefix() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefgh"))
+    _serve(cache, _ACME, spell("abcdefghijkl"))
+    assert cache.purge(tenant="acme").freed_blocks == 1
+    assert _serve(cache, _ACME, spell("abcdefghijkl")) == (8, 8)
+    cache.purge()
+    assert _serve(cache, _ACME, spell("abcdefghijkl")) == (8, 8)
+    cache.check()
+
+
+def test_a_full_pool_gives_up_the_copied_tokens_before_it_refuses() -> None:
+    cache = _cache(3, max_public_blocks=3)
+    _make_public(cache, spell("abcdef"))
+    with cache.lease(_ACME, spell("abcdefg")) as lease:
+        assert (lease.cached_tokens, lease.public_tokens) == (6, 6)
+        with pytest.raises(OutOfBlocks):
+            cache.lease(_OTHER, spell("abcdefg"))
+    cache.check()
+
+
+class _Walk:
+    """Random prompts of tenants and salts over public prefixes that come and go, and a memory that knows who wrote.
+
+    Each slot of the pool remembers the tokens up to it, and the namespace of the request that wrote it.
+    """
+
+    def __init__(self, seed: int, num_blocks: int) -> None:
+        self.random = random.Random(seed)
+        self.cache = _cache(num_blocks, max_public_blocks=num_blocks // 3)
+        self.slots: dict[tuple[int, int], tuple[bytes, Namespace]] = {}
+        self.public: dict[str, bytes] = {}
+        self.published: defaultdict[Namespace, set[bytes]] = defaultdict(set)
+        self.num_public = self.num_own = 0
+
+    def tokens(self) -> bytes:
+        trunk = "".join(self.random.choice("ab") for _ in range(self.random.choice((0, 4, 9, 16))))
+        return spell(trunk + "".join(self.random.choice("abc") for _ in range(self.random.randint(1, 9))))
+
+    def write(self, lease: PromptLease, writer: Namespace, start: int, end: int) -> None:
+        if lease.copy is not None:
+            for offset in range(_BLOCK):
+                source = self.slots.get((lease.copy.source, offset))
+                if source is not None:
+                    self.slots[lease.copy.target, offset] = source
+            lease.copy = None
+        for position in range(start, end):
+            slot = int(lease.block_ids[position // _BLOCK]), position % _BLOCK
+            self.slots[slot] = bytes(lease.tokens[: (position + 1) * TOKEN_BYTES]), writer
+
+    def verify(self, block_ids: npt.NDArray[np.int32], tokens: bytes, namespace: Namespace, num_tokens: int) -> None:
+        for position in range(num_tokens):
+            content, writer = self.slots[int(block_ids[position // _BLOCK]), position % _BLOCK]
+            assert content == tokens[: (position + 1) * TOKEN_BYTES], "reused K/V of other tokens"
+            assert writer in (namespace, Namespace("operator")), "reused what another one wrote"
+
+    def serve(self) -> None:
+        namespace = Namespace("model", self.random.choice(("acme", "other", "")), "", self.random.choice(("", "s")))
+        tokens = self.tokens()
+        match = self.cache.match(namespace, tokens)
+        self.verify(match.block_ids, tokens, namespace, match.cached_tokens)
+        try:
+            lease = self.cache.lease(namespace, tokens)
+        except OutOfBlocks:
+            return
+        with lease:
+            self.verify(np.append(lease.block_ids, 0), tokens, namespace, lease.cached_tokens // _BLOCK * _BLOCK)
+            start = lease.cached_tokens
+            while start < lease.num_tokens:
+                end = min(lease.num_tokens, start + self.random.randint(1, 6))
+                self.write(lease, namespace, start, end)
+                lease.commit(end)
+                start = end
+            self.verify(lease.block_ids, tokens, namespace, lease.num_tokens)
+            self.num_public += lease.public_tokens
+            self.num_own += lease.cached_tokens - lease.public_tokens
+            if self.random.random() < 0.3:
+                more = self.tokens()
+                try:
+                    lease.extend(more)
+                except OutOfBlocks:
+                    return
+                self.write(lease, namespace, start, lease.num_tokens)
+                lease.commit(lease.num_tokens)
+                self.verify(lease.block_ids, tokens + more, namespace, lease.num_tokens)
+
+    def register(self) -> None:
+        name, tokens = f"p{self.random.randrange(4)}", self.tokens()
+        if name in self.public:
+            self.cache.public.unregister(name)
+            del self.public[name]
+        if len(tokens) < _BLOCK * TOKEN_BYTES:
+            return
+        try:
+            prefix = self.cache.public.register(name, "model", "", tokens)
+            with self.cache.lease(prefix.namespace, tokens) as lease:
+                self.write(lease, Namespace("operator"), lease.cached_tokens, lease.num_tokens)
+                lease.commit(lease.num_tokens)
+            self.cache.public.keep(prefix)
+        except OutOfBlocks:
+            if name in {each.name for each in self.cache.public}:
+                self.cache.public.unregister(name)
+            return
+        self.public[name] = tokens
+
+    def purge(self) -> None:
+        self.cache.purge(tenant=self.random.choice(("acme", "other", "", None)))
+
+    def step(self) -> None:
+        self.random.choices((self.serve, self.register, self.purge), (40, 4, 1))[0]()
+        self.cache.check()
+
+
+@pytest.mark.parametrize("num_blocks", [12, 24, 400])
+@pytest.mark.parametrize("seed", range(4))
+def test_nobody_reuses_what_another_tenant_wrote_or_other_tokens(seed: int, num_blocks: int) -> None:
+    walk = _Walk(seed, num_blocks)
+    for _ in range(500):
+        walk.step()
+    assert walk.num_public > 40
+    assert walk.num_own > 100
