@@ -22,7 +22,7 @@ class Namespace(NamedTuple):
         adapter: digest of the adapter's content, empty for the base model. A reloaded adapter has a new digest. Of one
             that begins inside the prompt, also the position from which on K and V are its own: `digest@position`.
         salt: a name that isolates further, chosen by the caller.
-        trunk: which part of which public prefix comes before all its tokens; empty for none.
+        trunk: `SERIAL:TOKENS` of the public prefix, and its part, that come before all its tokens; empty for none.
     """
 
     model: str
@@ -53,6 +53,11 @@ class Namespace(NamedTuple):
     def adapter_from(self) -> int:
         """The position from which on K and V are the adapter's own; 0 for all of them."""
         return int(self.adapter.partition("@")[2] or 0)
+
+    @property
+    def trunk_tokens(self) -> int:
+        """Tokens of the public prefix before all of its own; 0 without one."""
+        return int(self.trunk.rpartition(":")[2] or 0)
 
     @property
     def seed(self) -> int:

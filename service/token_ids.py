@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from radixkv.v1.cache_pb2 import RetainRequest
+from radixkv.v1.cache_pb2 import RegisterPublicPrefixRequest, RetainRequest
 from radixkv.v1.prefill_pb2 import PrefillRequest, ProbeRequest
 
 MAX_TOKEN_ID = 2**32 - 1
@@ -20,6 +20,7 @@ _FIELD_NUMBER = 1
 _LENGTH_DELIMITED = 2
 
 Prompt = TypeVar("Prompt", PrefillRequest, ProbeRequest, RetainRequest)
+Tokens = TypeVar("Tokens", PrefillRequest, ProbeRequest, RetainRequest, RegisterPublicPrefixRequest)
 
 
 def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
@@ -59,7 +60,7 @@ def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
     return ids.astype("<u4", copy=False).tobytes()
 
 
-def write_token_ids(message: Prompt, packed: bytes) -> None:
+def write_token_ids(message: Tokens, packed: bytes) -> None:
     """Append little-endian uint32 bytes to `message.token_ids`. Complexity: one copy."""
     write_packed(message, _FIELD_NUMBER, packed)
 
@@ -70,7 +71,7 @@ def write_packed(message: Message, field_number: int, packed: bytes) -> None:
         message.MergeFromString(_packed_head(len(packed), field_number) + packed)
 
 
-def read_token_ids(message: Prompt) -> bytes:
+def read_token_ids(message: Tokens) -> bytes:
     """Return `message.token_ids` as little-endian uint32 bytes. Complexity: a few copies, no work for each token."""
     num_bytes = 4 * len(message.token_ids)
     if num_bytes == 0:

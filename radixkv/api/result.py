@@ -25,6 +25,7 @@ class Usage:
         written_tokens: tokens made matchable for others.
         generated_tokens: tokens sampled so far; none of them is part of the prompt.
         recomputed_tokens: tokens computed again after a pause, because their block was not full or was evicted.
+        public_tokens: tokens of `cached_tokens` that came from a public prefix.
     """
 
     prompt_tokens: int
@@ -33,6 +34,7 @@ class Usage:
     written_tokens: int
     generated_tokens: int = 0
     recomputed_tokens: int = 0
+    public_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

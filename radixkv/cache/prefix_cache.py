@@ -276,6 +276,7 @@ class PrefixCache:
 
     def draining(self, adapter: str) -> Generator[None, None, Purged]:
         """Forget what was cached with an adapter, as `purging` does, and explain later misses of its names."""
+        self.public.unregister_all(adapter)
         return self._lost.draining(adapter, self.purging(adapter=adapter))
 
     def check(self) -> None:

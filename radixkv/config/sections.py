@@ -47,6 +47,7 @@ class CacheConfig:
         policy: order in which unused blocks are evicted: `adaptive`, `lru`, `slru`, `lfu` or `priority`.
         max_retained_share: part of the pool that may have a priority above the default, 0 to 1.
         max_held_share: part of the pool that held leases may keep, 0 to 1.
+        max_public_share: part of the pool that public prefixes may take, 0 to 1; 0 for none.
     """
 
     block_size: Annotated[int, OneOf(16, 32, 64)] = 64
@@ -57,6 +58,7 @@ class CacheConfig:
     policy: Annotated[str, OneOf(*EVICTION_POLICIES)] = "adaptive"
     max_retained_share: _Share = 0.2
     max_held_share: _Share = 0.5
+    max_public_share: _Share = 0.25
 
     def __post_init__(self) -> None:
         require_fields("cache", self)

@@ -25,6 +25,7 @@ class TenantConfig:
             what `cache.max_retained_share` leaves.
         max_held_tokens: tokens that its held leases keep at most; rounded down to whole blocks. Without it, half of
             what `cache.max_held_share` leaves to all.
+        uses_public_prefixes: whether its prompts use public prefixes, which are computed once for all.
         weight: its share of the computed tokens while tenants compete, beside the others' weights of 1.
         max_calls_per_s: prefills and generations a second; more are refused with RESOURCE_EXHAUSTED. Without it, any
             number.
@@ -37,6 +38,7 @@ class TenantConfig:
     ceiling_tokens: _PositiveCount | None = None
     max_retained_tokens: _Count | None = None
     max_held_tokens: _Count | None = None
+    uses_public_prefixes: bool = True
     weight: Annotated[float, Range(1e-3, 1e3)] = 1.0
     max_calls_per_s: _Rate | None = None
     max_computed_tokens_per_s: _Rate | None = None

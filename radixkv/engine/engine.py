@@ -27,6 +27,7 @@ from radixkv.engine.calls.inbox import Asker, Inbox, Lane
 from radixkv.engine.core import EngineCore
 from radixkv.engine.gate import Gate
 from radixkv.engine.observer import Observer
+from radixkv.engine.public.public_registry import PublicRegistry
 from radixkv.engine.watchdog import Watchdog
 from radixkv.errors import Draining, LifecycleError, RadixKVError, StepHangs
 from radixkv.events.readers import EventSource
@@ -59,6 +60,7 @@ class Engine:
 
     Attributes:
         adapters: loads and unloads adapters.
+        public: registers prefixes that all tenants share.
         limits: what the engine serves and accepts.
         eos_token_ids: the model's own tokens that end a generation.
         events: the log of what is cached; None if nothing listens.
@@ -106,6 +108,7 @@ class Engine:
         self.segments = SegmentSource(cache, lambda look, tenant: self._call(look, Asker.of_scope(tenant), tenant))
         thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
         self.adapters = Adapters(runner.fingerprint, adapters, cache, thread)
+        self.public = PublicRegistry(cache.public, self.limits, self.adapters, thread, self._submit)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping, self._next_try_s = threading.Event(), 0.0
@@ -217,10 +220,7 @@ class Engine:
         return self._call(self._core.cache.check)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others; cancel those that are left after `timeout_s` seconds.
-
-        Returns whether all of them finished in time.
-        """
+        """Refuse new requests, and cancel those that do not end in `timeout_s` seconds. Returns whether all ended."""
         self._gate.close()
         is_answered = self._gate.wait_until_answered(timeout_s)
         self._gate.cancel_all()

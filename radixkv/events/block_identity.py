@@ -47,7 +47,7 @@ class Identities:
         self.of = lru_cache(maxsize=_MAX_NAMESPACES)(self._of)
 
     def _of(self, namespace: Namespace) -> NamespaceIdentity:
-        if (namespace.tenant, namespace.adapter, namespace.salt) == (self._tenant, "", ""):
+        if namespace[1:] == (self._tenant, "", "", ""):  # below a public prefix its tokens are not all of a prompt
             return NamespaceIdentity(_BEGINNING, "")
         digest = blake2b(key=self._key, digest_size=_SALT_BYTES + HASH_BYTES)
         for field in namespace:

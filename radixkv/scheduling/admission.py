@@ -121,7 +121,7 @@ class Admitter:
         if request.scheduled_s is None:
             request.scheduled_s = self._clock()
         if not request.has_computed:
-            request.cached_tokens = lease.cached_tokens
+            request.cached_tokens, request.public_tokens = lease.cached_tokens, lease.public_tokens
             request.miss_reason = (
                 self._cache.explain(request.namespace, request.tokens, lease.cached_tokens, request.former)
                 if request.params.read_cache

@@ -93,6 +93,7 @@ class Request:
         miss_reason: why it did not reuse more.
         num_nodes: nodes of the cache that were passed to find reused tokens, at the last admission.
         cached_tokens: prompt tokens that it reused; set at each admission until it has computed a token.
+        public_tokens: those of them that came from a public prefix.
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.
         written_tokens: tokens that it made matchable for others.
@@ -113,6 +114,7 @@ class Request:
     miss_reason: MissReason = MissReason.COLD
     num_nodes: int = 0
     cached_tokens: int = 0
+    public_tokens: int = 0
     has_computed: bool = False
     computed_upto: int = 0
     written_tokens: int = 0
@@ -199,4 +201,5 @@ class Request:
             written_tokens=self.written_tokens,
             generated_tokens=0 if self.generation is None else len(self.generation.token_ids),
             recomputed_tokens=self.recomputed_tokens,
+            public_tokens=self.public_tokens,
         )

@@ -157,6 +157,7 @@ def _make_cache(
         default_quota=default_quota,
         max_retained_blocks=int(cache.max_retained_share * num_blocks),
         max_kept_blocks=int(cache.max_held_share * num_blocks),
+        max_public_blocks=int(cache.max_public_share * num_blocks),
         evicted_prefixes=cache.evicted_prefixes,
         listeners=[events],
     )
@@ -175,6 +176,7 @@ def _quota(path: str, bounds: TenantConfig, config: Config) -> Quota:
         ceiling_blocks=None if ceiling is None else ceiling // block_size,
         max_retained_blocks=None if retained is None else retained // block_size,
         max_kept_blocks=None if held is None else held // block_size,
+        uses_public_prefixes=bounds.uses_public_prefixes,
     )
     least = max(1, quota.floor_blocks)
     if quota.ceiling_blocks is not None and quota.ceiling_blocks < least:

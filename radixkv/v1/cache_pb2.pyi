@@ -310,3 +310,61 @@ class DrainRequest(_message.Message):
 class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class RegisterPublicPrefixRequest(_message.Message):
+    __slots__ = ("token_ids", "name", "adapter")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    name: str
+    adapter: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class RegisterPublicPrefixResponse(_message.Message):
+    __slots__ = ("public_prefix",)
+    PUBLIC_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    public_prefix: PublicPrefix
+    def __init__(self, public_prefix: _Optional[_Union[PublicPrefix, _Mapping]] = ...) -> None: ...
+
+class UnregisterPublicPrefixRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnregisterPublicPrefixResponse(_message.Message):
+    __slots__ = ("public_prefix",)
+    PUBLIC_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    public_prefix: PublicPrefix
+    def __init__(self, public_prefix: _Optional[_Union[PublicPrefix, _Mapping]] = ...) -> None: ...
+
+class ListPublicPrefixesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPublicPrefixesResponse(_message.Message):
+    __slots__ = ("public_prefixes",)
+    PUBLIC_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    public_prefixes: _containers.RepeatedCompositeFieldContainer[PublicPrefix]
+    def __init__(self, public_prefixes: _Optional[_Iterable[_Union[PublicPrefix, _Mapping]]] = ...) -> None: ...
+
+class PublicPrefix(_message.Message):
+    __slots__ = ("name", "tokens", "blocks", "is_computed", "users", "uses", "adapter_digest", "adapter_names")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    USERS_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tokens: int
+    blocks: int
+    is_computed: bool
+    users: int
+    uses: int
+    adapter_digest: str
+    adapter_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., is_computed: bool = ..., users: _Optional[int] = ..., uses: _Optional[int] = ..., adapter_digest: _Optional[str] = ..., adapter_names: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -69,6 +69,21 @@ class CacheServiceStub(object):
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_cache__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.RegisterPublicPrefix = channel.unary_unary(
+                '/radixkv.v1.CacheService/RegisterPublicPrefix',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.RegisterPublicPrefixRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.RegisterPublicPrefixResponse.FromString,
+                _registered_method=True)
+        self.UnregisterPublicPrefix = channel.unary_unary(
+                '/radixkv.v1.CacheService/UnregisterPublicPrefix',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.UnregisterPublicPrefixRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.UnregisterPublicPrefixResponse.FromString,
+                _registered_method=True)
+        self.ListPublicPrefixes = channel.unary_unary(
+                '/radixkv.v1.CacheService/ListPublicPrefixes',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.ListPublicPrefixesRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.ListPublicPrefixesResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/radixkv.v1.CacheService/Drain',
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.DrainRequest.SerializeToString,
@@ -128,6 +143,27 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RegisterPublicPrefix(self, request, context):
+        """Let the prompts of all tenants use a prefix, such as a system prompt: it is computed now, once, and stays cached
+        until it is unregistered or the service ends. What tenants add to it stays theirs. Answers when it is computed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnregisterPublicPrefix(self, request, context):
+        """Let no more prompts use a prefix. It is freed when the requests that use it are over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPublicPrefixes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """End the service as SIGTERM does: refuse new requests, let running ones finish, exit. Answers at once.
         """
@@ -172,6 +208,21 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.ListAdaptersRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_cache__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'RegisterPublicPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegisterPublicPrefix,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.RegisterPublicPrefixRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.RegisterPublicPrefixResponse.SerializeToString,
+            ),
+            'UnregisterPublicPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnregisterPublicPrefix,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.UnregisterPublicPrefixRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.UnregisterPublicPrefixResponse.SerializeToString,
+            ),
+            'ListPublicPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPublicPrefixes,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.ListPublicPrefixesRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.ListPublicPrefixesResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -368,6 +419,87 @@ class CacheService(object):
             '/radixkv.v1.CacheService/ListAdapters',
             radixkv_dot_v1_dot_cache__pb2.ListAdaptersRequest.SerializeToString,
             radixkv_dot_v1_dot_cache__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RegisterPublicPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/RegisterPublicPrefix',
+            radixkv_dot_v1_dot_cache__pb2.RegisterPublicPrefixRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.RegisterPublicPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnregisterPublicPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/UnregisterPublicPrefix',
+            radixkv_dot_v1_dot_cache__pb2.UnregisterPublicPrefixRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.UnregisterPublicPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPublicPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/ListPublicPrefixes',
+            radixkv_dot_v1_dot_cache__pb2.ListPublicPrefixesRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.ListPublicPrefixesResponse.FromString,
             options,
             channel_credentials,
             insecure,

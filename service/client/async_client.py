@@ -14,6 +14,7 @@ from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
 from radixkv.service.client.channel import Options, async_channel_to, channel_options, stubs, target, timeout
 from radixkv.service.client.prefix_key import PrefixKey
+from radixkv.service.client.public_prefixes import AsyncPublicPrefixes
 from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
@@ -80,6 +81,7 @@ class AsyncClient:
         )
         self._channel = async_channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
+        self.public = AsyncPublicPrefixes(self._cache, self._ask)
 
     async def __aenter__(self) -> Self:
         return self

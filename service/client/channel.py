@@ -27,7 +27,7 @@ _UNLIMITED: Options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_
 # second Purge would count no blocks.
 _IDEMPOTENT = {
     "radixkv.v1.PrefillService": ("Prefill", "Generate", "Probe", "Renew"),
-    "radixkv.v1.CacheService": ("Stats", "Retain", "ListSegments", "ListAdapters"),
+    "radixkv.v1.CacheService": ("Stats", "Retain", "ListSegments", "ListAdapters", "ListPublicPrefixes"),
     "radixkv.v1.ModelService": ("GetTokenizer",),
 }
 

@@ -13,6 +13,7 @@ from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
 from radixkv.service.client.channel import Options, channel_options, channel_to, stubs, target, timeout
 from radixkv.service.client.prefix_key import PrefixKey
+from radixkv.service.client.public_prefixes import PublicPrefixes
 from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
@@ -101,6 +102,7 @@ class Client:
         )
         self._channel = channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
+        self.public = PublicPrefixes(self._cache, self._ask)
 
     def __enter__(self) -> Self:
         return self

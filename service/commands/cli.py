@@ -19,6 +19,7 @@ from radixkv.errors import ConfigError, RadixKVError
 from radixkv.service.commands.adapters_command import add_adapters_command
 from radixkv.service.commands.client_commands import add_client_commands
 from radixkv.service.commands.plan_command import add_plan_command
+from radixkv.service.commands.public_command import add_public_command
 from radixkv.service.commands.seeing.segments_command import add_segments_command
 from radixkv.service.commands.seeing.top_command import add_top_command
 from radixkv.service.commands.serve_command import add_serve_command
@@ -113,6 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_serve_command(commands)
     add_client_commands(commands)
     add_adapters_command(commands)
+    add_public_command(commands)
     add_segments_command(commands)
     add_top_command(commands)
     add_token_command(commands)

@@ -27,8 +27,8 @@ class Prompt:
     tokenizer: Tokenizer | None
 
 
-def add_prompt(command: argparse.ArgumentParser) -> None:
-    """Add the options of a prompt to a command."""
+def add_tokens(command: argparse.ArgumentParser) -> None:
+    """Add the options of a prompt's tokens to a command."""
     group = command.add_argument_group(
         "the prompt", "One of --text, --text-file, --tokens and --tokens-file; - as its value reads stdin."
     )
@@ -42,6 +42,11 @@ def add_prompt(command: argparse.ArgumentParser) -> None:
         "--tokenizer", metavar="DIR", help="a directory with another tokenizer for the text (default: the model's own)"
     )
     text.add_argument("--bytes", action="store_true", help="no tokenizer: the text's bytes are the token ids")
+
+
+def add_prompt(command: argparse.ArgumentParser) -> None:
+    """Add the options of a prompt to a command: its tokens, its identity and its use of the cache."""
+    add_tokens(command)
     identity = command.add_argument_group("identity", "Only requests with equal ones share cached tokens.")
     for name in ("tenant", "adapter", "salt"):
         identity.add_argument(

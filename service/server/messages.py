@@ -217,6 +217,7 @@ def usage_message(usage: Usage) -> prefill_pb2.Usage:
         written_tokens=usage.written_tokens,
         generated_tokens=usage.generated_tokens,
         recomputed_tokens=usage.recomputed_tokens,
+        public_tokens=usage.public_tokens,
     )
 
 

@@ -40,6 +40,7 @@ from radixkv.service.server.messages import (
     usage_message,
 )
 from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.public.public_calls import PublicCalls
 from radixkv.service.server.segments.segment_lister import SegmentLister
 from radixkv.service.server.stop_strings import stop_strings
 from radixkv.service.server.token_stream import TokenStream
@@ -158,7 +159,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
-    """Answers operators: statistics, segments, adapters, retention, purges and the end of the service.
+    """Answers operators: statistics, segments, adapters, public prefixes, retention, purges and the end of the service.
 
     Args:
         engine: is asked.
@@ -171,6 +172,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._mailbox = Mailbox()
         self._segments = SegmentLister(engine, self._mailbox)
         self._adapters = AdapterCalls(engine, self._mailbox)
+        self._public = PublicCalls(engine, self._mailbox)
 
     async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
         """Set the retention priority of a cached range."""
@@ -225,6 +227,24 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.ListAdaptersResponse:
         """List the adapters."""
         return await self._adapters.list()
+
+    async def RegisterPublicPrefix(  # noqa: N802
+        self, request: cache_pb2.RegisterPublicPrefixRequest, context: Context
+    ) -> cache_pb2.RegisterPublicPrefixResponse:
+        """Make a prefix public."""
+        return await self._public.register(request)
+
+    async def UnregisterPublicPrefix(  # noqa: N802
+        self, request: cache_pb2.UnregisterPublicPrefixRequest, context: Context
+    ) -> cache_pb2.UnregisterPublicPrefixResponse:
+        """Let no more prompts use a public prefix."""
+        return await self._public.unregister(request)
+
+    async def ListPublicPrefixes(  # noqa: N802
+        self, request: cache_pb2.ListPublicPrefixesRequest, context: Context
+    ) -> cache_pb2.ListPublicPrefixesResponse:
+        """List the public prefixes."""
+        return await self._public.list()
 
     async def Drain(self, request: cache_pb2.DrainRequest, context: Context) -> cache_pb2.DrainResponse:  # noqa: N802
         """End the service as SIGTERM does."""

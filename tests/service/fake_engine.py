@@ -31,7 +31,9 @@ from radixkv.cache.listing.segment_source import SegmentSource
 from radixkv.cache.namespaces.purge import Purged, all_slices
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.engine.adapters.adapters import Adapters, EngineThread
+from radixkv.engine.public.public_registry import PublicRegistry
 from radixkv.errors import Draining, InvalidRequest, RadixKVError, UnknownLease
+from radixkv.scheduling.request import Request
 from tests.adapter_doubles import FakeDevice
 
 VOCAB_SIZE = 256
@@ -81,6 +83,7 @@ class FakeEngine:
         self.device = FakeDevice()
         thread = EngineThread(self._call, lambda function: function(), lambda: self.cancellation)
         self.adapters = Adapters("fake", self.device.source(), self.cache, thread)
+        self.public = PublicRegistry(self.cache.public, LIMITS, self.adapters, thread, self._compute_public)
         self.eos_token_ids = frozenset({2, 3})
         self.num_logits = num_logits
         self.is_healthy = self.is_alive = True
@@ -100,6 +103,12 @@ class FakeEngine:
         self._prompts: dict[Caller, list[bytes]] = {}
         self._leases: dict[str, str] = {}
         self._changed = threading.Condition()
+
+    def _compute_public(self, request: Request) -> None:
+        with self.cache.lease(request.namespace, request.params.tokens) as lease:
+            lease.commit(lease.num_tokens)
+        self.adapters.leave(request.namespace.adapter)
+        request.future.set_result(None)
 
     def prefill(self, params) -> Future:
         if self.is_draining:

@@ -195,7 +195,7 @@ def _segment(node: Node, now_s: float) -> Segment:
         node.place,
         None if parent is None or parent.place == NO_PLACE else parent.place,
         node.owner.namespace,
-        node.start_bytes // TOKEN_BYTES,
+        node.owner.namespace.trunk_tokens + node.start_bytes // TOKEN_BYTES,
         len(node.tokens) // TOKEN_BYTES,
         node.num_blocks,
         len(node.children or ()),

@@ -77,13 +77,16 @@ class Places:
 
     def _trunk(self, namespace: Namespace, tokens: bytes) -> Trunk | None:
         """Return the longest part of a public prefix that a prompt begins with; None if that is not a whole block."""
+        most_tokens = len(tokens) // TOKEN_BYTES - 1  # the last token is always computed
+        if namespace.adapter_from:  # up to there K and V are the model's own
+            most_tokens = min(most_tokens, namespace.adapter_from)
+            namespace = namespace._replace(adapter="")
         prefixes = self._public.beginning_with(namespace, tokens)
         if not prefixes or not self._tenants.quota_of(namespace.tenant).uses_public_prefixes:
             return None
         shared = [(shared_bytes(each.tokens, tokens, 0), each) for each in prefixes]
         num_bytes, prefix = max(shared, key=lambda each: each[0])
-        num_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES  # the last token is always computed
-        num_blocks, num_more_tokens = divmod(num_tokens, self._block_size)
+        num_blocks, num_more_tokens = divmod(min(num_bytes // TOKEN_BYTES, most_tokens), self._block_size)
         if not num_blocks:
             return None
         block_ids = prefix.block_ids[: num_blocks + (num_more_tokens > 0)]

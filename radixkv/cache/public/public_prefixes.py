@@ -56,6 +56,14 @@ class PublicPrefixes:
         """Blocks that public prefixes take, or will when they are computed."""
         return sum(self._num_blocks(each.tokens) for each in (*self._by_name.values(), *self._leaving))
 
+    def holds(self, prefix: PublicPrefix) -> bool:
+        """Whether a prefix is registered."""
+        return self._by_name.get(prefix.name) is prefix
+
+    def num_blocks_of(self, prefix: PublicPrefix) -> int:
+        """Return the blocks that a prefix takes, or will when it is computed."""
+        return self._num_blocks(prefix.tokens)
+
     def register(self, name: str, model: str, adapter: str, tokens: bytes) -> PublicPrefix:
         """Register a prefix, which is to be computed in its namespace; `keep` it then.
 
@@ -90,8 +98,12 @@ class PublicPrefixes:
         """Keep the blocks of a prefix that was computed just now, and let prompts find it.
 
         Raises:
+            UnknownPublicPrefix: it was unregistered meanwhile. Its blocks are free.
             InvariantViolation: it is not cached as a whole.
         """
+        if not self.holds(prefix):
+            self._free_tree(prefix)
+            raise UnknownPublicPrefix("name: expected a registered public prefix, got one that is not any more")
         node, num_bytes, _, packed, num_nodes = self._trees.find(prefix.namespace, prefix.tokens)
         if node is None or num_bytes < len(prefix.tokens):
             raise InvariantViolation("public prefix: expected it to be cached, got less of it")
@@ -135,6 +147,12 @@ class PublicPrefixes:
             return ()
         return self._computed.get(self._key(namespace, tokens), ())
 
+    def unregister_all(self, adapter: str) -> None:
+        """Unregister those of an adapter, of which this is the digest."""
+        for prefix in self:
+            if prefix.namespace.adapter_digest == adapter:
+                self.unregister(prefix.name)
+
     def enter(self, prefix: PublicPrefix) -> None:
         """Note that a lease uses a prefix."""
         prefix.num_users += 1
@@ -168,6 +186,9 @@ class PublicPrefixes:
         if prefix.lease is not None:
             prefix.lease.close()
             prefix.lease = None
+        self._free_tree(prefix)
+
+    def _free_tree(self, prefix: PublicPrefix) -> None:
         tree = self._trees.get(prefix.namespace)
         if tree is not None:
             self._evictor.purge_leaves(tree, _MAX_NODES)

@@ -17,8 +17,8 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.engine.adapters.adapter_device import AdapterDevice, AdapterFiles
 from radixkv.engine.adapters.adapter_directory import AdapterDirectory
 from radixkv.engine.adapters.adapter_names import AdapterNames, Found, Known
-from radixkv.errors import LifecycleError, SwitchedOff
-from radixkv.namespace import Namespace
+from radixkv.errors import InvalidRequest, LifecycleError, SwitchedOff
+from radixkv.namespace import PUBLIC_TENANT, Namespace
 
 _log = logging.getLogger(__name__)
 
@@ -93,13 +93,15 @@ class Adapters:
         If nothing is raised inside the `with` block, it is kept until `leave`.
         """
         found = self._names.take(caller.adapter)
-        namespaces = self._namespaces(caller, tokens, found)
-        if namespaces[0].adapter_digest != found.digest:
-            self.leave(found.digest)
+        kept = found.digest
         try:
+            namespaces = self._namespaces(caller, tokens, found)
+            if namespaces[0].adapter_digest != found.digest:
+                kept = ""
+                self.leave(found.digest)
             yield namespaces
         except BaseException:
-            self.leave(namespaces[0].adapter_digest)
+            self.leave(kept)
             raise
 
     def leave(self, digest: str) -> None:
@@ -159,6 +161,8 @@ class Adapters:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _namespaces(self, caller: Caller, tokens: bytes, found: Found) -> tuple[Namespace, tuple[Namespace, ...]]:
+        if caller.tenant == PUBLIC_TENANT:
+            raise InvalidRequest(f"tenant: expected any name but {PUBLIC_TENANT}, the owner of public prefixes, got it")
         base, files = Namespace(self._model, caller.tenant, "", caller.salt), found.files
         start = None if files is None else files.own_from(tokens)
         if files is None or start is None:

@@ -50,11 +50,13 @@ class Rule:
         tenant_of: name of the field of the request that holds the message with `tenant`; empty for the request itself.
             Counts with `Access.TENANT` and `Access.READ` only.
         is_logged: whether the log tells who makes it.
+        brings_tokens: whether its message has tokens that are no tenant's.
     """
 
     access: Access
     tenant_of: str = ""
     is_logged: bool = False
+    brings_tokens: bool = False
 
     def admit(self, caller: Identity, gateway_tenant: str) -> None:
         """Refuse a caller who may not make the call, whatever its message says.
@@ -83,8 +85,8 @@ class Rule:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether messages may bring a tenant's tokens, and so be large."""
-        return self.access in (Access.TENANT, Access.GATEWAY)
+        """Whether messages may bring tokens, and so be large."""
+        return self.brings_tokens or self.access in (Access.TENANT, Access.GATEWAY)
 
     def owner(self, request: Any, gateway_tenant: str) -> str | None:
         """Return the tenant whose business a request is; None if it is nobody's, or everybody's."""
@@ -141,6 +143,9 @@ RULES: dict[str, Rule] = {
     "/radixkv.v1.CacheService/UnloadAdapter": Rule(Access.ADMIN, is_logged=True),
     # Adapters are often named after those whose they are, and their counts are of all tenants.
     "/radixkv.v1.CacheService/ListAdapters": Rule(Access.OVERVIEW),
+    "/radixkv.v1.CacheService/RegisterPublicPrefix": Rule(Access.ADMIN, is_logged=True, brings_tokens=True),
+    "/radixkv.v1.CacheService/UnregisterPublicPrefix": Rule(Access.ADMIN, is_logged=True),
+    "/radixkv.v1.CacheService/ListPublicPrefixes": Rule(Access.OVERVIEW),
     "/radixkv.v1.CacheService/Drain": Rule(Access.ADMIN, is_logged=True),
     "/radixkv.v1.EventService/Subscribe": Rule(Access.ALL_TENANTS),  # events of all tenants, with their tokens
     "/radixkv.v1.ModelService/GetTokenizer": _MODEL,

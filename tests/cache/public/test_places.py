@@ -106,6 +106,15 @@ def test_a_tenant_can_opt_out() -> None:
     assert _serve(cache, _OTHER, spell("abcdefghij")) == (8, 8)
 
 
+def test_a_prompt_whose_adapter_begins_inside_uses_the_prefix_of_the_model_up_to_there() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefghij"))
+    assert _serve(cache, _ACME._replace(adapter="c0ffee@9"), spell("abcdefghijklm")) == (9, 9)
+    assert _serve(cache, _ACME._replace(adapter="c0ffee@9"), spell("abcdefghijklm")) == (12, 8)
+    assert _serve(cache, _ACME._replace(adapter="c0ffee@3"), spell("abcdefghijklm")) == (0, 0)
+    cache.check()
+
+
 def test_a_prompt_that_reads_nothing_computes_the_prefix_too() -> None:
     cache = _cache()
     _make_public(cache, spell("abcdefgh"))

@@ -25,7 +25,8 @@ def test_prefill_prints_json(capsys):
     answer = json.loads(out)
     assert code == 0
     usage = {"prompt_tokens": 3, "cached_tokens": 0, "computed_tokens": 3, "written_tokens": 3}
-    assert answer["usage"] == {**usage, "generated_tokens": 0, "recomputed_tokens": 0}
+    rest = {"generated_tokens": 0, "recomputed_tokens": 0, "public_tokens": 0}
+    assert answer["usage"] == {**usage, **rest}
     assert len(answer["top_logprobs"]) == 2
 
 

@@ -1,0 +1,142 @@
+"""Registers public prefixes, and has them computed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from radixkv.api.caller import Caller
+from radixkv.api.limits import Limits
+from radixkv.api.params import PrefillParams
+from radixkv.api.public_prefixes import PublicPrefixStatus
+from radixkv.api.result import PrefillResult
+from radixkv.cache.public.public_prefix import PublicPrefix
+from radixkv.cache.public.public_prefixes import PublicPrefixes
+from radixkv.engine.adapters.adapters import Adapters, EngineThread
+from radixkv.errors import RadixKVError, StepFailed
+from radixkv.namespace import PUBLIC_TENANT
+from radixkv.scheduling.request import Request
+
+_log = logging.getLogger(__name__)
+
+
+class PublicRegistry:
+    """The public prefixes of an engine. Its public methods may be called from any thread.
+
+        register ─▶ registered in the cache ─▶ a request of its own computes it, as others ─▶ found by all prompts
+                                                          └ fails: not registered any more
+
+    Args:
+        public: those of the cache; belongs to the engine's thread.
+        limits: of prompts.
+        adapters: give names to digests, and keep the adapter of a request.
+        thread: has things done on the engine's thread.
+        submit: queues a request.
+    """
+
+    def __init__(
+        self,
+        public: PublicPrefixes,
+        limits: Limits,
+        adapters: Adapters,
+        thread: EngineThread,
+        submit: Callable[[Request], None],
+    ) -> None:
+        self._public = public
+        self._limits = limits
+        self._adapters = adapters
+        self._thread = thread
+        self._submit = submit
+
+    def register(self, name: str, tokens: bytes, adapter: str = "") -> Future[PublicPrefixStatus]:
+        """Register a prefix, and compute it. It goes on if the future is cancelled.
+
+        Args:
+            name: not given to another one.
+            tokens: little-endian uint32 bytes.
+            adapter: the name of a loaded adapter; empty for the base model.
+
+        Raises:
+            InvalidRequest, PromptTooLong: the tokens are no prompt.
+            Draining, StepHangs: the engine takes no calls.
+            Later, through the future: InvalidRequest, UnknownAdapter, OutOfBlocks, and what a prefill raises.
+        """
+        self._limits.require_tokens(tokens)
+        done: Future[PublicPrefixStatus] = Future()
+        begun = self._thread.call(lambda: self._begin(name, tokens, adapter, done))
+        begun.add_done_callback(partial(self._refuse, done))
+        return done
+
+    def unregister(self, name: str) -> Future[PublicPrefixStatus]:
+        """Let no more prompts use a prefix. Its blocks are free when those that use it are over.
+
+        The future raises UnknownPublicPrefix if there is none of this name.
+        """
+        return self._thread.call(lambda: self._status(self._public.unregister(name)))
+
+    def listing(self) -> Future[list[PublicPrefixStatus]]:
+        """List those that are registered, the first one first."""
+        return self._thread.call(lambda: [self._status(each) for each in self._public])
+
+    def _begin(self, name: str, tokens: bytes, adapter: str, done: Future[PublicPrefixStatus]) -> None:
+        with self._adapters.using(Caller(adapter=adapter), tokens) as (namespace, _):
+            prefix = self._public.register(name, namespace.model, namespace.adapter, tokens)
+            computed: Future[PrefillResult] = Future()
+            computed.add_done_callback(partial(self._end, prefix, done))
+            params = PrefillParams(tokens, Caller(PUBLIC_TENANT, adapter), request_id=f"public prefix {name}")
+            try:
+                self._submit(Request(params, prefix.namespace, computed, time.monotonic()))
+            except BaseException:
+                self._public.unregister(name)
+                raise
+
+    def _refuse(self, done: Future[PublicPrefixStatus], begun: Future[None]) -> None:
+        """Tell of a prefix that was not even registered."""
+        error = self._thread.cancellation() if begun.cancelled() else begun.exception()
+        if error is not None:
+            _answer(done, error)
+
+    def _end(self, prefix: PublicPrefix, done: Future[PublicPrefixStatus], computed: Future[PrefillResult]) -> None:
+        """Let prompts find a prefix that is computed. Results come on the engine's thread, failures on any."""
+        error = self._thread.cancellation() if computed.cancelled() else computed.exception()
+        if error is not None:
+            with contextlib.suppress(RadixKVError):  # of an engine that takes no calls, nothing is left
+                self._thread.call(lambda: self._forget(prefix))
+            _answer(done, error)
+            return
+        try:
+            self._public.keep(prefix)
+        except RadixKVError as failure:
+            self._forget(prefix)
+            _answer(done, StepFailed(f"public prefix: {failure}"))
+            return
+        _log.info("public prefix %s: %d tokens", prefix.name, prefix.num_tokens)
+        _answer(done, self._status(prefix))
+
+    def _forget(self, prefix: PublicPrefix) -> None:
+        if self._public.holds(prefix):
+            self._public.unregister(prefix.name)
+
+    def _status(self, prefix: PublicPrefix) -> PublicPrefixStatus:
+        return PublicPrefixStatus(
+            prefix.name,
+            prefix.namespace.adapter_digest,
+            prefix.num_tokens,
+            self._public.num_blocks_of(prefix),
+            is_computed=prefix.lease is not None,
+            num_users=prefix.num_users,
+            num_uses=prefix.num_uses,
+        )
+
+
+def _answer(done: Future[PublicPrefixStatus], outcome: PublicPrefixStatus | BaseException) -> None:
+    if not done.set_running_or_notify_cancel():
+        return  # whoever asked has gone
+    if isinstance(outcome, BaseException):
+        done.set_exception(outcome)
+    else:
+        done.set_result(outcome)

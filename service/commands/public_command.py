@@ -1,0 +1,91 @@
+"""`radixkv public`: registers, unregisters and lists the public prefixes of a running service."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from radixkv.service.commands import argument_types
+from radixkv.service.commands.answer_tables import json_of
+from radixkv.service.commands.connection_arguments import add_connection, client_of
+from radixkv.service.commands.prompt_arguments import add_tokens, prompt_of
+from radixkv.service.commands.tables import aligned
+from radixkv.v1.cache_pb2 import PublicPrefix
+
+_HEAD = ("public prefix", "tokens", "blocks", "adapter", "users", "uses", "state")
+
+
+def add_public_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add `public` to the commands of a parser."""
+    about = "make prefixes public, such as system prompts: computed once, and used by the prompts of all tenants"
+    public: argparse.ArgumentParser = commands.add_parser(
+        "public", help=about, description=f"{about[0].upper()}{about[1:]}."
+    )
+    actions = public.add_subparsers(required=True, metavar="ACTION", help="add, remove or list")
+    add: argparse.ArgumentParser = actions.add_parser(
+        "add",
+        help="compute a prefix, and let all prompts use it",
+        description="Compute a prefix, and let all prompts use it until it is removed, or the service ends.",
+    )
+    add.add_argument("name", type=argument_types.name, help="not that of another one")
+    add_tokens(add)
+    add.add_argument(
+        "--adapter", type=argument_types.name, default="", help="name of a loaded adapter (default: the model itself)"
+    )
+    add_connection(add)
+    add.set_defaults(command=_add)
+    remove: argparse.ArgumentParser = actions.add_parser(
+        "remove",
+        help="let no more prompts use a prefix",
+        description="Let no more prompts use a prefix. It is freed when the requests that use it are over.",
+    )
+    remove.add_argument("name", type=argument_types.name, help="as it was added")
+    add_connection(remove)
+    remove.set_defaults(command=_remove)
+    listing = actions.add_parser("list", help="list what is public", description="List what is public.")
+    add_connection(listing)
+    listing.set_defaults(command=_list)
+
+
+def _add(arguments: argparse.Namespace) -> None:
+    with client_of(arguments) as client:
+        prompt = prompt_of(arguments, client)
+        prefix = client.public.register(arguments.name, prompt.token_ids, adapter=arguments.adapter)
+    print(json_of(prefix) if arguments.json else f"{prefix.name} is public: {_amount(prefix)}")
+
+
+def _remove(arguments: argparse.Namespace) -> None:
+    with client_of(arguments) as client:
+        prefix = client.public.unregister(arguments.name)
+    if arguments.json:
+        print(json_of(prefix))
+    else:
+        end = f"freed when its {prefix.users} users are over" if prefix.users else "freed"
+        print(f"{prefix.name} is not public any more: {_amount(prefix)}, {end}")
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    with client_of(arguments) as client:
+        answer = client.public.list()
+    print(json_of(answer) if arguments.json else "\n".join(aligned(_rows(answer.public_prefixes), is_right=True)))
+
+
+def _amount(prefix: PublicPrefix) -> str:
+    return f"{prefix.tokens} tokens in {prefix.blocks} blocks"
+
+
+def _rows(prefixes: Iterable[PublicPrefix]) -> list[tuple[str, ...]]:
+    return [_HEAD, *map(_row, prefixes)]
+
+
+def _row(prefix: PublicPrefix) -> tuple[str, ...]:
+    return (
+        prefix.name,
+        str(prefix.tokens),
+        str(prefix.blocks),
+        ", ".join(prefix.adapter_names),
+        str(prefix.users),
+        str(prefix.uses),
+        "" if prefix.is_computed else "computing",
+    )

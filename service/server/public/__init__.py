@@ -1,0 +1,4 @@
+"""The calls about public prefixes.
+
+Face: `PublicCalls`.
+"""
