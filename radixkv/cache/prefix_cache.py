@@ -59,7 +59,7 @@ class PrefixCache:
 
     Example:
         >>> cache = PrefixCache(num_blocks=8, block_size=4)
-        >>> prompt = np.arange(10, dtype="<u4").tobytes()
+        >>> prompt = bytes(4 * 10)
         >>> with cache.lease(Namespace("model"), prompt) as lease:
         ...     lease.cached_tokens, lease.commit(10)
         (0, 10)

@@ -173,6 +173,7 @@ class _TokenCounters(NamedTuple):
 
     prompt: Counter
     cached: Counter
+    public: Counter
     computed: Counter
     generated: Counter
     recomputed: Counter
@@ -185,6 +186,7 @@ class _TenantTokens:
         self._metrics = _TokenCounters(
             prompt=_token_counter("prompt", "Tokens of prompts.", registry),
             cached=_token_counter("cached", "Prompt tokens that were reused.", registry),
+            public=_token_counter("public", "Cached tokens that came from a public prefix.", registry),
             computed=_token_counter("computed", "Prompt tokens that were computed.", registry),
             generated=_token_counter("generated", "Tokens that were generated.", registry),
             recomputed=_token_counter("recomputed", "Tokens that were computed again after a pause.", registry),
@@ -202,6 +204,7 @@ class _TenantTokens:
                 counters = self._by_tenant[tenant] = self._of(tenant)
         counters.prompt.inc(usage.prompt_tokens)
         counters.cached.inc(usage.cached_tokens)
+        counters.public.inc(usage.public_tokens)
         counters.computed.inc(usage.computed_tokens)
         counters.generated.inc(usage.generated_tokens)
         counters.recomputed.inc(usage.recomputed_tokens)

@@ -27,6 +27,11 @@ FOLDER = Path(__file__).parents[2] / "docs" / "examples"
 OUTPUTS = {
     "prefill.py": ["0 cached, 200 computed, 200 in all", "199 cached, 1 computed, 200 in all"],
     "stream.py": ["turn 1: 0 of 100 tokens cached", "turn 2: 107 of 111 tokens cached"],
+    "public_prefix.py": [
+        "256 tokens in 4 blocks",
+        "example-one: 256 public, 3 computed",
+        "example-two: 256 public, 3 computed",
+    ],
     "retain.py": ["128 granted, 0 refused, 0 not cached"],
     "hold_renew_release.py": ["2 blocks of 64 tokens are held", "renewed: True", "released"],
     "purge.py": ["2 blocks freed", "0 tokens would be reused"],

@@ -40,6 +40,7 @@ NAMES = {
     "radixkv_request_duration_seconds": ("histogram", ("kind",)),
     "radixkv_prompt_tokens_total": ("counter", ("tenant",)),
     "radixkv_cached_tokens_total": ("counter", ("tenant",)),
+    "radixkv_public_tokens_total": ("counter", ("tenant",)),
     "radixkv_computed_tokens_total": ("counter", ("tenant",)),
     "radixkv_generated_tokens_total": ("counter", ("tenant",)),
     "radixkv_recomputed_tokens_total": ("counter", ("tenant",)),

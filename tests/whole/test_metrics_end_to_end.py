@@ -73,6 +73,7 @@ COUNTS = {
     "miss_reasons_total{reason=none}": 1,
     "prompt_tokens_total{tenant=acme}": 400,
     "cached_tokens_total{tenant=acme}": 199,
+    "public_tokens_total{tenant=acme}": 0,
     "computed_tokens_total{tenant=acme}": 201,
     "generated_tokens_total{tenant=acme}": 0,
     "prompt_tokens_total{tenant=b}": 150,

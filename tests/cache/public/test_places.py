@@ -1,4 +1,4 @@
-"""Where prompts that begin with a public prefix are looked up and published."""
+"""The trees in which prompts that begin with a public prefix are looked up and published."""
 
 from __future__ import annotations
 
