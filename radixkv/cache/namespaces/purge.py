@@ -60,9 +60,8 @@ def purge(
             yield
         if forest.get(namespace) is tree:
             pinned_blocks += evictor.purge(tree)
-            leases.revoke(
-                namespace.tenant, namespace.adapter, namespace.salt
-            )  # those that were opened since the first slice
+            # Those that were opened since the first slice.
+            leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)
     return Purged(freed_blocks, pinned_blocks)
 
 
