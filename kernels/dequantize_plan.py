@@ -31,7 +31,7 @@ _MIN_ROWS_4_BITS = 800
 
 # Steps of at most this many tokens never dequantize first, whatever the size of a group: then their launches do not
 # depend on the blocks that they read.
-_MAX_SHORT_TOKENS = 128
+MAX_SHORT_TOKENS = 128
 
 # Memory for plain blocks, which live while a layer attends: 131,072 tokens of 8 heads of 128 dimensions.
 _MAX_BYTES = 512 << 20
@@ -83,7 +83,7 @@ def plan_dequantize(
     group_size = num_query_heads // pool.num_kv_heads
     min_rows = _MIN_ROWS_4_BITS if pool.dtype == INT4 else _MIN_ROWS_8_BITS
     # No key is seen by more rows than there are, so most steps need no look at their blocks.
-    if not is_forced and (batch.num_tokens <= _MAX_SHORT_TOKENS or batch.num_tokens * group_size < min_rows):
+    if not is_forced and (batch.num_tokens <= MAX_SHORT_TOKENS or batch.num_tokens * group_size < min_rows):
         return None
 
     kv_lens = np.array(batch.kv_lens)

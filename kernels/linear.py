@@ -140,9 +140,10 @@ def tile_shape(out_features: int, dtype: torch.dtype, layout: Layout) -> TileSha
 
     | loads | out_features | tile | weight on its way, KiB a tile x tiles |
     |---|---|---|---|
-    | TMA | from 8192 | 128 x 256 x 64 | 96 x 32 and more: all that the memory gives |
-    | TMA | from 2048 | 128 x 128 x 64 | 80 x 16 to 63 |
-    | TMA | below | 128 x 64 x 64 | 56 x 1 to 32 |
+    | TMA | from 16384 | 128 x 256 x 64 | 96 x 64 and more: all that the memory gives |
+    | TMA | from 8192 | 128 x 128 x 64 | 80 x 64 to 127 |
+    | TMA | from 2048 | 128 x 64 x 64 | 56 x 32 to 127 |
+    | TMA | below | 128 x 32 x 64 | 28 x 1 to 63 |
     | pointers | from 2048 | 128 x 128 x 64 | |
     | pointers | below | 128 x 64 x 64 | |
     | pointers, float32 | all | 64 x 64 x 32 | |
@@ -154,10 +155,13 @@ def tile_shape(out_features: int, dtype: torch.dtype, layout: Layout) -> TileSha
     """
     if dtype == torch.float32:
         return TileShape(rows=64, columns=64, features=32, num_warps=4, num_stages=4)
-    if out_features < 2048:
-        return TileShape(rows=128, columns=64, features=64, num_warps=4 if layout else 8, num_stages=8 if layout else 3)
-    if out_features < 8192 or not layout:
-        return TileShape(rows=128, columns=128, features=64, num_warps=8, num_stages=6 if layout else 3)
+    if not layout:
+        columns = 64 if out_features < 2048 else 128
+        return TileShape(rows=128, columns=columns, features=64, num_warps=8, num_stages=3)
+    if out_features < 8192:
+        return TileShape(rows=128, columns=32 if out_features < 2048 else 64, features=64, num_warps=4, num_stages=8)
+    if out_features < 16384:
+        return TileShape(rows=128, columns=128, features=64, num_warps=8, num_stages=6)
     return TileShape(rows=128, columns=256, features=64, num_warps=8, num_stages=4)
 
 

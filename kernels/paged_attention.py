@@ -14,6 +14,7 @@ from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.attention_softmax import base_2, softmax_step
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import INT4
 from radixkv.kernels.scoring import Scoring
 
 
@@ -74,6 +75,9 @@ def paged_attention(
     return output
 
 
+_INT4_A_WORD = 8
+
+
 @dataclass(frozen=True, slots=True)
 class _LaunchShape:
     """Keys that a tile of queries reads at a time, and the warps and pipeline stages that do it."""
@@ -108,9 +112,12 @@ def _launch(
     padded_dim = triton.next_power_of_2(head_dim)
     shape = _launch_shape(query.dtype, padded_dim, plan.tile_rows)
     value_stride, scale_stride = pool.block_strides
+    values = pool.values
+    if pool.dtype == INT4 and head_dim % _INT4_A_WORD == 0:
+        values, value_stride = values.view(torch.int32), value_stride // 4
     _attend_tile[(plan.work.shape[0], pool.num_kv_heads)](
         query,
-        pool.values,
+        values,
         pool.scales,
         output,
         partials.rows,
@@ -132,9 +139,10 @@ def _launch(
         BLOCK_SIZE=pool.block_size,
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
-        NUMBERS_PER_VALUE=head_dim // pool.values.shape[-1],
+        NUMBERS_PER_VALUE=head_dim // values.shape[-1],
         TILE_ROWS=plan.tile_rows,
         TILE_KEYS=shape.tile_keys,
+        SCALE_COPIES=shape.num_warps // 4,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         enable_fp_fusion=True,  # triton's default changes with 3.10
@@ -169,6 +177,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     NUMBERS_PER_VALUE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    SCALE_COPIES: tl.constexpr,
 ):
     """Attend from one tile of packed rows over one range of keys: an item of the plan, for one KV head."""
     item = work + tl.program_id(0) * 8
@@ -180,7 +189,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     first_row = tl.load(item + 4)
     kv_start = tl.load(item + 5)
     kv_end = tl.load(item + 6)
-    partial = tl.load(item + 7)
+    if num_tokens == 0:  # recorded steps have room to spare
+        return
 
     rows = first_row + tl.arange(0, TILE_ROWS)
     is_row = rows < tl.where(first_token < 0, num_tokens, num_tokens * GROUP_SIZE)
@@ -206,34 +216,48 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     row_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    keys = tl.arange(0, TILE_KEYS)
+    offsets = (keys * STORED_DIM)[:, None] + stored_dims[None, :]
     for tile_start in tl.range(kv_start, kv_end, TILE_KEYS):
-        positions = tile_start + tl.arange(0, TILE_KEYS)
+        positions = tile_start + keys
         if BLOCK_SIZE >= TILE_KEYS:  # the tile lies inside one block
-            block_ids = tl.load(table + tile_start // BLOCK_SIZE).to(tl.int64)
+            block_id = tl.load(table + tile_start // BLOCK_SIZE).to(tl.int64)
+            first_vector = first_key + tile_start % BLOCK_SIZE
+            key_pointers = values + (block_id * value_stride + first_vector * STORED_DIM) + offsets
+            scale_rows = (block_id * scale_stride + first_vector) + keys
         else:
             block_ids = tl.load(table + positions // BLOCK_SIZE, mask=positions < kv_end, other=0).to(tl.int64)
-        key_rows = first_key + positions % BLOCK_SIZE
-        key_pointers = values + (block_ids * value_stride + key_rows * STORED_DIM)[:, None] + stored_dims[None, :]
-        k = _numbers(tl.load(key_pointers, mask=is_stored_dim[None, :], other=0.0), q.dtype, NUMBERS_PER_VALUE)
+            key_rows = first_key + positions % BLOCK_SIZE
+            starts = block_ids * value_stride + key_rows * STORED_DIM
+            key_pointers = values + starts[:, None] + stored_dims[None, :]
+            scale_rows = block_ids * scale_stride + key_rows
+        k = tl.load(key_pointers, mask=is_stored_dim[None, :], other=0.0)
+        k = _numbers(k, q.dtype, NUMBERS_PER_VALUE, TILE_ROWS)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [TILE_ROWS, TILE_KEYS]
+        is_written = positions < kv_end
         if scales is not None:
-            scale_pointers = scales + block_ids * scale_stride + key_rows
-            scores = scores * tl.load(scale_pointers)[None, :]
+            # One load of a number at least for each thread. Of fewer, each thread would load all that it multiplies.
+            k_or_v = tl.arange(0, 2 * SCALE_COPIES) % 2
+            both = tl.load(scales + scale_rows[:, None] + k_or_v[None, :] * V_ROWS, mask=is_written[:, None], other=0.0)
+            if SCALE_COPIES == 2:
+                both, _ = tl.split(tl.permute(tl.reshape(both, (TILE_KEYS, 2, 2)), (0, 2, 1)))
+            key_scales, value_scales = tl.split(both)
+            scores = scores * key_scales[None, :]
         weights, row_max, row_sum, rescale = softmax_step(
             scores, positions, query_positions, row_max, row_sum, window, scale, softcap
         )
         # Slots past the end may hold anything: a weight of 0 does not silence a NaN in V, so V is zeroed by position.
-        is_written = positions < kv_end
         value_mask = is_written[:, None] & is_stored_dim[None, :]
         v = tl.load(key_pointers + V_ROWS * STORED_DIM, mask=value_mask, other=0.0)
         if scales is not None:
-            weights = weights * tl.load(scale_pointers + V_ROWS, mask=is_written, other=0.0)[None, :]
+            weights = weights * value_scales[None, :]
         weight_dtype = tl.bfloat16 if scales is not None and q.dtype == tl.float16 else q.dtype
-        v = _numbers(v, weight_dtype, NUMBERS_PER_VALUE)
+        v = _numbers(v, weight_dtype, NUMBERS_PER_VALUE, TILE_ROWS)
         acc = tl.dot(weights.to(weight_dtype), v, acc * rescale[:, None], input_precision="ieee")
 
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / safe_sum[:, None]
+    partial = tl.load(item + 7)  # here, since it would take a register during the loop
     if partial < 0:
         out_offsets = (token_rows * (NUM_KV_HEADS * GROUP_SIZE) + heads) * HEAD_DIM
         tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=is_number)
@@ -244,13 +268,34 @@ def _attend_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _numbers(values, dtype: tl.constexpr, NUMBERS_PER_VALUE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _numbers(values, dtype: tl.constexpr, NUMBERS_PER_VALUE: tl.constexpr, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Turn what the pool stores, `[rows, dims // NUMBERS_PER_VALUE]`, into `dtype` `[rows, dims]`, exactly.
 
     Through float32, since the interpreter does not convert integers to bfloat16.
     """
-    if NUMBERS_PER_VALUE == 2:
-        values = tl.interleave((values << 4) >> 4, values >> 4)
-    if values.dtype == dtype:
-        return values
-    return values.to(tl.float32).to(dtype)
+    if NUMBERS_PER_VALUE == 8:
+        halves = tl.join(values, values >> 16)
+        evens = tl.join(_nibble(halves, 0), _nibble(halves, 8))
+        odds = tl.join(_nibble(halves, 4), _nibble(halves, 12))
+        values = tl.reshape(tl.join(evens, odds), (values.shape[0], values.shape[1] * NUMBERS_PER_VALUE))
+    else:
+        if NUMBERS_PER_VALUE == 2:
+            values = tl.interleave((values << 4) >> 4, values >> 4)
+        if values.dtype == dtype:
+            return values
+        values = values.to(tl.float32)
+    if TILE_ROWS == 16:
+        # A sum of one number. Small products lay out their operands by the bits of what they were loaded from, and then
+        # can't load V from shared memory 16 bytes at a time. The compiler does not look through a sum.
+        values = tl.sum(tl.reshape(values, (values.shape[0], values.shape[1], 1)), 2)
+    return values.to(dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _nibble(words, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the signed four bits from a bit on, as float32.
+
+    They become the last digits of a float between 2^23 and 2^24: two instructions, where a conversion takes four.
+    """
+    bits = (words & (15 << SHIFT)) ^ (0x4B000000 + (8 << SHIFT))
+    return bits.to(tl.float32, bitcast=True) * (1.0 / (1 << SHIFT)) - (8388608.0 / (1 << SHIFT) + 8.0)

@@ -93,8 +93,8 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._under_way: Step | None = None  # the step that was started ahead
-        self._budget = StepBudget(config.max_step_tokens)
-        self._scheduler = scheduler = Scheduler(config.max_step_tokens, config.max_running_requests, weights)
+        self._budget = StepBudget(config.step_tokens)
+        self._scheduler = scheduler = Scheduler(config.step_tokens, config.max_running_requests, weights)
         self._flights = flights = SingleFlight(cache.block_size)
         self._early_ends = early_ends = EarlyEnds()
         self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,25 @@ from radixkv.kernels.norm import rms_norm, row_mean
 # Shared memory of a block on an H100, H200 or B200, for which the tiles of `linear` were made. GPUs with it have TMA.
 _SHARED_BYTES = 232_448
 
+_TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
+
 
 def require_exact_gpu(device: torch.device) -> None:
-    """Refuse a GPU that the kernels were not made for.
+    """Refuse a GPU that the kernels were not made for, and let float32 products of this process be whole.
+
+    TF32 rounds what it multiplies to 10 digits: rotations of positions beyond 2,048 would depend on the library.
 
     Raises:
-        ConfigError: it has less shared memory than they need.
+        ConfigError: the GPU has less shared memory than the kernels need, or the environment makes libraries use TF32.
     """
+    override = os.environ.get(_TF32_OVERRIDE, "")
+    if override not in ("", "0"):
+        raise ConfigError(
+            f"model.exactness: expected {_TF32_OVERRIDE} to be 0 or not set for exact, got {override}, which rounds "
+            'float32 products; model.exactness = "fast" serves the model so'
+        )
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     gpu = torch.cuda.get_device_properties(device)
     shared_bytes: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's annotations lack it
     if shared_bytes < _SHARED_BYTES:

@@ -58,8 +58,9 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
     model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters))
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     kernels = _checked_kernels(model, kv_shape, config.cache.block_size)
-    recorder = GraphRecorder(model, kernels, config.engine)
-    num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, config.engine, recorder)
+    limits = config.engine.on(model.device.type)
+    recorder = GraphRecorder(model, kernels, limits)
+    num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
     _require_floors(quotas, num_blocks)
     storage = KVStorage(
         num_blocks, config.cache.block_size, kv_shape, model.device, is_by_layer=kernels.wants_pool_by_layer
@@ -78,7 +79,7 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
             "the pool takes its memory as it fills, and only %.1f MB are available: lower cache.capacity_tokens",
             available / 1e6,
         )
-    events = _make_feed(config)
+    events = _make_feed(config, limits.step_tokens)
     cache = _make_cache(config.cache, quotas, default_quota, num_blocks, events)
     runner = make_runner(model, storage, kernels, recorder)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
@@ -86,7 +87,7 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
     engine = Engine(
         runner,
         cache,
-        config.engine,
+        limits,
         weights=weights,
         observers=observers,
         events=events,
@@ -135,14 +136,14 @@ def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int) -> Attent
     return kernels
 
 
-def _make_feed(config: Config) -> TreeFeed:
+def _make_feed(config: Config, step_tokens: int) -> TreeFeed:
     block_size = config.events.block_size
     return TreeFeed(
         EventLog(),
         block_size,
         config.cache.block_size,
         Identities(config.gateway.tenant),
-        max(MAX_STEP_BLOCKS, 2 * config.engine.max_step_tokens // block_size),
+        max(MAX_STEP_BLOCKS, 2 * step_tokens // block_size),
     )
 
 

@@ -68,7 +68,7 @@ def choose_num_blocks(
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"engine.max_step_tokens: expected steps that {model.device} has memory for beside the model, got "
-            f"{engine.max_step_tokens}"
+            f"{engine.step_tokens}"
         ) from error
     free_bytes, total_bytes = memory()
     del graphs
@@ -114,10 +114,10 @@ def run_largest_step(model: Model, kernels: AttentionKernels, storage: KVStorage
     all requests use the first block again and again. No sequence is longer than the model allows: beyond that some
     models have no positions. A step with many long sequences may need more memory; the engine tries it again smaller.
     """
-    num_requests = min(engine.max_running_requests, engine.max_step_tokens)
+    num_requests = min(engine.max_running_requests, engine.step_tokens)
     longest = longest_sequence(_DRY_RUN_TOKENS, model.max_tokens)
     chunks: list[Chunk] = []
-    num_left = engine.max_step_tokens
+    num_left = engine.step_tokens
     for num_others in reversed(range(num_requests)):
         num_tokens = min(longest, num_left - num_others)  # a token at least is left for each of the others
         end = num_tokens if chunks else longest

@@ -21,6 +21,7 @@ HEAD = """\
 
 # A value for each key that is absent by default; a new one needs its line here.
 EXAMPLES = {
+    "engine.max_step_tokens": 2048,
     "cache.capacity_tokens": 131_072,
     "server.metrics_port": 9400,
     "server.max_message_bytes": 67_108_864,

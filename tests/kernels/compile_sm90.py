@@ -204,7 +204,7 @@ class LinearCase:
 LINEAR_CASES = [
     *(
         LinearCase(bf16, out_features, 4096, "TMA", is_transposed)
-        for out_features in (8192, 4096, 1024)
+        for out_features in (16384, 8192, 4096, 1024)
         for is_transposed in (False, True)
     ),
     LinearCase(fp16, 8192, 64, "TMA"),

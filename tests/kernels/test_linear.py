@@ -173,8 +173,16 @@ def test_weights_that_tma_can_not_read_are_loaded_through_pointers(weight: torch
 
 
 def test_large_weights_get_wide_tiles() -> None:
-    columns = {n: tile_shape(n, HALF, "in").columns for n in (1, 1024, 2047, 2048, 4096, 8191, 8192, 152064)}
-    assert columns == {1: 64, 1024: 64, 2047: 64, 2048: 128, 4096: 128, 8191: 128, 8192: 256, 152064: 256}
+    columns = {n: tile_shape(n, HALF, "in").columns for n in (1, 2047, 2048, 8191, 8192, 14336, 16384, 152064)}
+    assert columns == {1: 32, 2047: 32, 2048: 64, 8191: 64, 8192: 128, 14336: 128, 16384: 256, 152064: 256}
+
+
+def test_weights_of_usual_models_are_read_by_half_of_the_multiprocessors() -> None:
+    for out_features in (4096, 5120, 8192, 14336, 28672, 152064):
+        assert out_features / tile_shape(out_features, HALF, "in").columns >= 132 / 2 - 2
+
+
+def test_large_weights_without_tma_get_wide_tiles() -> None:
     assert {tile_shape(n, HALF, None).columns for n in (2048, 8192, 152064)} == {128}
     assert {tile_shape(n, torch.float32, None).columns for n in (1, 4096, 152064)} == {64}
 

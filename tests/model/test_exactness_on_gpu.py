@@ -56,3 +56,30 @@ def test_gpus_that_the_tiles_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPa
     gpu.shared_memory_per_block_optin = 166_912
     with pytest.raises(ConfigError, match=r"^model\.exactness: expected a GPU with 232448 .*, got A GPU with 166912;"):
         require_exact_gpu(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("override", "is_refused"), [("1", True), ("0", False), ("", False)])
+def test_products_that_the_environment_rounds_are_refused(
+    override: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(name="A GPU", shared_memory_per_block_optin=232_448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
+    if not is_refused:
+        require_exact_gpu(torch.device("cuda"))
+        return
+    with pytest.raises(ConfigError, match=r"expected NVIDIA_TF32_OVERRIDE to be 0 or not set for exact, got 1"):
+        require_exact_gpu(torch.device("cuda"))
+
+
+def test_float32_products_are_whole_once_a_model_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="A GPU", shared_memory_per_block_optin=232_448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        require_exact_gpu(torch.device("cuda"))
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before)

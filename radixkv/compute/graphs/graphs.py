@@ -8,9 +8,10 @@ import torch
 
 from radixkv.compute.forward import StepLayout, StepOutputs, compute_step
 from radixkv.compute.graphs.buffers import StepBuffers
-from radixkv.compute.graphs.shapes import StepShape, step_shapes
+from radixkv.compute.graphs.shapes import StepShape, most_recorded_tokens, step_shapes
 from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.dequantize_plan import MAX_SHORT_TOKENS
 from radixkv.model.attention.interface import PlanningKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
@@ -59,7 +60,7 @@ class StepGraphs:
             model.kv_shape.dtype,
             self._num_query_heads,
             model.kv_shape.num_kv_heads,
-            max_tokens=max_step_tokens,
+            max_tokens=min(max_step_tokens, self._most_tokens()),
             max_requests=max_requests,
         )
         table_blocks = -(-max_sequence_tokens // storage.block_size)
@@ -70,6 +71,12 @@ class StepGraphs:
         recorded = [(shape, recorder(self._computing(shape))) for shape in reversed(shapes)]
         self._replays = dict(reversed(recorded))
         self._num_prepared = 0
+
+    def _most_tokens(self) -> int:
+        """Tokens of the largest recorded step. Longer ones may attend in ways that are not recorded."""
+        if len(self._kernels.ways()) > 1:
+            return MAX_SHORT_TOKENS
+        return most_recorded_tokens(self._model.num_parameters, self._model.kv_shape.num_layers)
 
     @property
     def shapes(self) -> list[StepShape]:

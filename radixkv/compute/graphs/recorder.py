@@ -56,7 +56,7 @@ class GraphRecorder:
                 storage,
                 cast("PlanningKernels", self._kernels),
                 max_sequence_tokens=max_sequence_tokens,
-                max_step_tokens=self._engine.max_step_tokens,
+                max_step_tokens=self._engine.step_tokens,
                 max_requests=self._engine.max_running_requests,
                 recorder=lambda compute: self._record(compute, memory),
             )

@@ -11,16 +11,22 @@ from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.model.attention.interface import PlanningKernels
 
-# An estimate: a step of more tokens takes the device longer than its launches take the host, at least for large models.
-_MOST_TOKENS = 128
 _LEAST_PROMPT_TOKENS = 16
+_MOST_REQUESTS = 64
+
+# Tokens of the largest recorded step, at least and at most.
+_MOST_TOKENS = (128, 512)
+
+# Estimates: 25 launches a layer take the host 30 us each, and a GPU makes 4e14 operations a second.
+_LAUNCHES_S = 25 * 30e-6
+_OPERATIONS_A_S = 4e14
 
 # Requests in recorded steps for short prompts alone. Each has a row of logits, and a row costs time.
 _FEW_REQUESTS = 4
 
-# Partial results for long contexts in exact mode, where splits do not grow with the context: 64 requests after 10,000
-# tokens, or 4 after 131,072. Unused room costs time: a program without work has to start, too.
-_MANY_PARTIALS = 320
+# Partial results for longer contexts in exact mode, where splits do not grow with the context: 16 requests after 10,000
+# tokens or one after 131,072, and four times as many. Unused room costs time: a program without work has to start, too.
+_EXACT_PARTIALS = (80, 320)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,6 +70,21 @@ class StepShape:
         )
 
 
+def most_recorded_tokens(num_parameters: int, num_layers: int) -> int:
+    """Return the tokens of the largest step that is worth recording: its launches take as long as the device works.
+
+    >>> [most_recorded_tokens(*model) for model in ((500_000_000, 24), (8_000_000_000, 32), (70_000_000_000, 80))]
+    [512, 512, 128]
+
+    Args:
+        num_parameters: numbers in the weights of the model.
+        num_layers: layers of the model.
+    """
+    least, most = _MOST_TOKENS
+    num_tokens = num_layers * _LAUNCHES_S * _OPERATIONS_A_S / (2 * num_parameters)
+    return next((n for n in reversed(_doubling(least, most)) if n <= num_tokens), least)
+
+
 def step_shapes(
     kernels: PlanningKernels,
     dtype: torch.dtype,
@@ -80,25 +101,25 @@ def step_shapes(
         dtype: dtype of the queries.
         num_query_heads: the most query heads of a layer.
         num_kv_heads: KV heads of the pool.
-        max_tokens: the most tokens of a step.
+        max_tokens: the most tokens of a recorded step.
         max_requests: the most requests of a step.
 
     Returns:
-        Shapes in order: doubling from 1 request to 64 that have a token each, and from 16 tokens to 128 with few
-        requests and with many; in exact mode each for short contexts and for long ones.
+        Shapes in order: doubling from 1 request to 64 that have a token each, and from 16 tokens to the most with few
+        requests and with many; in exact mode each for short contexts, longer ones and long ones.
     """
     group_size = num_query_heads // num_kv_heads
-    max_tokens, max_requests = min(max_tokens, _MOST_TOKENS), min(max_requests, _MOST_TOKENS // 2)
+    max_requests = min(max_requests, _MOST_REQUESTS)
     sizes = [(number, number, 1) for number in _doubling(1, max_requests)]  # tokens, requests, most of one request
     for number in _doubling(_LEAST_PROMPT_TOKENS, max_tokens):
         sizes += [(number, min(number, most, max_requests), number) for most in (_FEW_REQUESTS, max_requests)]
     shapes = set()
-    for (num_tokens, num_requests, most), is_long in itertools.product(sizes, (False, True)):
+    for (num_tokens, num_requests, most), least_partials in itertools.product(sizes, (0, *_EXACT_PARTIALS)):
         tile_rows = kernels.tile_rows(group_size * most, dtype)
         num_tiles = num_requests + num_tokens * group_size // tile_rows
         num_partials = kernels.most_partials(num_requests, num_kv_heads, tile_rows)
-        if is_long and kernels.is_exact:
-            num_partials = max(num_partials, _MANY_PARTIALS)
+        if kernels.is_exact:
+            num_partials = max(num_partials, least_partials)
         shapes.add(StepShape(num_tokens, num_requests, num_partials, tile_rows, num_tiles))
     return sorted(shapes)
 

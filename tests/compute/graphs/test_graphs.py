@@ -59,7 +59,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program of a launch takes milliseconds in the interpreter, also one with nothing to do."""
     interpret_kernels(monkeypatch)
     monkeypatch.setattr(TritonKernels, "most_partials", lambda *_: 6)
-    monkeypatch.setattr(step_shape, "_MANY_PARTIALS", 6)
+    monkeypatch.setattr(step_shape, "_EXACT_PARTIALS", (6,))
 
 
 class Recorded:
@@ -329,7 +329,7 @@ def test_a_step_whose_plan_is_too_long_is_not_replayed(tmp_path: Path, monkeypat
         assert (graphs.prepare(lay_out([chunk], BLOCK_SIZE)) is not None) == has_room
 
 
-def shapes_of(dtype: torch.dtype, *, is_exact: bool, max_tokens: int = 512, max_requests: int = 64) -> list[StepShape]:
+def shapes_of(dtype: torch.dtype, *, is_exact: bool, max_tokens: int = 128, max_requests: int = 64) -> list[StepShape]:
     kernels = TritonKernels(is_exact=is_exact)
     return step_shapes(kernels, dtype, 32, 8, max_tokens=max_tokens, max_requests=max_requests)
 
