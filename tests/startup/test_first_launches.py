@@ -30,7 +30,7 @@ def traced(
 def test_traffic_compiles_nothing(kv_dtype: str, is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = traced(monkeypatch, 500, kv_dtype=kv_dtype, is_exact=is_exact)
     assert launches.new_in("live") == []
-    assert launches.count > 1000
+    assert launches.count > 500
     # The trial runs in a process of its own, and leaves compiled code on the disk.
     assert launches.only_in("trial") == [], "what is compiled for a trial serves"
 

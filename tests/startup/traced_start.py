@@ -146,7 +146,7 @@ class TracedService:
         self.kernels = kernels.for_service()
         storage = KVStorage(500, 64, shape, model.device)
         launch_all(model, storage, self.kernels.ways(), MAX_TOKENS)
-        config = EngineConfig()
+        config = EngineConfig().on("cuda")
         graphs = None
         if has_graphs:
             graphs = StepGraphs(
@@ -154,7 +154,7 @@ class TracedService:
                 storage,
                 self.kernels,
                 max_sequence_tokens=MAX_TOKENS,
-                max_step_tokens=config.max_step_tokens,
+                max_step_tokens=config.step_tokens,
                 max_requests=config.max_running_requests,
                 recorder=_recorded,
             )
