@@ -28,6 +28,7 @@ from bench.parts.environment import describe_run
 from bench.parts.load_generator import OK, Pass, PrefillCall, Traffic, build_message, prefill_call, replay
 from bench.parts.options import DEFAULT_CONCURRENCY, Options, parse_options
 from bench.parts.progress import progress
+from bench.parts.public.registration import PublicTokens, made_public, public_tokens
 from bench.parts.report import Summary, compare_answers, format_table, speedup, summarize, ttft_ms
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
@@ -122,14 +123,16 @@ async def measure(
             raise ConfigError(f"server {address}: expected a connection within {_CONNECT_TIMEOUT_S:g} s") from None
         call = prefill_call(channel)
         uncached_tokens_per_s = await _warm_up(call, options, items)
+        public = public_tokens_of(options, items)
         stats_before = await _read_stats(channel)
         tenant = f"replay-{secrets.token_hex(4)}"
         cached = Traffic(tenant, True, options.concurrency, options.timeout_s)
         _note(options, f"{options.describe_workload(items)}; {options.describe_traffic()}")
         show = functools.partial(progress, stream=sys.stderr, use_lines=options.progress)
-        with show("with cache", len(items)) as on_answer:
-            with_cache = await replay(call, items, messages, cached, on_answer)
-        stats_after = await _read_stats(channel)
+        async with made_public(channel, public, options.timeout_s):
+            with show("with cache", len(items)) as on_answer:
+                with_cache = await replay(call, items, messages, cached, on_answer)
+            stats_after = await _read_stats(channel)
         indices, text = choose_baseline(options, items, uncached_tokens_per_s)
         without_cache = None
         if indices:
@@ -138,6 +141,11 @@ async def measure(
             with show("without cache", len(indices)) as on_answer:
                 without_cache = await replay(call, sampled, [messages[i] for i in indices], uncached, on_answer)
     return Measured(tenant, with_cache, without_cache, indices, text, stats_before, stats_after)
+
+
+def public_tokens_of(options: Options, items: Sequence[WorkItem]) -> PublicTokens:
+    """Return the prefixes that are made public for the pass with the cache; none unless asked for."""
+    return public_tokens(items, options.prefix_tokens) if options.public_prefix else {}
 
 
 def choose_baseline(
@@ -201,13 +209,17 @@ def build_report(options: Options, items: Sequence[WorkItem], measured: Measured
         "seed": options.seed,
         "adapters": options.adapters,
         "tenants": options.tenants,
-        "reusable_tokens": count_reusable_tokens(items),  # of an infinite cache, namespace by namespace, in this order
+        "public_prefixes": len(public_tokens_of(options, items)),
+        # Of an infinite cache, namespace by namespace, in this order.
+        "reusable_tokens": count_reusable_tokens(items, public_tokens_of(options, items)),
         "tenant": measured.tenant,
         "server": {
             "started_here": options.address is None,
             "settings": list(options.settings),
             "block_size": after.block_size if after else None,
             "capacity_tokens": after.blocks.total * after.block_size if after else None,
+            "blocks_in_use": after.blocks.total - after.blocks.free if after else None,
+            "computed_tokens": after.tokens.computed - before.tokens.computed if after and before else None,
             "evicted_blocks": after.evicted_blocks - before.evicted_blocks if after and before else None,
         },
     }

@@ -41,6 +41,7 @@ class Options:
     settings: tuple[str, ...]
     adapters: int
     tenants: int
+    public_prefix: bool
     requests: int
     prefix_tokens: int
     suffix_tokens: int
@@ -88,6 +89,7 @@ class Options:
             kind = f"{self.trace.name}, {tokens_per_scaled_id(self.scale)} tokens a hash id (scale {self.scale:g})"
         whose = f", {self.adapters} adapters in turn" if self.adapters else ""
         whose += f", {self.tenants} tenants" if self.tenants > 1 else ""
+        whose += ", public prefixes" if self.public_prefix else ""
         return f"{len(items):,} requests, {kind}, {num_tokens:,} tokens in all{whose}"
 
     def describe_traffic(self) -> str:
@@ -130,6 +132,7 @@ def _conflict(args: argparse.Namespace) -> str | None:
     rules = (
         (is_trace and args.trace is None, "--workload mooncake needs --trace FILE"),
         (is_trace and args.requests is not None, "--requests is for shared-prefix; a trace takes --limit"),
+        (is_trace and args.public_prefix, "--public-prefix is for shared-prefix"),
         (not is_trace and args.trace is not None, "--trace needs --workload mooncake"),
         (not is_trace and args.limit is not None, "--limit is for mooncake; shared-prefix takes --requests"),
         (not is_trace and args.pace == "trace", "--pace trace needs --workload mooncake"),
@@ -161,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--prefix-tokens", type=_whole(0), default=2048, metavar="N", help="default 2048")
     shared.add_argument("--suffix-tokens", type=_whole(1), default=64, metavar="N", help="default 64")
     shared.add_argument("--groups", type=_whole(1), default=1, metavar="N", help="different prefixes; default 1")
+    shared.add_argument("--public-prefix", action="store_true", help="make the prefixes public before")
     trace = parser.add_argument_group("mooncake")
     trace.add_argument("--trace", type=Path, metavar="FILE", help="requests in Mooncake's JSONL format, plain or gzip")
     trace.add_argument("--limit", type=_whole(1), metavar="N", help="the first N requests only")

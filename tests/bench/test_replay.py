@@ -314,6 +314,21 @@ def test_tenants_are_told_apart_by_a_service(json_file: Path) -> None:
     assert report["cached_tokens"] == report["reusable_tokens"] >= 9 * 37  # own tokens may begin alike by chance
 
 
+def test_public_prefixes_count_as_reusable_for_every_tenant() -> None:
+    options = parse_options([*SMALL, "--tenants", "3", "--adapters", "2", "--public-prefix"])
+    items = options.build_items()
+    public = bench.replay.public_tokens_of(options, items)
+    assert {adapter for adapter, _ in public} == {"bench-0", "bench-1"}
+    assert reusable_tokens.count_reusable_tokens(items, public) > reusable_tokens.count_reusable_tokens(items)
+    assert reusable_tokens.count_reusable_tokens(items, public) >= len(items) * options.prefix_tokens
+
+
+def test_a_service_without_public_prefixes_is_named(json_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeService()) as address:
+        assert bench.replay.main([*SMALL, "--address", address, "--public-prefix"]) == 2
+    assert "--public-prefix: UNIMPLEMENTED" in capsys.readouterr().err
+
+
 def test_adapters_that_are_written_are_read(tmp_path: Path) -> None:
     model = load_model(ModelConfig(device="cpu", max_adapters=2))
     settings = write_adapters("tiny", tmp_path, 2)

@@ -37,6 +37,7 @@ TESTED_IN = {
     "bench.parts.device_time": "bench/test_kernels.py",
     "bench.parts.kernel_row": "bench/test_kernels.py",
     "bench.parts.null_service": "bench/test_rpc.py",
+    "bench.parts.public.registration": "bench/test_replay.py",
     "bench.parts.peers.sglang_attention": "bench/test_kernels.py",
     "bench.parts.peers.sglang_tree": "bench/test_tree.py",
     "bench.parts.peers.sglang_wheel": "bench/test_kernels.py",

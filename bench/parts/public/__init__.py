@@ -1,0 +1,1 @@
+"""Public prefixes of a replay."""

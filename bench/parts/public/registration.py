@@ -1,0 +1,52 @@
+"""Makes the shared prefixes of a workload public while it is replayed."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import numpy.typing as npt
+
+from bench.parts.workloads import WorkItem
+from radixkv.errors import ConfigError
+from radixkv.service.client.public_prefixes import register_request
+from radixkv.v1 import cache_pb2
+from radixkv.v1.cache_pb2_grpc import CacheServiceStub
+
+PublicTokens = dict[tuple[str, bytes], npt.NDArray[np.uint32]]
+
+
+def public_tokens(items: Sequence[WorkItem], prefix_tokens: int) -> PublicTokens:
+    """Return the different prefixes of a workload, of each adapter."""
+    prefixes = ((item.adapter, item.token_ids[:prefix_tokens]) for item in items)
+    return {(adapter, prefix.tobytes()): prefix for adapter, prefix in prefixes}
+
+
+@contextlib.asynccontextmanager
+async def made_public(channel: grpc.aio.Channel, public: PublicTokens, timeout_s: float) -> AsyncIterator[None]:
+    """Register prefixes, and unregister them at the end.
+
+    Raises:
+        ConfigError: the server refuses one.
+    """
+    cache: Any = CacheServiceStub(channel)  # type: ignore[no-untyped-call]
+    run = secrets.token_hex(4)
+    names: list[str] = []
+    try:
+        for (adapter, _), prefix in public.items():
+            name = f"replay-{run}-{len(names)}"
+            try:
+                await cache.RegisterPublicPrefix(register_request(name, prefix, adapter), timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise ConfigError(f"--public-prefix: {error.code().name}: {error.details()}") from error
+            names.append(name)
+        yield
+    finally:
+        for name in names:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # a server that is gone has no prefixes
+                request = cache_pb2.UnregisterPublicPrefixRequest(name=name)
+                await cache.UnregisterPublicPrefix(request, timeout=timeout_s)
