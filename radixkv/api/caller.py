@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Caller:
     """Names the owner of a request's data. Requests share cached tokens only if all three names are equal.
 
-    The service takes the names from the request; proving who asks will be the part of authentication.
+    All share public prefixes. The service takes the names from the request, and says who may name which tenant.
 
     Attributes:
         tenant: the customer or team whose data it is; quotas and shares are kept by tenant.
