@@ -285,8 +285,7 @@ def _numbers(values, dtype: tl.constexpr, NUMBERS_PER_VALUE: tl.constexpr, TILE_
             return values
         values = values.to(tl.float32)
     if TILE_ROWS == 16:
-        # A sum of one number. Small products lay out their operands by the bits of what they were loaded from, and then
-        # can't load V from shared memory 16 bytes at a time. The compiler does not look through a sum.
+        # A sum of one number, through which the compiler does not look: else small products load V in smaller pieces.
         values = tl.sum(tl.reshape(values, (values.shape[0], values.shape[1], 1)), 2)
     return values.to(dtype)
 

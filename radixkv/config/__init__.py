@@ -4,12 +4,9 @@ Face: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `E
 `AdapterConfig`, `TenantConfig`.
 """
 
+from radixkv.config.cache_section import EVICTION_POLICIES, KV_DTYPES, MAX_BLOCKS, CacheConfig
 from radixkv.config.model_section import AdapterConfig, ModelConfig
 from radixkv.config.sections import (
-    EVICTION_POLICIES,
-    KV_DTYPES,
-    MAX_BLOCKS,
-    CacheConfig,
     Config,
     EngineConfig,
     EventsConfig,
