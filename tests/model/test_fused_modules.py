@@ -213,7 +213,7 @@ def test_a_kernel_that_fails_is_not_used(
     with caplog.at_level(logging.INFO):
         model = fused(make("llama"), device)
     assert not {name for name in replaced(model.module) if name.endswith("mlp")}
-    assert caplog.messages == ["LlamaMLP runs as it was written: RuntimeError: no compiler"]
+    assert caplog.messages[-1:] == ["LlamaMLP runs as it was written: RuntimeError: no compiler"]
     check_model(model, TorchKernels(), 4)
 
 
