@@ -25,6 +25,7 @@ EXPECTED = {
     "BeyondCeiling": "FAILED_PRECONDITION",
     "UnknownAdapter": "NOT_FOUND",
     "UnknownLease": "NOT_FOUND",
+    "UnknownPublicPrefix": "NOT_FOUND",
     "UnknownSequence": "OUT_OF_RANGE",
     "UnknownTokenizer": "NOT_FOUND",
     "SwitchedOff": "UNIMPLEMENTED",

@@ -110,6 +110,7 @@ def test_the_stats_of_a_tenant_tell_nothing_of_others(papers):
     assert not stats.blocks.published
     assert {field.name for field, _ in stats.ListFields()} == {
         "model",
+        "model_fingerprint",
         "device",
         "epoch",
         "uptime_s",
