@@ -107,7 +107,7 @@ async def statuses_of(address: str) -> dict[str, grpc.StatusCode]:
 def test_each_line_of_grpcurl_is_a_call_that_the_server_answers(address: str) -> None:
     statuses = asyncio.run(asyncio.wait_for(statuses_of(address), PATIENCE_S))
     assert set(statuses.values()) == {grpc.StatusCode.OK}, statuses
-    assert len(statuses) == len(LINES) - 1 == 9
+    assert len(statuses) == len(LINES) - 1 == 10
 
 
 @pytest.mark.skipif(shutil.which("grpcurl") is None, reason="grpcurl is not on PATH")

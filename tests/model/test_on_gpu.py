@@ -13,7 +13,13 @@ from tests.patience import PATIENCE_S
 from tests.rules.house import ROOT, imported_modules, imported_names, modules
 
 DOOR = "radixkv.model.on_gpu"
-NEED_TRITON = ("attention.triton_kernels", "exactness_on_gpu", "fused_modules")
+NEED_TRITON = (
+    "adapters.low_rank_kernels",
+    "attention.flashinfer_kernels",
+    "attention.triton_kernels",
+    "exactness_on_gpu",
+    "fused_modules",
+)
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None

@@ -24,6 +24,7 @@ def test_the_log_tells_each_stage_with_its_duration(tmp_path: Path, caplog: pyte
     stages = [record.getMessage() for record in caplog.records]
     stages = [stage for stage in stages if not stage.startswith("tried products")]  # of shapes not remembered
     expected = [
+        r"read 0\.\d MB of weights for the model's fingerprint in \d+\.\d+ s",
         r"products: \d+ \w+(, \d+ \w+)*",
         r"loaded llama in \d+\.\d s: LlamaForCausalLM with 0\.1 million parameters in float32 on cpu",
         r"checked attention and model in exact mode in \d+\.\d s",

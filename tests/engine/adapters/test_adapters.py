@@ -165,15 +165,13 @@ def test_one_of_two_names_unloaded_frees_nothing(engine: Engine, device: FakeDev
     assert device.told == [("add", "one")]
 
 
-def test_an_adapter_that_comes_back_while_it_drains_has_all_it_had(engine: Engine, runner: GatedRunner) -> None:
+def test_an_adapter_that_comes_back_while_it_drains_has_all_it_had(engine: Engine) -> None:
     load(engine, "law", "one")
     ask(engine, "law")
-    future = generating(engine, runner, "law")
-    there, back = engine.adapters.load("law", "two"), engine.adapters.load("law", "one")
-    runner.gate.set()
-    there.result(PATIENCE_S)
-    back.result(PATIENCE_S)
-    future.result(PATIENCE_S)
+    with engine.adapters.using(Caller(adapter="law"), tokens(PROMPT)):  # as a request does
+        load(engine, "law", "two")
+        load(engine, "law", "one")
+    engine.adapters.leave("one")
     assert ask(engine, "law") == (answer("one"), 19, "NONE")
 
 
