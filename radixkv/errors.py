@@ -31,6 +31,11 @@
     │   └── StepHangs
     ├── ConfigError                  the service can't start like this
     │   └── UnsupportedModel
+    ├── StoreError                   a store of blocks can't do this; requests go on without it
+    │   ├── StoreBusy
+    │   ├── StoreClosed
+    │   ├── StoreLate
+    │   └── StoreUnavailable
     ├── StepFailed                   a forward pass raised; the requests in it failed, the engine goes on
     └── InvariantViolation           a bug of ours
 
@@ -171,6 +176,26 @@ class ConfigError(RadixKVError):
 
 class UnsupportedModel(ConfigError):
     """The model can't be served with a prefix cache; the message names what stands in the way."""
+
+
+class StoreError(RadixKVError):
+    """A store of blocks outside the device can't do what it was asked. No request fails of it."""
+
+
+class StoreBusy(StoreError):
+    """As many calls wait for the store as may."""
+
+
+class StoreClosed(StoreError):
+    """The store was closed before the call began."""
+
+
+class StoreLate(StoreError):
+    """The store did not answer within its time limit."""
+
+
+class StoreUnavailable(StoreError):
+    """The store can't be reached or used, or is left alone for a while after it failed."""
 
 
 class StepFailed(RadixKVError):

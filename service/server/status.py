@@ -27,6 +27,7 @@ from radixkv.errors import (
     RequestError,
     StepFailed,
     StepHangs,
+    StoreError,
     SwitchedOff,
     Unauthenticated,
     UnknownAdapter,
@@ -58,6 +59,7 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     StepHangs: grpc.StatusCode.UNAVAILABLE,
     ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     StepFailed: grpc.StatusCode.INTERNAL,
+    StoreError: grpc.StatusCode.UNAVAILABLE,  # a request never fails of one
     InvariantViolation: grpc.StatusCode.INTERNAL,
 }
 

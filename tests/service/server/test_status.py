@@ -43,6 +43,10 @@ EXPECTED = {
     "EventsLost": "DATA_LOSS",
     "StepHangs": "UNAVAILABLE",
     "UnsupportedModel": "FAILED_PRECONDITION",
+    "StoreBusy": "UNAVAILABLE",
+    "StoreClosed": "UNAVAILABLE",
+    "StoreLate": "UNAVAILABLE",
+    "StoreUnavailable": "UNAVAILABLE",
     "StepFailed": "INTERNAL",
     "InvariantViolation": "INTERNAL",
 }

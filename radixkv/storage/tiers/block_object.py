@@ -1,0 +1,206 @@
+"""Objects: one block's K and V outside the device, with everything that proves what they are.
+
+    plain   [ head, 128 bytes )[ tokens, zeros up to a multiple of 64 )[ payload )[ checksum, 16 bytes )
+    sealed  [ head, 128 bytes )[ tokens and payload, encrypted; tag of 16 bytes  )[ checksum, 16 bytes )
+
+    head    magic 8 | version 2 | flags 2 | tokens 4 | payload bytes 8 | generation 8 | key 32 | parent 32 | salt 24 | 8
+
+Numbers are little-endian. The checksum, XXH3 with 128 bits, covers all before it. Opening decodes nothing but these
+numbers, so bytes from anybody can be opened.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from struct import Struct
+
+from xxhash import xxh3_128
+
+from radixkv.storage.tiers.block_key import KEY_BYTES
+from radixkv.storage.tiers.sealing import SALT_BYTES, TAG_BYTES, BlockCipher, NotSealedByUs
+from radixkv.tokens import TOKEN_BYTES
+
+CHECKSUM_BYTES = 16
+_MAGIC, _VERSION, _IS_SEALED = b"RKVBLOCK", 1, 1
+_HEAD = Struct(f"<8sHHIQQ{KEY_BYTES}s{KEY_BYTES}s{SALT_BYTES}s8x")
+_ALIGNMENT = 64
+_NO_SALT = bytes(SALT_BYTES)
+HEAD_BYTES = _HEAD.size
+
+
+class ObjectFault(enum.Enum):
+    """Reason not to use an object."""
+
+    CUT = "cut"  # its length is not the one that its head tells
+    FOREIGN = "foreign"  # not an object, of another version, of another block, or of another size
+    DAMAGED = "damaged"  # the checksum differs
+    STALE = "stale"  # of a generation before the least one
+    OTHER_TOKENS = "other_tokens"
+    UNSEALED = "unsealed"  # not encrypted with this tenant's key, or not encrypted as it should be
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectHead:
+    """Numbers at the start of an object.
+
+    Attributes:
+        key, parent: see `BlockKeys`.
+        generation: number that a purge makes larger; see `open_object`.
+        num_tokens: tokens of the block.
+        payload_bytes: bytes of its K and V.
+        salt: the cipher's, not zeros only where the object is sealed.
+        is_sealed: whether tokens and payload are encrypted.
+    """
+
+    key: bytes
+    parent: bytes
+    generation: int
+    num_tokens: int
+    payload_bytes: int
+    salt: bytes = _NO_SALT
+    is_sealed: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole object."""
+        return object_bytes(self.num_tokens, self.payload_bytes, is_sealed=self.is_sealed)
+
+    def pack(self) -> bytes:
+        """Return the bytes that `read_head` reads."""
+        flags = _IS_SEALED if self.is_sealed else 0
+        counts = (self.num_tokens, self.payload_bytes, self.generation)
+        return _HEAD.pack(_MAGIC, _VERSION, flags, *counts, self.key, self.parent, self.salt)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockObject:
+    """A block on its way into a store.
+
+    Attributes:
+        key, parent, generation: see `ObjectHead`.
+        tokens: the block's own, little-endian uint32.
+        payload: contiguous bytes of K and V. They must never change again: give a copy.
+        cipher: seals the object; None stores it in the clear.
+    """
+
+    key: bytes
+    parent: bytes
+    generation: int
+    tokens: bytes
+    payload: memoryview
+    cipher: BlockCipher | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole object."""
+        return object_bytes(len(self.tokens) // TOKEN_BYTES, self.payload.nbytes, is_sealed=self.cipher is not None)
+
+    def parts(self) -> list[bytes | memoryview]:
+        """Return the object's bytes, in parts.
+
+        Complexity: one pass over the payload for the checksum, one more to encrypt it. Stores call it on their threads.
+        """
+        num_tokens = len(self.tokens) // TOKEN_BYTES
+        head = ObjectHead(self.key, self.parent, self.generation, num_tokens, self.payload.nbytes)
+        parts: list[bytes | memoryview]
+        if self.cipher is None:
+            parts = [head.pack() + self.tokens + bytes(_padding(num_tokens)), self.payload]
+        else:
+            salt = self.cipher.new_salt()
+            head = ObjectHead(*_counts(head), salt=salt, is_sealed=True)
+            packed = head.pack()
+            parts = [packed, self.cipher.seal(salt, packed, self.tokens, self.payload)]
+        digest = xxh3_128()
+        for part in parts:
+            digest.update(part)
+        return [*parts, digest.digest()]
+
+
+def object_bytes(num_tokens: int, payload_bytes: int, *, is_sealed: bool = False) -> int:
+    """Return the size of an object.
+
+    >>> object_bytes(64, 1_048_576)
+    1048976
+    """
+    extra = TAG_BYTES if is_sealed else _padding(num_tokens)
+    return HEAD_BYTES + num_tokens * TOKEN_BYTES + extra + payload_bytes + CHECKSUM_BYTES
+
+
+def read_head(data: memoryview | bytes) -> ObjectHead | None:
+    """Read the start of an object; None if it is not one of ours. Nothing behind the head is looked at."""
+    if len(data) < HEAD_BYTES:
+        return None
+    magic, version, flags, num_tokens, payload_bytes, generation, key, parent, salt = _HEAD.unpack_from(data)
+    if magic != _MAGIC or version != _VERSION or flags not in (0, _IS_SEALED):
+        return None
+    return ObjectHead(key, parent, generation, num_tokens, payload_bytes, salt, flags == _IS_SEALED)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block that somebody looks for.
+
+    Attributes:
+        key: of `BlockKeys`.
+        tokens: the block's own.
+        least_generation: an object of an earlier one is stale: it was written before a purge.
+        cipher: the tenant's, None if its blocks are stored in the clear.
+    """
+
+    key: bytes
+    tokens: bytes
+    least_generation: int = 0
+    cipher: BlockCipher | None = None
+
+
+def open_object(data: memoryview, wanted: Wanted, payload_bytes: int) -> memoryview | ObjectFault:
+    """Return the payload of an object if it is the wanted one, whole and unchanged; the reason if not.
+
+    Args:
+        data: what a store returned.
+        wanted: the block that it should be.
+        payload_bytes: bytes of K and V of a block.
+
+    Returns:
+        A view of `data`, or bytes of its own if the object was sealed.
+
+    Complexity: one pass over the object for the checksum, one more to decrypt it.
+    """
+    head = read_head(data)
+    if head is None:
+        return ObjectFault.CUT if len(data) < HEAD_BYTES else ObjectFault.FOREIGN
+    if head.key != wanted.key or head.payload_bytes != payload_bytes:
+        return ObjectFault.FOREIGN
+    if head.num_tokens != len(wanted.tokens) // TOKEN_BYTES:
+        return ObjectFault.OTHER_TOKENS
+    if head.num_bytes != len(data):
+        return ObjectFault.CUT
+    if xxh3_128(data[:-CHECKSUM_BYTES]).digest() != data[-CHECKSUM_BYTES:]:
+        return ObjectFault.DAMAGED
+    if head.generation < wanted.least_generation:
+        return ObjectFault.STALE
+    if head.is_sealed != (wanted.cipher is not None):
+        return ObjectFault.UNSEALED
+    return _opened(data, head, wanted)
+
+
+def _opened(data: memoryview, head: ObjectHead, wanted: Wanted) -> memoryview | ObjectFault:
+    body = data[HEAD_BYTES:-CHECKSUM_BYTES]
+    token_bytes = len(wanted.tokens)
+    if wanted.cipher is not None:
+        try:
+            body = memoryview(wanted.cipher.open(head.salt, data[:HEAD_BYTES], body))
+        except NotSealedByUs:
+            return ObjectFault.UNSEALED
+    if body[:token_bytes] != wanted.tokens:
+        return ObjectFault.OTHER_TOKENS
+    return body[token_bytes + (0 if wanted.cipher else _padding(head.num_tokens)) :]
+
+
+def _counts(head: ObjectHead) -> tuple[bytes, bytes, int, int, int]:
+    return head.key, head.parent, head.generation, head.num_tokens, head.payload_bytes
+
+
+def _padding(num_tokens: int) -> int:
+    return -num_tokens * TOKEN_BYTES % _ALIGNMENT

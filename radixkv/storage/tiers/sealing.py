@@ -1,0 +1,80 @@
+"""Encryption of objects at rest, with a key for each tenant."""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from radixkv.errors import ConfigError
+
+if TYPE_CHECKING:  # the package is an extra
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+SALT_BYTES = 24
+TAG_BYTES = 16
+_KEY_BYTES, _NONCE_BYTES = 32, 12
+_PERSON = b"radixkv seal 1"
+
+
+class NotSealedByUs(Exception):
+    """These bytes were not encrypted with this key, or were changed since."""
+
+
+class BlockCipher:
+    """Seals the objects of one tenant: AES-256-GCM, which also finds any change.
+
+    Each object has a key and a nonce of its own, derived from the tenant's key and 192 random bits. They repeat if
+    these bits do, which 2^80 objects don't make likely; 2^32 objects are too many for random nonces under one key.
+
+    Args:
+        key: 32 secret bytes.
+
+    Raises:
+        ConfigError: the key has another length, or the package `cryptography` is not installed.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != _KEY_BYTES:
+            raise ConfigError(f"key of a tenant's objects: expected {_KEY_BYTES} bytes, got {len(key)}")
+        try:
+            import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
+        except ImportError as error:
+            raise ConfigError("key of a tenant's objects: expected the package cryptography, got none") from error
+        self._key = key
+
+    def new_salt(self) -> bytes:
+        """Return random bytes for one object."""
+        return os.urandom(SALT_BYTES)
+
+    def seal(self, salt: bytes, head: bytes, tokens: bytes, payload: memoryview) -> bytes:
+        """Encrypt tokens and payload of one object, and bind them to its head.
+
+        Args:
+            salt: of `new_salt`, for this object alone.
+            head: the object's head, which stays readable.
+            tokens: the block's tokens.
+            payload: K and V.
+        """
+        gcm, nonce = self._once(salt)
+        return gcm.encrypt(nonce, b"".join((tokens, payload)), head)
+
+    def open(self, salt: bytes, head: memoryview, sealed: memoryview) -> bytes:
+        """Decrypt what `seal` returned.
+
+        Raises:
+            NotSealedByUs: it is of another key, or it or the head was changed.
+        """
+        from cryptography.exceptions import InvalidTag
+
+        gcm, nonce = self._once(salt)
+        try:
+            return gcm.decrypt(nonce, sealed, head)
+        except InvalidTag as error:
+            raise NotSealedByUs("object: expected one sealed with this key, got another") from error
+
+    def _once(self, salt: bytes) -> tuple[AESGCM, bytes]:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        derived = blake2b(salt, digest_size=_KEY_BYTES + _NONCE_BYTES, key=self._key, person=_PERSON).digest()
+        return AESGCM(derived[:_KEY_BYTES]), derived[_KEY_BYTES:]

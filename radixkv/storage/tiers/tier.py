@@ -1,0 +1,211 @@
+"""One tier as the engine uses it: blocks in, verified blocks out, and counts of everything else."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from radixkv.errors import StoreBusy, StoreClosed, StoreError, StoreLate
+from radixkv.storage.tiers.block_object import BlockObject, ObjectFault, Wanted, open_object
+from radixkv.storage.tiers.block_store import BlockStore, Loan, PutOutcome, PutResult, StoreSize
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+
+
+class Absence(enum.Enum):
+    """Reason why a store gave nothing."""
+
+    ABSENT = "absent"
+    BUSY = "busy"
+    LATE = "late"
+    UNAVAILABLE = "unavailable"
+
+
+Miss = Absence | ObjectFault
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBlock:
+    """K and V of a block, verified.
+
+    Attributes:
+        payload: its bytes, read-only.
+        loan: keeps them; released once they are copied.
+    """
+
+    payload: memoryview
+    loan: Loan
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounts:
+    """Counts since the start.
+
+    Attributes:
+        loaded: blocks that were found and are whole.
+        loaded_bytes: their payloads.
+        misses: blocks that were not, by reason.
+        saved: objects by what became of them; those of failed calls are in `failed_saves`.
+        failed_saves: objects of calls that failed.
+        evicted: objects that left to make room.
+    """
+
+    loaded: int
+    loaded_bytes: int
+    misses: dict[Miss, int]
+    saved: dict[PutOutcome, int]
+    failed_saves: int
+    evicted: int
+
+
+class Tier:
+    """A store of one format's blocks. Nothing that it returns is wrong; whatever is wrong is a counted miss.
+
+    Calls return at once. Futures never fail: a store that does is a miss, or an object that was not stored. They are
+    cancelled like those of `BlockStore`.
+
+    Args:
+        name: `host`, `disk`, `redis`, `mooncake`, or a plug-in's.
+        store: where objects go. It is closed with the tier.
+        payload_bytes: bytes of K and V of a block; an object of another size is foreign.
+    """
+
+    def __init__(self, name: str, store: BlockStore, payload_bytes: int) -> None:
+        self.name = name
+        self._store = store
+        self._payload_bytes = payload_bytes
+        self._lock = threading.Lock()
+        self._loaded = self._loaded_bytes = self._failed_saves = self._evicted = 0
+        self._misses: Counter[Miss] = Counter()
+        self._saved: Counter[PutOutcome] = Counter()
+
+    def save(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> Future[PutResult | None]:
+        """Store blocks; see `BlockStore.put`. The result is None if the store failed."""
+
+        def saved(result: PutResult) -> PutResult:
+            with self._lock:
+                self._saved.update(result.outcomes)
+                self._evicted += len(result.evicted)
+            return result
+
+        def failed(_: StoreError) -> None:
+            with self._lock:
+                self._failed_saves += len(objects)
+
+        return _then(self._store.put(objects, give_up), saved, failed)
+
+    def load(self, wanted: Sequence[Wanted]) -> Future[list[LoadedBlock | Miss]]:
+        """Return each wanted block, or why not. They are verified on the store's thread.
+
+        What is there and can't be used is deleted, so that it is not read again.
+        """
+
+        def opened(loans: list[Loan | None]) -> list[LoadedBlock | Miss]:
+            found = [self._open(loan, each) for loan, each in zip(loans, wanted, strict=True)]
+            useless = [each.key for each, block in zip(wanted, found, strict=True) if isinstance(block, ObjectFault)]
+            if useless:
+                self._store.delete(useless)
+            return self._count(found)
+
+        def failed(error: StoreError) -> list[LoadedBlock | Miss]:
+            return self._count([_reason_of(error)] * len(wanted))
+
+        return _then(self._store.get([each.key for each in wanted]), opened, failed, _release_all)
+
+    def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Return whether something is stored under each key. It may turn out to be no use when it is loaded."""
+        return _then(self._store.exists(keys), lambda found: found, lambda _: [False] * len(keys))
+
+    def delete(self, keys: Sequence[bytes]) -> Future[int | None]:
+        """Forget blocks. Return the number of those that were there, None if the store could not be asked."""
+        return _then(self._store.delete(keys), lambda number: number, lambda _: None)
+
+    def size(self) -> StoreSize:
+        """Return what the store holds."""
+        return self._store.size()
+
+    def counts(self) -> TierCounts:
+        """Return the counts."""
+        with self._lock:
+            misses, saved = dict(self._misses), dict(self._saved)
+            return TierCounts(self._loaded, self._loaded_bytes, misses, saved, self._failed_saves, self._evicted)
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+    def _open(self, loan: Loan | None, wanted: Wanted) -> LoadedBlock | Miss:
+        if loan is None:
+            return Absence.ABSENT
+        payload = open_object(loan.data, wanted, self._payload_bytes)
+        if isinstance(payload, ObjectFault):
+            loan.release()
+            return payload
+        return LoadedBlock(payload.toreadonly(), loan)
+
+    def _count(self, found: list[LoadedBlock | Miss]) -> list[LoadedBlock | Miss]:
+        blocks = [each for each in found if isinstance(each, LoadedBlock)]
+        misses = Counter(each for each in found if not isinstance(each, LoadedBlock))
+        with self._lock:
+            self._loaded += len(blocks)
+            self._loaded_bytes += sum(block.payload.nbytes for block in blocks)
+            is_first = {fault for fault in misses if isinstance(fault, ObjectFault) and not self._misses[fault]}
+            self._misses.update(misses)
+        for fault in is_first:
+            _log.warning("tier %s: expected whole blocks of this model, got one that is %s", self.name, fault.value)
+        return found
+
+
+def _reason_of(error: StoreError) -> Absence:
+    return {StoreBusy: Absence.BUSY, StoreLate: Absence.LATE}.get(type(error), Absence.UNAVAILABLE)
+
+
+def _release_all(loans: list[Loan | None]) -> None:
+    for loan in loans:
+        if loan is not None:
+            loan.release()
+
+
+def _then(
+    inner: Future[_T],
+    convert: Callable[[_T], _U],
+    failed: Callable[[StoreError], _U],
+    unwanted: Callable[[_T], None] = lambda _: None,
+) -> Future[_U]:
+    """Return a future of the converted result. Cancelling it cancels `inner`, whose result is then `unwanted`."""
+    outer: Future[_U] = Future()
+    pending = [inner]  # empty in the end, so that the two leave the collector no circle
+
+    def forward(done: Future[_T]) -> None:
+        pending.clear()
+        is_wanted = outer.set_running_or_notify_cancel()
+        try:
+            result = done.result()
+            if is_wanted:
+                outer.set_result(convert(result))
+            else:
+                unwanted(result)
+        except (StoreError, CancelledError) as error:
+            if is_wanted:
+                known = error if isinstance(error, StoreError) else StoreClosed("store: the call was cancelled")
+                outer.set_result(failed(known))
+        except Exception as error:  # noqa: BLE001 - a bug must not make anybody wait forever
+            if is_wanted:
+                outer.set_exception(error)
+
+    def cancel(done: Future[_U]) -> None:
+        if done.cancelled():
+            for each in tuple(pending):
+                each.cancel()
+
+    outer.add_done_callback(cancel)
+    inner.add_done_callback(forward)
+    return outer

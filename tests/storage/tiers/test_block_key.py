@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from radixkv.errors import ConfigError, InvariantViolation
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.storage.tiers.block_key import BlockKeys
+
+from .blocks import FORMAT, KEYS, tokens_of
+
+NAMESPACE = Namespace("model", "alice", "adapter", "salt")
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(FORMAT), ids=lambda field: field.name)
+def test_each_field_of_a_format_makes_other_keys(field: dataclasses.Field[object]) -> None:
+    value = getattr(FORMAT, field.name)
+    other = dataclasses.replace(FORMAT, **{field.name: value + 1 if isinstance(value, int) else f"{value}x"})
+    assert other.fingerprint != FORMAT.fingerprint
+    assert BlockKeys(other, b"secret").root(NAMESPACE) != KEYS.root(NAMESPACE)
+
+
+@pytest.mark.parametrize("field", ["model", "tenant", "adapter", "salt"])
+def test_each_field_of_a_namespace_makes_other_keys(field: str) -> None:
+    assert KEYS.root(NAMESPACE._replace(**{field: "other"})) != KEYS.root(NAMESPACE)
+
+
+def test_fields_are_not_joined() -> None:
+    assert KEYS.root(Namespace("m", "a", "bc")) != KEYS.root(Namespace("m", "ab", "c"))
+    assert KEYS.root(Namespace("m", "", "a")) != KEYS.root(Namespace("m", "a", ""))
+
+
+def test_a_chain_is_parents_and_tokens() -> None:
+    root = KEYS.root(NAMESPACE)
+    first, second = KEYS.chain(root, tokens_of(1) + tokens_of(2) + tokens_of(3)[:-4])
+    assert first == KEYS.child(root, tokens_of(1))
+    assert second == KEYS.child(first, tokens_of(2))
+    assert second not in (KEYS.child(root, tokens_of(2)), KEYS.child(KEYS.child(root, tokens_of(3)), tokens_of(2)))
+
+
+def test_a_part_of_a_block_has_a_key_of_its_own() -> None:
+    assert KEYS.child(bytes(32), tokens_of(1)[:-4]) != KEYS.child(bytes(32), tokens_of(1))
+
+
+def test_another_secret_makes_other_keys() -> None:
+    assert BlockKeys(FORMAT, b"other").root(NAMESPACE) != KEYS.root(NAMESPACE) != BlockKeys(FORMAT).root(NAMESPACE)
+
+
+def test_keys_are_the_same_tomorrow() -> None:
+    """Whatever changes this loses what every shared and every persistent store holds."""
+    key = KEYS.child(KEYS.root(NAMESPACE), tokens_of(1))
+    assert key.hex() == "65b15916a794144a5a28e561dc9b281d7706654756e539b8c5b667458cfd8992"
+
+
+def test_a_public_prefix_is_known_by_its_tokens_and_not_by_its_serial() -> None:
+    trunk = tokens_of(1)
+    first, again = NAMESPACE._replace(trunk="1:16"), NAMESPACE._replace(trunk="7:16")
+    assert KEYS.root(first, trunk) == KEYS.root(again, trunk) != KEYS.root(first, tokens_of(2))
+    assert KEYS.root(first, trunk) != KEYS.root(NAMESPACE)
+    assert KEYS.root(Namespace("m", PUBLIC_TENANT, salt="1")) == KEYS.root(Namespace("m", PUBLIC_TENANT, salt="7"))
+
+
+def test_a_trunk_of_another_length_is_refused() -> None:
+    with pytest.raises(InvariantViolation, match="trunk: expected 16 tokens, got 60 bytes"):
+        KEYS.root(NAMESPACE._replace(trunk="1:16"), tokens_of(1)[:-4])
+
+
+def test_a_long_secret_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected at most 64 bytes, got 65"):
+        BlockKeys(FORMAT, bytes(65))

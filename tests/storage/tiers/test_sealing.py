@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+from xxhash import xxh3_128
+
+from radixkv.errors import ConfigError
+from radixkv.storage.tiers.block_object import ObjectFault, open_object
+from radixkv.storage.tiers.sealing import BlockCipher, NotSealedByUs
+
+from .blocks import PAYLOAD_BYTES, payload_of, stored, tokens_of, wanted
+
+CIPHER = BlockCipher(bytes(range(32)))
+
+
+def test_nothing_of_a_sealed_object_is_readable() -> None:
+    data = stored(1, 0, CIPHER)
+    assert tokens_of(1)[:8] not in data
+    assert payload_of(1)[:8] not in data
+
+
+def test_the_same_block_is_never_sealed_alike() -> None:
+    assert len({stored(1, 0, CIPHER)[128:] for _ in range(100)}) == 100
+
+
+def test_a_head_is_bound_to_what_it_heads() -> None:
+    """Somebody who can write into the store, and computes a new checksum, lifts the generation of an object."""
+    data = bytearray(stored(1, 4, CIPHER))
+    data[24] = 9
+    data[-16:] = xxh3_128(data[:-16]).digest()
+    assert open_object(memoryview(data), wanted(1, 0, CIPHER), PAYLOAD_BYTES) is ObjectFault.UNSEALED
+
+
+def test_another_key_opens_nothing() -> None:
+    salt = CIPHER.new_salt()
+    sealed = CIPHER.seal(salt, b"head", b"toke", memoryview(b"payload"))
+    assert CIPHER.open(salt, memoryview(b"head"), memoryview(sealed)) == b"tokepayload"
+    with pytest.raises(NotSealedByUs):
+        BlockCipher(bytes(32)).open(salt, memoryview(b"head"), memoryview(sealed))
+    with pytest.raises(NotSealedByUs):
+        CIPHER.open(CIPHER.new_salt(), memoryview(b"head"), memoryview(sealed))
+
+
+def test_a_key_has_32_bytes() -> None:
+    with pytest.raises(ConfigError, match="expected 32 bytes, got 16"):
+        BlockCipher(bytes(16))
+
+
+def test_without_the_package_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(ConfigError, match="expected the package cryptography"):
+        BlockCipher(bytes(32))
