@@ -95,6 +95,19 @@ class SlotTable:
         else:
             self._free.append(entry.slot)
 
+    def add_objects(self, found: Iterable[tuple[bytes, SlotEntry]], num_slots: int) -> None:
+        """Add objects that an earlier process left, the last one used last; of two with one key the later one counts.
+
+        Args:
+            found: keys and entries.
+            num_slots: slots that there are; those without an object are free.
+        """
+        for key, entry in found:
+            self._entries.pop(key, None)
+            self._entries[key] = entry
+        taken = {entry.slot for entry in self._entries.values()}
+        self._free += [slot for slot in range(num_slots - 1, -1, -1) if slot not in taken]
+
     def abandon(self, key: bytes, slot: int) -> None:
         """Free a claimed slot into which nothing was written."""
         if self._writing.get(key) == slot:

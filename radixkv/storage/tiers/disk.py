@@ -1,0 +1,206 @@
+"""Store on a local disk. It survives the process, at whatever moment that dies."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from radixkv.errors import StoreError, StoreUnavailable
+from radixkv.storage.tiers.block_key import BlockFormat
+from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject, ObjectHead, read_head
+from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
+from radixkv.storage.tiers.disk_directory import DiskDirectory
+from radixkv.storage.tiers.slot_file import PAGE_BYTES, SlotFile
+from radixkv.storage.tiers.slot_table import SlotEntry, SlotTable
+from radixkv.tokens import TOKEN_BYTES
+
+_log = logging.getLogger(__name__)
+_FULL_PAUSE_S = 60.0  # a full disk is asked for room again after this
+
+
+class DiskStore(StoreBackend):
+    """Objects on a disk, in slots of whole pages. One process has a directory; another one is refused.
+
+    Args:
+        path: `tiers.disk_path`. Each format has a directory of its own below it.
+        block_format: format of the blocks.
+        object_bytes: size of the largest object.
+        max_bytes: the bound, `tiers.disk_bytes`.
+        clock: seconds, monotonic.
+
+    Raises:
+        StoreUnavailable: the directory can't be used, or the bound has no room for one object.
+
+    Complexity: starting reads 64 bytes a slot and takes about 2 us for each object that is there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        block_format: BlockFormat,
+        object_bytes: int,
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slot_bytes = -(-object_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._max_slots = max_bytes // self._slot_bytes
+        if not self._max_slots:
+            raise StoreUnavailable(f"tiers.disk_bytes: expected at least {self._slot_bytes}, got {max_bytes}")
+        self._clock, self._lock, self._next_growth_s = clock, threading.RLock(), clock()
+        self._is_closed = False
+        self._directory = DiskDirectory(path, block_format)
+        try:
+            self._file = SlotFile(self._directory.path, self._slot_bytes, self._max_slots)
+            self._table, self._serial = self._found()
+        except OSError as error:
+            self._directory.close()
+            raise _failed(error) from error
+
+    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
+        """Write objects. They are there for the next process once this returns, and after a power failure perhaps."""
+        left, outcomes, evicted = iter(give_up), [], []
+        for each in objects:
+            outcome, gone = self._put(each, left)
+            outcomes.append(outcome)
+            evicted += gone
+        return PutResult(tuple(outcomes), tuple(evicted))
+
+    def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
+        """Read objects into memory of their own."""
+        with self._lock:
+            entries = [self._table.find(key) for key in keys]
+            there = [entry for entry in entries if entry is not None]
+            for entry in there:
+                self._table.start_reading(entry)
+        try:
+            found = iter(self._file.read([(entry.slot, entry.num_bytes) for entry in there]))
+        except OSError as error:
+            raise _failed(error) from error
+        finally:
+            with self._lock:
+                for entry in there:
+                    self._table.end_reading(entry)
+        return [None if entry is None else Loan(next(found)) for entry in entries]
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return whether there is an object under each key; it is no use of it."""
+        with self._lock:
+            return [self._table.find(key, is_use=False) is not None for key in keys]
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forget objects, also after a power failure. Their bytes stay on the disk until others are written there."""
+        with self._lock:
+            gone = [entry for key in keys if (entry := self._table.remove(key)) is not None]
+            try:
+                if gone:
+                    self._file.clear_lines([entry.slot for entry in gone], is_durable=True)
+            except OSError as error:
+                raise _failed(error) from error
+        return len(gone)
+
+    def size(self) -> StoreSize:
+        """Return slots and their bytes."""
+        with self._lock:
+            used = self._file.num_slots - self._table.num_free
+            return StoreSize(len(self._table), used * self._slot_bytes, self._max_slots * self._slot_bytes)
+
+    def heads(self) -> Iterator[tuple[ObjectHead, bytes]]:
+        """Iterate over what the disk holds, oldest first: heads, and tokens where they are not sealed.
+
+        A head is not verified. Its key is right if it follows from its parent and tokens.
+
+        Complexity: a read of a page an object.
+        """
+        with self._lock:
+            there = [(key, entry.slot) for key, entry in self._table]
+        for key, slot in there:
+            (page,) = self._file.read([(slot, min(PAGE_BYTES, self._slot_bytes))])
+            head = read_head(page)
+            if head is not None and head.key == key:
+                end = 0 if head.is_sealed else HEAD_BYTES + head.num_tokens * TOKEN_BYTES
+                yield head, bytes(page[HEAD_BYTES:end])
+
+    def close(self) -> None:
+        """Write everything to the disk, and let another process have the directory."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._file.close()
+        except OSError as error:
+            raise _failed(error) from error
+        finally:
+            self._directory.close()
+
+    def _put(self, each: BlockObject, give_up: Iterator[bytes]) -> tuple[PutOutcome, list[bytes]]:
+        if each.num_bytes > self._slot_bytes:
+            return PutOutcome.TOO_LARGE, []
+        with self._lock:
+            if self._table.has(each.key, each.generation):
+                return PutOutcome.ALREADY_THERE, []
+            self._grow()
+            slot, gone = self._claim(each.key, give_up)
+        if slot is None:
+            return PutOutcome.NO_ROOM, gone
+        try:
+            self._file.write(slot, each.parts())
+        except BaseException as error:
+            with self._lock:
+                self._table.abandon(each.key, slot)
+            raise (_failed(error) if isinstance(error, OSError) else error) from error
+        with self._lock:
+            self._serial += 1
+            entry = SlotEntry(slot, each.generation, each.num_bytes)
+            self._table.publish(each.key, entry)
+            if self._table.find(each.key, is_use=False) is entry:  # nobody deleted it meanwhile
+                self._file.write_line(slot, each.key, each.generation, self._serial, each.num_bytes)
+        return PutOutcome.STORED, gone
+
+    def _claim(self, key: bytes, give_up: Iterator[bytes]) -> tuple[int | None, list[bytes]]:
+        """Claim a slot. Lines of what leaves go first, so that nothing deleted comes back with the next process."""
+        older = self._table.find(key)
+        slot, gone = self._table.claim(key, give_up)
+        useless = ({slot} if gone and slot is not None else set()) | ({older.slot} if older else set())
+        try:
+            self._file.clear_lines(useless)
+        except OSError as error:
+            if slot is not None:
+                self._table.abandon(key, slot)
+            raise _failed(error) from error
+        return slot, gone
+
+    def _grow(self) -> None:
+        """Take more room if there is none, the bound allows it and the disk was not just full."""
+        if self._table.num_free or self._file.num_slots == self._max_slots or self._clock() < self._next_growth_s:
+            return
+        try:
+            new = self._file.grow()
+        except OSError as error:
+            raise _failed(error) from error
+        self._table.add_slots(reversed(new))
+        if not new:
+            self._next_growth_s = self._clock() + _FULL_PAUSE_S
+            size = self._file.num_slots * self._slot_bytes
+            _log.warning("tiers.disk_path: the disk is full; going on with %d bytes of %s", size, self._directory.path)
+
+    def _found(self) -> tuple[SlotTable, int]:
+        """Read the index: of two lines with one key the later one counts."""
+        lines = self._file.lines()
+        is_there = (lines["serial"] > 0) & (lines["bytes"] >= HEAD_BYTES) & (lines["bytes"] <= self._slot_bytes)
+        slots = np.flatnonzero(is_there)
+        slots = slots[np.argsort(lines["serial"][slots], kind="stable")]
+        found = lines[slots]
+        columns = (found[name].tolist() for name in ("key", "generation", "bytes"))
+        rows = zip(slots.tolist(), *columns, strict=True)
+        table = SlotTable(0)
+        table.add_objects(((key, SlotEntry(slot, *rest)) for slot, key, *rest in rows), self._file.num_slots)
+        return table, int(found["serial"][-1]) if len(found) else 0
+
+
+def _failed(error: OSError) -> StoreError:
+    return StoreUnavailable(f"tiers.disk_path: expected a disk that works, got {error.strerror or error}")

@@ -1,0 +1,173 @@
+"""Two files: slots with one object each, and an index with a line for each slot.
+
+    blocks   [ object, zeros or older bytes up to slot_bytes )[ object ... )[ ...
+    index    [ key 32 | generation 8 | serial 8 | bytes 8 | 8 )[ ...        serial 0: the slot is free
+
+Objects are written in place, then their line. Whatever a process that dies leaves half written, an object's checksum or
+its key tells when it is read. So nothing waits for the disk, and nothing is repaired.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.storage.tiers.block_key import KEY_BYTES
+
+PAGE_BYTES = 4096
+_LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("generation", "<u8"), ("serial", "<u8"), ("bytes", "<u8"), ("more", "V8")])
+_GROWTH_BYTES = 64 << 20
+_MAX_RUN = 64  # slots in one read
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+Lines = npt.NDArray[Any]
+
+
+class SlotFile:
+    """Slots on a disk. Reads and writes of different slots may run at a time; growing and lines are the caller's turn.
+
+    Attributes:
+        num_slots: slots that have room on the disk.
+
+    Args:
+        directory: has the files, or will have them.
+        slot_bytes: size of a slot, whole pages.
+        max_slots: the bound; a longer file is cut.
+
+    Raises:
+        OSError: the files can't be opened.
+    """
+
+    def __init__(self, directory: Path, slot_bytes: int, max_slots: int) -> None:
+        self._slot_bytes, self._max_slots = slot_bytes, max_slots
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._index = os.open(directory / "index", flags, 0o600)
+        try:
+            self._blocks = os.open(directory / "blocks", flags, 0o600)
+        except OSError:
+            os.close(self._index)
+            raise
+        self.num_slots = min(os.fstat(self._blocks).st_size // slot_bytes, max_slots)
+        os.ftruncate(self._blocks, self.num_slots * slot_bytes)
+        os.ftruncate(self._index, self.num_slots * _LINE.itemsize)
+
+    def close(self) -> None:
+        """Write everything to the disk, and close the files."""
+        for file in (self._blocks, self._index):
+            os.fsync(file)
+            os.close(file)
+
+    def lines(self) -> Lines:
+        """Read the index: one read of 64 bytes a slot."""
+        size = self.num_slots * _LINE.itemsize
+        data = bytearray(size)
+        view, done = memoryview(data), 0
+        while done < size and (count := os.preadv(self._index, [view[done:]], done)):
+            done += count
+        return np.frombuffer(data, _LINE)
+
+    def grow(self) -> range:
+        """Take more room on the disk. Return the new slots; none at the bound, or if the disk is full.
+
+        Room is taken before anything is written, so that a full disk is no surprise in the middle of an object.
+
+        Raises:
+            OSError: the disk fails otherwise.
+        """
+        wanted = min(max(1, _GROWTH_BYTES // self._slot_bytes), self._max_slots - self.num_slots)
+        while wanted > 0:
+            try:
+                os.posix_fallocate(self._blocks, self.num_slots * self._slot_bytes, wanted * self._slot_bytes)
+                os.posix_fallocate(self._index, self.num_slots * _LINE.itemsize, wanted * _LINE.itemsize)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                os.ftruncate(self._blocks, self.num_slots * self._slot_bytes)
+                wanted //= 2
+                continue
+            new = range(self.num_slots, self.num_slots + wanted)
+            self.num_slots += wanted
+            return new
+        return range(0)
+
+    def write(self, slot: int, parts: Sequence[bytes | memoryview]) -> None:
+        """Write an object into a slot.
+
+        Raises:
+            OSError: the disk fails, or is full although room was taken.
+        """
+        position = slot * self._slot_bytes
+        left = [memoryview(part) for part in parts]
+        while left:
+            count = os.pwritev(self._blocks, left, position)
+            position += count
+            while left and count >= left[0].nbytes:
+                count -= left.pop(0).nbytes
+            if left:
+                left[0] = left[0][count:]
+
+    def write_line(self, slot: int, key: bytes, generation: int, serial: int, num_bytes: int) -> None:
+        """Write the line of a slot."""
+        line = np.array([(key, generation, serial, num_bytes, bytes(8))], _LINE)
+        os.pwrite(self._index, line.tobytes(), slot * _LINE.itemsize)
+
+    def clear_lines(self, slots: Iterable[int], *, is_durable: bool = False) -> None:
+        """Make slots free; if it is to be durable, also after a power failure."""
+        for slot in slots:
+            os.pwrite(self._index, bytes(_LINE.itemsize), slot * _LINE.itemsize)
+        if is_durable:
+            os.fdatasync(self._index)
+
+    def read(self, wanted: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Read objects; what the file lacks is cut off.
+
+        Neighbors are read at once. The disk is told of all before the first is read, so that it has them in its queue.
+
+        Args:
+            wanted: slots and bytes of the objects.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        order = sorted(range(len(wanted)), key=lambda each: wanted[each])
+        runs = self._runs(order, wanted)
+        if len(runs) > 1:
+            for run in runs:
+                start, size = wanted[run[0]][0] * self._slot_bytes, len(run) * self._slot_bytes
+                os.posix_fadvise(self._blocks, start, size, os.POSIX_FADV_WILLNEED)
+        found: list[memoryview] = [memoryview(b"")] * len(wanted)
+        for run in runs:
+            buffers = [np.empty(self._slot_bytes, np.uint8).data for _ in run[:-1]]
+            buffers.append(np.empty(wanted[run[-1]][1], np.uint8).data)
+            left = self._read_run(wanted[run[0]][0] * self._slot_bytes, buffers)
+            for each, buffer in zip(run, buffers, strict=True):
+                found[each] = buffer[: min(wanted[each][1], max(0, left))]
+                left -= buffer.nbytes
+        return found
+
+    def _runs(self, order: Sequence[int], wanted: Sequence[tuple[int, int]]) -> list[list[int]]:
+        runs: list[list[int]] = []
+        for each in order:
+            is_next = runs and wanted[runs[-1][-1]][0] + 1 == wanted[each][0] and len(runs[-1]) < _MAX_RUN
+            if is_next:
+                runs[-1].append(each)
+            else:
+                runs.append([each])
+        return runs
+
+    def _read_run(self, position: int, buffers: Sequence[memoryview]) -> int:
+        """Fill buffers from a position on; return the number of bytes that there were."""
+        total, left = 0, list(buffers)
+        while left and (count := os.preadv(self._blocks, left, position + total)):
+            total += count
+            while left and count >= left[0].nbytes:
+                count -= left.pop(0).nbytes
+            if left:
+                left[0] = left[0][count:]
+        return total

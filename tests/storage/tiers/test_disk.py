@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from radixkv.errors import StoreUnavailable
+from radixkv.storage.tiers.block_object import BlockObject
+from radixkv.storage.tiers.block_store import PutOutcome
+from radixkv.storage.tiers.disk import DiskStore
+from tests.patience import PATIENCE_S
+
+from .blocks import FORMAT, OBJECT_BYTES, ROOT, block, key_of, stored, tokens_of
+from .damage import damaged_files, damaged_objects, killed_writers
+from .disks import PAGE_BYTES, disk_at
+
+
+def got(store: DiskStore, *numbers: int) -> list[bytes | None]:
+    return [loan and bytes(loan.data) for loan in store.get([key_of(number) for number in numbers])]
+
+
+def directory_of(path: Path) -> Path:
+    (directory,) = path.iterdir()
+    return directory
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_next_process_finds_what_was_written(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(number) for number in range(5)])
+    store.delete([key_of(2)])
+    store.close()
+    store.close()
+    again = disk_at(tmp_path, 8)
+    assert got(again, 0, 1, 2, 3, 4) == [stored(0), stored(1), None, stored(3), stored(4)]
+    assert again.size().num_objects == 4
+    again.close()
+
+
+def test_the_next_process_evicts_what_was_written_first(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 3)
+    store.put([block(number) for number in (1, 2, 3)])
+    store.put([block(4)])  # into the slot of 1
+    store.close()
+    again = disk_at(tmp_path, 3)
+    assert again.put([block(5)]).evicted == (key_of(2),)
+    again.close()
+
+
+def test_a_deleted_block_does_not_come_back_in_an_earlier_generation(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(1, generation=1)])
+    loading = store._table.find(key_of(1))
+    assert loading is not None
+    store._table.start_reading(loading)  # so that the next generation has to be written elsewhere
+    store.put([block(1, generation=2)])
+    store._table.end_reading(loading)
+    store.delete([key_of(1)])
+    store.close()
+    again = disk_at(tmp_path, 8)
+    assert again.exists([key_of(1)]) == [False]
+    again.close()
+
+
+def test_the_bound_holds_and_the_directory_shrinks_with_it(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(number) for number in range(20)])
+    assert (directory_of(tmp_path) / "blocks").stat().st_size == 8 * PAGE_BYTES
+    assert store.size().used_bytes == store.size().capacity_bytes == 8 * PAGE_BYTES
+    store.close()
+    smaller = disk_at(tmp_path, 3)
+    assert (directory_of(tmp_path) / "blocks").stat().st_size == 3 * PAGE_BYTES
+    assert smaller.size().num_objects == 3
+    assert set(got(smaller, *range(20))) <= {None, *(stored(number) for number in range(20))}
+    smaller.close()
+
+
+def test_neighbors_and_strangers_are_read_in_one_batch(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 200)
+    store.put([block(number) for number in range(150)])
+    numbers = [*range(10), 149, 70, 71, 20, *range(100, 30, -1)]
+    assert got(store, *numbers) == [stored(number) for number in numbers]
+    store.close()
+
+
+def test_heads_tell_where_a_block_belongs(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(2), block(1, generation=7)])
+    store.close()
+    again = disk_at(tmp_path, 8)
+    heads = [(head.key, head.parent, head.generation, tokens) for head, tokens in again.heads()]
+    assert heads == [(key_of(2), ROOT, 0, tokens_of(2)), (key_of(1), ROOT, 7, tokens_of(1))]
+    again.close()
+
+
+def test_a_second_process_is_refused_and_comes_in_after_the_first(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    code = f"from tests.storage.tiers.disks import disk_at, Path\ndisk_at(Path({str(tmp_path)!r}), 8).close()"
+    command = [sys.executable, "-c", code]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert refused.returncode == 1
+    assert "StoreUnavailable" in refused.stderr
+    assert "expected to be alone, got another process that uses it" in refused.stderr
+    store.close()
+    subprocess.run(command, check=True, timeout=PATIENCE_S)
+
+
+def test_another_model_has_another_directory(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(1)])
+    other = DiskStore(tmp_path, dataclasses.replace(FORMAT, model="other"), OBJECT_BYTES, 8 * PAGE_BYTES)
+    assert other.exists([key_of(1)]) == [False]
+    other.close()
+    store.close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_directory_that_was_moved_here_from_another_model_is_refused(tmp_path: Path) -> None:
+    disk_at(tmp_path, 8).close()
+    other = dataclasses.replace(FORMAT, model="other")
+    directory_of(tmp_path).rename(tmp_path / other.fingerprint)
+    with pytest.raises(StoreUnavailable, match=r"format.json: expected this model's format, got another"):
+        DiskStore(tmp_path, other, OBJECT_BYTES, 8 * PAGE_BYTES)
+    (tmp_path / other.fingerprint / "format.json").write_text("{")
+    with pytest.raises(StoreUnavailable, match="got something unreadable"):
+        DiskStore(tmp_path, other, OBJECT_BYTES, 8 * PAGE_BYTES)
+
+
+def test_a_label_says_what_a_directory_holds(tmp_path: Path) -> None:
+    disk_at(tmp_path, 8).close()
+    label = json.loads((directory_of(tmp_path) / "format.json").read_text())
+    assert (label["model"], label["block_size"]) == ("model", 16)
+    assert directory_of(tmp_path).stat().st_mode & 0o77 == 0
+    assert (directory_of(tmp_path) / "blocks").stat().st_mode & 0o77 == 0
+
+
+def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreUnavailable, match=r"tiers.disk_path: expected a directory to write to, got .*file"):
+        disk_at(tmp_path / "file", 8)
+
+
+def test_a_bound_below_one_object_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match=r"tiers.disk_bytes: expected at least 4096, got 4095"):
+        DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 4095)
+
+
+def test_an_object_that_fits_no_slot_is_refused(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 2)
+    large = dataclasses.replace(block(1), payload=memoryview(bytes(5000)))
+    assert store.put([large, block(2)]).outcomes == (PutOutcome.TOO_LARGE, PutOutcome.STORED)
+    store.close()
+
+
+@pytest.fixture
+def limit() -> Iterator[None]:
+    """Files of at most six slots, as on a disk that is full."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6 * PAGE_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.usefixtures("limit")
+def test_a_full_disk_is_a_smaller_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    store = DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 64 * PAGE_BYTES, clock)
+    for number in range(20):
+        assert store.put([block(number)]).outcomes == (PutOutcome.STORED,)
+    assert store.size().num_objects == 6
+    assert got(store, *range(14, 20)) == [stored(number) for number in range(14, 20)]
+    assert caplog.text.count("the disk is full") == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    store.put([block(30)])
+    assert store.size().num_objects == 6  # it is asked again later
+    clock.now_s += 60
+    assert store.put([block(31), block(32)]).evicted == ()
+    assert store.size().num_objects == 8
+    store.close()
+
+
+def test_a_disk_without_any_room_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk_at(tmp_path, 8)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert store.put([block(1)]).outcomes == (PutOutcome.NO_ROOM,)
+    assert store.exists([key_of(1)]) == [False]
+    store.close()
+
+
+def test_a_disk_that_fails_is_an_error_that_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = disk_at(tmp_path, 2)
+    store.put([block(1)])
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for call in ("pwritev", "preadv"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, fails)
+            with pytest.raises(StoreUnavailable, match="expected a disk that works, got Input/output error"):
+                _ = store.put([block(2)]) if call == "pwritev" else store.get([key_of(1)])
+    assert store.exists([key_of(1), key_of(2)]) == [True, False]
+    assert store.put([block(2), block(3)]).evicted == (key_of(1),)
+    store.close()
+
+
+def test_writes_that_end_early_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwritev, preadv = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda file, parts, at: pwritev(file, [parts[0][:100]], at))
+    monkeypatch.setattr(os, "preadv", lambda file, parts, at: preadv(file, [parts[0][:100]], at))
+    store = disk_at(tmp_path, 4)
+    store.put([block(1), block(2)])
+    assert got(store, 1, 2) == [stored(1), stored(2)]
+    store.close()
+
+
+def test_an_object_that_can_not_be_packed_leaves_its_slot_free(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 1)
+    broken = BlockObject(None, ROOT, 0, tokens_of(1), memoryview(b""))  # type: ignore[arg-type]
+    with pytest.raises(Exception, match="must be a bytes object"):
+        store.put([broken])
+    assert store.put([block(2)]).outcomes == (PutOutcome.STORED,)
+    store.close()
+
+
+def test_no_damaged_object_is_served() -> None:
+    told = damaged_objects(2_000, seed=1)
+    assert told["served"] == 0
+    assert told.total() == 2_000
+    assert {"cut", "foreign", "damaged"} <= set(told)
+
+
+def test_no_damaged_file_serves_anything_wrong() -> None:
+    told = damaged_files(60, seed=1)
+    assert told["wrong"] == 0
+    assert told["right"] > 60
+    assert told["damaged"] > 0
+    assert told["foreign"] > 0
+
+
+def test_a_writer_that_is_killed_leaves_nothing_wrong() -> None:
+    told = killed_writers(20, seed=1)
+    assert (told["wrong"], told["restarts"]) == (0, 20)
+    assert told["right"] > 0
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_damages_and_many_kills_serve_nothing_wrong() -> None:
+    assert damaged_objects(100_000, seed=2)["served"] == 0
+    assert damaged_files(1_000, seed=2)["wrong"] == 0
+    assert killed_writers(200, seed=2)["wrong"] == 0
