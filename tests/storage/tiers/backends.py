@@ -7,12 +7,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 from radixkv.storage.tiers.block_store import StoreBackend
 from radixkv.storage.tiers.disk import DiskStore
 from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
+from radixkv.storage.tiers.redis import RedisStore
+from tests.patience import PATIENCE_S
 
 from .blocks import OBJECT_BYTES
 from .disks import disk_at
+from .redis_server import SERVER, WHY_NOT, redis_server
 
 SLOT_BYTES = -(-OBJECT_BYTES // 64) * 64
 
@@ -28,7 +33,16 @@ def disk(num_objects: int) -> Iterator[DiskStore]:
         yield disk_at(Path(path), num_objects)
 
 
+@contextlib.contextmanager
+def shared_redis(_: int) -> Iterator[RedisStore]:
+    if SERVER is None:
+        pytest.skip(WHY_NOT)
+    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as server:
+        yield RedisStore(server.url, OBJECT_BYTES, timeout_s=PATIENCE_S)
+
+
 BACKENDS: dict[str, Callable[[int], contextlib.AbstractContextManager[StoreBackend]]] = {
     "host_memory": host_memory,
     "disk": disk,
+    "redis": shared_redis,
 }

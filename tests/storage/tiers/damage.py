@@ -7,6 +7,7 @@ python -m tests.storage.tiers.damage --kills 1000
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import subprocess
 import sys
@@ -152,6 +153,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0, help="writers that are killed")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    logging.disable(logging.WARNING)  # what is found is counted
     objects, files = damaged_objects(args.cases, args.seed), damaged_files(args.cases // 100, args.seed)
     kills = killed_writers(args.kills, args.seed)
     print(f"damaged objects: {dict(objects)}\ndamaged files: {dict(files)}\nkilled writers: {dict(kills)}")
