@@ -15,6 +15,7 @@ from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
 from radixkv.storage.tiers.redis import RedisStore
 from tests.patience import PATIENCE_S
 
+from . import mooncake_master
 from .blocks import OBJECT_BYTES
 from .disks import disk_at
 from .redis_server import SERVER, WHY_NOT, redis_server
@@ -41,8 +42,19 @@ def shared_redis(_: int) -> Iterator[RedisStore]:
         yield RedisStore(server.url, OBJECT_BYTES, timeout_s=PATIENCE_S)
 
 
+@contextlib.contextmanager
+def shared_mooncake(_: int) -> Iterator[StoreBackend]:
+    if mooncake_master.WHY_NOT is not None:
+        pytest.skip(mooncake_master.WHY_NOT)
+    from radixkv.storage.tiers.mooncake import MooncakeStore
+
+    with mooncake_master.mooncake_master(mooncake_master.free_port()) as address:
+        yield MooncakeStore(address, OBJECT_BYTES, lent_bytes=16 << 20, buffer_bytes=16 << 20)
+
+
 BACKENDS: dict[str, Callable[[int], contextlib.AbstractContextManager[StoreBackend]]] = {
     "host_memory": host_memory,
     "disk": disk,
     "redis": shared_redis,
+    "mooncake": shared_mooncake,
 }

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from radixkv.errors import StoreBusy, StoreClosed, StoreLate, StoreUnavailable
-from radixkv.storage.tiers.alarm_clock import Alarms
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import BlockStore, Loan, PutResult, StoreSize
-from radixkv.storage.tiers.circuit import Circuit, CircuitState
+from radixkv.storage.tiers.guard.alarm_clock import Alarms
+from radixkv.storage.tiers.guard.circuit import Circuit, CircuitState
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

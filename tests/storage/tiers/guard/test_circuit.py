@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.storage.tiers.circuit import Circuit, CircuitState
+from radixkv.storage.tiers.guard.circuit import Circuit, CircuitState
 
 
 class Clock:

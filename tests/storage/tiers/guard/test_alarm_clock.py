@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from radixkv.storage.tiers.alarm_clock import AlarmClock
+from radixkv.storage.tiers.guard.alarm_clock import AlarmClock
 from tests.patience import PATIENCE_S
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from radixkv.errors import StoreBusy, StoreLate, StoreUnavailable
 from radixkv.storage.tiers.block_store import Loan, StoreSize
-from radixkv.storage.tiers.circuit import Circuit, CircuitState
-from radixkv.storage.tiers.guarded_store import GuardedStore
+from radixkv.storage.tiers.guard.circuit import Circuit, CircuitState
+from radixkv.storage.tiers.guard.guarded_store import GuardedStore
 from radixkv.storage.tiers.tier import Absence, Tier
 from tests.patience import PATIENCE_S
 
-from .blocks import PAYLOAD_BYTES, wanted
+from ..blocks import PAYLOAD_BYTES, wanted
 
 LIMIT_S, WRITE_LIMIT_S = 0.5, 10.0
 

@@ -1,0 +1,61 @@
+"""A Mooncake master on loopback for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.patience import PATIENCE_S, wait_until
+
+os.environ.setdefault("GLOG_minloglevel", "3")
+
+
+def why_not() -> str | None:
+    """Return why there is no Mooncake here; None if there is."""
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:  # the package, or Debian's libibverbs1, which it needs on TCP too
+        return f"expected mooncake-transfer-engine-non-cuda and libibverbs1, got: {error}"
+    return None
+
+
+WHY_NOT = why_not()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def mooncake_master(port: int) -> Iterator[str]:
+    """Start a master; yields its address."""
+    package = importlib.util.find_spec("mooncake")
+    assert package is not None
+    assert package.origin is not None
+    flags = [
+        f"--rpc_port={port}",
+        f"--metrics_port={free_port()}",
+        "--rpc_address=127.0.0.1",
+        "--metrics_host=127.0.0.1",
+    ]
+    command = [str(Path(package.origin).parent / "mooncake_master"), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def answers() -> bool:
+        assert process.poll() is None
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), PATIENCE_S):
+            return True
+        return False
+
+    try:
+        wait_until(answers)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+
+from radixkv.errors import ConfigError, StoreUnavailable
+from radixkv.storage.tiers import by_name
+from radixkv.storage.tiers.block_store import PutOutcome, StoreBackend
+from radixkv.storage.tiers.by_name import StoreOptions, open_backend
+from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
+
+from .blocks import FORMAT, OBJECT_BYTES, block
+
+
+def open_plug_in(options: StoreOptions) -> StoreBackend:
+    """A plug-in, as a package would have one."""
+    return HostMemory(allocate_arena(len(options.place) * 4096), options.object_bytes)
+
+
+def test_our_stores_are_opened_by_name(tmp_path: Path) -> None:
+    for name, place in (("host", ""), ("disk", str(tmp_path))):
+        backend = open_backend(name, StoreOptions(FORMAT, OBJECT_BYTES, 8 * 4096, place))
+        assert backend.put([block(1)]).outcomes == (PutOutcome.STORED,)
+        backend.close()
+    open_backend("redis", StoreOptions(FORMAT, OBJECT_BYTES, place="redis://127.0.0.1:1/0")).close()
+
+
+def test_a_store_without_a_bound_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="host_bytes"):
+        open_backend("host", StoreOptions(FORMAT, OBJECT_BYTES))
+    with pytest.raises(StoreUnavailable, match="disk_bytes"):
+        open_backend("disk", StoreOptions(FORMAT, OBJECT_BYTES, place=str(tmp_path)))
+
+
+def test_a_store_of_another_package_is_opened_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in = EntryPoint("shelf", f"{__name__}:open_plug_in", by_name.ENTRY_POINTS)
+
+    def entry_points(**wanted: str) -> EntryPoints:
+        return EntryPoints([plug_in]).select(**wanted)
+
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[open_plug_in.__module__])
+    monkeypatch.setattr(by_name, "entry_points", entry_points)
+    backend = open_backend("shelf", StoreOptions(FORMAT, OBJECT_BYTES, place="xx"))
+    assert backend.put([block(1)]).outcomes == (PutOutcome.STORED,)
+    with pytest.raises(ConfigError, match="store: expected one of disk, host, mooncake, redis, shelf, got 'drawer'"):
+        open_backend("drawer", StoreOptions(FORMAT, OBJECT_BYTES))
+
+
+def test_a_store_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "radixkv.storage.tiers.redis", raising=False)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match="store redis: expected its packages, got: import of redis halted"):
+        open_backend("redis", StoreOptions(FORMAT, OBJECT_BYTES, place="redis://127.0.0.1:1/0"))
