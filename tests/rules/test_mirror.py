@@ -44,6 +44,7 @@ TESTED_IN = {
     "bench.parts.public.registration": "bench/test_replay.py",
     "bench.parts.row_inputs": "bench/test_kernels.py",
     "bench.parts.shared_prefix_inputs": "bench/test_kernels.py",
+    "bench.stores.places": "bench/stores/test_run.py",
     "radixkv.api.adapters": "engine/adapters/test_adapters.py",
     "radixkv.api.caller": "service/server/test_servicer.py",
     "radixkv.api.constraint": "engine/test_allowed_tokens.py",

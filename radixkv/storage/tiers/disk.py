@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from radixkv.errors import StoreError, StoreUnavailable
 from radixkv.storage.tiers.block_key import BlockFormat
 from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject, ObjectHead, read_head
 from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
+from radixkv.storage.tiers.buffer_pool import BufferPool
 from radixkv.storage.tiers.disk_directory import DiskDirectory
 from radixkv.storage.tiers.slot_file import PAGE_BYTES, SlotFile
 from radixkv.storage.tiers.slot_table import SlotEntry, SlotTable
@@ -53,6 +55,7 @@ class DiskStore(StoreBackend):
             raise StoreUnavailable(f"tiers.disk_bytes: expected at least {self._slot_bytes}, got {max_bytes}")
         self._clock, self._lock, self._next_growth_s = clock, threading.RLock(), clock()
         self._is_closed = False
+        self._buffers = BufferPool(self._slot_bytes)
         self._directory = DiskDirectory(path, block_format)
         try:
             self._file = SlotFile(self._directory.path, self._slot_bytes, self._max_slots)
@@ -71,21 +74,24 @@ class DiskStore(StoreBackend):
         return PutResult(tuple(outcomes), tuple(evicted))
 
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        """Read objects into memory of their own."""
+        """Read objects into buffers, which are used again after the loans."""
         with self._lock:
             entries = [self._table.find(key) for key in keys]
             there = [entry for entry in entries if entry is not None]
             for entry in there:
                 self._table.start_reading(entry)
+        buffers = [self._buffers.take() for _ in there]
         try:
-            found = iter(self._file.read([(entry.slot, entry.num_bytes) for entry in there]))
+            found = self._file.read([(entry.slot, entry.num_bytes) for entry in there], buffers)
         except OSError as error:
             raise _failed(error) from error
         finally:
             with self._lock:
                 for entry in there:
                     self._table.end_reading(entry)
-        return [None if entry is None else Loan(next(found)) for entry in entries]
+        give_back = self._buffers.give_back
+        loans = (Loan(data, partial(give_back, buffer)) for data, buffer in zip(found, buffers, strict=True))
+        return [None if entry is None else next(loans) for entry in entries]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether there is an object under each key; it is no use of it."""
@@ -118,8 +124,9 @@ class DiskStore(StoreBackend):
         """
         with self._lock:
             there = [(key, entry.slot) for key, entry in self._table]
+        page_buffer = memoryview(bytearray(PAGE_BYTES))
         for key, slot in there:
-            (page,) = self._file.read([(slot, min(PAGE_BYTES, self._slot_bytes))])
+            (page,) = self._file.read([(slot, PAGE_BYTES)], [page_buffer])
             head = read_head(page)
             if head is not None and head.key == key:
                 end = 0 if head.is_sealed else HEAD_BYTES + head.num_tokens * TOKEN_BYTES
@@ -148,7 +155,7 @@ class DiskStore(StoreBackend):
         if slot is None:
             return PutOutcome.NO_ROOM, gone
         try:
-            self._file.write(slot, each.parts())
+            self._file.write(slot, each.pieces())
         except BaseException as error:
             with self._lock:
                 self._table.abandon(each.key, slot)

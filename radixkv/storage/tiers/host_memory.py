@@ -107,10 +107,10 @@ class HostMemory(StoreBackend):
     def _write(self, each: BlockObject, slot: int) -> None:
         position = slot * self._slot_bytes
         try:
-            for part in each.parts():
+            for piece in each.pieces():
                 # numpy copies without the interpreter's lock, memoryview with it
-                self._arena[position : position + len(part)] = np.frombuffer(part, np.uint8)
-                position += len(part)
+                self._arena[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
+                position += len(piece)
         except BaseException:
             with self._lock:
                 self._table.abandon(each.key, slot)

@@ -91,7 +91,7 @@ class MooncakeStore(StoreBackend):
             return PutOutcome.TOO_LARGE
         if is_there and not each.generation:  # its generation is not known without reading it
             return PutOutcome.ALREADY_THERE
-        code = _required(client.upsert_parts(_name(each.key), *each.parts()), 0, _NO_ROOM)
+        code = _required(client.upsert_parts(_name(each.key), *each.pieces()), 0, _NO_ROOM)
         return PutOutcome.STORED if code == 0 else PutOutcome.NO_ROOM
 
     def _client(self) -> Any:

@@ -89,7 +89,7 @@ class RedisStore(StoreBackend):
             if is_there:
                 pipeline.execute_command("PEXPIRE", _name(each.key), self._ttl_ms)
             elif each.num_bytes <= self._object_bytes:
-                pipeline.execute_command("SET", _name(each.key), b"".join(each.parts()), "PX", self._ttl_ms)
+                pipeline.execute_command("SET", _name(each.key), b"".join(each.pieces()), "PX", self._ttl_ms)
             else:
                 pipeline.execute_command("EXISTS", _name(each.key))
         answers = pipeline.execute(raise_on_error=False)

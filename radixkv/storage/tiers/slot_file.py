@@ -96,21 +96,30 @@ class SlotFile:
             return new
         return range(0)
 
-    def write(self, slot: int, parts: Sequence[bytes | memoryview]) -> None:
-        """Write an object into a slot.
+    def write(self, slot: int, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write an object into a slot, piece by piece as they come, and zeros up to the end of its last page.
+
+        Whole pages alone are written: of a page that is written in part the rest would first be read from the disk.
 
         Raises:
             OSError: the disk fails, or is full although room was taken.
         """
-        position = slot * self._slot_bytes
-        left = [memoryview(part) for part in parts]
-        while left:
-            count = os.pwritev(self._blocks, left, position)
+        position, left = slot * self._slot_bytes, b""
+        for piece in pieces:
+            view = memoryview(piece)
+            whole = (len(left) + view.nbytes) // PAGE_BYTES * PAGE_BYTES
+            if whole:
+                self._write([memoryview(left), view[: whole - len(left)]], position)
+                position, left = position + whole, bytes(view[whole - len(left) :])
+            else:
+                left += view
+        self._write([memoryview(left + bytes(-len(left) % PAGE_BYTES))], position)
+
+    def _write(self, views: list[memoryview], position: int) -> None:
+        while views:
+            count = os.pwritev(self._blocks, views, position)
             position += count
-            while left and count >= left[0].nbytes:
-                count -= left.pop(0).nbytes
-            if left:
-                left[0] = left[0][count:]
+            views = _behind(views, count)
 
     def write_line(self, slot: int, key: bytes, generation: int, serial: int, num_bytes: int) -> None:
         """Write the line of a slot."""
@@ -124,31 +133,31 @@ class SlotFile:
         if is_durable:
             os.fdatasync(self._index)
 
-    def read(self, wanted: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Read objects; what the file lacks is cut off.
+    def read(self, wanted: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> list[memoryview]:
+        """Read objects into buffers of a slot each. Return the part of each that is its object, or what there is of it.
 
         Neighbors are read at once. The disk is told of all before the first is read, so that it has them in its queue.
 
         Args:
             wanted: slots and bytes of the objects.
+            buffers: one for each, of `slot_bytes`.
 
         Raises:
             OSError: the disk fails.
         """
         order = sorted(range(len(wanted)), key=lambda each: wanted[each])
         runs = self._runs(order, wanted)
-        if len(runs) > 1:
-            for run in runs:
-                start, size = wanted[run[0]][0] * self._slot_bytes, len(run) * self._slot_bytes
-                os.posix_fadvise(self._blocks, start, size, os.POSIX_FADV_WILLNEED)
+        for run in runs:
+            start, size = wanted[run[0]][0] * self._slot_bytes, len(run) * self._slot_bytes
+            os.posix_fadvise(self._blocks, start, size, os.POSIX_FADV_WILLNEED)
         found: list[memoryview] = [memoryview(b"")] * len(wanted)
         for run in runs:
-            buffers = [np.empty(self._slot_bytes, np.uint8).data for _ in run[:-1]]
-            buffers.append(np.empty(wanted[run[-1]][1], np.uint8).data)
-            left = self._read_run(wanted[run[0]][0] * self._slot_bytes, buffers)
-            for each, buffer in zip(run, buffers, strict=True):
-                found[each] = buffer[: min(wanted[each][1], max(0, left))]
-                left -= buffer.nbytes
+            last, size = run[-1], self._slot_bytes  # of the last one no more than its object
+            views = [buffers[each][: wanted[each][1] if each == last else size] for each in run]
+            left = self._read_run(wanted[run[0]][0] * size, views)
+            for each, view in zip(run, views, strict=True):
+                found[each] = view[: min(wanted[each][1], max(0, left))]
+                left -= view.nbytes
         return found
 
     def _runs(self, order: Sequence[int], wanted: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -166,8 +175,15 @@ class SlotFile:
         total, left = 0, list(buffers)
         while left and (count := os.preadv(self._blocks, left, position + total)):
             total += count
-            while left and count >= left[0].nbytes:
-                count -= left.pop(0).nbytes
-            if left:
-                left[0] = left[0][count:]
+            left = _behind(left, count)
         return total
+
+
+def _behind(views: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of buffers behind their first bytes; none of it is empty."""
+    left = []
+    for view in views:
+        if count < view.nbytes:
+            left.append(view[count:])
+        count = max(0, count - view.nbytes)
+    return left

@@ -38,7 +38,7 @@ def wanted(number: int, least_generation: int = 0, cipher: BlockCipher | None = 
 
 def stored(number: int, generation: int = 0, cipher: BlockCipher | None = None) -> bytes:
     """The whole object of a block."""
-    return b"".join(block(number, generation, cipher).parts())
+    return b"".join(block(number, generation, cipher).pieces())
 
 
 OBJECT_BYTES = block(0).num_bytes

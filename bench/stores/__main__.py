@@ -1,0 +1,69 @@
+"""Measures each store of blocks beside a bare copy, or a bare client, of the same bytes.
+
+python -m bench.stores --disk DIRECTORY --redis redis://127.0.0.1:6379/0 --json stores.json
+
+Blocks are saved and loaded as the engine does it: on the store's threads, with keys, checksums and their verification.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from bench.stores import places
+from bench.stores.places import Place
+from bench.stores.run import Blocks, Row, measure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure host memory, a disk, and the servers that are named."""
+    args = _parser().parse_args(arguments)
+    blocks = Blocks(args.payload_bytes, args.blocks, args.seed)
+    rows: list[Row] = []
+    for open_place in _places(args, blocks):
+        with open_place as place:
+            rows += measure(place, blocks, args.rounds)
+    print("| store | direction | of the bare movement | GB/s | bare GB/s |\n|---|---|---|---|---|")
+    for row in rows:
+        print(f"| {row.name} | {row.direction} | {row.ratio:.2f} | {row.store_gb_s:.2f} | {row.peer_gb_s:.2f} |")
+    if args.json is not None:
+        command = shlex.join(["python", "-m", "bench.stores", *(sys.argv[1:] if arguments is None else arguments)])
+        sizes = {"payload_bytes": args.payload_bytes, "blocks": args.blocks, "rounds": args.rounds, "seed": args.seed}
+        result = {**describe_run(), "command": command, **sizes, "rows": [dataclasses.asdict(row) for row in rows]}
+        write_json(args.json, result)
+    return 0
+
+
+def _places(args: argparse.Namespace, blocks: Blocks) -> Iterator[contextlib.AbstractContextManager[Place]]:
+    yield places.host(blocks.format, blocks.object_bytes, args.blocks)
+    with tempfile.TemporaryDirectory(dir=args.disk) as folder:
+        yield places.disk(blocks.format, blocks.object_bytes, args.blocks, Path(folder))
+    if args.redis is not None:
+        yield places.redis(blocks.format, blocks.object_bytes, args.redis)
+    if args.mooncake is not None:
+        yield places.mooncake(blocks.format, blocks.object_bytes, args.mooncake)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.stores", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--payload-bytes", type=int, default=1 << 20, metavar="N", help="of a block; default 1 MiB")
+    parser.add_argument("--blocks", type=int, default=128, metavar="N", help="moved in a round; default 128")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="counted; default 7")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--disk", type=Path, metavar="DIRECTORY", help="on the disk to measure; default the system's")
+    parser.add_argument("--redis", metavar="URL", help="a running server, whose keys bare:* are overwritten")
+    parser.add_argument("--mooncake", metavar="HOST:PORT", help="a running master")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

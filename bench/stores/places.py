@@ -1,0 +1,139 @@
+"""Stores that are measured, and beside each a peer that moves the same bytes without it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from radixkv.storage.tiers.block_key import BlockFormat
+from radixkv.storage.tiers.block_store import StoreBackend
+from radixkv.storage.tiers.by_name import StoreOptions, open_backend
+from radixkv.storage.tiers.host_memory import allocate_arena
+
+Buffers = Sequence[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A store and its peer.
+
+    Attributes:
+        name: of the store.
+        backend: the store.
+        write: moves payloads out with the peer.
+        read: moves them back into buffers with the peer.
+        forget: makes the next read cold; None where that means nothing.
+        copies: whether a load ends with a copy into the caller's memory, as the peer's does.
+    """
+
+    name: str
+    backend: StoreBackend
+    write: Callable[[Buffers], None]
+    read: Callable[[Buffers], None]
+    forget: Callable[[], None] | None = None
+    copies: bool = True
+
+
+@contextlib.contextmanager
+def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Iterator[Place]:
+    """Open host memory beside copies into and out of memory that is there already."""
+    payload_bytes = block_format.payload_bytes
+    room = (object_bytes + 64) * num_blocks
+    arena = np.frombuffer(allocate_arena(num_blocks * payload_bytes), np.uint8).reshape(num_blocks, payload_bytes)
+
+    def write(sources: Buffers) -> None:
+        for row, source in zip(arena, sources, strict=True):
+            row[:] = np.frombuffer(source, np.uint8)
+
+    def read(targets: Buffers) -> None:
+        for row, target in zip(arena, targets, strict=True):
+            np.frombuffer(target, np.uint8)[:] = row
+
+    backend = open_backend("host", StoreOptions(block_format, object_bytes, room))
+    yield Place("host", backend, write, read)
+
+
+@contextlib.contextmanager
+def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: Path) -> Iterator[Place]:
+    """Open a disk store beside a bare file, both through the page cache."""
+    size = block_format.payload_bytes
+    bare = os.open(folder / "bare", os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(bare, 0, num_blocks * size)
+
+    def write(sources: Buffers) -> None:
+        for number, source in enumerate(sources):
+            if os.pwrite(bare, source, number * size) != size:
+                raise OSError("bare file: expected a whole write, got a part")
+
+    def read(targets: Buffers) -> None:
+        for number, target in enumerate(targets):
+            if os.preadv(bare, [target], number * size) != size:
+                raise OSError("bare file: expected a whole read, got a part")
+
+    def forget() -> None:
+        for path in (folder / "bare", *folder.glob("*/blocks")):
+            file = os.open(path, os.O_RDONLY)
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+    room = (object_bytes + 4096) * num_blocks
+    backend = open_backend("disk", StoreOptions(block_format, object_bytes, room, str(folder)))
+    try:
+        yield Place("disk", backend, write, read, forget, copies=False)
+    finally:
+        os.close(bare)
+
+
+@contextlib.contextmanager
+def redis(block_format: BlockFormat, object_bytes: int, url: str) -> Iterator[Place]:
+    """Open Redis beside its bare client, with the same pipelines."""
+    import redis as package
+
+    client: Any = package.Redis.from_url(url)
+
+    def write(sources: Buffers) -> None:
+        for start in range(0, len(sources), 16):
+            pipeline = client.pipeline(transaction=False)
+            for number, source in enumerate(sources[start : start + 16], start):
+                pipeline.set(f"bare:{number}", bytes(source))
+            pipeline.execute()
+
+    def read(targets: Buffers) -> None:
+        for start in range(0, len(targets), 16):
+            client.mget([f"bare:{number}" for number in range(start, min(start + 16, len(targets)))])
+
+    backend = open_backend("redis", StoreOptions(block_format, object_bytes, place=url))
+    with client:
+        yield Place("redis", backend, write, read, copies=False)
+
+
+@contextlib.contextmanager
+def mooncake(block_format: BlockFormat, object_bytes: int, master: str) -> Iterator[Place]:
+    """Open Mooncake beside its bare client, which is a server of its own and lends the same memory."""
+    from mooncake.store import MooncakeDistributedStore
+
+    client = MooncakeDistributedStore()
+    if code := client.setup("127.0.0.1", "P2PHANDSHAKE", 1 << 30, 256 << 20, "tcp", "", master):
+        raise OSError(f"mooncake: expected a connection, got code {code}")
+
+    def write(sources: Buffers) -> None:
+        for number, source in enumerate(sources):
+            if client.upsert(f"bare-{number}", source):
+                raise OSError("mooncake: expected room, got none")
+
+    def read(targets: Buffers) -> None:
+        for start in range(0, len(targets), 16):
+            client.get_batch([f"bare-{number}" for number in range(start, min(start + 16, len(targets)))])
+
+    backend = open_backend("mooncake", StoreOptions(block_format, object_bytes, place=master))
+    try:
+        yield Place("mooncake", backend, write, read, copies=False)
+    finally:
+        client.close()

@@ -1,0 +1,160 @@
+"""Measures what a store's blocks cost beside the bare movement of their bytes."""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from bench.stores.places import Place
+from radixkv.namespace import Namespace
+from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
+from radixkv.storage.tiers.block_object import BlockObject, Wanted
+from radixkv.storage.tiers.threaded_store import ThreadedStore
+from radixkv.storage.tiers.tier import LoadedBlock, Tier
+
+BLOCK_SIZE = 64
+_BATCH = 8  # blocks of one call
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One direction of one store, medians over the rounds.
+
+    Attributes:
+        name: of the store.
+        direction: save, load, or load cold.
+        ratio: bytes a second of the store over those of its peer in the same round.
+        store_gb_s, peer_gb_s: bytes a second, in 10^9.
+    """
+
+    name: str
+    direction: str
+    ratio: float
+    store_gb_s: float
+    peer_gb_s: float
+
+
+class Blocks:
+    """Blocks that are moved: random payloads, and where they come back to.
+
+    Args:
+        payload_bytes: of one block.
+        num_blocks: moved in a round.
+        seed: of the payloads.
+    """
+
+    def __init__(self, payload_bytes: int, num_blocks: int, seed: int) -> None:
+        self.format = BlockFormat("bench", "bfloat16", "bf16", "by block", BLOCK_SIZE, payload_bytes, "cpu")
+        random = np.random.default_rng(seed)
+        self.payloads = [memoryview(random.bytes(payload_bytes)) for _ in range(num_blocks)]
+        # At the start of a page: elsewhere a processor may copy from the page cache at a quarter of the speed.
+        pages = (mmap.mmap(-1, payload_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(num_blocks))
+        self.targets = [np.frombuffer(each, np.uint8) for each in pages]
+        self._tokens = [random.integers(0, 50_000, BLOCK_SIZE).astype("<u4").tobytes() for _ in range(num_blocks)]
+        keys = BlockKeys(self.format)
+        root = keys.root(Namespace("bench"))
+        self._keys = [keys.child(root, tokens) for tokens in self._tokens]
+
+    @property
+    def object_bytes(self) -> int:
+        """Size of one object."""
+        return BlockObject(self._keys[0], bytes(32), 0, self._tokens[0], self.payloads[0]).num_bytes
+
+    def save(self, tier: Tier) -> None:
+        """Store all blocks, some at a time."""
+        pending = []
+        for start in range(0, len(self._keys), _BATCH):
+            part = slice(start, start + _BATCH)
+            blocks = zip(self._keys[part], self._tokens[part], self.payloads[part], strict=True)
+            objects = [BlockObject(key, bytes(32), 0, tokens, payload) for key, tokens, payload in blocks]
+            pending.append(tier.save(objects))
+        if any(each.result() is None for each in pending):
+            raise RuntimeError("store: expected it to take all blocks, got an error")
+
+    def load(self, tier: Tier, *, copies: bool) -> None:
+        """Load all blocks, verified, and copy them into memory of the caller if wished, while others are loaded."""
+        loading = []
+        for start in range(0, len(self._keys), _BATCH):
+            part = slice(start, start + _BATCH)
+            wanted = [Wanted(*each) for each in zip(self._keys[part], self._tokens[part], strict=True)]
+            loading.append((start, tier.load(wanted)))
+        for start, future in loading:
+            for target, each in zip(self.targets[start : start + _BATCH], future.result(), strict=True):
+                if not isinstance(each, LoadedBlock):
+                    raise RuntimeError(f"store: expected all blocks, got one that is {each.value}")
+                if copies:
+                    target[:] = np.frombuffer(each.payload, np.uint8)
+                each.loan.release()
+
+    def delete(self, tier: Tier) -> None:
+        """Delete all blocks."""
+        tier.delete(self._keys).result()
+
+    def require_equal(self, tier: Tier) -> None:
+        """Raise RuntimeError unless the store gives back what it was given."""
+        self.load(tier, copies=True)
+        if any(target.tobytes() != payload for target, payload in zip(self.targets, self.payloads, strict=True)):
+            raise RuntimeError("store: expected the bytes that it was given, got others")
+
+
+def measure(place: Place, blocks: Blocks, num_rounds: int) -> list[Row]:
+    """Measure a store and its peer in turn, the first round not counted. The store is closed.
+
+    Before each saving and each cold load all is on the disk, and out of memory.
+    """
+    tier = Tier(place.name, ThreadedStore(place.backend), blocks.format.payload_bytes)
+    targets = [target.data for target in blocks.targets]
+    times: dict[str, list[tuple[float, float]]] = {"save": [], "load": [], "load cold": []}
+    try:
+        for turn in range(num_rounds + 1):
+            forget = place.forget or _nothing
+            forget()
+            is_first = turn % 2 == 0
+            save, write = partial(blocks.save, tier), partial(place.write, blocks.payloads)
+            times["save"].append(_pair(save, write, forget, is_ours_first=is_first))
+            blocks.require_equal(tier)
+            load, read = partial(blocks.load, tier, copies=place.copies), partial(place.read, targets)
+            read()
+            times["load"].append(_pair(load, read, _nothing, is_ours_first=is_first))
+            if place.forget is not None:
+                forget()
+                times["load cold"].append(_pair(load, read, forget, is_ours_first=is_first))
+            blocks.delete(tier)
+    finally:
+        tier.close()
+    num_bytes = sum(payload.nbytes for payload in blocks.payloads)
+    return [_row(place.name, direction, pairs[1:], num_bytes) for direction, pairs in times.items() if pairs]
+
+
+def _row(name: str, direction: str, pairs: list[tuple[float, float]], num_bytes: int) -> Row:
+    ratio = statistics.median(peer_s / store_s for store_s, peer_s in pairs)
+    store_s, peer_s = (statistics.median(each) for each in zip(*pairs, strict=True))
+    return Row(
+        name, direction, round(ratio, 3), round(num_bytes / store_s / 1e9, 3), round(num_bytes / peer_s / 1e9, 3)
+    )
+
+
+def _pair(
+    ours: Callable[[], None], theirs: Callable[[], None], between: Callable[[], None], *, is_ours_first: bool
+) -> tuple[float, float]:
+    """Return the seconds of the store and of its peer, which take turns in being first."""
+    first_s = _seconds(ours if is_ours_first else theirs)
+    between()
+    second_s = _seconds(theirs if is_ours_first else ours)
+    return (first_s, second_s) if is_ours_first else (second_s, first_s)
+
+
+def _nothing() -> None:
+    """Leave everything as it is."""
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
+    call()
+    return time.perf_counter() - start_s
