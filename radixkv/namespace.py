@@ -19,8 +19,8 @@ class Namespace(NamedTuple):
     Attributes:
         model: fingerprint of the weights and of everything else that changes K and V.
         tenant: whose data this is.
-        adapter: digest of the adapter's content, empty for the base model. A reloaded adapter has a new digest. Of one
-            that begins inside the prompt, also the position from which on K and V are its own: `digest@position`.
+        adapter: digest of the adapter's content, empty for the base model. A reloaded adapter has a new digest. What an
+            invoked adapter computes is in the base model's namespace; see `Invocation`.
         salt: a name that isolates further, chosen by the caller.
         trunk: `SERIAL:TOKENS` of the public prefix, and its part, that come before all its tokens; empty for none.
     """
@@ -36,23 +36,9 @@ class Namespace(NamedTuple):
         return (
             self.tenant != PUBLIC_TENANT
             and (tenant is None or tenant == self.tenant)
-            and (adapter is None or adapter in (self.adapter, self.adapter_digest))
+            and (adapter is None or adapter == self.adapter)
             and (salt is None or salt == self.salt)
         )
-
-    @property
-    def adapter_digest(self) -> str:
-        """The digest in `adapter`.
-
-        >>> Namespace("model", adapter="c0ffee@12").adapter_digest
-        'c0ffee'
-        """
-        return self.adapter.partition("@")[0]
-
-    @property
-    def adapter_from(self) -> int:
-        """The position from which on K and V are the adapter's own; 0 for all of them."""
-        return int(self.adapter.partition("@")[2] or 0)
 
     @property
     def trunk_tokens(self) -> int:
@@ -63,6 +49,18 @@ class Namespace(NamedTuple):
     def seed(self) -> int:
         """A 64-bit hash, for fingerprints that must differ between namespaces. It identifies nothing."""
         return _seed(self)
+
+
+class PromptKey(NamedTuple):
+    """A prompt as the cache knows it.
+
+    Attributes:
+        namespace: who shares it.
+        tokens: little-endian uint32 bytes; those that an invoked adapter computes are marked, see `Invocation`.
+    """
+
+    namespace: Namespace
+    tokens: bytes
 
 
 @lru_cache(maxsize=1024)  # each request asks two or three times, and hashing takes 0.7 us

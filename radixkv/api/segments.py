@@ -15,7 +15,7 @@ class Segment(NamedTuple):
     Attributes:
         place: a number that no other segment has while this one is cached.
         parent_place: that of the segment before it; None for the first one of its namespace.
-        namespace: the isolation boundary that it belongs to.
+        namespace: the isolation boundary that it belongs to; `adapter` is the one that computed its last token.
         start_token: tokens of the prompt before it.
         num_tokens: its own tokens.
         num_blocks: its own blocks.

@@ -207,6 +207,22 @@ class Evictor:
         tree.owner.usage.num_cached_blocks -= num_blocks
         return len(runs), num_blocks
 
+    def purge_end(self, leaf: Node, num_kept_blocks: int) -> int:
+        """Take a leaf that no lease uses out of its tree, but for its first blocks. Returns the blocks freed.
+
+        Complexity: O(log leaves), and a pass over the path of a leaf of which blocks are kept.
+        """
+        tree = self._trees[leaf.owner.namespace]
+        if num_kept_blocks:
+            tree.cut(leaf, num_kept_blocks)
+            self._changes.cut(leaf)
+        self._retained.set(leaf, DEFAULT_PRIORITY, None)
+        self._changes.purged(leaf)
+        self._remove(tree, leaf)
+        leaf.owner.usage.num_cached_blocks -= leaf.num_blocks
+        self._free([leaf.block_ids])
+        return leaf.num_blocks
+
     def purge(self, tree: RadixTree) -> int:
         """Take a whole tree out, after `purge_leaves`. Its blocks become free when the leases that use them are closed.
 

@@ -9,7 +9,8 @@ from typing import TypeVar
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
 from radixkv.cache.tree.node import Node
-from radixkv.namespace import Namespace
+from radixkv.invocation import InvocationMarks
+from radixkv.namespace import Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 
 _T = TypeVar("_T")
@@ -25,10 +26,12 @@ class LostPrefixes(Listener):
 
     Args:
         capacity: prefixes to remember.
+        marks: tell what invoked adapters computed.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, marks: InvocationMarks) -> None:
         self._capacity = capacity
+        self._marks = marks
         self._reasons: OrderedDict[int, MissReason] = OrderedDict()
         self._draining: set[str] = set()  # digests of adapters
 
@@ -41,11 +44,11 @@ class LostPrefixes(Listener):
 
     def purged(self, node: Node) -> None:
         """Note that a node goes with its adapter, if that drains. Complexity: O(1)."""
-        if node.owner.namespace.adapter_digest in self._draining:
+        if self._draining and self._draining & {node.owner.namespace.adapter, self._marks.digest_of(node.tokens)}:
             self._note(node.fingerprint, MissReason.ADAPTER_CHANGED)
 
     def draining(self, adapter: str, slices: Generator[None, None, _T]) -> Generator[None, None, _T]:
-        """Run the slices of a purge of an adapter, whose digest this is, and remember what goes."""
+        """Run slices that forget an adapter, whose digest this is, and remember what goes."""
         self._draining.add(adapter)
         try:
             return (yield from slices)
@@ -62,7 +65,7 @@ class LostPrefixes(Listener):
         tokens: bytes,
         cached_tokens: int,
         next_end: int,
-        former: Sequence[Namespace],
+        former: Sequence[PromptKey],
         find: Callable[[Namespace, bytes], tuple[Node | None, int, int, bytes, int]],
     ) -> MissReason:
         """Tell why the tokens after the cached ones have to be computed; see `PrefixCache.explain`.
@@ -76,9 +79,9 @@ class LostPrefixes(Listener):
         lost = self.reason(prefix_fingerprint(namespace.seed, tokens, end))
         if lost is not None:  # an adapter that went, and came back with the same weights, has not changed
             return MissReason.EVICTED if lost is MissReason.ADAPTER_CHANGED else lost
-        for each in former:
-            lost = self.reason(prefix_fingerprint(each.seed, tokens, end))
-            if lost is MissReason.ADAPTER_CHANGED or find(each, tokens)[2] > cached_tokens:
+        for key in former:
+            lost = self.reason(prefix_fingerprint(key.namespace.seed, key.tokens, end))
+            if lost is MissReason.ADAPTER_CHANGED or find(*key)[2] > cached_tokens:
                 return MissReason.ADAPTER_CHANGED
         return MissReason.DIVERGED if cached_tokens else MissReason.COLD
 

@@ -18,7 +18,7 @@ from radixkv.cache.lines.eviction_lines import EvictionLines
 from radixkv.cache.listing.segment_index import SegmentIndex
 from radixkv.cache.lost_prefixes import LostPrefixes
 from radixkv.cache.namespaces.forest import Forest
-from radixkv.cache.namespaces.purge import Purged, all_slices, purge
+from radixkv.cache.namespaces.purge import Purged, all_slices, purge, sweep
 from radixkv.cache.pins import Pins
 from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.prompt_lease import PromptLease
@@ -27,7 +27,8 @@ from radixkv.cache.public.public_prefixes import PublicPrefixes
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Quota, Tenants
 from radixkv.cache.tree.node import Node
-from radixkv.namespace import Namespace
+from radixkv.invocation import InvocationMarks
+from radixkv.namespace import Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, require_tokens
 
 
@@ -46,6 +47,7 @@ class PrefixCache:
         evicted_prefixes: number of evicted prefixes to remember, to explain misses.
         listeners: are told of every change to the trees, after the cache's own parts.
         clock: seconds, never going back.
+        marks: tell what invoked adapters computed.
 
     Attributes:
         pool: the state of each block.
@@ -81,19 +83,20 @@ class PrefixCache:
         evicted_prefixes: int = 65_536,
         listeners: Iterable[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
+        marks: InvocationMarks | None = None,
     ) -> None:
+        self.marks = marks or InvocationMarks()
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.tenants = Tenants(quotas or {}, default_quota)
         self._trees = Forest()
-        self._lost = LostPrefixes(evicted_prefixes)
+        self._lost = LostPrefixes(evicted_prefixes, self.marks)
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
         self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
-        max_kept_blocks = num_blocks // 2 if max_kept_blocks is None else max_kept_blocks
-        self.kept = KeptBlocks(max_kept_blocks, self.tenants, self._cut)
+        self.kept = KeptBlocks(num_blocks // 2 if max_kept_blocks is None else max_kept_blocks, self.tenants, self._cut)
         self._clock = clock
         policy = policy or EvictionPolicy()
-        self.segments = SegmentIndex(clock)
+        self.segments = SegmentIndex(clock, self.marks)
         self._changes = Changes((self._retained, self.kept, policy, self._lost, self.segments, *listeners))
         self._lines = EvictionLines(policy, self.tenants)
         self._holdings = Holdings(
@@ -158,17 +161,19 @@ class PrefixCache:
         return self.places.match(namespace, tokens)
 
     def explain(
-        self, namespace: Namespace, tokens: bytes, cached_tokens: int, former: Sequence[Namespace] = ()
+        self, namespace: Namespace, tokens: bytes, cached_tokens: int, former: Sequence[PromptKey] = ()
     ) -> MissReason:
         """Tell why the tokens after the cached ones have to be computed. Complexity: O(tokens) for each namespace.
 
-        ADAPTER_CHANGED is told of what is cached in a `former` namespace of the caller, or was until that drained.
+        ADAPTER_CHANGED is told of what is cached under a `former` key of the prompt, or was until that drained.
         """
         if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
             return MissReason.NONE
         place = self.places.of(namespace, tokens)
         if place.trunk is not None:
-            namespace, tokens, former = place.namespace, place.tokens, ()
+            start = place.start_tokens * TOKEN_BYTES
+            former = [PromptKey(place.namespace, key.tokens[start:]) for key in former if key.namespace == namespace]
+            namespace, tokens = place.namespace, place.tokens
             cached_tokens = max(0, cached_tokens - place.start_tokens)
         next_end = (cached_tokens // self.block_size + 1) * self.block_size
         return self._lost.explain(namespace, tokens, cached_tokens, next_end, former, self._trees.find)
@@ -272,11 +277,13 @@ class PrefixCache:
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Generator[None, None, Purged]:
         """Forget whole namespaces, in slices between which the cache may be used; see `namespaces/purge.py`."""
-        return purge(self._trees, self.leases.open, self._evictor, tenant, adapter, salt)
+        return purge(self._trees, self.leases.open, self._evictor, self.segments, tenant, adapter, salt)
 
     def draining(self, adapter: str) -> Generator[None, None, Purged]:
-        """Forget what was cached with an adapter, as `purging` does, and explain later misses of its names."""
+        """Forget what was cached with an adapter that no request has, and explain later misses of its names."""
         self.public.unregister_all(adapter)
+        if self.marks.has(adapter):
+            return self._lost.draining(adapter, sweep(self.segments, self._evictor, self.marks, adapter))
         return self._lost.draining(adapter, self.purging(adapter=adapter))
 
     def check(self) -> None:

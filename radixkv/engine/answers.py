@@ -86,7 +86,7 @@ class Answers:
             if part_start < part_end:
                 part = dataclasses.replace(retention, start=part_start, end=part_end)
                 grant = grant.joined(
-                    self._cache.retain(request.namespace, request.params.tokens, part, only_raise=only_raise)
+                    self._cache.retain(request.namespace, request.prompt_tokens, part, only_raise=only_raise)
                 )
         return self.retained(grant, now_s)
 

@@ -27,7 +27,7 @@ from radixkv.engine.steps_ahead import StepsAhead
 from radixkv.engine.tally import Tally
 from radixkv.errors import OutOfMemory, RadixKVError, StepFailed
 from radixkv.events.tree_feed import TreeFeed
-from radixkv.namespace import Namespace
+from radixkv.namespace import Namespace, PromptKey
 from radixkv.scheduling.admission import Admitter
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Outcome, Request
@@ -171,7 +171,7 @@ class EngineCore:
         now_s = self._clock()
         return time.time() + self.held_leases.renew(lease_id, tenant, now_s) - now_s
 
-    def probe(self, namespace: Namespace, tokens: bytes, former: Sequence[Namespace] = ()) -> ProbeResult:
+    def probe(self, namespace: Namespace, tokens: bytes, former: Sequence[PromptKey] = ()) -> ProbeResult:
         """Say what a prefill of this prompt would reuse now; see `Request.former`. Changes nothing."""
         cached_tokens = self.cache.match(namespace, tokens).cached_tokens
         miss_reason = self.cache.explain(namespace, tokens, cached_tokens, former)
@@ -191,7 +191,7 @@ class EngineCore:
         Unfinished requests of theirs publish nothing more.
         """
         for request in self._scheduler.requests():
-            request.is_revoked = request.is_revoked or request.namespace.is_among(tenant, adapter, salt)
+            request.is_revoked = request.is_revoked or request.is_among(tenant, adapter, salt)
         self._leave_revoked()
         purged = yield from self.cache.purging(tenant=tenant, adapter=adapter, salt=salt)
         for request in self._scheduler.running:  # those that came between the slices

@@ -147,9 +147,9 @@ class Engine:
             Later, through the future: OutOfBlocks, QuotaExceeded, DeadlineExceeded, StepFailed.
         """
         future: Future[PrefillResult] = Future()
-        with self._reporting_refusal(), self.adapters.using(params.caller, params.tokens) as (namespace, former):
+        with self._reporting_refusal(), self.adapters.using(params.caller, params.tokens) as prompt:
             self.limits.require_prefill(params)
-            self._submit(Request(params, namespace, future, time.monotonic(), former=former))
+            self._submit(prompt.request(params, future))
         return future
 
     def generate(
@@ -165,12 +165,12 @@ class Engine:
         Raises the same errors as `prefill`, at the same times.
         """
         future = GenerationFuture()
-        with self._reporting_refusal(), self.adapters.using(params.caller, params.tokens) as (namespace, former):
+        with self._reporting_refusal(), self.adapters.using(params.caller, params.tokens) as prompt:
             self.limits.require_generation(params, sampling)
             stops = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
             generation = Generation(sampling, stops, on_tokens)
             params = sampling.prompt_params(params)
-            self._submit(Request(params, namespace, future, time.monotonic(), generation, former))
+            self._submit(prompt.request(params, future, generation))
         return future
 
     def probe(self, tokens: bytes, caller: Caller = ANONYMOUS) -> Future[ProbeResult]:
@@ -178,9 +178,9 @@ class Engine:
 
         Raises InvalidRequest, PromptTooLong or UnknownAdapter if the request is wrong.
         """
-        namespace, former = self.adapters.namespaces(caller, tokens)
+        prompt = self.adapters.keyed(caller, tokens)
         self.limits.require_tokens(tokens)
-        return self._call(lambda: self._core.probe(namespace, tokens, former), Asker.TENANT, caller.tenant)
+        return self._call(lambda: self._core.probe(*prompt.key, prompt.former), Asker.TENANT, caller.tenant)
 
     def release(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[None]:
         """Give a held lease back. The future raises UnknownLease if the caller's tenant holds no such lease."""
@@ -195,9 +195,9 @@ class Engine:
 
         Raises the same errors as `probe`.
         """
-        namespace, _ = self.adapters.namespaces(caller, tokens)
+        prompt = self.adapters.keyed(caller, tokens)
         self.limits.require_retention(tokens, retention)
-        return self._call(lambda: self._core.retain(namespace, tokens, retention), Asker.TENANT, caller.tenant)
+        return self._call(lambda: self._core.retain(*prompt.key, retention), Asker.TENANT, caller.tenant)
 
     def purge(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
@@ -247,7 +247,7 @@ class Engine:
 
     def _leave(self, request: Request) -> None:
         self._gate.leave(request)
-        self.adapters.leave(request.namespace.adapter_digest)
+        self.adapters.leave(request.adapter)
 
     @contextlib.contextmanager
     def _reporting_refusal(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner, Wait
 from radixkv.engine.sampler import Prediction, allowed_tokens, predict, read_logprobs
 from radixkv.errors import RadixKVError
+from radixkv.invocation import plain
 from radixkv.scheduling.step_plan import Slice
 
 
@@ -132,17 +133,17 @@ def _started(start: Callable[[], Wait]) -> Wait:
 
 def _chunk(part: Slice) -> Chunk:
     request, start, end = part
-    lease = request.open_lease
+    lease, invocation = request.open_lease, request.invocation
     return Chunk(
-        tokens=lease.tokens,
+        tokens=lease.tokens if invocation is None else plain(lease.tokens),
         start=start,
         end=end,
         block_ids=lease.block_ids,
         copy=lease.copy,
         wants_logits=part.is_last,
         wants_all_logits=request.wants_all_logits,
-        adapter=request.namespace.adapter_digest,
-        adapter_from=request.namespace.adapter_from,
+        adapter=request.adapter,
+        adapter_from=0 if invocation is None else invocation.start,
     )
 
 

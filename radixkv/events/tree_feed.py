@@ -15,6 +15,7 @@ from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot, StoredRun
 from radixkv.events.stored_blocks import Change, Joined, StoredBlocks
+from radixkv.invocation import InvocationMarks
 from radixkv.tokens import TOKEN_BYTES
 
 MAX_STEP_BLOCKS = 2048  # 0.6 ms
@@ -39,6 +40,7 @@ class TreeFeed(Listener):
         pool_block_size: tokens of a block of the pool.
         identities: names of namespaces.
         max_step_blocks: blocks that are hashed at once. More than steps compute, or the rest would grow.
+        marks: tell what invoked adapters computed. It is not published, since no reader could match it.
 
     Attributes:
         log: the same.
@@ -51,12 +53,14 @@ class TreeFeed(Listener):
         pool_block_size: int,
         identities: Identities,
         max_step_blocks: int = MAX_STEP_BLOCKS,
+        marks: InvocationMarks | None = None,
     ) -> None:
         self.log = log
         self._block_size = block_size
         self._pool_block_size = pool_block_size
         self._identities = identities
         self._max_step_blocks = max_step_blocks
+        self._marks = marks or InvocationMarks()
         self._is_aligned = pool_block_size % block_size == 0  # each node begins an event block
         self._is_on = False
         self._changes: deque[Change] = deque()
@@ -82,7 +86,7 @@ class TreeFeed(Listener):
         if not self._is_on and self.log.error is None:
             self._is_on = True
             self._nodes = nodes
-            self._changes.extend((node, node.tokens, node.parent, self._tail(node)) for node in nodes())
+            self._changes.extend((node, self._plain(node), node.parent, self._tail(node)) for node in nodes())
 
     def ask(self, answer: Future[Snapshot]) -> None:
         """Have `publish` answer with a snapshot, once it has published all that is recorded."""
@@ -130,13 +134,13 @@ class TreeFeed(Listener):
         """Note a new leaf."""
         if self._is_on:
             tail = b"" if self._is_aligned else self._tail(leaf)
-            self._note((leaf, leaf.tokens, leaf.parent, tail))
+            self._note((leaf, self._plain(leaf), leaf.parent, tail))
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
         """Note the tokens of a leaf that has grown."""
         if self._is_on:
             tail = b"" if self._is_aligned else self._tail(leaf)
-            self._note((leaf, leaf.tokens, None, tail))
+            self._note((leaf, self._plain(leaf), None, tail))
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
         """Note where a node was cut."""
@@ -176,6 +180,10 @@ class TreeFeed(Listener):
             tail = b"" if self._is_aligned else self._tail(node)
             runs.append(StoredRun(root, cache_salt, before, hashes, num_shared, tail, node.tokens))
         return Snapshot(self.log.last, runs, self._block_size)
+
+    def _plain(self, node: Node) -> bytes:
+        """Return a node's tokens up to the first one that an invoked adapter computed."""
+        return node.tokens[: self._marks.num_plain(node.tokens) * TOKEN_BYTES]
 
     def _tail(self, node: Node) -> bytes:
         """Return the tokens before a node in the event block in which it begins. Complexity: O(depth)."""

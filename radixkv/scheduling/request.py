@@ -16,7 +16,8 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult, TokenLogprobs, Usage
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prompt_lease import PromptLease
-from radixkv.namespace import Namespace
+from radixkv.invocation import Invocation
+from radixkv.namespace import Namespace, PromptKey
 
 
 class Outcome(enum.Enum):
@@ -86,7 +87,9 @@ class Request:
         received_s, scheduled_s, prefilled_s: `time.monotonic()` of its arrival, its first admission and its first
             token; None for not yet.
         generation: None for a prefill.
-        former: its namespaces before its adapter was changed; they only explain a miss.
+        former: its keys before its adapter was changed; they only explain a miss.
+        invocation: where an invoked adapter begins; None if `namespace.adapter` computes all of it.
+        prompt_tokens: the prompt as the cache knows it, little-endian uint32 bytes.
         tenant: its caller's tenant.
         arrival: number of requests that came before it.
         lease: its blocks; None while it holds none.
@@ -107,7 +110,9 @@ class Request:
     future: Future[PrefillResult] | Future[GenerateResult]
     received_s: float
     generation: Generation | None = None
-    former: Sequence[Namespace] = ()
+    former: Sequence[PromptKey] = ()
+    invocation: Invocation | None = None
+    prompt_tokens: bytes = field(init=False)
     tenant: str = field(init=False)
     arrival: int = 0
     lease: PromptLease | None = None
@@ -126,6 +131,17 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tenant = self.params.caller.tenant
+        prompt = self.params.tokens
+        self.prompt_tokens = prompt if self.invocation is None else self.invocation.marked(prompt)
+
+    @property
+    def adapter(self) -> str:
+        """Digest of the adapter that computes it, or a part of it; empty for the base model."""
+        return self.namespace.adapter if self.invocation is None else self.invocation.digest
+
+    def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
+        """Whether it has these names; None matches any."""
+        return self.namespace._replace(adapter=self.adapter).is_among(tenant, adapter, salt)
 
     @property
     def open_lease(self) -> PromptLease:
@@ -151,13 +167,16 @@ class Request:
 
     @property
     def tokens(self) -> bytes:
-        """The prompt and the generated tokens, little-endian uint32 bytes. Complexity: a copy if any was generated."""
-        return self.params.tokens + self.tokens_from(self.params.num_tokens)
+        """The prompt and the generated tokens as the cache knows them. Complexity: a copy if any was generated."""
+        return self.prompt_tokens + self.tokens_from(self.params.num_tokens)
 
     def tokens_from(self, start: int) -> bytes:
-        """Return the generated tokens from position `start` on, as bytes; `start` is not inside the prompt."""
+        """Return the generated tokens from position `start` on, marked; `start` is not inside the prompt."""
         token_ids = [] if self.generation is None else self.generation.token_ids[start - self.params.num_tokens :]
-        return np.array(token_ids, dtype="<u4").tobytes() if token_ids else b""
+        if not token_ids:
+            return b""
+        mark = 0 if self.invocation is None else self.invocation.mark
+        return (np.array(token_ids, dtype="<u4") + np.uint32(mark)).tobytes()
 
     @property
     def num_left(self) -> int:

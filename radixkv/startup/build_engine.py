@@ -23,6 +23,7 @@ from radixkv.errors import ConfigError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
 from radixkv.events.tree_feed import MAX_STEP_BLOCKS, TreeFeed
+from radixkv.invocation import InvocationMarks
 from radixkv.model.attention.interface import AttentionKernels, PlanningKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
@@ -79,8 +80,9 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
             "the pool takes its memory as it fills, and only %.1f MB are available: lower cache.capacity_tokens",
             available / 1e6,
         )
-    events = _make_feed(config, limits.step_tokens)
-    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, events)
+    marks = InvocationMarks()
+    events = _make_feed(config, limits.step_tokens, marks)
+    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, events, marks)
     runner = make_runner(model, storage, kernels, recorder)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     rates = Rates(config.tenants, config.default_tenant)
@@ -136,7 +138,7 @@ def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int) -> Attent
     return kernels
 
 
-def _make_feed(config: Config, step_tokens: int) -> TreeFeed:
+def _make_feed(config: Config, step_tokens: int, marks: InvocationMarks) -> TreeFeed:
     block_size = config.events.block_size
     return TreeFeed(
         EventLog(),
@@ -144,11 +146,17 @@ def _make_feed(config: Config, step_tokens: int) -> TreeFeed:
         config.cache.block_size,
         Identities(config.gateway.tenant),
         max(MAX_STEP_BLOCKS, 2 * step_tokens // block_size),
+        marks,
     )
 
 
 def _make_cache(
-    cache: CacheConfig, quotas: Mapping[str, Quota], default_quota: Quota, num_blocks: int, events: TreeFeed
+    cache: CacheConfig,
+    quotas: Mapping[str, Quota],
+    default_quota: Quota,
+    num_blocks: int,
+    events: TreeFeed,
+    marks: InvocationMarks,
 ) -> PrefixCache:
     return PrefixCache(
         num_blocks,
@@ -161,6 +169,7 @@ def _make_cache(
         max_public_blocks=int(cache.max_public_share * num_blocks),
         evicted_prefixes=cache.evicted_prefixes,
         listeners=[events],
+        marks=marks,
     )
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.lost_prefixes import LostPrefixes
+from radixkv.invocation import InvocationMarks
 from tests.fakes import make_tree
 
 
@@ -10,7 +11,7 @@ def lose(lost: LostPrefixes, fingerprint: int, reason: MissReason) -> None:
 
 
 def test_the_oldest_note_is_forgotten_first() -> None:
-    lost = LostPrefixes(2)
+    lost = LostPrefixes(2, InvocationMarks())
     for fingerprint in (1, 2, 3):
         lose(lost, fingerprint, MissReason.EVICTED)
     assert [lost.reason(fingerprint) for fingerprint in (1, 2, 3)] == [None, MissReason.EVICTED, MissReason.EVICTED]
@@ -18,7 +19,7 @@ def test_the_oldest_note_is_forgotten_first() -> None:
 
 
 def test_a_note_made_again_is_new() -> None:
-    lost = LostPrefixes(2)
+    lost = LostPrefixes(2, InvocationMarks())
     for fingerprint in (1, 2, 1, 3):
         lose(lost, fingerprint, MissReason.EVICTED)
     assert lost.reason(1) is MissReason.EVICTED
@@ -26,7 +27,7 @@ def test_a_note_made_again_is_new() -> None:
 
 
 def test_the_latest_reason_counts() -> None:
-    lost = LostPrefixes(2)
+    lost = LostPrefixes(2, InvocationMarks())
     lose(lost, 1, MissReason.EVICTED)
     lose(lost, 1, MissReason.EXPIRED)
     assert lost.reason(1) is MissReason.EXPIRED
@@ -34,6 +35,6 @@ def test_the_latest_reason_counts() -> None:
 
 
 def test_a_memory_of_nothing_remembers_nothing() -> None:
-    lost = LostPrefixes(0)
+    lost = LostPrefixes(0, InvocationMarks())
     lose(lost, 1, MissReason.EVICTED)
     assert lost.reason(1) is None

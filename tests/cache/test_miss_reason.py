@@ -3,7 +3,7 @@ from __future__ import annotations
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.namespaces.purge import all_slices
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.namespace import Namespace
+from radixkv.namespace import Namespace, PromptKey
 from radixkv.tokens import prefix_fingerprint
 from tests.fakes import MODEL, FakeClock, publish, spell
 
@@ -116,7 +116,7 @@ OLD, NEW = Namespace("model", adapter="digest 1"), Namespace("model", adapter="d
 
 def explain_changed(cache: PrefixCache, text: str, now: Namespace = NEW, former: Namespace = OLD) -> MissReason:
     tokens = spell(text)
-    return cache.explain(now, tokens, cache.match(now, tokens).cached_tokens, [former])
+    return cache.explain(now, tokens, cache.match(now, tokens).cached_tokens, [PromptKey(former, tokens)])
 
 
 def drain(cache: PrefixCache, namespace: Namespace) -> None:

@@ -10,7 +10,11 @@ import pytest
 from radixkv.api.retention import Retention
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import Draining, InvariantViolation, OutOfBlocks
+from radixkv.events.block_identity import Identities
+from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot
+from radixkv.events.tree_feed import TreeFeed
+from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
 from tests.events.event_oracle import Knowledge, WatchedCache
 
@@ -24,6 +28,13 @@ def tokens(*ids: int) -> bytes:
 def publish(cache: PrefixCache, prompt: bytes, namespace: Namespace = BASE) -> None:
     with cache.lease(namespace, prompt) as lease:
         lease.commit(lease.num_tokens)
+
+
+def read_on(reader: Knowledge, log: EventLog) -> None:
+    while reader.number != log.last:
+        batch = log.after(log.start if reader.number is None else reader.number)
+        assert batch is not None
+        reader.read(batch)
 
 
 def watched(block_size: int, pool_block_size: int, num_blocks: int = 64) -> tuple[WatchedCache, PrefixCache]:
@@ -239,3 +250,28 @@ def test_stored_minus_removed_is_what_is_cached(block_size: int, pool_block_size
     cache.evict(1000)
     cache.purge()
     assert watch.verify(cache) == 0
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 16])
+def test_what_an_invoked_adapter_computed_is_not_published(block_size: int) -> None:
+    marks = InvocationMarks()
+    marks.add("one")
+    feed = TreeFeed(EventLog(), block_size, 4, Identities(), marks=marks)
+    cache = PrefixCache(64, 4, listeners=[feed], marks=marks)
+    feed.switch_on(cache.nodes)
+    ids = range(1, 23)
+    for start in (9, 0, 18):
+        publish(cache, marks.invocation("one", start).marked(tokens(*ids)))
+        publish(cache, marks.invocation("one", start).marked(tokens(*ids, 30, 31, 32)))
+    cache.evict(2)
+    feed.publish()
+    plain, alone = Knowledge(), WatchedCache(block_size, 4)
+    read_on(plain, feed.log)
+    alone_cache = PrefixCache(64, 4, listeners=[alone.feed])
+    alone.feed.switch_on(alone_cache.nodes)
+    publish(alone_cache, tokens(*ids[: 18 // block_size * block_size]))
+    assert alone.verify(alone_cache) == len(plain.blocks)
+    cache.purge()
+    feed.publish()
+    read_on(plain, feed.log)
+    assert not plain.blocks

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "startup": "api cache storage model compute events engine kernels scheduling",
     "kernels": "",
 }
-WORDS = ("errors", "config", "namespace", "tokens", "blocks")  # what everybody but kernels may import
+WORDS = ("errors", "config", "namespace", "invocation", "tokens", "blocks")  # what everybody but kernels may import
 WITHOUT_TORCH = ("api", "cache", "events", "scheduling", "planning")
 FREE_FOR_KERNELS = {"torch", "triton", "numpy", "radixkv"} | sys.stdlib_module_names
 TORCH = {"torch", "triton", "transformers", "safetensors", "peft"}

@@ -81,6 +81,7 @@ TESTED_IN = {
     "radixkv.config.sections": "config/test_reading.py",
     "radixkv.config.tenant_section": "config/test_reading.py",
     "radixkv.engine.adapters.adapter_device": "engine/adapters/test_adapters.py",
+    "radixkv.engine.adapters.keyed_prompt": "engine/adapters/test_adapters.py",
     "radixkv.engine.answers": "engine/test_core.py",
     "radixkv.engine.delivery": "engine/test_core.py",
     "radixkv.engine.early_ends": "engine/test_core.py",

@@ -237,6 +237,7 @@ def test_an_invoked_adapter_begins_where_it_is_invoked(
     assert client.prefill(head, tenant=tenant, adapter="invoked").usage.cached_tokens == len(head) - 1
     assert_agrees(client, oracles[""], head, tenant=tenant, adapter="invoked")
     once, twice = [*head, 7, 8, *head[:9]], [*head, 7, 8, *head[:9], 7, 8, *head[:5]]
+    assert client.prefill(once, tenant=tenant, adapter="invoked").usage.cached_tokens == len(head)
     for ids in (once, twice, once, twice):
         assert_agrees(client, invoked, ids, tenant=tenant, adapter="invoked")
     assert client.prefill([*twice, 1], tenant=tenant, adapter="invoked").usage.cached_tokens == len(twice)

@@ -1,4 +1,4 @@
-"""Forgets whole namespaces."""
+"""Forgets whole namespaces, and what an invoked adapter cached."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Generator
 from typing import NamedTuple, TypeVar
 
 from radixkv.cache.evictor import Evictor
+from radixkv.cache.listing.segment_index import SegmentIndex
 from radixkv.cache.namespaces.forest import Forest
 from radixkv.cache.namespaces.open_leases import OpenLeases
+from radixkv.cache.tree.node import NO_PLACE
+from radixkv.invocation import InvocationMarks
+from radixkv.namespace import Namespace
 
 # Work of one slice on the engine's thread: looking at 1,024 namespaces takes 0.5 ms, purging 128 nodes 2 ms. Nodes that
 # leases use are purged at once.
@@ -30,9 +34,17 @@ class Purged(NamedTuple):
 
 
 def purge(
-    forest: Forest, leases: OpenLeases, evictor: Evictor, tenant: str | None, adapter: str | None, salt: str | None
+    forest: Forest,
+    leases: OpenLeases,
+    evictor: Evictor,
+    segments: SegmentIndex,
+    tenant: str | None,
+    adapter: str | None,
+    salt: str | None,
 ) -> Generator[None, None, Purged]:
     """Forget the namespaces with these names, None for any, in slices of bounded work. Each slice ends with a `yield`.
+
+    Of an invoked adapter, these are the base model's namespaces in which anything is cached with it.
 
     After the last slice nothing is matchable of what was cached before the first one. The cache may be used between
     slices. A lease that was opened before the first slice publishes nothing more; nor does a later one that uses
@@ -42,13 +54,16 @@ def purge(
     all leases and namespaces.
     """
     leases.revoke(tenant, adapter, salt)
+    invoking: set[Namespace] = set()
+    if adapter:
+        invoking = yield from segments.namespaces_invoking(adapter)
     freed_blocks = pinned_blocks = num_looks = num_purged = 0
     for tree, namespace in forest.of(tenant):
         if num_looks >= _MAX_LOOKS or num_purged >= _MAX_PURGED:
             num_looks = num_purged = 0
             yield
         num_looks += 1
-        if not namespace.is_among(tenant, adapter, salt):
+        if not namespace.is_among(tenant, None if namespace in invoking else adapter, salt):
             continue
         while forest.get(namespace) is tree:
             num_nodes, freed = evictor.purge_leaves(tree, _MAX_PURGED - num_purged)
@@ -63,6 +78,32 @@ def purge(
             # Those that were opened since the first slice.
             leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)
     return Purged(freed_blocks, pinned_blocks)
+
+
+def sweep(
+    segments: SegmentIndex, evictor: Evictor, marks: InvocationMarks, digest: str
+) -> Generator[None, None, Purged]:
+    """Forget what an invoked adapter computed and no lease uses, in slices that end with a `yield`.
+
+    No request may have the adapter any more. What held leases use stays until it is evicted.
+
+    Complexity: O(nodes of the cache), and O(log leaves) for each node that is purged.
+    """
+    freed_blocks = num_purged = 0
+    for nodes in segments.slices():
+        for node in nodes:
+            while node.place != NO_PLACE and node.is_evictable and marks.digest_of(node.tokens) == digest:
+                above = node.parent
+                assert above is not None, "a root has no blocks"
+                num_kept_blocks = marks.num_plain(node.tokens) // node.owner.block_size
+                freed_blocks += evictor.purge_end(node, num_kept_blocks)
+                num_purged += 1
+                if num_purged >= _MAX_PURGED:
+                    num_purged = 0
+                    yield
+                node = above
+        yield
+    return Purged(freed_blocks, 0)
 
 
 def all_slices(slices: Generator[None, None, _T]) -> _T:

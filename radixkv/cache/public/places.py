@@ -78,9 +78,6 @@ class Places:
     def _trunk(self, namespace: Namespace, tokens: bytes) -> Trunk | None:
         """Return the longest part of a public prefix that a prompt begins with; None if that is not a whole block."""
         most_tokens = len(tokens) // TOKEN_BYTES - 1  # the last token is always computed
-        if namespace.adapter_from:  # up to there K and V are the model's own
-            most_tokens = min(most_tokens, namespace.adapter_from)
-            namespace = namespace._replace(adapter="")
         prefixes = self._public.beginning_with(namespace, tokens)
         if not prefixes or not self._tenants.quota_of(namespace.tenant).uses_public_prefixes:
             return None

@@ -19,18 +19,20 @@ class PublicPrefix:
 
     Attributes:
         name: given by the operator.
-        tokens: little-endian uint32 bytes, at least those of a block.
+        tokens: little-endian uint32 bytes, at least those of a block, as the cache knows them.
         namespace: of a tree that holds nothing else.
+        adapter: digest of the adapter that computes it, or its end; empty for the base model.
         lease: keeps its blocks; None until they are computed.
         num_users: open leases that use its blocks.
         num_uses: leases that have used its blocks so far.
         is_leaving: whether it is unregistered.
     """
 
-    __slots__ = ("is_leaving", "lease", "name", "namespace", "num_users", "num_uses", "tokens")
+    __slots__ = ("adapter", "is_leaving", "lease", "name", "namespace", "num_users", "num_uses", "tokens")
 
-    def __init__(self, name: str, namespace: Namespace, tokens: bytes) -> None:
+    def __init__(self, name: str, namespace: Namespace, tokens: bytes, adapter: str) -> None:
         self.name = name
+        self.adapter = adapter
         self.namespace = namespace
         self.tokens = tokens
         self.lease: Lease | None = None

@@ -64,13 +64,14 @@ class PublicPrefixes:
         """Return the blocks that a prefix takes, or will when it is computed."""
         return self._num_blocks(prefix.tokens)
 
-    def register(self, name: str, model: str, adapter: str, tokens: bytes) -> PublicPrefix:
+    def register(self, name: str, model: str, adapter: str, tokens: bytes, *, invoked: str = "") -> PublicPrefix:
         """Register a prefix, which is to be computed in its namespace; `keep` it then.
 
         Args:
             name: not given to another one.
             model, adapter: as in `Namespace`.
-            tokens: little-endian uint32 bytes.
+            tokens: little-endian uint32 bytes, as the cache knows them.
+            invoked: digest of the adapter that is invoked in it; empty for none.
 
         Raises:
             InvalidRequest: the name is empty or taken, or the tokens are fewer than a block.
@@ -91,7 +92,7 @@ class PublicPrefixes:
                 f"got {num_blocks}"
             )
         namespace = Namespace(model, PUBLIC_TENANT, adapter, salt=str(next(self._serials)))
-        self._by_name[name] = PublicPrefix(name, namespace, tokens)
+        self._by_name[name] = PublicPrefix(name, namespace, tokens, invoked or adapter)
         return self._by_name[name]
 
     def keep(self, prefix: PublicPrefix) -> None:
@@ -150,7 +151,7 @@ class PublicPrefixes:
     def unregister_all(self, adapter: str) -> None:
         """Unregister those of an adapter, of which this is the digest."""
         for prefix in self:
-            if prefix.namespace.adapter_digest == adapter:
+            if prefix.adapter == adapter:
                 self.unregister(prefix.name)
 
     def enter(self, prefix: PublicPrefix) -> None:

@@ -17,8 +17,9 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.engine.adapters.adapter_device import AdapterDevice, AdapterFiles
 from radixkv.engine.adapters.adapter_directory import AdapterDirectory
 from radixkv.engine.adapters.adapter_names import AdapterNames, Found, Known
+from radixkv.engine.adapters.keyed_prompt import KeyedPrompt
 from radixkv.errors import InvalidRequest, LifecycleError, SwitchedOff
-from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
 
 _log = logging.getLogger(__name__)
 
@@ -76,30 +77,28 @@ class Adapters:
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="radixkv-adapters")
         self._freeing: dict[str, Generator[None, None, Purged]] = {}  # by digest; of the engine's thread
 
-    def namespaces(self, caller: Caller, tokens: bytes) -> tuple[Namespace, tuple[Namespace, ...]]:
-        """Return the namespace of a caller's prompt, and those that it had before its adapter was changed.
-
-        A prompt that does not invoke its adapter is the base model's, and has its namespace.
+    def keyed(self, caller: Caller, tokens: bytes) -> KeyedPrompt:
+        """Find out what a caller's prompt is cached under. One that does not invoke its adapter is the base model's.
 
         Raises:
             UnknownAdapter: no adapter has the caller's name for it.
         """
-        return self._namespaces(caller, tokens, self._names.find(caller.adapter))
+        return self._keyed(caller, tokens, self._names.find(caller.adapter))
 
     @contextlib.contextmanager
-    def using(self, caller: Caller, tokens: bytes) -> Iterator[tuple[Namespace, tuple[Namespace, ...]]]:
-        """Return the same, and keep the adapter of that namespace.
+    def using(self, caller: Caller, tokens: bytes) -> Iterator[KeyedPrompt]:
+        """Return the same, and keep the adapter that computes it.
 
         If nothing is raised inside the `with` block, it is kept until `leave`.
         """
         found = self._names.take(caller.adapter)
         kept = found.digest
         try:
-            namespaces = self._namespaces(caller, tokens, found)
-            if namespaces[0].adapter_digest != found.digest:
+            prompt = self._keyed(caller, tokens, found)
+            if prompt.adapter != found.digest:
                 kept = ""
                 self.leave(found.digest)
-            yield namespaces
+            yield prompt
         except BaseException:
             self.leave(kept)
             raise
@@ -160,17 +159,26 @@ class Adapters:
         """Read nothing more. A load that is under way ends by itself."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def _namespaces(self, caller: Caller, tokens: bytes, found: Found) -> tuple[Namespace, tuple[Namespace, ...]]:
+    def _keyed(self, caller: Caller, tokens: bytes, found: Found) -> KeyedPrompt:
         if caller.tenant == PUBLIC_TENANT:
             raise InvalidRequest(f"tenant: expected any name but {PUBLIC_TENANT}, the owner of public prefixes, got it")
         base, files = Namespace(self._model, caller.tenant, "", caller.salt), found.files
         start = None if files is None else files.own_from(tokens)
         if files is None or start is None:
-            return base, ()
-        place = "" if files.invocation_token_ids is None else f"@{start}"
-        return (
-            base._replace(adapter=found.digest + place),
-            tuple(base._replace(adapter=digest + place) for digest in found.former),
+            return KeyedPrompt(base, tokens)
+        if files.invocation_token_ids is None:
+            return KeyedPrompt(base._replace(adapter=files.digest), tokens, self._former(base, tokens, start, found))
+        invocation = self._cache.marks.invocation(files.digest, start)
+        return KeyedPrompt(base, tokens, self._former(base, tokens, start, found), invocation)
+
+    def _former(self, base: Namespace, tokens: bytes, start: int, found: Found) -> tuple[PromptKey, ...]:
+        """Return the keys that a prompt would have with what its adapter's name stood for before."""
+        marks = self._cache.marks
+        return tuple(
+            PromptKey(base, marks.invocation(digest, start).marked(tokens))
+            if marks.has(digest)
+            else PromptKey(base._replace(adapter=digest), tokens)
+            for digest in found.former
         )
 
     def _require_on(self) -> AdapterSource:
@@ -191,6 +199,8 @@ class Adapters:
         self._names.require_room(name, digest)
         for _ in self._freeing.pop(digest, ()):  # it comes back while it is being forgotten
             pass
+        if files.invocation_token_ids is not None:
+            self._cache.marks.add(digest)
         source.device.add(files)
         replaced = self._names.assign(name, files)
         self._free_drained()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -83,13 +82,15 @@ class PublicRegistry:
         return self._thread.call(lambda: [self._status(each) for each in self._public])
 
     def _begin(self, name: str, tokens: bytes, adapter: str, done: Future[PublicPrefixStatus]) -> None:
-        with self._adapters.using(Caller(adapter=adapter), tokens) as (namespace, _):
-            prefix = self._public.register(name, namespace.model, namespace.adapter, tokens)
+        with self._adapters.using(Caller(adapter=adapter), tokens) as prompt:
+            model, digest = prompt.namespace.model, prompt.namespace.adapter
+            invoked = "" if prompt.invocation is None else prompt.invocation.digest
+            prefix = self._public.register(name, model, digest, prompt.key.tokens, invoked=invoked)
             computed: Future[PrefillResult] = Future()
             computed.add_done_callback(partial(self._end, prefix, done))
             params = PrefillParams(tokens, Caller(PUBLIC_TENANT, adapter), request_id=f"public prefix {name}")
             try:
-                self._submit(Request(params, prefix.namespace, computed, time.monotonic()))
+                self._submit(prompt._replace(namespace=prefix.namespace, former=()).request(params, computed))
             except BaseException:
                 self._public.unregister(name)
                 raise
@@ -124,7 +125,7 @@ class PublicRegistry:
     def _status(self, prefix: PublicPrefix) -> PublicPrefixStatus:
         return PublicPrefixStatus(
             prefix.name,
-            prefix.namespace.adapter_digest,
+            prefix.adapter,
             prefix.num_tokens,
             self._public.num_blocks_of(prefix),
             is_computed=prefix.lease is not None,

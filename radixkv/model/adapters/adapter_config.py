@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from radixkv.errors import InvalidAdapter
+from radixkv.invocation import MAX_INVOKED_VOCAB
 
 T = TypeVar("T")
 
@@ -161,6 +162,8 @@ def _invocation(tree: Mapping[str, Any], vocab_size: int) -> tuple[int, ...] | N
     if tokens is None:
         return None
     name = "alora_invocation_tokens"
+    if vocab_size > MAX_INVOKED_VOCAB:
+        raise InvalidAdapter(f"{CONFIG_FILE} {name}: expected a model of at most {MAX_INVOKED_VOCAB} token ids")
     holds = isinstance(tokens, list) and bool(tokens)
     _require(tree, name, holds, "at least one token id")
     are_ids = all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < vocab_size for each in tokens)

@@ -11,6 +11,7 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
+from radixkv.cache.namespaces.purge import all_slices
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.public.public_prefix import PublicPrefix
@@ -108,10 +109,27 @@ def test_a_tenant_can_opt_out() -> None:
 
 def test_a_prompt_whose_adapter_begins_inside_uses_the_prefix_of_the_model_up_to_there() -> None:
     cache = _cache()
+    cache.marks.add("c0ffee")
     _make_public(cache, spell("abcdefghij"))
-    assert _serve(cache, _ACME._replace(adapter="c0ffee@9"), spell("abcdefghijklm")) == (9, 9)
-    assert _serve(cache, _ACME._replace(adapter="c0ffee@9"), spell("abcdefghijklm")) == (12, 8)
-    assert _serve(cache, _ACME._replace(adapter="c0ffee@3"), spell("abcdefghijklm")) == (0, 0)
+    late, early = (cache.marks.invocation("c0ffee", start).marked(spell("abcdefghijklm")) for start in (9, 3))
+    assert _serve(cache, _ACME, late) == (9, 9)
+    assert _serve(cache, _ACME, late) == (12, 8)
+    assert _serve(cache, _ACME, early) == (0, 0)
+    cache.check()
+
+
+def test_a_prefix_in_which_an_adapter_is_invoked_serves_the_model_up_to_there() -> None:
+    cache = _cache()
+    cache.marks.add("c0ffee")
+    tokens = cache.marks.invocation("c0ffee", 6).marked(spell("abcdefghij"))
+    prefix = cache.public.register("invoked", "model", "", tokens, invoked="c0ffee")
+    with cache.lease(prefix.namespace, tokens) as lease:
+        lease.commit(10)
+    cache.public.keep(prefix)
+    assert _serve(cache, _ACME, spell("abcdefghijk")) == (6, 6)
+    assert _serve(cache, _OTHER, cache.marks.invocation("c0ffee", 6).marked(spell("abcdefghijk"))) == (10, 10)
+    all_slices(cache.draining("c0ffee"))
+    assert not list(cache.public)
     cache.check()
 
 

@@ -40,7 +40,7 @@ NAMESPACES = (
     Namespace("m", adapter="a"),
     Namespace("m", salt="a"),
     Namespace("m", adapter="b"),
-    Namespace("m", adapter="a@2"),
+    Namespace("m", adapter="a2"),
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 from radixkv.api.caller import Caller
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import GeneratedTokens
+from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
@@ -281,21 +282,99 @@ class TestInvoked:
         assert ask(engine, "law") == (answer(""), 19, "NONE")
         assert engine.adapters.loaded()[0].num_unfinished == 0
 
-    def test_prompts_share_where_their_adapter_begins_at_the_same_place(self, engine: Engine) -> None:
+    def test_what_comes_before_is_shared_with_the_base_model_to_the_token(self, engine: Engine) -> None:
+        load(engine, "law", "one+10")
+        ask(engine, "")
+        assert ask(engine, "law") == (answer("one"), 10, "DIVERGED")
+        longer = [*range(30, 40), *range(20)]
+        ask(engine, "law", longer)
+        assert ask(engine, "", longer) == (answer("", longer), 20, "DIVERGED")
+
+    def test_adapters_share_what_comes_before(self, engine: Engine) -> None:
+        load(engine, "law", "one+10")
+        load(engine, "tax", "two+10")
+        ask(engine, "law")
+        assert ask(engine, "tax") == (answer("two"), 10, "DIVERGED")
+        assert ask(engine, "law") == (answer("one"), 19, "NONE")
+        assert ask(engine, "tax") == (answer("two"), 19, "NONE")
+
+    def test_tokens_after_one_invocation_are_the_base_models_before_the_next(self, engine: Engine) -> None:
         load(engine, "law", "one+10")
         assert ask(engine, "law") == (answer("one"), 0, "COLD")
         assert ask(engine, "law", range(25)) == (answer("one", range(25)), 20, "DIVERGED")
         later = [*range(20), 10, 3, 4]  # the adapter begins ten tokens later, so 10 to 19 are the base model's here
-        assert ask(engine, "law", later) == (answer("one", later), 0, "COLD")
+        assert ask(engine, "law", later) == (answer("one", later), 10, "DIVERGED")
         assert ask(engine, "law", later) == (answer("one", later), 22, "NONE")
+        assert ask(engine, "") == (answer(""), 19, "NONE")
 
-    def test_what_is_cached_of_every_place_goes_with_the_adapter(self, engine: Engine, device: FakeDevice) -> None:
+    def test_generated_tokens_are_found_again_by_the_adapter_alone(self, engine: Engine) -> None:
+        load(engine, "law", "one+10")
+        turn = engine.generate(params(PROMPT, adapter="law"), Sampling(max_new_tokens=6), lambda _: None)
+        ids = [*PROMPT, *turn.result(PATIENCE_S).token_ids]
+        assert 10 not in ids[20:], "another invocation"
+        assert ask(engine, "law", [*ids, 1])[1] == 25
+        assert ask(engine, "", [*ids, 1])[1] == 10
+
+    def test_what_it_computed_goes_with_the_adapter_and_the_rest_stays(
+        self, engine: Engine, device: FakeDevice
+    ) -> None:
         load(engine, "law", "one+10")
         for ids in (range(20), [*range(20), 10, 3, 4]):
             ask(engine, "law", ids)
-        assert engine.adapters.listing().result(PATIENCE_S)[0].cached_tokens == 43
+        assert engine.adapters.listing().result(PATIENCE_S)[0].cached_tokens == 13
         load(engine, "law", "two+10")
-        assert ask(engine, "law")[1:] == (0, "ADAPTER_CHANGED")
-        assert engine.purge(adapter="law").result(PATIENCE_S).freed_blocks == 5
+        wait_until(lambda: device.held == {"two"})
+        assert ask(engine, "law") == (answer("two"), 10, "ADAPTER_CHANGED")
+        assert ask(engine, "") == (answer(""), 19, "NONE")
+        engine.adapters.unload("law").result(PATIENCE_S)
+        engine.purge().result(PATIENCE_S)
         wait_until_all_free(engine)
-        assert device.held == {"two"}
+
+    def test_content_that_comes_back_finds_what_a_held_lease_kept(self, engine: Engine) -> None:
+        load(engine, "law", "one+10")
+        held = engine.prefill(params(PROMPT, adapter="law", hold_lease=True)).result(PATIENCE_S).held_lease
+        engine.adapters.unload("law").result(PATIENCE_S)
+        load(engine, "law", "two+10")
+        assert ask(engine, "law") == (answer("two"), 10, "ADAPTER_CHANGED")
+        load(engine, "law", "one+10")
+        assert ask(engine, "law")[:2] == (answer("one"), 19)
+        assert held is not None
+        engine.release(held.lease_id).result(PATIENCE_S)
+        engine.check().result(PATIENCE_S)
+
+    def test_a_purge_of_its_name_takes_the_trees_that_it_is_in(self, engine: Engine) -> None:
+        load(engine, "law", "one+10")
+        ask(engine, "law")
+        ask(engine, "", range(40, 60))
+        ask(engine, "law", range(50, 70), tenant="other")  # without an invocation
+        engine.purge(adapter="law").result(PATIENCE_S)
+        assert ask(engine, "law")[1] == ask(engine, "", range(40, 60))[1] == 0
+        assert ask(engine, "", range(50, 70), tenant="other")[1] == 19
+
+    def test_a_purge_of_its_name_stops_running_requests_from_publishing(
+        self, engine: Engine, runner: GatedRunner
+    ) -> None:
+        load(engine, "law", "one+10")
+        runner.gate.clear()
+        runner.entered.clear()
+        ids = [20, 10, *([30] * 90)]  # two steps
+        running = engine.prefill(params(ids, adapter="law"))
+        assert runner.entered.wait(PATIENCE_S)
+        purged = engine.purge(adapter="law")
+        runner.gate.set()
+        purged.result(PATIENCE_S)
+        assert running.result(PATIENCE_S).usage.written_tokens <= 64
+        assert ask(engine, "law", ids)[1] == 0
+
+    def test_a_retention_of_its_prompt_finds_it(self, engine: Engine) -> None:
+        load(engine, "law", "one+10")
+        ask(engine, "law")
+        grant = engine.retain(tokens(PROMPT), Retention(priority=90), Caller(adapter="law")).result(PATIENCE_S).grant
+        assert grant.granted_tokens == 20
+
+    def test_segments_name_the_adapter_that_computed_their_end(self, engine: Engine) -> None:
+        load(engine, "law", "one+10")
+        ask(engine, "law")
+        ask(engine, "")
+        page = engine.segments.page(0, None, 100).result(PATIENCE_S)
+        assert {each.namespace.adapter for each in page.segments} == {"", "one"}

@@ -191,15 +191,17 @@ class SimulatedEngine:
         if ask.max_new_tokens:
             stop_token_ids = frozenset(ask.stop_token_ids)
             generation = Generation(ask.sampling, stop_token_ids, lambda news: self._take(asked, news))
-        with self.adapters.using(params.caller, params.tokens) as (namespace, former):
-            assert namespace == ask.namespace
-            asked.request = Request(params, namespace, asked.future, self.clock(), generation, former)
+        with self.adapters.using(params.caller, params.tokens) as prompt:
+            assert prompt.namespace == ask.namespace
+            asked.request = Request(
+                params, prompt.namespace, asked.future, self.clock(), generation, prompt.former, prompt.invocation
+            )
             self.oracle.asked(asked)
             self.core.submit(asked.request)
 
     def _ended(self, request: Request) -> None:
         self.oracle.ended(request)
-        self.adapters.leave(request.namespace.adapter_digest)
+        self.adapters.leave(request.adapter)
 
     def _load(self, load: Load) -> None:
         loaded = self.adapters.load_now(load.name, Path(load.digest))
@@ -221,7 +223,7 @@ class SimulatedEngine:
         named = {each.digest for each in self.adapters.loaded()}
         assert not any(each.is_draining or each.num_unfinished for each in self.adapters.loaded())
         assert self.device.held == named
-        assert {tree.owner.namespace.adapter_digest for tree in self.cache._trees.values()} <= {"", *named}
+        assert {tree.owner.namespace.adapter for tree in self.cache._trees.values()} <= {"", *named}
         self.oracle.events["adapters drained"] += sum(what == "remove" for what, _ in self.device.told)
 
     def _take(self, asked: Asked, news: GeneratedTokens) -> None:

@@ -63,6 +63,13 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path, fields: dict[str,
         read(tmp_path, **fields)
 
 
+def test_a_vocabulary_that_leaves_no_room_for_marks_has_no_invoked_adapters(tmp_path: Path) -> None:
+    written = read(tmp_path, alora_invocation_tokens=[1])
+    assert written.invocation_token_ids == (1,)
+    with pytest.raises(InvalidAdapter, match="alora_invocation_tokens: expected a model of at most 1048576 token ids"):
+        read_config(tmp_path, 2**20 + 1)
+
+
 def test_fields_without_effect_may_say_anything(tmp_path: Path) -> None:
     fields = {"lora_dropout": 0.5, "target_modules": "all-linear", "fan_in_fan_out": True, "a_field_of_tomorrow": None}
     assert read(tmp_path, **fields) == read(tmp_path)

@@ -1,0 +1,50 @@
+"""A prompt, what it is cached under, and the adapter that computes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import GenerateResult, PrefillResult
+from radixkv.invocation import Invocation
+from radixkv.namespace import Namespace, PromptKey
+from radixkv.scheduling.request import Generation, Request
+
+
+class KeyedPrompt(NamedTuple):
+    """The place of a prompt in the cache, found by the name of its adapter.
+
+    Attributes:
+        namespace: who may share its cached tokens.
+        tokens: the prompt, little-endian uint32 bytes, as the caller sent it.
+        former: its keys before its adapter was changed; they only explain a miss.
+        invocation: where its adapter begins; None if all of it is computed with `namespace.adapter`.
+    """
+
+    namespace: Namespace
+    tokens: bytes
+    former: Sequence[PromptKey] = ()
+    invocation: Invocation | None = None
+
+    @property
+    def key(self) -> PromptKey:
+        """The prompt as the cache knows it."""
+        tokens = self.tokens if self.invocation is None else self.invocation.marked(self.tokens)
+        return PromptKey(self.namespace, tokens)
+
+    @property
+    def adapter(self) -> str:
+        """Digest of the adapter that computes it, or a part of it; empty for the base model."""
+        return self.namespace.adapter if self.invocation is None else self.invocation.digest
+
+    def request(
+        self,
+        params: PrefillParams,
+        future: Future[PrefillResult] | Future[GenerateResult],
+        generation: Generation | None = None,
+    ) -> Request:
+        """Make the request for this prompt, which is that of `params`, as of now."""
+        return Request(params, self.namespace, future, time.monotonic(), generation, self.former, self.invocation)

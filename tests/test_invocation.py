@@ -1,0 +1,63 @@
+"""Marks on the tokens that invoked adapters compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.errors import TooManyAdapters
+from radixkv.invocation import MAX_INVOKED_ADAPTERS, MAX_INVOKED_VOCAB, InvocationMarks, plain
+from tests.fake_runner import tokens
+
+IDS = [5, 0, MAX_INVOKED_VOCAB - 1, 7]
+
+
+def test_tokens_before_the_invocation_are_as_they_were() -> None:
+    marks = InvocationMarks()
+    marks.add("one")
+    marked = marks.invocation("one", 2).marked(tokens(IDS))
+    assert marked[:8] == tokens(IDS[:2])
+    assert marked[8:] != tokens(IDS[2:])
+    assert plain(marked) == tokens(IDS)
+    assert marks.num_plain(marked) == 2
+    assert marks.digest_of(marked) == "one"
+    assert marks.digest_of(marked[:8]) == ""
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_no_two_adapters_give_a_token_the_same_mark(start: int) -> None:
+    marks = InvocationMarks()
+    digests = [f"digest {number}" for number in range(300)]
+    for digest in digests:
+        marks.add(digest)
+    marked = {marks.invocation(digest, start).marked(tokens(IDS)) for digest in digests}
+    assert len({each[4 * position : 4 * position + 4] for each in marked for position in range(start, 4)}) == 300 * (
+        4 - start
+    )
+    assert {marks.digest_of(each) for each in marked} == set(digests)
+
+
+def test_content_keeps_its_mark() -> None:
+    marks = InvocationMarks()
+    for digest in ("one", "two", "one"):
+        marks.add(digest)
+    assert marks.invocation("one", 0).mark != marks.invocation("two", 0).mark
+    assert marks.has("one")
+    assert not marks.has("three")
+
+
+def test_ids_that_nobody_marked_are_the_base_models() -> None:
+    huge = tokens([1, 2**32 - 1])
+    assert InvocationMarks().digest_of(huge) == ""
+    assert InvocationMarks().num_plain(huge) == 2
+
+
+def test_marks_run_out_with_an_error() -> None:
+    marks = InvocationMarks()
+    for number in range(MAX_INVOKED_ADAPTERS):
+        marks.add(str(number))
+    last = marks.invocation(str(MAX_INVOKED_ADAPTERS - 1), 0).marked(tokens(IDS))
+    assert plain(last) == tokens(IDS)
+    assert marks.digest_of(last) == str(MAX_INVOKED_ADAPTERS - 1)
+    with pytest.raises(TooManyAdapters, match="until the next start"):
+        marks.add("one more")
+    marks.add("0")
