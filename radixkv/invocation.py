@@ -49,8 +49,8 @@ class InvocationMarks:
     So tokens that look alike and were computed with different weights differ for the tree, to the token, and what comes
     before an invocation is cached once for the base model and all of its adapters.
 
-    Marks are given by content and never taken back: an adapter that is loaded again finds what is still cached. Any
-    thread may use it.
+    Marks are given by content and never taken back: an adapter that is loaded again finds what is still cached. They
+    mean nothing outside this process. Any thread may use it.
     """
 
     def __init__(self) -> None:
