@@ -28,7 +28,7 @@ from radixkv.cache.tenants import Quota
 from radixkv.cache.tree.node import Node
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, RadixKVError
-from radixkv.namespace import Namespace
+from radixkv.namespace import Namespace, PromptKey
 from tests.cache.walk.oracle import Holder, Oracle
 from tests.cache.walk.retention_oracle import Ask
 from tests.events.event_oracle import WatchedCache
@@ -189,7 +189,8 @@ class Walk:
         assert match.cached_tokens == self.oracle.num_reusable(identities)
         self.oracle.verify_match(match, identities)
         former = namespace._replace(adapter="b" if namespace.adapter == "a" else "a")
-        reason = self.cache.explain(namespace, tokens, match.cached_tokens, [former] if namespace.adapter else [])
+        keys = [PromptKey(former, tokens)] if namespace.adapter else []
+        reason = self.cache.explain(namespace, tokens, match.cached_tokens, keys)
         if namespace.adapter and reason is not MissReason.NONE:
             before = self.oracle.identities(former, tokens)
             if reason is MissReason.ADAPTER_CHANGED:
@@ -356,8 +357,7 @@ class Walk:
         """Forget namespaces, and judge what was forgotten."""
 
         def is_gone(namespace: Namespace) -> bool:
-            digest = namespace.adapter.split("@")[0]
-            pairs = ((tenant, namespace.tenant), (adapter, digest), (salt, namespace.salt))
+            pairs = ((tenant, namespace.tenant), (adapter, namespace.adapter), (salt, namespace.salt))
             return all(wanted is None or wanted == name for wanted, name in pairs)
 
         num_free, num_published = self.cache.pool.num_free, self.cache.pool.num_published

@@ -21,7 +21,7 @@ from radixkv.api.retention import Retention
 from radixkv.cache.namespaces.purge import all_slices
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import CapacityError
-from radixkv.namespace import Namespace
+from radixkv.namespace import Namespace, PromptKey
 
 DIGEST = "5d1e6c0ffee"
 # Names that a careless key would join, fold or normalize into each other, and one digest in every role.
@@ -103,7 +103,8 @@ class CollisionWalk:
         index, tokens, numbers = self._prompt()
         match = self.cache.match(self.namespaces[index], tokens)
         self._judge(match.block_ids, numbers, match.cached_tokens)
-        self.cache.explain(self.namespaces[index], tokens, match.cached_tokens, self.random.sample(self.namespaces, 2))
+        former = [PromptKey(each, tokens) for each in self.random.sample(self.namespaces, 2)]
+        self.cache.explain(self.namespaces[index], tokens, match.cached_tokens, former)
 
     def _judge(self, block_ids: np.ndarray, numbers: list[int], cached_tokens: int) -> None:
         held = self.slots[block_ids].ravel()[:cached_tokens]
@@ -124,15 +125,12 @@ class CollisionWalk:
         before = {each: self._num_tokens(each) for each in self.namespaces} if self.random.random() < 0.05 else {}
         self.events["purged blocks"] += self.cache.purge(**wanted).freed_blocks
         for each, num_tokens in before.items():
-            names_of = {"adapter": (each.adapter, each.adapter.split("@")[0])}
-            is_gone = all(
-                want is None or want in names_of.get(field, (getattr(each, field),)) for field, want in wanted.items()
-            )
+            is_gone = all(want is None or want == getattr(each, field) for field, want in wanted.items())
             self.events["wrong purges"] += self._num_tokens(each) != (0 if is_gone else num_tokens)
 
     def _drain(self) -> None:
         all_slices(self.cache.draining(DIGEST))
-        left = {each.adapter.split("@")[0] for each in self.namespaces if self._num_tokens(each)}
+        left = {each.adapter for each in self.namespaces if self._num_tokens(each)}
         self.events["drains"] += 1
         self.events["wrong purges"] += DIGEST in left
 
