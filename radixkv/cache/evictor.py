@@ -198,14 +198,9 @@ class Evictor:
                 continue
             stack.pop()
             if node.is_evictable:
-                self._retained.set(node, DEFAULT_PRIORITY, None)
-                self._changes.purged(node)
-                runs.append(node.block_ids)
-                self._remove(tree, node)
+                runs.append(self._purge(tree, node))
         self._free(runs)
-        num_blocks = sum(map(len, runs)) // BLOCK_ID_BYTES
-        tree.owner.usage.num_cached_blocks -= num_blocks
-        return len(runs), num_blocks
+        return len(runs), sum(map(len, runs)) // BLOCK_ID_BYTES
 
     def purge_end(self, leaf: Node, num_kept_blocks: int) -> int:
         """Take a leaf that no lease uses out of its tree, but for its first blocks. Returns the blocks freed.
@@ -216,12 +211,16 @@ class Evictor:
         if num_kept_blocks:
             tree.cut(leaf, num_kept_blocks)
             self._changes.cut(leaf)
+        self._free([self._purge(tree, leaf)])
+        return leaf.num_blocks
+
+    def _purge(self, tree: RadixTree, leaf: Node) -> bytes:
+        """Take a leaf that no lease uses out of its tree. Returns its packed block ids, which are still published."""
         self._retained.set(leaf, DEFAULT_PRIORITY, None)
         self._changes.purged(leaf)
-        self._remove(tree, leaf)
         leaf.owner.usage.num_cached_blocks -= leaf.num_blocks
-        self._free([leaf.block_ids])
-        return leaf.num_blocks
+        self._remove(tree, leaf)
+        return leaf.block_ids
 
     def purge(self, tree: RadixTree) -> int:
         """Take a whole tree out, after `purge_leaves`. Its blocks become free when the leases that use them are closed.

@@ -127,8 +127,8 @@ CACHE_MUTANTS = (
     Mutant(
         "cache/evictor.py", "            self._changes.purged(node)\n            self._pins", "            self._pins"
     ),
-    Mutant("cache/evictor.py", "                self._changes.purged(node)\n", ""),
-    Mutant("cache/evictor.py", "                self._retained.set(node, DEFAULT_PRIORITY, None)\n", ""),
+    Mutant("cache/evictor.py", "        self._changes.purged(leaf)\n", ""),
+    Mutant("cache/evictor.py", "        self._retained.set(leaf, DEFAULT_PRIORITY, None)\n", ""),
     Mutant("cache/evictor.py", "if leaf.is_evictable and leaf.priority <= DEFAULT_PRIORITY:", "if leaf.is_evictable:"),
     Mutant("cache/evictor.py", "if num_nodes <= MAX_PATH_NODES:", "if True:"),
     Mutant("cache/evictor.py", '            node.block_ids = b""\n', ""),

@@ -114,7 +114,8 @@ class SegmentIndex(Listener):
                 num_tokens = len(node.tokens) // TOKEN_BYTES
                 num_plain = self._marks.num_plain(node.tokens)
                 counts[node.owner.namespace.adapter] += num_plain
-                counts[self._marks.digest_of(node.tokens)] += num_tokens - num_plain
+                if num_plain < num_tokens:
+                    counts[self._marks.digest_of(node.tokens)] += num_tokens - num_plain
             yield
         return counts
 
@@ -128,7 +129,7 @@ class SegmentIndex(Listener):
         return found
 
     def slices(self) -> Iterator[list[Node]]:
-        """Yield the nodes of `MAX_PASSED` places after the other, as they are when they are asked for."""
+        """Iterate over all nodes, those of `MAX_PASSED` places at a time, as they are when they are asked for."""
         start = 0
         while start < len(self._nodes):
             yield [node for node in self._nodes[start : start + MAX_PASSED] if node is not None]

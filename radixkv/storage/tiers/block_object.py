@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import Struct
 
 from xxhash import xxh3_128
@@ -113,7 +113,7 @@ class BlockObject:
             first = head.pack() + self.tokens + bytes(_padding(num_tokens))
         else:
             salt = self.cipher.new_salt()
-            first = ObjectHead(*_counts(head), salt=salt, is_sealed=True).pack()
+            first = replace(head, salt=salt, is_sealed=True).pack()
             body = memoryview(self.cipher.seal(salt, first, self.tokens, self.payload))
         digest = xxh3_128(first)
         yield first
@@ -203,10 +203,6 @@ def _opened(data: memoryview, head: ObjectHead, wanted: Wanted) -> memoryview | 
     if body[:token_bytes] != wanted.tokens:
         return ObjectFault.OTHER_TOKENS
     return body[token_bytes + (0 if wanted.cipher else _padding(head.num_tokens)) :]
-
-
-def _counts(head: ObjectHead) -> tuple[bytes, bytes, int, int, int]:
-    return head.key, head.parent, head.generation, head.num_tokens, head.payload_bytes
 
 
 def _padding(num_tokens: int) -> int:
