@@ -297,6 +297,24 @@ def test_a_step_that_hangs_fails_everybody_until_it_ends(runner: GatedRunner, cl
     engine.stop()
 
 
+def test_nothing_is_left_of_a_public_prefix_whose_step_hangs(runner: GatedRunner, clock: FakeClock) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(max_step_tokens=8, step_timeout_s=30))
+    engine.start()
+    runner.gate.clear()
+    done = engine.public.register("p", tokens(range(5 * BLOCK_SIZE)))
+    assert runner.entered.wait(PATIENCE_S)
+    clock.now_s += 31
+    with pytest.raises(StepHangs):
+        done.result(PATIENCE_S)
+    runner.gate.set()
+    wait_until(lambda: engine.is_healthy)
+    wait_until(lambda: not engine.public.listing().result(PATIENCE_S))
+    assert engine.load().result(PATIENCE_S).blocks.published == 0
+    assert engine.public.register("p", tokens(range(20))).result(PATIENCE_S).is_computed
+    engine.check().result(PATIENCE_S)
+    engine.stop()
+
+
 def test_nothing_waits_for_a_step_that_hangs(
     runner: GatedRunner, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

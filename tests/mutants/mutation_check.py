@@ -29,6 +29,7 @@ CACHE_TESTS = (
     "tests/cache/tree/test_radix_tree.py",
     "tests/cache/test_lease.py",
     "tests/cache/public/test_places.py",
+    "tests/cache/public/test_public_prefixes.py",
     "tests/cache/test_pins.py",
     "tests/cache/test_kept_blocks.py",
     "tests/cache/lines/test_line_heap.py",

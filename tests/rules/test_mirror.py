@@ -69,7 +69,6 @@ TESTED_IN = {
     "radixkv.cache.prompt_lease": "cache/public/test_places.py",
     "radixkv.cache.public.hung_lease": "cache/public/test_places.py",
     "radixkv.cache.public.public_prefix": "cache/public/test_places.py",
-    "radixkv.cache.public.public_prefixes": "cache/public/test_places.py",
     "radixkv.cache.tree.node": "cache/tree/test_radix_tree.py",
     "radixkv.compute.forward": "model/test_model.py",
     "radixkv.compute.graphs.buffers": "compute/graphs/test_graphs.py",

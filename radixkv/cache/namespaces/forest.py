@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from radixkv.cache.namespaces.namespace_index import NamespaceIndex
 from radixkv.cache.tree.node import Node
 from radixkv.cache.tree.radix_tree import RadixTree
@@ -15,18 +17,31 @@ class Forest(dict[Namespace, RadixTree]):
     def __init__(self) -> None:
         super().__init__()
         self._index: NamespaceIndex[RadixTree] = NamespaceIndex()
+        # Those that hang below a public prefix, by the namespace of prompts and the prefix's serial, and by the trunk.
+        self._hung: dict[tuple[Namespace, str], dict[str, RadixTree]] = {}
 
     def __setitem__(self, namespace: Namespace, tree: RadixTree) -> None:
         super().__setitem__(namespace, tree)
         self._index.add(namespace, tree)
+        if namespace.trunk:
+            self._hung.setdefault(_below(namespace), {})[namespace.trunk] = tree
 
     def __delitem__(self, namespace: Namespace) -> None:
         self._index.remove(namespace, self[namespace])
         super().__delitem__(namespace)
+        if namespace.trunk:
+            hung = self._hung[_below(namespace)]
+            del hung[namespace.trunk]
+            if not hung:
+                del self._hung[_below(namespace)]
 
     def of(self, tenant: str | None) -> list[tuple[RadixTree, Namespace]]:
         """List the trees of a tenant; of all tenants for None. Complexity: O(trees listed)."""
         return self._index.of(tenant)
+
+    def hung(self, namespace: Namespace, serial: str) -> Collection[RadixTree]:
+        """List the trees of a namespace below a public prefix. Complexity: O(1)."""
+        return self._hung.get((namespace, serial), {}).values()
 
     def find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> tuple[Node | None, int, int, bytes, int]:
         """Look a prompt up in the tree of a namespace. With `read` False nothing is found.
@@ -45,3 +60,8 @@ class Forest(dict[Namespace, RadixTree]):
         node, num_bytes, packed, num_nodes = tree.match(tokens)
         cached_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
         return node if cached_tokens else None, num_bytes, cached_tokens, packed, num_nodes
+
+
+def _below(namespace: Namespace) -> tuple[Namespace, str]:
+    """Return the namespace of the prompts whose tree this is, and the serial of the prefix below which it hangs."""
+    return namespace._replace(trunk=""), namespace.trunk.partition(":")[0]

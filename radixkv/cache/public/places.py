@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -64,30 +65,45 @@ class Places:
 
         What was cached before the prefix was public is there too, and used while it is longer.
 
-        Complexity: a look-up for most prompts; for those that share a public prefix a memory comparison of it, and two
-        matches.
+        Complexity: a look-up for most prompts; for those that share a public prefix a memory comparison of it, and a
+        match in two trees, seldom in more.
         """
         own = Place(namespace, tokens, None)
-        trunk = self._trunk(namespace, tokens) if read else None
-        if trunk is None:
-            return own
-        place = f"{trunk.prefix.namespace.salt}:{trunk.num_tokens}"
-        hung = Place(namespace._replace(trunk=place), tokens[trunk.num_tokens * TOKEN_BYTES :], trunk)
-        return max(hung, own, key=lambda place: place.cached_tokens(self._trees.find(place.namespace, place.tokens)[2]))
+        places = [_hung(namespace, tokens, trunk) for trunk in self._trunks(namespace, tokens)] if read else []
+        return max((*places, own), key=self._worth) if places else own
 
-    def _trunk(self, namespace: Namespace, tokens: bytes) -> Trunk | None:
-        """Return the longest part of a public prefix that a prompt begins with; None if that is not a whole block."""
+    def _worth(self, place: Place) -> tuple[int, int]:
+        """Count the cached tokens with a place, and the public ones before it."""
+        found_tokens = self._trees.find(place.namespace, place.tokens)[2]
+        return place.cached_tokens(found_tokens), place.start_tokens
+
+    def _trunks(self, namespace: Namespace, tokens: bytes) -> Iterator[Trunk]:
+        """Yield the longest part of a public prefix that a prompt begins with, at least a block, and other trunks.
+
+        Others are those of trees that may reach further, for what they have was cached when there was no longer part:
+        the prefix was not public yet, or the prompt ended where a block ends. Such a prompt hangs below the block
+        before, for its last token was computed; its next turn shares that block and looks for its answer.
+
+        Complexity: a memory comparison of each prefix, and a look-up for each tree of the namespace below one of them.
+        """
         most_tokens = len(tokens) // TOKEN_BYTES - 1  # the last token is always computed
         prefixes = self._public.beginning_with(namespace, tokens)
         if not prefixes or not self._tenants.quota_of(namespace.tenant).uses_public_prefixes:
-            return None
-        shared = [(shared_bytes(each.tokens, tokens, 0), each) for each in prefixes]
-        num_bytes, prefix = max(shared, key=lambda each: each[0])
-        num_blocks, num_more_tokens = divmod(min(num_bytes // TOKEN_BYTES, most_tokens), self._block_size)
+            return
+        shared = [(min(shared_bytes(each.tokens, tokens, 0) // TOKEN_BYTES, most_tokens), each) for each in prefixes]
+        num_tokens, longest = max(shared, key=lambda each: each[0])
+        num_blocks, num_more_tokens = divmod(num_tokens, self._block_size)
         if not num_blocks:
-            return None
-        block_ids = prefix.block_ids[: num_blocks + (num_more_tokens > 0)]
-        return Trunk(prefix, num_blocks * self._block_size, num_more_tokens, block_ids)
+            return
+        block_ids = longest.block_ids[: num_blocks + (num_more_tokens > 0)]
+        yield (best := Trunk(longest, num_blocks * self._block_size, num_more_tokens, block_ids))
+        for num_shared, prefix in shared:
+            for tree in self._trees.hung(namespace, prefix.namespace.salt):
+                start = tree.owner.namespace.trunk_tokens
+                next_block = tokens[start * TOKEN_BYTES : (start + self._block_size) * TOKEN_BYTES]
+                may_reach_further = start + self._block_size > num_tokens or next_block in (tree.root.children or ())
+                if start <= num_shared and may_reach_further and (prefix, start) != best[:2]:
+                    yield Trunk(prefix, start, 0, prefix.block_ids[: start // self._block_size])
 
     def match(self, namespace: Namespace, tokens: bytes) -> Match:
         """Find the longest prefix that can be reused, as `PrefixCache.match` describes."""
@@ -122,3 +138,9 @@ class Places:
         own.usage.num_hit_tokens += trunk.num_tokens
         self._public.enter(trunk.prefix)
         return HungLease(tokens, trunk, own, self._public.leave)
+
+
+def _hung(namespace: Namespace, tokens: bytes, trunk: Trunk) -> Place:
+    """Return the place of a prompt below a trunk."""
+    place = f"{trunk.prefix.namespace.salt}:{trunk.num_tokens}"
+    return Place(namespace._replace(trunk=place), tokens[trunk.num_tokens * TOKEN_BYTES :], trunk)

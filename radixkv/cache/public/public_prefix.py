@@ -25,10 +25,10 @@ class PublicPrefix:
         lease: keeps its blocks; None until they are computed.
         num_users: open leases that use its blocks.
         num_uses: leases that have used its blocks so far.
-        is_leaving: whether it is unregistered.
+        is_computing: whether the request that computes it goes on.
     """
 
-    __slots__ = ("adapter", "is_leaving", "lease", "name", "namespace", "num_users", "num_uses", "tokens")
+    __slots__ = ("adapter", "is_computing", "lease", "name", "namespace", "num_users", "num_uses", "tokens")
 
     def __init__(self, name: str, namespace: Namespace, tokens: bytes, adapter: str) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class PublicPrefix:
         self.lease: Lease | None = None
         self.num_users = 0
         self.num_uses = 0
-        self.is_leaving = False
+        self.is_computing = True
 
     @property
     def num_tokens(self) -> int:

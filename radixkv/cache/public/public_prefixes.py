@@ -100,14 +100,16 @@ class PublicPrefixes:
 
         Raises:
             UnknownPublicPrefix: it was unregistered meanwhile. Its blocks are free.
-            InvariantViolation: it is not cached as a whole.
+            InvariantViolation: it is not cached as a whole; `give_up` frees what is.
         """
         if not self.holds(prefix):
-            self._free_tree(prefix)
+            self.give_up(prefix)
             raise UnknownPublicPrefix("name: expected a registered public prefix, got one that is not any more")
-        node, num_bytes, _, packed, num_nodes = self._trees.find(prefix.namespace, prefix.tokens)
+        tree = self._trees.get(prefix.namespace)
+        node, num_bytes, packed, num_nodes = (None, 0, b"", 0) if tree is None else tree.match(prefix.tokens)
         if node is None or num_bytes < len(prefix.tokens):
             raise InvariantViolation("public prefix: expected it to be cached, got less of it")
+        prefix.is_computing = False
         self._pins.pin(node)
         block_ids = np.frombuffer(packed, np.int32)
         usage = self._tenants[PUBLIC_TENANT]
@@ -118,10 +120,19 @@ class PublicPrefixes:
         self._ledger.open.add(prefix.lease)
         self._computed.setdefault(self._key(prefix.namespace, prefix.tokens), []).append(prefix)
 
+    def give_up(self, prefix: PublicPrefix) -> None:
+        """Unregister a prefix that was not computed, and free what was. Call it when its request is over."""
+        prefix.is_computing = False
+        if self.holds(prefix):
+            self.unregister(prefix.name)
+        elif prefix in self._leaving:
+            self._free(prefix)
+
     def unregister(self, name: str) -> PublicPrefix:
         """Let no more prompts find a prefix. Its blocks are free when the last lease that uses them is closed.
 
-        The trees that hang below are left: nothing finds them any more.
+        One that is being computed takes its blocks, and counts, until that is over. The trees that hang below are left:
+        nothing finds them any more.
 
         Raises:
             UnknownPublicPrefix: there is none of this name.
@@ -135,7 +146,7 @@ class PublicPrefixes:
             if not self._computed[key]:
                 del self._computed[key]
         self._leaving.add(prefix)
-        if not prefix.num_users:
+        if not prefix.num_users and not prefix.is_computing:
             self._free(prefix)
         return prefix
 
@@ -179,7 +190,9 @@ class PublicPrefixes:
             is_found = prefix.lease is not None and prefix not in self._leaving
             require_invariant("public prefix", (prefix in computed) == is_found, "the index is not what is computed")
         require_invariant(
-            "public prefix", not [each for each in self._leaving if not each.num_users], "one stays that nobody uses"
+            "public prefix",
+            all(each.num_users or each.is_computing for each in self._leaving),
+            "one stays that nobody uses or computes",
         )
 
     def _free(self, prefix: PublicPrefix) -> None:
@@ -187,9 +200,6 @@ class PublicPrefixes:
         if prefix.lease is not None:
             prefix.lease.close()
             prefix.lease = None
-        self._free_tree(prefix)
-
-    def _free_tree(self, prefix: PublicPrefix) -> None:
         tree = self._trees.get(prefix.namespace)
         if tree is not None:
             self._evictor.purge_leaves(tree, _MAX_NODES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ from radixkv.api.result import PrefillResult
 from radixkv.cache.public.public_prefix import PublicPrefix
 from radixkv.cache.public.public_prefixes import PublicPrefixes
 from radixkv.engine.adapters.adapters import Adapters, EngineThread
-from radixkv.errors import RadixKVError, StepFailed
+from radixkv.errors import RadixKVError, StepFailed, UnknownPublicPrefix
 from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Request
 
@@ -62,7 +61,8 @@ class PublicRegistry:
         Raises:
             InvalidRequest, PromptTooLong: the tokens are no prompt.
             Draining, StepHangs: the engine takes no calls.
-            Later, through the future: InvalidRequest, UnknownAdapter, OutOfBlocks, and what a prefill raises.
+            Later, through the future: InvalidRequest, UnknownAdapter, OutOfBlocks, what a prefill raises, and
+                UnknownPublicPrefix if it was unregistered meanwhile.
         """
         self._limits.require_tokens(tokens)
         done: Future[PublicPrefixStatus] = Future()
@@ -87,12 +87,13 @@ class PublicRegistry:
             invoked = "" if prompt.invocation is None else prompt.invocation.digest
             prefix = self._public.register(name, model, digest, prompt.key.tokens, invoked=invoked)
             computed: Future[PrefillResult] = Future()
-            computed.add_done_callback(partial(self._end, prefix, done))
             params = PrefillParams(tokens, Caller(PUBLIC_TENANT, adapter), request_id=f"public prefix {name}")
+            request = prompt._replace(namespace=prefix.namespace, former=()).request(params, computed)
+            computed.add_done_callback(partial(self._end, prefix, request, done))
             try:
-                self._submit(prompt._replace(namespace=prefix.namespace, former=()).request(params, computed))
+                self._submit(request)
             except BaseException:
-                self._public.unregister(name)
+                self._public.give_up(prefix)
                 raise
 
     def _refuse(self, done: Future[PublicPrefixStatus], begun: Future[None]) -> None:
@@ -101,26 +102,37 @@ class PublicRegistry:
         if error is not None:
             _answer(done, error)
 
-    def _end(self, prefix: PublicPrefix, done: Future[PublicPrefixStatus], computed: Future[PrefillResult]) -> None:
+    def _end(
+        self,
+        prefix: PublicPrefix,
+        request: Request,
+        done: Future[PublicPrefixStatus],
+        computed: Future[PrefillResult],
+    ) -> None:
         """Let prompts find a prefix that is computed. Results come on the engine's thread, failures on any."""
         error = self._thread.cancellation() if computed.cancelled() else computed.exception()
         if error is not None:
-            with contextlib.suppress(RadixKVError):  # of an engine that takes no calls, nothing is left
-                self._thread.call(lambda: self._forget(prefix))
+            self._thread.put(lambda: self._give_up(prefix, request))
             _answer(done, error)
             return
         try:
             self._public.keep(prefix)
+        except UnknownPublicPrefix as unregistered:
+            _answer(done, unregistered)
+            return
         except RadixKVError as failure:
-            self._forget(prefix)
+            self._public.give_up(prefix)
             _answer(done, StepFailed(f"public prefix: {failure}"))
             return
         _log.info("public prefix %s: %d tokens", prefix.name, prefix.num_tokens)
         _answer(done, self._status(prefix))
 
-    def _forget(self, prefix: PublicPrefix) -> None:
-        if self._public.holds(prefix):
-            self._public.unregister(prefix.name)
+    def _give_up(self, prefix: PublicPrefix, request: Request) -> None:
+        """Give a prefix up when the request that computes it is over; a step may still write to its blocks."""
+        if request.is_over:
+            self._public.give_up(prefix)
+        else:
+            self._thread.put(lambda: self._give_up(prefix, request))
 
     def _status(self, prefix: PublicPrefix) -> PublicPrefixStatus:
         return PublicPrefixStatus(

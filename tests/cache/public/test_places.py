@@ -54,6 +54,13 @@ def test_a_public_prefix_is_found_by_every_tenant_salt_and_to_the_token() -> Non
     cache.check()
 
 
+def test_a_single_token_can_be_public() -> None:
+    cache = PrefixCache(8, block_size=1)
+    assert _make_public(cache, spell("a")).num_tokens == 1
+    assert _serve(cache, _ACME, spell("ab")) == (1, 1)
+    cache.check()
+
+
 def test_a_prompt_that_shares_less_than_a_block_stays_in_its_own_tree() -> None:
     cache = _cache()
     _make_public(cache, spell("abcdefgh"))
@@ -150,6 +157,38 @@ def test_a_generation_grows_below_the_prefix_and_is_found_again() -> None:
         assert (lease.num_tokens, lease.commit(13), lease.committed_tokens) == (13, 4, 13)
         assert lease.written_from_tokens == 8
     assert cache.match(_ACME, spell("abcdefghijklmno")).cached_tokens == 13
+    cache.check()
+
+
+def test_the_next_turn_of_a_prompt_that_ends_with_a_block_finds_its_answer() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefghijkl"))
+    with cache.lease(_ACME, spell("abcdefgh")) as lease:
+        lease.commit(8)
+        lease.extend(spell("ANSWER"))
+        lease.commit(14)
+        assert (lease.cached_tokens, lease.public_tokens) == (7, 7)
+    assert _serve(cache, _ACME, spell("abcdefghANSWERmore")) == (14, 4)
+    assert _serve(cache, _OTHER, spell("abcdefghANSWERmore")) == (8, 8)
+    assert _serve(cache, _ACME, spell("abcdefghijANS")) == (10, 10)
+    cache.check()
+
+
+def test_what_hangs_below_a_short_prefix_is_found_when_a_longer_one_comes() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefgh"), "short")
+    assert _serve(cache, _ACME, spell("abcdefghijOWN")) == (8, 8)
+    _make_public(cache, spell("abcdefghij"), "long")
+    assert _serve(cache, _ACME, spell("abcdefghijOWNmore")) == (13, 8)
+    assert _serve(cache, _OTHER, spell("abcdefghijOWNmore")) == (10, 10)
+    cache.check()
+
+
+def test_what_hangs_below_more_of_a_prefix_is_not_found_by_who_shares_less() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefghijkl"))
+    assert _serve(cache, _ACME, spell("abcdefghijklOWNmore")) == (12, 12)
+    assert _serve(cache, _ACME, spell("abcdeXXXXXXXOWNmore")) == (5, 5)
     cache.check()
 
 

@@ -19,7 +19,6 @@ from radixkv.errors import (
     OutOfBlocks,
     PromptTooLong,
     RadixKVError,
-    StepFailed,
     UnknownAdapter,
     UnknownPublicPrefix,
 )
@@ -155,11 +154,25 @@ def test_what_is_unregistered_while_it_is_computed_is_never_found(engine: Engine
     done = engine.public.register("p", tokens(SYSTEM))
     unregistered = engine.public.unregister("p")
     runner.gate.set()
-    with pytest.raises(StepFailed, match="expected a registered public prefix"):
+    with pytest.raises(UnknownPublicPrefix, match="expected a registered public prefix"):
         done.result(PATIENCE_S)
     assert not unregistered.result(PATIENCE_S).is_computed
     assert ask(engine, "acme", [*SYSTEM, 90]) == (0, 0)
     assert engine.load().result(PATIENCE_S).blocks.published == 4  # of the last request
+
+
+def test_what_is_unregistered_while_it_is_computed_counts_until_that_is_over(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    runner.gate.clear()
+    done = engine.public.register("p", tokens(SYSTEM))
+    engine.public.unregister("p")
+    with pytest.raises(OutOfBlocks, match=r"^public prefixes: expected at most 16 blocks"):
+        register(engine, "q", range((NUM_BLOCKS // 2 - 3) * BLOCK_SIZE))
+    runner.gate.set()
+    with pytest.raises(UnknownPublicPrefix):
+        done.result(PATIENCE_S)
+    assert register(engine, "q", range((NUM_BLOCKS // 2 - 3) * BLOCK_SIZE)).is_computed
 
 
 def test_a_caller_that_leaves_does_not_end_the_registration(engine: Engine, runner: GatedRunner) -> None:

@@ -12,6 +12,11 @@ from radixkv.api.result import GeneratedTokens
 from radixkv.cache.lease import Lease
 from radixkv.cache.ledger import Ledger
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.public.hung_lease import HungLease
+from radixkv.cache.public.places import Places
+from radixkv.cache.public.public_prefix import Place, PublicPrefix
+from radixkv.cache.public.public_prefixes import PublicPrefixes
+from radixkv.cache.tenants import Tenants
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Launch
 from radixkv.engine import sampler, step, steps_ahead
@@ -323,6 +328,65 @@ def refuses_who_only_has_to_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admitter, "_can_fit", lambda *_: False)
 
 
+def lets_all_tenants_hang_in_one_tree(patch: pytest.MonkeyPatch) -> None:
+    of = Places.of
+
+    def of_nobody(places: Places, namespace: Namespace, tokens: bytes, *, read: bool = True) -> Place:
+        place = of(places, namespace, tokens, read=read)
+        return place._replace(namespace=place.namespace._replace(tenant="", salt="")) if place.trunk else place
+
+    patch.setattr(Places, "of", of_nobody)
+
+
+def shows_public_prefixes_to_who_opted_out(patch: pytest.MonkeyPatch) -> None:
+    quota_of = Tenants.quota_of
+    patch.setattr(
+        Tenants,
+        "quota_of",
+        lambda tenants, tenant: dataclasses.replace(quota_of(tenants, tenant), uses_public_prefixes=True),
+    )
+
+
+def uses_the_public_prefixes_of_other_adapters(patch: pytest.MonkeyPatch) -> None:
+    key = PublicPrefixes._key
+    patch.setattr(
+        PublicPrefixes, "_key", lambda public, namespace, tokens: key(public, namespace._replace(adapter=""), tokens)
+    )
+
+
+def frees_public_prefixes_that_are_used(patch: pytest.MonkeyPatch) -> None:
+    unregister = PublicPrefixes.unregister
+
+    def unregister_and_free(public: PublicPrefixes, name: str) -> PublicPrefix:
+        prefix = unregister(public, name)
+        if prefix.lease is not None:
+            public._free(prefix)
+            public._leaving.add(prefix)
+        return prefix
+
+    patch.setattr(PublicPrefixes, "unregister", unregister_and_free)
+
+
+def keeps_public_prefixes_that_nobody_uses(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PublicPrefixes, "_free", lambda *_: None)
+
+
+def counts_public_tokens_as_own(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HungLease, "public_tokens", property(lambda lease: lease.own.public_tokens))
+
+
+def forgets_public_prefixes_that_are_computed_in_their_bound(patch: pytest.MonkeyPatch) -> None:
+    unregister = PublicPrefixes.unregister
+
+    def unregister_at_once(public: PublicPrefixes, name: str) -> PublicPrefix:
+        prefix = unregister(public, name)
+        if prefix.is_computing:
+            public._leaving.discard(prefix)
+        return prefix
+
+    patch.setattr(PublicPrefixes, "unregister", unregister_at_once)
+
+
 BREAKS: tuple[Breaks, ...] = (
     publishes_before_the_step,
     starts_ahead_what_has_ended,
@@ -356,4 +420,11 @@ BREAKS: tuple[Breaks, ...] = (
     refuses_who_might_fit_into_a_smaller_step,
     tries_as_much_again_when_there_is_no_memory,
     refuses_who_only_has_to_wait,
+    lets_all_tenants_hang_in_one_tree,
+    shows_public_prefixes_to_who_opted_out,
+    uses_the_public_prefixes_of_other_adapters,
+    frees_public_prefixes_that_are_used,
+    keeps_public_prefixes_that_nobody_uses,
+    counts_public_tokens_as_own,
+    forgets_public_prefixes_that_are_computed_in_their_bound,
 )

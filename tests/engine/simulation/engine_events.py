@@ -39,6 +39,7 @@ class World(_Value):
 
     Attributes:
         max_kept_blocks: blocks that held leases may keep; None for no bound.
+        max_public_blocks: blocks that public prefixes may take.
         step_s, token_s: virtual seconds that a step takes, and each of its tokens.
         computes_once: nothing is evicted, cancelled or fails, and prompts branch where blocks end: no token
             may be computed twice, but for those in the block that a paused request had not filled.
@@ -51,6 +52,7 @@ class World(_Value):
     policy: str = "lru"
     max_retained_blocks: int = 0
     max_kept_blocks: int | None = None
+    max_public_blocks: int = 0
     held_lease_ttl_s: float = 20.0
     quotas: tuple[tuple[str, Quota], ...] = ()
     weights: tuple[tuple[str, float], ...] = ()
@@ -185,6 +187,24 @@ class Unload(_Value):
 
 
 @dataclass(frozen=True, repr=False)
+class Register(_Value):
+    """An operator makes a prefix public."""
+
+    at_s: float
+    name: str
+    prompt: Prompt
+    adapter: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Unregister(_Value):
+    """An operator takes a public prefix back."""
+
+    at_s: float
+    name: str
+
+
+@dataclass(frozen=True, repr=False)
 class Fail(_Value):
     """A step fails in one of the ways of `SimulatedRunner`, or all its requests are `cancelled` while it computes."""
 
@@ -200,7 +220,7 @@ class Close(_Value):
     step: int | None = None
 
 
-Event = Ask | Cancel | Finish | Release | Retain | Purge | Load | Unload | Fail | Close
+Event = Ask | Cancel | Finish | Release | Retain | Purge | Load | Unload | Register | Unregister | Fail | Close
 
 
 def tokens_of(prompt: Prompt, namespace: Namespace) -> bytes:

@@ -13,9 +13,11 @@ from radixkv.cache.tree.node import path_to
 from radixkv.engine.core import EngineCore
 from radixkv.engine.observer import Observer
 from radixkv.errors import CapacityError, OutOfBlocks, OutOfMemory, QuotaExceeded
+from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Outcome, Request
 from tests.engine.simulation.answer_oracle import Asked
 from tests.engine.simulation.engine_events import World
+from tests.engine.simulation.public_oracle import PublicOracle
 from tests.engine.simulation.simulated_model import Part, SimulatedRunner, content_of
 from tests.fakes import FakeClock
 
@@ -30,6 +32,7 @@ class EngineOracle(Observer):
     Attributes:
         events: kinds of events, each with its count.
         is_closed: whether the engine was closed.
+        public: judges what is public.
     """
 
     core: EngineCore
@@ -37,6 +40,8 @@ class EngineOracle(Observer):
     def __init__(self, world: World, cache: PrefixCache, runner: SimulatedRunner, clock: FakeClock) -> None:
         self.events: Counter[str] = Counter()
         self.is_closed = False
+        opted_out = frozenset(tenant for tenant, quota in world.quotas if not quota.uses_public_prefixes)
+        self.public = PublicOracle(cache, world.max_public_blocks, opted_out, self.events)
         self._world = world
         self._cache = cache
         self._runner = runner
@@ -71,7 +76,16 @@ class EngineOracle(Observer):
             if asked.request.namespace.is_among(tenant, None, salt):
                 if asked.written_at_purge is None:
                     asked.written_at_purge = asked.request.written_tokens
-                assert self._cache.match(asked.ask.namespace, asked.ask.tokens).cached_tokens == 0, "purged and found"
+                cached_tokens = self._cache.match(asked.ask.namespace, asked.ask.tokens).cached_tokens
+                left = self.public.reuse(asked.ask.namespace, asked.ask.tokens)
+                assert cached_tokens == left.cached_tokens == left.public_tokens, "purged and found"
+
+    def started(self, request: Request) -> None:
+        """Note what a request reuses that got its blocks."""
+        asked, lease = self._asked[request], request.open_lease
+        self.events["pauses below public prefixes"] += asked.num_computed > 0 and lease.own is not lease
+        if not asked.num_computed:
+            asked.reused = lease.cached_tokens, lease.public_tokens
 
     def told(self, asked: Asked, news: GeneratedTokens) -> None:
         """Take a token. An error here would look like the caller's, so it is kept for the end of the step."""
@@ -178,7 +192,8 @@ class EngineOracle(Observer):
         for tree in self._cache._trees.values():
             for node in tree.nodes():
                 tokens = tree.path_tokens(node)
-                expected = content_of(tree.owner.namespace, tokens)[-(len(node.tokens) // 4) :]
+                namespace, trunk = tree.owner.namespace, self.public.trunk_of(tree.owner.namespace)
+                expected = content_of(namespace, trunk + tokens)[-(len(node.tokens) // 4) :]
                 held = self._runner.read(np.frombuffer(node.block_ids, dtype=np.int32), expected.size)
                 assert np.array_equal(held, expected), "a published block holds another prefix's K/V"
         for asked in self._asked.values():
@@ -188,6 +203,9 @@ class EngineOracle(Observer):
                 expected = content_of(asked.ask.namespace, asked.ask.tokens)
                 held = self._runner.read(asked.held.block_table, expected.size)
                 assert np.array_equal(held, expected), "a held block was written"
+                own = self.core.held_leases._held[asked.held.lease_id].lease.own
+                self._runner.verify_writers(asked.held.block_table, expected.size, own.namespace)
+                self.events["leases held below public prefixes"] += bool(own.namespace.trunk)
 
     def _verify_requests(self) -> None:
         """Check that exactly the running requests have leases, and that followers wait for tokens being computed."""
@@ -195,8 +213,11 @@ class EngineOracle(Observer):
         running = scheduler.running
         assert len(running) <= self._world.max_running_requests
         leases = [request.lease for request in running]
-        assert all(lease is not None and not lease.is_closed for lease in leases)
-        assert set(leases) | {held.lease for held in self.core.held_leases._held.values()} == set(self._cache.leases)
+        assert all(lease is not None and not lease.own.is_closed for lease in leases)
+        kept = [held.lease for held in self.core.held_leases._held.values()]
+        public = [lease for lease in self._cache.leases if lease.namespace.tenant == PUBLIC_TENANT]
+        all_own = {lease.own for lease in (*leases, *kept, *public) if lease is not None}
+        assert all_own == set(self._cache.leases)
         assert all(request.lease is None for request in scheduler.idle_requests())
         unfinished = {request for request in self._asked if not request.is_over}
         assert set(scheduler.requests()) == unfinished, "somebody is forgotten"
@@ -215,7 +236,10 @@ class EngineOracle(Observer):
         if isinstance(error, OutOfMemory):
             return "" if self._asked[request].must_fail else "a request was refused although a smaller step may fit"
         tenant, block_size = request.tenant, self._world.block_size
-        num_blocks = -(-request.num_tokens // block_size)
+        trunk_tokens = 0
+        if request.params.read_cache:
+            trunk_tokens = self.public.reuse(request.namespace, request.tokens).trunk_tokens
+        num_blocks = -(-request.num_tokens // block_size) - trunk_tokens // block_size
         if str(error).startswith("hold_lease: expected at most"):
             bound = self._cache.kept.max_blocks
             is_over = self._num_kept(tenant) + num_blocks > bound // 2 or self._num_kept(None) + num_blocks > bound
@@ -226,9 +250,8 @@ class EngineOracle(Observer):
         is_kept_by_floors = num_blocks > self._world.num_blocks - self._cache.tenants.num_blocks_kept_from(tenant)
         if running and (isinstance(error, QuotaExceeded) or not is_kept_by_floors):
             return "a request was refused although others would have given blocks back"
-        node, _, cached_tokens, *_ = self._cache._trees.find(
-            request.namespace, request.tokens, request.params.read_cache
-        )
+        place = self._cache.places.of(request.namespace, request.tokens, read=request.params.read_cache)
+        node, _, cached_tokens, *_ = self._cache._trees.find(place.namespace, place.tokens, request.params.read_cache)
         num_pinned = sum(part.num_blocks for part in path_to(node) if part.num_holds)
         usage = self._cache.tenants[tenant]
         num_takeable = self._cache._evictor.num_takeable_blocks(tenant, usage)
@@ -238,13 +261,17 @@ class EngineOracle(Observer):
 
     def _num_kept(self, tenant: str | None) -> int:
         """Count the blocks that a tenant keeps, or would keep if none of those that it computes were shared."""
-        held = [each.lease for each in self.core.held_leases._held.values() if tenant in (None, each.tenant)]
+        held = [each.lease.own for each in self.core.held_leases._held.values() if tenant in (None, each.tenant)]
         nodes = {node for lease in held for node in path_to(lease.node)}
         asking = [other for other in self.core._scheduler.running if other.params.hold_lease]
         return (
             sum(node.num_blocks or self._cache.kept.num_purged_blocks(node) for node in nodes)
             + sum(lease.block_ids.size for lease in held)
-            + sum(-(-each.num_tokens // self._world.block_size) for each in asking if tenant in (None, each.tenant))
+            + sum(
+                -(-each.open_lease.own.num_tokens // self._world.block_size)
+                for each in asking
+                if tenant in (None, each.tenant)
+            )
         )
 
     def finish(self) -> None:
@@ -261,12 +288,12 @@ class EngineOracle(Observer):
         assert [len(each) for each in left] == [0] * len(left)
         assert core._scheduler._blocked is None
         assert len(core.held_leases) == 0
+        assert not list(self._cache.public)
         assert self._cache.pool.num_leased == self._cache.num_pinned_blocks == 0
         self._verify_stats()
         if world.computes_once:
             self._verify_computed_once()
-        for tenant in {"", *(asked.ask.tenant for asked in self._asked.values())}:
-            self._cache.evict(world.num_blocks, tenant=tenant)
+        self._cache.purge()
         self._cache.check()
         assert self._cache.pool.num_free == world.num_blocks
 

@@ -28,6 +28,7 @@ from tests.engine.simulation.engine_events import (
     length_of,
     most_tokens_of,
 )
+from tests.engine.simulation.public_script import public_events, with_public_prefixes
 from tests.engine.simulation.simulated_model import VOCAB_SIZE
 
 
@@ -44,7 +45,7 @@ def make_world(seed: int) -> World:
         quotas.append(("a", Quota(floor, ceiling, rng.choice((None, 1, 3)))))
         if rng.random() < 0.5:
             quotas.append(("b", Quota(rng.choice((0, num_blocks // 4)), rng.choice((None, num_blocks // 2)))))
-    return World(
+    world = World(
         block_size=block_size,
         num_blocks=num_blocks,
         max_step_tokens=rng.choice((2, 5, 8, 16, 48, 200)),
@@ -58,11 +59,13 @@ def make_world(seed: int) -> World:
         computes_once=computes_once,
         max_kept_blocks=rng.choice((None, None, num_blocks // 2)),
     )
+    return world if computes_once else with_public_prefixes(world, seed)
 
 
 def make_script(world: World, seed: int) -> list[Event]:
     """Write the events of a seed in a world."""
-    return _Author(world, seed).script()
+    script = _Author(world, seed).script()
+    return [*script, *public_events(world, seed, script)]
 
 
 class _Told(NamedTuple):

@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.api.caller import Caller
+from radixkv.api.limits import Limits
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerationFuture
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.prompt_lease import PromptLease
 from radixkv.config import EngineConfig
 from radixkv.engine.adapters.adapters import Adapters, EngineThread
 from radixkv.engine.core import EngineCore
-from radixkv.errors import Draining, RadixKVError, UnknownAdapter, UnknownLease
+from radixkv.engine.public.public_registry import PublicRegistry
+from radixkv.errors import Draining, OutOfBlocks, RadixKVError, UnknownAdapter, UnknownLease
+from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.scheduling.request import Generation, Request
+from radixkv.tokens import TOKEN_BYTES
 from tests.adapter_doubles import FakeDevice
 from tests.engine.simulation.answer_oracle import Asked
 from tests.engine.simulation.engine_events import (
@@ -31,13 +36,16 @@ from tests.engine.simulation.engine_events import (
     Finish,
     Load,
     Purge,
+    Register,
     Release,
     Retain,
     Unload,
+    Unregister,
     World,
     tokens_of,
 )
 from tests.engine.simulation.engine_oracle import EngineOracle
+from tests.engine.simulation.public_oracle import Known
 from tests.engine.simulation.simulated_model import Part, SimulatedRunner, broken_part
 from tests.events.event_oracle import WatchedCache
 from tests.fakes import FakeClock
@@ -79,21 +87,29 @@ class SimulatedEngine:
             config,
             clock=self.clock,
             on_end=self._ended,
+            on_start=self.oracle.started,
             observers=[self.oracle],
             weights=dict(world.weights),
             events=self.watch.feed,
         )
-        self.device = FakeDevice()
+        self.device = _Device(self.oracle.public.adapter_gone)
         self._posted: deque[Callable[[], None]] = deque()  # functions that wait for the engine's thread
-        thread = EngineThread(_at_once, self._posted.append, lambda: Draining("stopped"))
+        self._is_stepping = False
+        thread = EngineThread(self._between_steps, self._posted.append, lambda: Draining("stopped"))
         self.adapters = Adapters("simulated", self.device.source(8), self.cache, thread)
         self.runner.device = self.device
+        self.runner.leases = self._leases
+        limits = _limits(world)
+        self.public = PublicRegistry(self.cache.public, limits, self.adapters, thread, self._submit_public)
+        take = self.cache.lease
+        self.cache.lease = lambda *args, **options: self.oracle.public.lease(take, *args, **options)  # type: ignore[method-assign]
         self._timed = sorted(
             (event for event in events if not isinstance(event, Fail) and _closes_at(event) is None),
             key=lambda event: event.at_s,
         )
         self._closes_at = min((step for event in events if (step := _closes_at(event)) is not None), default=None)
         self._asked: dict[int, Asked] = {}
+        self._registering: Register | None = None
         self._apply: dict[type, Callable[..., None]] = {
             Ask: self._ask,
             Cancel: self._cancel,
@@ -103,6 +119,8 @@ class SimulatedEngine:
             Purge: self._purge,
             Load: self._load,
             Unload: self._unload,
+            Register: self._register,
+            Unregister: self._unregister,
             Close: self._close,
         }
 
@@ -116,6 +134,8 @@ class SimulatedEngine:
                 break
             self._step()
         self._run_posted()
+        for each in list(self.cache.public):
+            self._unregister(Unregister(0.0, each.name))
         while self._posted:
             self._run_posted()
         self._verify_adapters()
@@ -125,10 +145,13 @@ class SimulatedEngine:
     def _step(self) -> None:
         self._run_posted()
         self.oracle.begin_step()
+        self._is_stepping = True
         self.core.step()
+        self._is_stepping = False
         if self.core.num_failed_steps >= _FAILED_STEPS_TO_TRY and not self.core.has_work:
             self.core.try_step()
         self.oracle.end_step()
+        self.oracle.public.verify(self.public.listing().result(0))
         self.watch.verify(self.cache)
         if self._closes_at is not None and self.runner.num_steps >= self._closes_at:
             self._close(Close())
@@ -193,11 +216,85 @@ class SimulatedEngine:
             generation = Generation(ask.sampling, stop_token_ids, lambda news: self._take(asked, news))
         with self.adapters.using(params.caller, params.tokens) as prompt:
             assert prompt.namespace == ask.namespace
-            asked.request = Request(
-                params, prompt.namespace, asked.future, self.clock(), generation, prompt.former, prompt.invocation
-            )
+            asked.request = prompt.request(params, asked.future, generation)
+            asked.request.received_s = self.clock()
             self.oracle.asked(asked)
             self.core.submit(asked.request)
+
+    def _register(self, register: Register) -> None:
+        """Make a prefix public. It may be refused for its name, its length, its adapter, or for want of room."""
+        oracle, cache = self.oracle.public, self.cache
+        try:
+            digest = self.adapters.digest_of(register.adapter)
+        except UnknownAdapter:
+            return
+        tokens = tokens_of(register.prompt, Namespace("simulated", adapter=digest))
+        num_tokens = len(tokens) // TOKEN_BYTES
+        is_possible = oracle.by_name(register.name) is None and num_tokens >= cache.block_size
+        has_room = oracle.has_room(num_tokens)
+        self._registering = register
+        done = self.public.register(register.name, tokens, register.adapter)
+        if done.done():
+            error = done.exception(0)
+            assert not (is_possible and has_room), f"a public prefix was refused: {error!r}"
+            self.oracle.events["public prefixes refused"] += isinstance(error, OutOfBlocks)
+            return
+        assert is_possible, "a public prefix was taken that must be refused"
+        assert has_room, "public prefixes take too many blocks"
+
+    def _submit_public(self, request: Request) -> None:
+        """Compute a public prefix, as the engine does any request."""
+        assert self._registering is not None
+        name, prompt = self._registering.name, self._registering.prompt
+        namespace, oracle = request.namespace, self.oracle.public
+        known = oracle.registered(name, namespace, request.params.tokens)
+        ask = Ask(self.clock(), 0, prompt, PUBLIC_TENANT, namespace.salt, digest=namespace.adapter)
+        asked = Asked(ask, request.future)
+        asked.request = request
+        request.received_s = self.clock()
+        request.future.add_done_callback(lambda done: self._public_has_ended(known, request, done))
+        self.oracle.asked(asked)
+        self.core.submit(request)
+
+    def _public_has_ended(self, known: Known, request: Request, done: Future[Any]) -> None:
+        if done.cancelled() or done.exception(0) is not None:
+            self._posted.append(lambda: self._public_has_failed(known, request))
+        else:
+            self.oracle.public.computed(known)
+
+    def _public_has_failed(self, known: Known, request: Request) -> None:
+        """Note a prefix that is not registered any more, as soon as nothing computes it."""
+        if request.is_over:
+            self.oracle.public.failed(known)
+        else:
+            self._posted.append(lambda: self._public_has_failed(known, request))
+
+    def _unregister(self, unregister: Unregister) -> None:
+        known = self.oracle.public.by_name(unregister.name)
+        done = self.public.unregister(unregister.name)
+        assert (done.exception(0) is None) == (known is not None)
+        if known is not None:
+            self.oracle.public.unregistered(known)
+
+    def _between_steps(self, function: Callable[[], Any]) -> Future[Any]:
+        """Call a function as the engine's thread would, which is this one: at once, or after the step."""
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except RadixKVError as error:
+                future.set_exception(error)
+
+        if self._is_stepping:
+            self._posted.append(call)
+        else:
+            call()
+        return future
+
+    def _leases(self) -> list[PromptLease]:
+        """List what the engine computes into: the leases of requests, and its own try."""
+        return [*(each.open_lease for each in self.core._scheduler.running), *self.cache.leases]
 
     def _ended(self, request: Request) -> None:
         self.oracle.ended(request)
@@ -282,14 +379,28 @@ class SimulatedEngine:
         self.core.close(Draining("stopped"))
 
 
-def _at_once(function: Callable[[], Any]) -> Future[Any]:
-    """Call a function as the engine's thread would, which is this one."""
-    future: Future[Any] = Future()
-    try:
-        future.set_result(function())
-    except RadixKVError as error:
-        future.set_exception(error)
-    return future
+class _Device(FakeDevice):
+    """Tells what it forgets."""
+
+    def __init__(self, on_remove: Callable[[str], None]) -> None:
+        super().__init__()
+        self._on_remove = on_remove
+
+    def remove(self, digest: str) -> None:
+        self._on_remove(digest)
+        super().remove(digest)
+
+
+def _limits(world: World) -> Limits:
+    return Limits.of_pool(
+        model="simulated",
+        device="cpu",
+        vocab_size=2**31,
+        max_model_tokens=None,
+        num_blocks=world.num_blocks,
+        block_size=world.block_size,
+        ceiling_blocks={},
+    )
 
 
 def _make_cache(world: World, clock: FakeClock, watch: WatchedCache) -> PrefixCache:
@@ -299,6 +410,7 @@ def _make_cache(world: World, clock: FakeClock, watch: WatchedCache) -> PrefixCa
         policy=make_policy(world.policy, world.num_blocks),
         quotas=dict(world.quotas),
         max_retained_blocks=world.max_retained_blocks,
+        max_public_blocks=world.max_public_blocks,
         max_kept_blocks=2 * world.num_blocks if world.max_kept_blocks is None else world.max_kept_blocks,
         evicted_prefixes=16,
         listeners=[watch.feed],

@@ -1,4 +1,4 @@
-"""A model that is arithmetic: its K/V are digests of namespace and token path, and an answer depends on all of them."""
+"""A model that is arithmetic: its K/V are digests of adapter and token path, and an answer depends on all of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xxhash import xxh3_64_intdigest
 
 from radixkv.api.sampling import Sampling
 from radixkv.cache.block_pool import BlockState
-from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.prompt_lease import PromptLease
 from radixkv.compute.forward import Chunk, pack_tokens
 from radixkv.compute.runner import Launch, StepResult, Wait
 from radixkv.engine.sampler import draw, penalize
-from radixkv.namespace import Namespace
+from radixkv.namespace import PUBLIC_TENANT, Namespace
 from tests.constraints import Rising
 from tests.fake_runner import with_tokens
 from tests.fakes import FakeClock
@@ -50,8 +50,13 @@ def content_of(namespace: Namespace, tokens: bytes) -> Content:
 
 
 def first_digest(namespace: Namespace) -> int:
-    """Return the digest before a namespace's first token, without the cache's own comparison of namespaces."""
-    return xxh3_64_intdigest(repr(tuple(namespace)).encode())
+    """Return the digest before a first token. As those of a real model, K/V depend on nobody's name."""
+    return xxh3_64_intdigest(repr((namespace.model, namespace.adapter)).encode())
+
+
+def writer_of(namespace: Namespace) -> int:
+    """Return a number for who writes in a namespace, without the cache's own comparison of namespaces."""
+    return xxh3_64_intdigest(repr(tuple(namespace._replace(trunk=""))).encode())
 
 
 def logits_of(content: Content) -> npt.NDArray[np.float32]:
@@ -97,7 +102,7 @@ class Part(NamedTuple):
     """
 
     chunk: Chunk
-    lease: Lease
+    lease: PromptLease
     num_tokens: int
 
 
@@ -116,6 +121,8 @@ class SimulatedRunner:
 
     Attributes:
         content: uint64 `[num_blocks, block_size]`; 0 where nothing was written.
+        writers: who wrote it; see `writer_of`.
+        leases: lists the leases of chunks.
         num_steps: steps that were waited for, or that failed when they began.
         num_tokens: computed tokens.
         num_copies: copied blocks.
@@ -137,7 +144,9 @@ class SimulatedRunner:
         self.model = SimpleNamespace(name="simulated", device=torch.device("cpu"))
         self.storage = SimpleNamespace(block_bytes=0, kv_dtype="uint64")
         self.content: Content = np.zeros((cache.pool.num_blocks, cache.block_size), dtype=np.uint64)
+        self.writers = np.zeros_like(self.content)
         self.violations: list[str] = []
+        self.leases: Callable[[], Iterable[PromptLease]] = lambda: cache.leases
         self.num_steps = 0
         self.num_tokens = 0
         self.num_copies = 0
@@ -228,43 +237,65 @@ class SimulatedRunner:
         logits = torch.from_numpy(np.stack(wanted)) if wanted else torch.empty(0, VOCAB_SIZE)
         return StepResult(logits, logits.argmax(dim=-1).tolist(), is_finite)
 
-    def read(self, block_ids: npt.NDArray[np.int32], num_tokens: int, start_block: int = 0) -> Content:
+    def read(self, block_ids: npt.NDArray[np.int32], num_tokens: int) -> Content:
         """Return the first slots of a block table."""
-        num_blocks = -(-num_tokens // self._cache.block_size)
-        return self.content[block_ids[start_block:num_blocks]].ravel()[
-            : num_tokens - start_block * self._cache.block_size
-        ]
+        return self.content[self._first_blocks(block_ids, num_tokens)].ravel()[:num_tokens]
 
-    def _lease_of(self, chunk: Chunk) -> Lease:
+    def _first_blocks(self, block_ids: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray[np.int32]:
+        return block_ids[: -(-num_tokens // self._cache.block_size)]
+
+    def _lease_of(self, chunk: Chunk) -> PromptLease:
         """Find the lease of a chunk by its block table: chunks know no namespace."""
-        return next(lease for lease in self._cache.leases if lease.block_ids is chunk.block_ids)
+        return next(lease for lease in self.leases() if np.array_equal(lease.block_ids, chunk.block_ids))
 
     def _compute(self, parts: Sequence[Part], *, scribbles: bool) -> None:
         for chunk, *_ in parts:
             if chunk.copy is not None:
                 self.content[chunk.copy.target] = self.content[chunk.copy.source]
+                self.writers[chunk.copy.target] = self.writers[chunk.copy.source]
                 self.num_copies += 1
         for chunk, lease, _ in parts:
-            if chunk.adapter != lease.namespace.adapter or (chunk.adapter and chunk.adapter not in self.device.held):
+            namespace = lease.own.namespace
+            if chunk.adapter != namespace.adapter or (chunk.adapter and chunk.adapter not in self.device.held):
                 self.violations.append("a chunk is computed with another adapter, or with one that is gone")
             held = self.read(chunk.block_ids, chunk.start)
-            expected = content_of(lease.namespace, bytes(chunk.tokens))[: chunk.start]
+            expected = content_of(namespace, bytes(chunk.tokens))[: chunk.start]
             for position in np.flatnonzero(held != expected)[:1].tolist():
                 self.violations.append(f"position {position} of [0, {chunk.start}) holds another prefix's K/V")
-            before = int(held[-1]) if chunk.start else first_digest(lease.namespace)
+            self.verify_writers(chunk.block_ids, chunk.start, namespace)
+            before = int(held[-1]) if chunk.start else first_digest(namespace)
             token_ids = np.frombuffer(chunk.tokens, dtype="<u4")[chunk.start : chunk.end]
-            self._write(chunk, chained(before, token_ids.tolist()))
+            self._write(chunk, chained(before, token_ids.tolist()), writer_of(namespace))
         if scribbles:
             for chunk, *_ in parts:
                 self._scribble(chunk)
 
-    def _write(self, chunk: Chunk, content: Content | int) -> None:
+    def verify_writers(self, block_ids: npt.NDArray[np.int32], num_tokens: int, namespace: Namespace) -> None:
+        """Assert who wrote what a request in a namespace reuses: itself, and before its trunk's end the operator.
+
+        trunk [ whole blocks .... | the beginning of another block ]
+        own                       [ which may be copied ............ | ... ]
+        """
+        own, serial, trunk_tokens = writer_of(namespace), namespace.trunk.partition(":")[0], namespace.trunk_tokens
+        public = writer_of(namespace._replace(tenant=PUBLIC_TENANT, salt=serial)) if trunk_tokens else own
+        written = self.writers[self._first_blocks(block_ids, num_tokens)].ravel()[:num_tokens]
+        copied_end = trunk_tokens + self._cache.block_size
+        is_right = (
+            bool((written[:trunk_tokens] == public).all())
+            and set(written[trunk_tokens:copied_end].tolist()) <= {own, public}
+            and bool((written[copied_end:] == own).all())
+        )
+        if not is_right:
+            self.violations.append("what another tenant wrote can be reached")
+
+    def _write(self, chunk: Chunk, content: Content | int, writer: int) -> None:
         positions = np.arange(chunk.start, chunk.end)
         blocks, offsets = np.divmod(positions, self._cache.block_size)
         self.content[chunk.block_ids[blocks], offsets] = content
+        self.writers[chunk.block_ids[blocks], offsets] = writer
 
     def _scribble(self, chunk: Chunk) -> None:
-        self._write(chunk, 666)
+        self._write(chunk, 666, 0)
 
     def _verify_writes(self, parts: Sequence[Part]) -> None:
         """Assert that each written block has one writer, its owner, and that no copied block is being written."""
@@ -275,11 +306,12 @@ class SimulatedRunner:
         for (chunk, lease, num_tokens), block_ids in zip(parts, written, strict=True):
             if any(self._cache.pool.state(block_id) is not BlockState.LEASED for block_id in block_ids):
                 self.violations.append("a step writes a block that is free or published")
-            if chunk.start // self._cache.block_size < lease.num_published_blocks:
+            num_trunk_blocks = (lease.num_tokens - lease.own.num_tokens) // self._cache.block_size
+            if chunk.start // self._cache.block_size < num_trunk_blocks + lease.own.num_published_blocks:
                 self.violations.append("a lease writes a block that belongs to the tree")
             if not 0 <= chunk.start < chunk.end <= num_tokens:
                 self.violations.append(f"a chunk [{chunk.start}, {chunk.end}) of {num_tokens} tokens")
-            if not np.array_equal(chunk.block_ids, lease.block_ids) or lease.is_closed:
+            if not np.array_equal(chunk.block_ids, lease.block_ids) or lease.own.is_closed:
                 self.violations.append("a step begins with a block table that is not that of the lease any more")
             if chunk.copy is not None and chunk.copy.source in all_written:
                 self.violations.append("a block is copied that the same step writes")

@@ -33,6 +33,18 @@ INTERESTING = {
     "failed with OutOfBlocks",
     "failed with StepFailed",
     "finished early",
+    "hung trees",
+    "leases held below public prefixes",
+    "opted out of public prefixes",
+    "own tokens below public ones",
+    "pauses below public prefixes",
+    "public prefixes computed",
+    "public prefixes gone with an adapter",
+    "public prefixes refused",
+    "public prefixes that drain",
+    "public prefixes that failed",
+    "public prefixes unregistered while they are computed",
+    "public tokens",
     "follows",
     "leases released",
     "pauses",
@@ -105,7 +117,7 @@ def test_what_was_found_stays_found(why: str) -> None:
     assert judged(*FOUND[why])["answered"] == sum(isinstance(event, Ask) for event in FOUND[why][1])
 
 
-@pytest.mark.parametrize("seed", [3, 5])
+@pytest.mark.parametrize("seed", [5, 239])
 def test_any_step_may_fail_and_be_the_last(seed: int) -> None:
     world, scripts = troubled_scripts(seed)
     assert len(scripts) > 100

@@ -1,0 +1,188 @@
+"""Knows the public prefixes of a simulated engine, and what each prompt must reuse, from what the trees hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from radixkv.api.public_prefixes import PublicPrefixStatus
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.prompt_lease import PromptLease
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.tokens import TOKEN_BYTES, shared_bytes
+
+
+class Reuse(NamedTuple):
+    """Tokens that a prompt reuses: all of them, those of a public prefix, and those before its own tree."""
+
+    cached_tokens: int
+    public_tokens: int
+    trunk_tokens: int
+
+
+@dataclass(eq=False)
+class Known:
+    """A public prefix that an operator registered.
+
+    Attributes:
+        serial: the salt of its namespace.
+        is_found: prompts find it: it is computed.
+        is_registered: nobody has unregistered it.
+        is_over: the request that computes it has ended.
+    """
+
+    name: str
+    serial: str
+    adapter: str
+    tokens: bytes
+    is_found: bool = False
+    is_registered: bool = True
+    is_over: bool = False
+
+
+class PublicOracle:
+    """Judges leases by what is cached, and the list of public prefixes by what operators did.
+
+    Args:
+        cache: what is judged.
+        max_blocks: blocks that public prefixes may take.
+        opted_out: tenants that use none.
+        events: is told what happened.
+    """
+
+    def __init__(self, cache: PrefixCache, max_blocks: int, opted_out: frozenset[str], events: Counter[str]) -> None:
+        self._cache = cache
+        self._max_blocks = max_blocks
+        self._opted_out = opted_out
+        self._events = events
+        self._known: dict[str, Known] = {}  # by serial
+
+    def registered(self, name: str, namespace: Namespace, tokens: bytes) -> Known:
+        """Note a prefix that is being computed from now on."""
+        known = self._known[namespace.salt] = Known(name, namespace.salt, namespace.adapter, tokens)
+        self._events["public prefixes"] += 1
+        return known
+
+    def computed(self, known: Known) -> None:
+        """Note that prompts find a prefix, unless it was unregistered."""
+        known.is_over, known.is_found = True, known.is_registered
+        self._events["public prefixes computed"] += known.is_found
+
+    def failed(self, known: Known) -> None:
+        """Note that a prefix is not registered any more, as it could not be computed."""
+        self._events["public prefixes that failed"] += known.is_registered
+        known.is_over, known.is_registered = True, False
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a prefix of this length may be registered: the others, with those in use or computed, leave room."""
+        used = set(self._used())
+        taking = [
+            each for each in self._known.values() if each.is_registered or not each.is_over or each.serial in used
+        ]
+        num_blocks = sum(self._num_blocks(len(each.tokens) // TOKEN_BYTES) for each in taking)
+        return num_blocks + self._num_blocks(num_tokens) <= self._max_blocks
+
+    def by_name(self, name: str) -> Known | None:
+        """Find a prefix that is registered under a name."""
+        return next((each for each in self._known.values() if each.is_registered and each.name == name), None)
+
+    def unregistered(self, known: Known) -> None:
+        """Note that prompts find a prefix no more."""
+        self._events["public prefixes unregistered"] += 1
+        self._events["public prefixes unregistered while they are computed"] += not known.is_over
+        self._events["public prefixes that drain"] += known.serial in set(self._used())
+        known.is_found = known.is_registered = False
+
+    def adapter_gone(self, adapter: str) -> None:
+        """Note that the prefixes of an adapter are unregistered with it."""
+        for each in self._known.values():
+            if each.is_registered and each.adapter == adapter:
+                self._events["public prefixes gone with an adapter"] += 1
+                self.unregistered(each)
+
+    def trunk_of(self, namespace: Namespace) -> bytes:
+        """Return the tokens before all those of a namespace's tree."""
+        serial, _, num_tokens = namespace.trunk.partition(":")
+        return self._known[serial].tokens[: int(num_tokens) * TOKEN_BYTES] if serial else b""
+
+    def reuse(self, namespace: Namespace, tokens: bytes) -> Reuse:
+        """Work out what a prompt reuses, by looking at everything that is cached."""
+        most = len(tokens) - TOKEN_BYTES
+        found = [Reuse(self._in_tree(namespace, tokens, most), 0, 0)]
+        for prefix in self._usable(namespace):
+            shared = min(shared_bytes(prefix.tokens, tokens, 0), most)
+            for end in range(self._block_bytes, shared + 1, self._block_bytes):
+                own = namespace._replace(trunk=f"{prefix.serial}:{end // TOKEN_BYTES}")
+                num_own = self._in_tree(own, tokens[end:], most - end)
+                num_more = min(shared - end, self._block_bytes) // TOKEN_BYTES
+                num_trunk = end // TOKEN_BYTES
+                num_public = num_trunk + (num_more if num_more > num_own else 0)
+                found.append(Reuse(num_trunk + max(num_own, num_more), num_public, num_trunk))
+        return max(found, key=lambda each: (each.cached_tokens, each.trunk_tokens))
+
+    def lease(
+        self, take: Callable[..., PromptLease], namespace: Namespace, tokens: bytes, **options: Any
+    ) -> PromptLease:
+        """Take a lease, and assert that it reuses exactly what it can, and says how much of that is public."""
+        expected = self.reuse(namespace, tokens) if options.get("read", True) else Reuse(0, 0, 0)
+        lease = take(namespace, tokens, **options)
+        cached, public = lease.cached_tokens, lease.public_tokens
+        if cached != expected.cached_tokens:
+            assert cached == expected.cached_tokens // self._cache.block_size * self._cache.block_size, (
+                f"{expected.cached_tokens} tokens are cached, of which {cached} were reused"
+            )
+            usage, spared = self._cache.tenants[namespace.tenant], options.get("num_spared_blocks", 0)
+            takeable = self._cache._evictor.num_takeable_blocks(namespace.tenant, usage, spared)
+            assert takeable <= 0, "cached tokens were given up for blocks that were there"
+            assert public in (0, expected.trunk_tokens)
+            return lease
+        assert public == expected.public_tokens, f"{expected.public_tokens} tokens are public, {public} were counted"
+        self._events["opted out of public prefixes"] += namespace.tenant in self._opted_out and any(
+            each.is_found and tokens.startswith(each.tokens[: self._block_bytes]) for each in self._known.values()
+        )
+        self._events["public tokens"] += public
+        self._events["own tokens below public ones"] += cached - public if public else 0
+        return lease
+
+    def verify(self, listed: list[PublicPrefixStatus]) -> None:
+        """Assert that the list is right, that blocks are within bounds, and that public trees hold nothing else."""
+        users = Counter(self._used())
+        names = [each for each in self._known.values() if each.is_registered]
+        assert [(each.name, each.num_tokens, each.is_computed, each.num_users) for each in listed] == [
+            (each.name, len(each.tokens) // TOKEN_BYTES, each.is_found, users[each.serial]) for each in names
+        ], "the list of public prefixes is wrong"
+        usage = self._cache.tenants[PUBLIC_TENANT]
+        assert usage.num_cached_blocks + usage.num_leased_blocks <= self._max_blocks, "too many blocks are public"
+        for namespace, tree in self._cache._trees.items():
+            self._events["hung trees"] += bool(namespace.trunk)
+            if namespace.tenant == PUBLIC_TENANT:
+                known = self._known[namespace.salt]
+                assert known.is_registered or not known.is_over or users[known.serial], "an unused prefix is kept"
+                assert all(known.tokens.startswith(tree.path_tokens(node)) for node in tree.nodes())
+
+    def _usable(self, namespace: Namespace) -> Iterator[Known]:
+        for each in self._known.values():
+            is_theirs = namespace.tenant not in self._opted_out | {PUBLIC_TENANT}
+            if each.is_found and is_theirs and each.adapter == namespace.adapter:
+                yield each
+
+    def _in_tree(self, namespace: Namespace, tokens: bytes, most: int) -> int:
+        tree = self._cache._trees.get(namespace)
+        paths = [] if tree is None else [tree.path_tokens(node) for node in tree.nodes()]
+        longest = max((shared_bytes(path, tokens, 0) for path in paths), default=0)
+        return min(longest, most) // TOKEN_BYTES
+
+    def _used(self) -> Iterator[str]:
+        """Yield the serial of the trunk of each open lease."""
+        for lease in self._cache.leases:
+            if lease.namespace.trunk:
+                yield lease.namespace.trunk.partition(":")[0]
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._cache.block_size)
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._cache.block_size * TOKEN_BYTES
