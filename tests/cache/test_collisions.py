@@ -9,9 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.public.places import Places
+from radixkv.cache.public.public_prefix import Place
+from radixkv.cache.public.public_prefixes import PublicPrefixes
 from radixkv.events.block_identity import Identities
+from radixkv.invocation import Invocation, InvocationMarks
+from radixkv.namespace import Namespace
 from radixkv.service.server.segments.namespace_ids import NamespaceIds
-from tests.cache.walk.collision_walk import NAMESPACES, CollisionWalk, every_hash_collides
+from tests.cache.walk.collision_walk import NAMESPACES, WANTED, WRONG, CollisionWalk, every_hash_collides
 from tests.engine.simulation.engine_script import make_world
 from tests.engine.simulation.engine_walk import walk_seed
 from tests.fakes import publish, spell
@@ -53,16 +58,16 @@ def walked(num_operations: int, seeds: range) -> Counter[str]:
 
 @pytest.mark.usefixtures("colliding")
 def test_nothing_is_reused_across_namespaces_while_every_hash_collides() -> None:
-    events = walked(5_000, range(2))
-    assert (events["cross-namespace reuses"], events["wrong purges"]) == (0, 0)
-    assert {each for each in ("reuses", "evicted blocks", "purged blocks", "drains") if not events[each]} == set()
+    events = walked(7_000, range(2))
+    assert {each: events[each] for each in WRONG if events[each]} == {}
+    assert {each for each in WANTED if not events[each]} == set()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("colliding")
 def test_nothing_is_reused_across_namespaces_in_a_million_operations() -> None:
     events = walked(50_000, range(20))
-    assert (events["cross-namespace reuses"], events["wrong purges"]) == (0, 0)
+    assert {each: events[each] for each in WRONG if events[each]} == {}
 
 
 @pytest.mark.usefixtures("colliding")
@@ -84,3 +89,34 @@ def test_a_walk_sees_a_cache_that_takes_one_namespace_for_another(monkeypatch: p
         if walk.events["cross-namespace reuses"]:
             return
     pytest.fail("nothing was seen")
+
+
+def _first_wrong(num_operations: int = 3_000) -> str:
+    """Walk until something is wrong. Returns what."""
+    walk = CollisionWalk(0)
+    for _ in range(num_operations // 100):
+        walk.take(100)
+        if wrong := [each for each in WRONG if walk.events[each]]:
+            return wrong[0]
+    return ""
+
+
+def test_a_walk_sees_a_tree_below_a_public_prefix_that_tenants_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = Places.of
+
+    def of_nobody(places: Places, namespace: Namespace, tokens: bytes, *, read: bool = True) -> Place:
+        place = of(places, namespace, tokens, read=read)
+        return place._replace(namespace=place.namespace._replace(tenant="", salt="")) if place.trunk else place
+
+    monkeypatch.setattr(Places, "of", of_nobody)
+    assert _first_wrong() == "cross-namespace reuses"
+
+
+def test_a_walk_sees_a_public_prefix_that_serves_other_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PublicPrefixes, "_key", lambda _, namespace, tokens: (namespace.model, "", tokens[:16]))
+    assert _first_wrong() == "cross-namespace reuses"
+
+
+def test_a_walk_sees_an_adapter_whose_tokens_have_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InvocationMarks, "invocation", lambda _, digest, start: Invocation(digest, start, 1 << 20))
+    assert _first_wrong() == "cross-namespace reuses"

@@ -103,7 +103,9 @@ CACHE_MUTANTS = (
         "        if not prefix.num_users:\n",
     ),
     Mutant("cache/public/public_prefixes.py", "        if not self.holds(prefix):\n", "        if False:\n"),
-    Mutant("cache/public/hung_lease.py", "commit(upto_tokens - self._trunk.num_tokens)", "commit(upto_tokens)"),
+    Mutant(
+        "cache/public/hung_lease.py", "commit(max(upto_tokens - self._trunk.num_tokens, ", "commit(max(upto_tokens, "
+    ),
     Mutant("namespace.py", "self.tenant != PUBLIC_TENANT", "True"),
     Mutant("cache/ledger.py", "if shared_tokens else None", "if False else None"),
     Mutant(

@@ -95,7 +95,7 @@ class HungLease(PromptLease):
 
     def commit(self, upto_tokens: int) -> int:
         """Publish finished blocks; see `Lease.commit`."""
-        return self._own.commit(upto_tokens - self._trunk.num_tokens)
+        return self._own.commit(max(upto_tokens - self._trunk.num_tokens, min(0, upto_tokens)))
 
     def reserve(self, num_tokens: int) -> None:
         """Take blocks for tokens to come; see `Lease.reserve`."""

@@ -16,7 +16,7 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.public.public_prefix import PublicPrefix
 from radixkv.cache.tenants import Quota
-from radixkv.errors import OutOfBlocks
+from radixkv.errors import InvalidRequest, OutOfBlocks
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 from tests.fakes import spell
@@ -66,6 +66,16 @@ def test_a_prompt_that_shares_less_than_a_block_stays_in_its_own_tree() -> None:
     _make_public(cache, spell("abcdefgh"))
     assert _serve(cache, _ACME, spell("abcxyz")) == (0, 0)
     assert _serve(cache, _ACME, spell("abcxyzw")) == (6, 0)
+
+
+def test_a_commit_inside_the_prefix_publishes_nothing() -> None:
+    cache = _cache()
+    _make_public(cache, spell("abcdefgh"))
+    with cache.lease(_ACME, spell("abcdefghij")) as lease:
+        assert lease.commit(3) == 0
+        with pytest.raises(InvalidRequest, match=r"^upto_tokens: expected 0 to 2, got -1"):
+            lease.commit(-1)
+        assert lease.commit(10) == 2
 
 
 def test_what_tenants_add_stays_their_own() -> None:

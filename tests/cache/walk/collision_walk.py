@@ -11,8 +11,9 @@ import itertools
 import random
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -20,16 +21,60 @@ import numpy as np
 from radixkv.api.retention import Retention
 from radixkv.cache.namespaces.purge import all_slices
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.errors import CapacityError
+from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.public.public_prefix import PublicPrefix
+from radixkv.cache.tenants import Quota
+from radixkv.errors import CapacityError, InvalidRequest, UnknownPublicPrefix
 from radixkv.namespace import Namespace, PromptKey
 
 DIGEST = "5d1e6c0ffee"
 # Names that a careless key would join, fold or normalize into each other, and one digest in every role.
-NAMES = ("", "a", "A", "a\0", "\0a", "a,b", "é", "e\u0301", "\udc80", " ", "('a', 'b')", "x" * 300, DIGEST)
+NAMES = (
+    "",
+    "a",
+    "A",
+    "a\0",
+    "\0a",
+    "a,b",
+    "1:4",
+    "(public",
+    "é",
+    "e\u0301",
+    "\udc80",
+    " ",
+    "('a', 'b')",
+    "x" * 300,
+    DIGEST,
+)
 ADAPTERS = ("", DIGEST, f"{DIGEST}@0", f"{DIGEST}@7", "a", "é")
 MODELS = ("model", "model:int8", DIGEST)
 NAMESPACES = [Namespace(*names) for names in itertools.product(MODELS, NAMES, ADAPTERS, NAMES)]
 
+INVOKED = ("1nv0ked", "1nv0ked2")
+# What must never happen, and what must, or the walk proves nothing.
+WRONG = (
+    "cross-namespace reuses",
+    "wrong purges",
+    "miscounted public tokens",
+    "own tokens before public ones",
+    "changes under a lease",
+    "lost blocks",
+)
+WANTED = (
+    "reuses",
+    "evicted blocks",
+    "purged blocks",
+    "drains",
+    "right reuses of public tokens",
+    "right reuses below public tokens",
+    "right reuses by an invoked adapter",
+    "public prefixes refused for want of room",
+    "public prefixes unregistered",
+    "public prefixes failed",
+    "public prefixes that drain",
+)
+
+_OPTED_OUT = ("a", "é")
 _BLOCK_SIZE, _NUM_BLOCKS, _NUM_PROMPTS, _MOST_TOKENS = 4, 600, 24, 30
 
 
@@ -58,66 +103,163 @@ def every_hash_collides() -> Iterator[None]:
         yield
 
 
+class _Prompt(NamedTuple):
+    """A prompt in a namespace.
+
+    Attributes:
+        tokens: as the cache knows them.
+        invoked: digest of the adapter that is invoked in it; empty for none.
+        path: its tokens, each with what computes it.
+        numbers: of its prefixes in this namespace.
+    """
+
+    namespace: Namespace
+    tokens: bytes
+    invoked: str
+    path: list[tuple[int, str]]
+    numbers: list[int]
+
+
 class CollisionWalk:
     """A cache, and for each slot of its blocks the namespace and the prefix whose K/V it holds.
 
-    All namespaces are asked for the same few prompts, so that whatever is reused across two of them would fit.
+    All namespaces are asked for the same few prompts, so that whatever is reused across two of them would fit. Some of
+    their beginnings are public for a time. Adapters are invoked in some prompts of the base model: what comes before
+    has one number, what follows has another for each adapter.
 
     Attributes:
-        events: kinds of events, each with its count; `cross-namespace reuses` must stay 0.
+        events: kinds of events, each with its count; those of `WRONG` must stay 0.
     """
 
     def __init__(self, seed: int, num_namespaces: int = 40) -> None:
         self.random = random.Random(seed)
-        self.namespaces = self.random.sample(NAMESPACES, num_namespaces)
+        of_base = [each for each in NAMESPACES if (each.model, each.adapter) == ("model", "")]
+        chosen = self.random.sample(NAMESPACES, num_namespaces // 2) + self.random.sample(of_base, num_namespaces // 2)
+        self.namespaces = list(dict.fromkeys(chosen))
+        stems = [self._ids(_MOST_TOKENS) for _ in range(4)]
         self.prompts = [
-            [self.random.randrange(2) for _ in range(self.random.randint(1, _MOST_TOKENS))] for _ in range(_NUM_PROMPTS)
+            (self.random.choice(stems)[: self.random.randrange(_MOST_TOKENS)] + self._ids(9))[:_MOST_TOKENS]
+            for _ in range(_NUM_PROMPTS)
         ]
-        self.cache = PrefixCache(_NUM_BLOCKS, _BLOCK_SIZE, max_retained_blocks=60)
+        quotas = {tenant: Quota(uses_public_prefixes=False) for tenant in _OPTED_OUT}
+        self.cache = PrefixCache(_NUM_BLOCKS, _BLOCK_SIZE, max_retained_blocks=60, max_public_blocks=30, quotas=quotas)
+        for digest in INVOKED:
+            self.cache.marks.add(digest)
         self.slots = np.full((_NUM_BLOCKS, _BLOCK_SIZE), -1)
         self.events: Counter[str] = Counter()
-        self._numbers: dict[tuple[int, int], int] = {}  # of a prefix, by that of the one before and its last token
+        self.public: dict[str, PublicPrefix] = {}  # by name; those that prompts find
+        self._held: deque[tuple[PromptLease, np.ndarray]] = deque()  # open leases, and what their slots held
+        self._numbers: dict[
+            tuple[int, tuple[int, str]], int
+        ] = {}  # of a path, by that of the one before and its last step
 
     def run(self, num_operations: int) -> None:
-        """Do random things."""
-        things = (self._prefill, self._match, self._evict, self._retain, self._purge, self._drain)
-        for thing in self.random.choices(things, (70, 20, 4, 4, 1, 1), k=num_operations):
-            thing()
+        """Do random things, and take everything back."""
+        self.take(num_operations)
         self.cache.check()
+        self._let_go(0)
+        for name in list(self.public):
+            self._unregister(name)
+        self.cache.purge()
+        self.cache.check()
+        self.events["lost blocks"] += _NUM_BLOCKS - self.cache.pool.num_free
+
+    def take(self, num_operations: int) -> None:
+        """Do random things."""
+        things = (self._prefill, self._match, self._evict, self._retain, self._purge, self._drain, self._register)
+        for thing in self.random.choices((*things, self._unregister), (70, 20, 4, 4, 1, 1, 3, 1), k=num_operations):
+            thing()
 
     def _prefill(self) -> None:
-        index, tokens, numbers = self._prompt()
+        prompt = self._prompt()
         try:
-            lease = self.cache.lease(self.namespaces[index], tokens)
+            lease = self.cache.lease(prompt.namespace, prompt.tokens)
         except CapacityError:
             return
-        with lease:
-            if lease.copy is not None:
-                self.slots[lease.copy.target] = self.slots[lease.copy.source]
-            self._judge(lease.block_ids, numbers, lease.cached_tokens)
-            blocks = np.arange(lease.cached_tokens, len(numbers))
-            self.slots[lease.block_ids[blocks // _BLOCK_SIZE], blocks % _BLOCK_SIZE] = numbers[lease.cached_tokens :]
-            lease.commit(self.random.choice((len(numbers), self.random.randint(0, len(numbers)))))
+        self._copy(lease)
+        num_public = self._judge(lease.block_ids, prompt, lease.cached_tokens)
+        self.events["miscounted public tokens"] += lease.public_tokens > num_public
+        self.events["right reuses of public tokens"] += lease.public_tokens > 0
+        self._write(lease, prompt.numbers)
+        lease.commit(self.random.choice((len(prompt.numbers), self.random.randint(0, len(prompt.numbers)))))
+        self._held.append((lease, self._read(lease.block_ids, lease.num_tokens).copy()))
+        self._let_go(self.random.choice((0, 4, 12, 12, 24)))
+
+    def _let_go(self, num_leases: int) -> None:
+        """Close the oldest open leases but some. Nobody may have written what they kept."""
+        while len(self._held) > num_leases:
+            lease, held = self._held.popleft()
+            self.events["changes under a lease"] += not np.array_equal(held, self._read(lease.block_ids, held.size))
+            lease.close()
 
     def _match(self) -> None:
-        index, tokens, numbers = self._prompt()
-        match = self.cache.match(self.namespaces[index], tokens)
-        self._judge(match.block_ids, numbers, match.cached_tokens)
-        former = [PromptKey(each, tokens) for each in self.random.sample(self.namespaces, 2)]
-        self.cache.explain(self.namespaces[index], tokens, match.cached_tokens, former)
+        prompt = self._prompt()
+        match = self.cache.match(prompt.namespace, prompt.tokens)
+        self._judge(match.block_ids, prompt, match.cached_tokens)
+        former = [PromptKey(each, prompt.tokens) for each in self.random.sample(self.namespaces, 2)]
+        self.cache.explain(prompt.namespace, prompt.tokens, match.cached_tokens, former)
 
-    def _judge(self, block_ids: np.ndarray, numbers: list[int], cached_tokens: int) -> None:
-        held = self.slots[block_ids].ravel()[:cached_tokens]
+    def _judge(self, block_ids: np.ndarray, prompt: _Prompt, cached_tokens: int) -> int:
+        """Compare what is reused with who may have written it. Returns the tokens that the operator wrote."""
+        held = self._read(block_ids, cached_tokens).tolist()
+        theirs = [self._chain(each.namespace.salt, prompt.path) for each in self._usable(prompt.namespace)]
+        is_public = [any(number == each[i] for each in theirs) for i, number in enumerate(held)]
+        is_right = all(public or held[i] == prompt.numbers[i] for i, public in enumerate(is_public))
+        own = [i for i, public in enumerate(is_public) if not public]
         self.events["reused tokens"] += cached_tokens
         self.events["reuses"] += cached_tokens > 0
-        self.events["cross-namespace reuses"] += held.tolist() != numbers[:cached_tokens]
+        self.events["right reuses below public tokens"] += is_right and bool(own) and True in is_public
+        self.events["right reuses by an invoked adapter"] += bool(
+            is_right and cached_tokens and prompt.path[cached_tokens - 1][1]
+        )
+        self.events["cross-namespace reuses"] += not is_right
+        self.events["own tokens before public ones"] += own != list(range(cached_tokens))[cached_tokens - len(own) :]
+        return sum(is_public)
+
+    def _usable(self, namespace: Namespace) -> list[PublicPrefix]:
+        key = namespace.model, namespace.adapter
+        found = [each for each in self.public.values() if (each.namespace.model, each.namespace.adapter) == key]
+        return [] if namespace.tenant in _OPTED_OUT else found
 
     def _evict(self) -> None:
         self.events["evicted blocks"] += self.cache.evict(self.random.randint(1, 40))
 
     def _retain(self) -> None:
-        index, tokens, _ = self._prompt()
-        self.cache.retain(self.namespaces[index], tokens, Retention(self.random.choice((20, 50, 80)), None))
+        prompt = self._prompt()
+        self.cache.retain(prompt.namespace, prompt.tokens, Retention(self.random.choice((20, 50, 80)), None))
+
+    def _register(self) -> None:
+        """Make a prompt public. Some are unregistered while they are computed, and some can't be computed."""
+        name, prompt = self.random.choice(NAMES[1:]), self._prompt()
+        try:
+            model, adapter = prompt.namespace.model, prompt.namespace.adapter
+            prefix = self.cache.public.register(name, model, adapter, prompt.tokens, invoked=prompt.invoked)
+        except (CapacityError, InvalidRequest) as error:
+            self.events["public prefixes refused for want of room"] += isinstance(error, CapacityError)
+            return
+        fate = self.random.choice(("kept", "kept", "kept", "unregistered", "failed"))
+        try:
+            with self.cache.lease(prefix.namespace, prompt.tokens) as lease:
+                self.events["cross-namespace reuses"] += lease.cached_tokens > 0
+                self._write(lease, self._chain(prefix.namespace.salt, prompt.path))
+                lease.commit(lease.num_tokens // 2 if fate == "failed" else lease.num_tokens)
+                if fate == "unregistered":
+                    self.cache.public.unregister(name)
+        except CapacityError:
+            fate = "failed"
+        self.events[f"public prefixes {fate}"] += 1
+        if fate == "failed":
+            self.cache.public.give_up(prefix)
+            return
+        with contextlib.suppress(UnknownPublicPrefix):
+            self.cache.public.keep(prefix)
+            self.public[name] = prefix
+
+    def _unregister(self, name: str | None = None) -> None:
+        if self.public:
+            prefix = self.public.pop(self.random.choice(list(self.public)) if name is None else name)
+            self.cache.public.unregister(prefix.name)
+            self.events["public prefixes that drain"] += prefix.num_users > 0
 
     def _purge(self) -> None:
         names = self.random.choice(self.namespaces)
@@ -127,25 +269,59 @@ class CollisionWalk:
         for each, num_tokens in before.items():
             is_gone = all(want is None or want == getattr(each, field) for field, want in wanted.items())
             self.events["wrong purges"] += self._num_tokens(each) != (0 if is_gone else num_tokens)
+        for prefix in self.public.values() if before else ():
+            self.events["wrong purges"] += self._num_tokens(prefix.namespace) != prefix.num_tokens
 
     def _drain(self) -> None:
-        all_slices(self.cache.draining(DIGEST))
+        digest = self.random.choice((DIGEST, DIGEST, *INVOKED))
+        if digest in INVOKED:
+            self._let_go(0)  # what held leases use would stay
+        all_slices(self.cache.draining(digest))
+        self.public = {name: each for name, each in self.public.items() if each.adapter != digest}
         left = {each.adapter for each in self.namespaces if self._num_tokens(each)}
+        left |= {self.cache.marks.digest_of(node.tokens) for node in self.cache.nodes()}
         self.events["drains"] += 1
-        self.events["wrong purges"] += DIGEST in left
+        self.events["wrong purges"] += digest in left
+        self.events["wrong purges"] += [each.name for each in self.cache.public] != list(self.public)
 
     def _num_tokens(self, namespace: Namespace) -> int:
-        tree = self.cache._trees.get(namespace)
-        return 0 if tree is None else sum(len(node.tokens) // 4 for node in tree.nodes())
+        """Count what is cached for a namespace, in its tree and in those that hang below public prefixes."""
+        trees = [tree for each, tree in self.cache._trees.items() if each._replace(trunk="") == namespace]
+        return sum(len(node.tokens) // 4 for tree in trees for node in tree.nodes())
 
-    def _prompt(self) -> tuple[int, bytes, list[int]]:
-        """Choose a namespace and a prompt. Returns the number of each of its prefixes in this namespace as well."""
+    def _read(self, block_ids: np.ndarray, num_tokens: int) -> np.ndarray:
+        return self.slots[block_ids[: -(-num_tokens // _BLOCK_SIZE)]].ravel()[:num_tokens]
+
+    def _copy(self, lease: PromptLease) -> None:
+        if lease.copy is not None:
+            self.slots[lease.copy.target] = self.slots[lease.copy.source]
+
+    def _write(self, lease: PromptLease, numbers: list[int]) -> None:
+        blocks = np.arange(lease.cached_tokens, len(numbers))
+        self.slots[lease.block_ids[blocks // _BLOCK_SIZE], blocks % _BLOCK_SIZE] = numbers[lease.cached_tokens :]
+
+    def _prompt(self) -> _Prompt:
+        """Choose a namespace and a prompt, in which an adapter may be invoked if it is the base model's."""
         index, ids = self.random.randrange(len(self.namespaces)), self.random.choice(self.prompts)
-        numbers, before = [], -1 - index
-        for token in ids:
-            before = self._numbers.setdefault((before, token), len(self._numbers))
+        tokens, namespace, invoked = np.array(ids, dtype="<u4").tobytes(), self.namespaces[index], ""
+        start = self.random.choice((0, 3, 5, 8, 13))
+        if not namespace.adapter and start < len(ids) and self.random.random() < 0.5:
+            invoked = self.random.choice(INVOKED)
+            tokens = self.cache.marks.invocation(invoked, start).marked(tokens)
+        path = [(token, invoked if place >= start else "") for place, token in enumerate(ids)]
+        return _Prompt(namespace, tokens, invoked, path, self._chain(index, path))
+
+    def _ids(self, most_tokens: int) -> list[int]:
+        return [self.random.randrange(2) for _ in range(self.random.randint(1, most_tokens))]
+
+    def _chain(self, writer: int | str, path: list[tuple[int, str]]) -> list[int]:
+        """Return the number of each prefix of a path that is written in a namespace, or by an operator (a serial)."""
+        before = -1 - writer if isinstance(writer, int) else -1000 - int(writer)
+        numbers = []
+        for step in path:
+            before = self._numbers.setdefault((before, step), len(self._numbers))
             numbers.append(before)
-        return index, np.array(ids, dtype="<u4").tobytes(), numbers
+        return numbers
 
 
 def main() -> int:
@@ -160,7 +336,7 @@ def main() -> int:
             walk.run(options.operations // 20)
             events.update(walk.events)
     print(f"{options.operations} operations in {time.perf_counter() - start_s:.0f} s: {dict(sorted(events.items()))}")
-    return 1 if events["cross-namespace reuses"] or events["wrong purges"] or not events["reuses"] else 0
+    return 1 if any(events[each] for each in WRONG) or not all(events[each] for each in WANTED) else 0
 
 
 if __name__ == "__main__":
