@@ -40,7 +40,7 @@ class FakeRunner:
         self.logits_scale = 1.0
         self.not_finite: bytes | None = None  # the prompt whose values come out as NaN
         self._block_size = block_size
-        self._content: list[list[Seen | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.content: list[list[Seen | None]] = [[None] * block_size for _ in range(num_blocks)]
 
     @property
     def computed_tokens(self) -> int:
@@ -63,7 +63,7 @@ class FakeRunner:
             raise error
         for chunk in chunks:
             if chunk.copy is not None:
-                self._content[chunk.copy.target] = list(self._content[chunk.copy.source])
+                self.content[chunk.copy.target] = list(self.content[chunk.copy.source])
         for chunk in chunks:
             for position in range(chunk.start, chunk.end):
                 self._slot(chunk, position)[position % self._block_size] = _seen(chunk, position)
@@ -83,10 +83,10 @@ class FakeRunner:
 
     def forget_everything(self) -> None:
         """Wipe the K/V of all blocks, so that reading a cached one fails."""
-        self._content = [[None] * self._block_size for _ in self._content]
+        self.content = [[None] * self._block_size for _ in self.content]
 
     def _slot(self, chunk: Chunk, position: int) -> list[Seen | None]:
-        return self._content[int(chunk.block_ids[position // self._block_size])]
+        return self.content[int(chunk.block_ids[position // self._block_size])]
 
 
 def with_tokens(chunks: Sequence[Chunk], input_ids: torch.Tensor) -> list[Chunk]:

@@ -26,6 +26,7 @@ class Usage:
         generated_tokens: tokens sampled so far; none of them is part of the prompt.
         recomputed_tokens: tokens computed again after a pause, because their block was not full or was evicted.
         public_tokens: tokens of `cached_tokens` that came from a public prefix.
+        host_tokens, disk_tokens, remote_tokens: tokens of `cached_tokens` that were loaded from the store of that tier.
     """
 
     prompt_tokens: int
@@ -35,6 +36,14 @@ class Usage:
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     public_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    remote_tokens: int = 0
+
+    @property
+    def device_tokens(self) -> int:
+        """Tokens of `cached_tokens` that were on the device."""
+        return self.cached_tokens - self.host_tokens - self.disk_tokens - self.remote_tokens
 
 
 @dataclass(frozen=True, slots=True)

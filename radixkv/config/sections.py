@@ -13,6 +13,7 @@ from radixkv.config.cache_section import CacheConfig
 from radixkv.config.model_section import AdapterConfig, ModelConfig
 from radixkv.config.reading import read_file, read_setting, require_known, section_with, table
 from radixkv.config.tenant_section import TenantConfig
+from radixkv.config.tiers_section import TiersConfig
 from radixkv.errors import ConfigError
 
 _MAX_INT32 = 2**31 - 1
@@ -195,6 +196,7 @@ class Config:
     server: ServerConfig = ServerConfig()
     events: EventsConfig = EventsConfig()
     gateway: GatewayConfig = GatewayConfig()
+    tiers: TiersConfig = field(default_factory=TiersConfig)
     adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     default_tenant: TenantConfig = field(default_factory=TenantConfig)

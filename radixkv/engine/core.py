@@ -21,6 +21,8 @@ from radixkv.engine.early_ends import EarlyEnds
 from radixkv.engine.endings import Endings
 from radixkv.engine.growth import Growth, extend_lease
 from radixkv.engine.observer import Observer, Observers
+from radixkv.engine.offload.deletions import PurgeBegun
+from radixkv.engine.offload.offload import Offload
 from radixkv.engine.step import Computed, NextStep, Step, start_step
 from radixkv.engine.step_budget import StepBudget
 from radixkv.engine.steps_ahead import StepsAhead
@@ -60,6 +62,7 @@ class EngineCore:
         has_news: whether anything waits to be submitted or called between two steps. Asked before a step is prepared
             or started ahead.
         events: listens to the cache, and publishes after each step.
+        offload: saves blocks that leave the device, and loads them again; None if they are lost.
 
     Attributes:
         cache: the one that was passed in.
@@ -81,6 +84,7 @@ class EngineCore:
         weights: dict[str, float] | None = None,
         has_news: Callable[[], bool] = lambda: False,
         events: TreeFeed | None = None,
+        offload: Offload | None = None,
     ) -> None:
         storage = runner.storage
         self.cache = cache
@@ -90,6 +94,7 @@ class EngineCore:
         self.observer = observer = Observers(observers)
         self.num_failed_steps = 0
         self._events = events
+        self._offload = offload
         self._runner = runner
         self._clock = clock
         self._under_way: Step | None = None  # the step that was started ahead
@@ -98,8 +103,10 @@ class EngineCore:
         self._flights = flights = SingleFlight(cache.block_size)
         self._early_ends = early_ends = EarlyEnds()
         self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock)
-        self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, on_end, clock)
-        self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail, on_start)
+        self._on_end = on_end
+        self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, self._leave, clock)
+        fill = None if offload is None else offload.fill
+        self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail, on_start, fill)
         self._growth = Growth(scheduler, flights, tally, observer)
         self._steps_ahead = StepsAhead(runner, scheduler, early_ends, held_leases, has_news, clock)
         self._answers = answers = Answers(cache, held_leases)
@@ -114,6 +121,8 @@ class EngineCore:
         """Queue a validated request."""
         self._scheduler.add(request)
         self._early_ends.watch(request)
+        if self._offload is not None and self._offload.begin(request):
+            self._scheduler.hold_back(request)
 
     def step(self) -> None:
         """Compute one step, unless there is nothing to compute. Publish the events since the last call in any case.
@@ -144,6 +153,7 @@ class EngineCore:
         token = bytes(TOKEN_BYTES)
         try:
             with self.cache.lease(Namespace(""), token, read=False) as lease:
+                self._save()
                 step = self._runner.run([Chunk(token, 0, 1, lease.block_ids, None, wants_logits=True)])
         except Exception:  # noqa: BLE001 - whatever a forward pass raises, steps do not work yet
             _log.exception("steps still fail")
@@ -163,6 +173,8 @@ class EngineCore:
         for request in self._scheduler.requests():
             self._endings.fail(request, error)
         self.held_leases.close()
+        if self._offload is not None:
+            self._offload.close()
         if self._events is not None:
             self._events.close(error)
 
@@ -182,10 +194,12 @@ class EngineCore:
         return self._answers.retained(self.cache.retain(namespace, tokens, retention), self._clock())
 
     def purge(self, *, tenant: str | None, adapter: str | None, salt: str | None) -> Purged:
-        """Forget namespaces at once; see `purging`."""
-        return all_slices(self.purging(tenant=tenant, adapter=adapter, salt=salt))
+        """Forget namespaces at once, without waiting for stores; see `purging`."""
+        return all_slices(self.purging(tenant=tenant, adapter=adapter, salt=salt)).purged
 
-    def purging(self, *, tenant: str | None, adapter: str | None, salt: str | None) -> Generator[None, None, Purged]:
+    def purging(
+        self, *, tenant: str | None, adapter: str | None, salt: str | None
+    ) -> Generator[None, None, PurgeBegun]:
         """Forget namespaces, in slices between which steps may run; see `PrefixCache.purge`.
 
         Unfinished requests of theirs publish nothing more.
@@ -193,11 +207,14 @@ class EngineCore:
         for request in self._scheduler.requests():
             request.is_revoked = request.is_revoked or request.is_among(tenant, adapter, salt)
         self._leave_revoked()
+        deletions = [] if self._offload is None else self._offload.purge(tenant, adapter, salt)
         purged = yield from self.cache.purging(tenant=tenant, adapter=adapter, salt=salt)
         for request in self._scheduler.running:  # those that came between the slices
             request.is_revoked = request.is_revoked or request.open_lease.is_revoked
         self._leave_revoked()
-        return purged
+        if self._offload is not None:
+            deletions += self._offload.purge(tenant, adapter, salt)  # what was saved meanwhile
+        return PurgeBegun(purged, deletions)
 
     def _leave_revoked(self) -> None:
         for request in self._scheduler.running:
@@ -210,16 +227,29 @@ class EngineCore:
         self._growth.extend_leases()
         self._growth.free_slot()
         self._scheduler.max_step_tokens = self._budget.num_tokens
+        self._scheduler.resume(() if self._offload is None else self._offload.ready())
         slices = self._scheduler.next_step(self._admitter)
+        self._save()
         return start_step(self._runner, slices, self._clock()) if slices else None
 
     def _start_ahead(self, next_step: NextStep, computed: list[Computed]) -> None:
         """Start a prepared step, and do then what else belongs to the start of a step."""
+        self._save()
         self._under_way = next_step.start(computed, self._clock())
         for request, _, _ in next_step.slices:
             extend_lease(request)
         slices = self._scheduler.next_tokens()
         assert slices == next_step.slices, "no other request has anything to compute"
+
+    def _save(self) -> None:
+        """Save what has left the cache, before anything is written over it."""
+        if self._offload is not None:
+            self._offload.flush()
+
+    def _leave(self, request: Request) -> None:
+        if self._offload is not None:
+            self._offload.leave(request)
+        self._on_end(request)
 
     def _sweep(self) -> None:
         """Close expired leases, and end the requests that are finished or cancelled early, are late or have to fail."""
@@ -254,7 +284,10 @@ class EngineCore:
         self.num_failed_steps = 0 if any(each.is_finite for each in computed) else self.num_failed_steps + 1
         num_decode_tokens = sum(part.request.is_decoding for part in step.slices)
         num_prefill_tokens = step.num_tokens - num_decode_tokens
-        self.observer.step_done(self._clock() - step.started_s, len(step.slices), num_prefill_tokens, num_decode_tokens)
+        seconds = self._clock() - step.started_s
+        self.observer.step_done(seconds, len(step.slices), num_prefill_tokens, num_decode_tokens)
+        if self._offload is not None:
+            self._offload.note_step(seconds, step.slices)
         return computed
 
     def _try_smaller(self, step: Step) -> None:

@@ -27,6 +27,8 @@ from radixkv.engine.calls.inbox import Asker, Inbox, Lane
 from radixkv.engine.core import EngineCore
 from radixkv.engine.gate import Gate
 from radixkv.engine.observer import Observer
+from radixkv.engine.offload.deletions import when_deleted
+from radixkv.engine.offload.offload import Offload
 from radixkv.engine.public.public_registry import PublicRegistry
 from radixkv.engine.watchdog import Watchdog
 from radixkv.errors import Draining, LifecycleError, RadixKVError, StepHangs
@@ -57,6 +59,7 @@ class Engine:
         events: listens to the cache.
         rates: how fast tenants may call; None for any rate.
         adapters: the device side of adapters; None for none.
+        offload: the stores below the device; None for none.
 
     Attributes:
         adapters: loads and unloads adapters.
@@ -78,6 +81,7 @@ class Engine:
         events: TreeFeed | None = None,
         rates: Rates | None = None,
         adapters: AdapterSource | None = None,
+        offload: Offload | None = None,
     ) -> None:
         model = runner.model
         self.limits = Limits.of_pool(
@@ -94,16 +98,11 @@ class Engine:
         self.eos_token_ids = model.eos_token_ids
         self._gate, self._inbox = Gate(config, rates), Inbox(config.max_waiting_calls, config.max_tenant_calls)
         self._core = EngineCore(
-            runner,
-            cache,
-            config,
-            on_end=self._leave,
-            on_start=self._gate.note_start,
-            observers=observers,
-            weights=weights,
-            has_news=lambda: not self._inbox.is_empty,
-            events=events,
-        )
+            runner, cache, config, on_end=self._leave, on_start=self._gate.note_start, observers=observers,
+            weights=weights, has_news=lambda: not self._inbox.is_empty, events=events, offload=offload,
+        )  # fmt: skip
+        if offload is not None:
+            offload.wake = lambda: self._inbox.put(lambda: None)
         self.events = None if events is None else EventSource(events, cache.nodes, self._call)
         self.segments = SegmentSource(cache, lambda look, tenant: self._call(look, Asker.of_scope(tenant), tenant))
         thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
@@ -202,10 +201,11 @@ class Engine:
     def purge(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Future[Purged]:
-        """Forget all namespaces with these names, None for any; see `PrefixCache.purge`. Raises UnknownAdapter."""
+        """Forget all namespaces with these names, None for any, everywhere; see `PurgeBegun`. Raises UnknownAdapter."""
         digest = None if adapter is None else self.adapters.digest_of(adapter)
         asker = Asker.of_scope(tenant)
-        return self._call(lambda: self._core.purging(tenant=tenant, adapter=digest, salt=salt), asker, tenant)
+        purging = self._call(lambda: self._core.purging(tenant=tenant, adapter=digest, salt=salt), asker, tenant)
+        return when_deleted(purging)
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
         """Count all that the engine holds and has done, and what the largest tenants hold, or one: `Tally.stats`."""

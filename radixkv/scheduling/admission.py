@@ -35,6 +35,7 @@ class Admitter:
         clock: seconds, never going back.
         refuse: ends a request for which there is no room.
         on_start: called with each request that got its blocks.
+        fill: copies what was loaded for a request into the blocks of its lease. Returns the tokens whose K and V exist.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Admitter:
         clock: Callable[[], float],
         refuse: Callable[[Request, CapacityError], None],
         on_start: Callable[[Request], None],
+        fill: Callable[[Request, PromptLease], int] | None = None,
     ) -> None:
         self._cache = cache
         self._flights = flights
@@ -52,6 +54,7 @@ class Admitter:
         self._clock = clock
         self._refuse = refuse
         self._on_start = on_start
+        self._fill = fill
 
     def look(self, request: Request) -> tuple[int, int]:
         """Count the tokens that a request could reuse now, and the nodes that hold them. Complexity: one match."""
@@ -116,20 +119,21 @@ class Admitter:
         return path
 
     def _start(self, request: Request, lease: PromptLease) -> None:
-        """Let a request continue after the cached tokens of its lease."""
+        """Let a request continue after the cached tokens of its lease, and what was loaded."""
         request.lease, request.num_nodes = lease, lease.num_nodes
+        cached_tokens = lease.cached_tokens if self._fill is None else self._fill(request, lease)
         if request.scheduled_s is None:
             request.scheduled_s = self._clock()
         if not request.has_computed:
-            request.cached_tokens, request.public_tokens = lease.cached_tokens, lease.public_tokens
+            request.cached_tokens, request.public_tokens = cached_tokens, lease.public_tokens
             request.miss_reason = (
-                self._cache.explain(request.namespace, request.tokens, lease.cached_tokens, request.former)
+                self._cache.explain(request.namespace, request.tokens, cached_tokens, request.former)
                 if request.params.read_cache
                 else MissReason.READ_DISABLED
             )
         else:
-            request.recomputed_tokens += max(0, request.computed_upto - lease.cached_tokens)
-        request.computed_upto = lease.cached_tokens
+            request.recomputed_tokens += max(0, request.computed_upto - cached_tokens)
+        request.computed_upto = cached_tokens
         self._on_start(request)
 
     def _end(self, request: Request, error: CapacityError) -> Admission:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -97,6 +97,7 @@ class Request:
         num_nodes: nodes of the cache that were passed to find reused tokens, at the last admission.
         cached_tokens: prompt tokens that it reused; set at each admission until it has computed a token.
         public_tokens: those of them that came from a public prefix.
+        loaded_tokens: those of them that were loaded, by store.
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.
         written_tokens: tokens that it made matchable for others.
@@ -120,6 +121,7 @@ class Request:
     num_nodes: int = 0
     cached_tokens: int = 0
     public_tokens: int = 0
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     has_computed: bool = False
     computed_upto: int = 0
     written_tokens: int = 0
@@ -213,6 +215,7 @@ class Request:
     @property
     def usage(self) -> Usage:
         """Its tokens so far."""
+        host, disk = (self.loaded_tokens.get(name, 0) for name in ("host", "disk"))
         return Usage(
             prompt_tokens=self.params.num_tokens,
             cached_tokens=self.cached_tokens,
@@ -221,4 +224,7 @@ class Request:
             generated_tokens=0 if self.generation is None else len(self.generation.token_ids),
             recomputed_tokens=self.recomputed_tokens,
             public_tokens=self.public_tokens,
+            host_tokens=host,
+            disk_tokens=disk,
+            remote_tokens=sum(self.loaded_tokens.values()) - host - disk,
         )

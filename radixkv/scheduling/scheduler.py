@@ -67,7 +67,7 @@ class Scheduler:
 
     @property
     def num_following(self) -> int:
-        """Number of requests that wait for what a running one computes."""
+        """Number of requests that wait for what a running one computes, or for blocks that are loaded."""
         return sum(len(queue.following) for queue in self._queues)
 
     @property
@@ -93,6 +93,12 @@ class Scheduler:
     def idle_requests(self) -> list[Request]:
         """List the unfinished requests that hold no blocks."""
         return [request for queue in self._queues for request in (*queue.waiting, *queue.following)]
+
+    def hold_back(self, request: Request) -> None:
+        """Let a waiting request wait for blocks that are loaded, until `resume`. Complexity: O(log waiting)."""
+        queue = self._queues[request.tenant]
+        queue.waiting.remove(request)
+        queue.following.add(request)
 
     def resume(self, followers: Iterable[Request]) -> None:
         """Put followers back among the waiting requests, at their old places. Complexity: O(log waiting) each."""

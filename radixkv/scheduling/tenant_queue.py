@@ -19,7 +19,7 @@ class TenantQueue:
         serial: number of queues that were opened before.
         served: tokens computed for it, divided by its weight; on a scale that all tenants share.
         waiting, running: requests without and with blocks, by rank.
-        following: requests that wait for what a running one computes.
+        following: requests that wait for what a running one computes, or for blocks that are loaded.
         num_passed_over: number of requests that were admitted before the first waiting one.
     """
 

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from radixkv.api.limits import longest_sequence
+from radixkv.cache.changes import Listener
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -35,6 +36,7 @@ from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.startup.host_memory import keep_freed_memory, use_huge_pages
 from radixkv.startup.model_check import check_model
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks
+from radixkv.startup.tiers import open_stores
 from radixkv.storage.device_pool import KVShape, KVStorage
 
 _log = logging.getLogger(__name__)
@@ -82,7 +84,9 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
         )
     marks = InvocationMarks()
     events = _make_feed(config, limits.step_tokens, marks)
-    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, events, marks)
+    stores = open_stores(config.tiers, model, storage, marks)
+    listeners = [events] if stores is None else [events, stores.elsewhere]
+    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks)
     runner = make_runner(model, storage, kernels, recorder)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     rates = Rates(config.tenants, config.default_tenant)
@@ -95,6 +99,7 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
         events=events,
         rates=rates,
         adapters=adapter_source(config, model),
+        offload=None if stores is None else stores.offload(cache),
     )
     load_adapters(config.adapters, engine.adapters)
     return engine
@@ -155,7 +160,7 @@ def _make_cache(
     quotas: Mapping[str, Quota],
     default_quota: Quota,
     num_blocks: int,
-    events: TreeFeed,
+    listeners: Iterable[Listener],
     marks: InvocationMarks,
 ) -> PrefixCache:
     return PrefixCache(
@@ -168,7 +173,7 @@ def _make_cache(
         max_kept_blocks=int(cache.max_held_share * num_blocks),
         max_public_blocks=int(cache.max_public_share * num_blocks),
         evicted_prefixes=cache.evicted_prefixes,
-        listeners=[events],
+        listeners=listeners,
         marks=marks,
     )
 

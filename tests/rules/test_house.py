@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "model": "storage kernels",
     "compute": "model storage kernels",
     "events": "api cache",
-    "engine": "api cache scheduling compute events",
+    "engine": "api cache scheduling storage compute events",
     "planning": "cache storage",
     "telemetry": "api scheduling engine",
     "startup": "api cache storage model compute events engine kernels scheduling",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from radixkv.cache.evictor import Evictor
@@ -27,10 +28,12 @@ class Purged(NamedTuple):
     Attributes:
         freed_blocks: blocks that are free now.
         pinned_blocks: blocks that open leases still use. No match finds them; they become free with those leases.
+        stored_blocks: blocks that each store below the device has deleted; None if it could not be asked.
     """
 
     freed_blocks: int
     pinned_blocks: int
+    stored_blocks: Mapping[str, int | None] = MappingProxyType({})
 
 
 def purge(

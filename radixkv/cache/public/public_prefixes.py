@@ -159,6 +159,18 @@ class PublicPrefixes:
             return ()
         return self._computed.get(self._key(namespace, tokens), ())
 
+    def trunk_of(self, namespace: Namespace) -> bytes | None:
+        """Return the tokens that come before all of a namespace's own, as the cache knows them; None if they are gone.
+
+        Complexity: O(public prefixes) below one of them.
+        """
+        if not namespace.trunk:
+            return b""
+        serial, _, _ = namespace.trunk.partition(":")
+        prefixes = (*self._by_name.values(), *self._leaving)
+        prefix = next((each for each in prefixes if each.namespace.salt == serial), None)
+        return None if prefix is None else prefix.tokens[: namespace.trunk_tokens * TOKEN_BYTES]
+
     def unregister_all(self, adapter: str) -> None:
         """Unregister those of an adapter, of which this is the digest."""
         for prefix in self:

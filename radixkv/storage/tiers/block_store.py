@@ -46,11 +46,13 @@ class StoreSize:
         num_objects: objects that it holds; None if only a server knows.
         used_bytes: bytes that they take.
         capacity_bytes: bytes that they may take; None where another program sets the bound.
+        max_objects: objects that it has room for; None where that depends on their sizes.
     """
 
     num_objects: int | None
     used_bytes: int | None
     capacity_bytes: int | None
+    max_objects: int | None = None
 
 
 class Loan:

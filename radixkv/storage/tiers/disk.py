@@ -17,11 +17,13 @@ from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject, ObjectHe
 from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 from radixkv.storage.tiers.buffer_pool import BufferPool
 from radixkv.storage.tiers.disk_directory import DiskDirectory
+from radixkv.storage.tiers.namespace_names import NamespaceNames
 from radixkv.storage.tiers.slot_file import PAGE_BYTES, SlotFile
 from radixkv.storage.tiers.slot_table import SlotEntry, SlotTable
 from radixkv.tokens import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
+_NAMES = "namespaces"
 _FULL_PAUSE_S = 60.0  # a full disk is asked for room again after this
 
 
@@ -34,6 +36,9 @@ class DiskStore(StoreBackend):
         object_bytes: size of the largest object.
         max_bytes: the bound, `tiers.disk_bytes`.
         clock: seconds, monotonic.
+
+    Attributes:
+        names: of the namespaces whose blocks are here, as far as anybody has told.
 
     Raises:
         StoreUnavailable: the directory can't be used, or the bound has no room for one object.
@@ -60,6 +65,7 @@ class DiskStore(StoreBackend):
         try:
             self._file = SlotFile(self._directory.path, self._slot_bytes, self._max_slots)
             self._table, self._serial = self._found()
+            self.names = NamespaceNames(self._directory.path / _NAMES)
         except OSError as error:
             self._directory.close()
             raise _failed(error) from error
@@ -113,7 +119,8 @@ class DiskStore(StoreBackend):
         """Return slots and their bytes."""
         with self._lock:
             used = self._file.num_slots - self._table.num_free
-            return StoreSize(len(self._table), used * self._slot_bytes, self._max_slots * self._slot_bytes)
+            capacity = self._max_slots * self._slot_bytes
+            return StoreSize(len(self._table), used * self._slot_bytes, capacity, self._max_slots)
 
     def heads(self) -> Iterator[tuple[ObjectHead, bytes]]:
         """Iterate over what the disk holds, oldest first: heads, and tokens where they are not sealed.
@@ -138,6 +145,7 @@ class DiskStore(StoreBackend):
             return
         self._is_closed = True
         try:
+            self.names.close()
             self._file.close()
         except OSError as error:
             raise _failed(error) from error

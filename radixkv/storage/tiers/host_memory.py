@@ -97,7 +97,8 @@ class HostMemory(StoreBackend):
         """Return slots and their bytes."""
         with self._lock:
             used = self._num_slots - self._table.num_free
-            return StoreSize(len(self._table), used * self._slot_bytes, self._num_slots * self._slot_bytes)
+            capacity = self._num_slots * self._slot_bytes
+            return StoreSize(len(self._table), used * self._slot_bytes, capacity, self._num_slots)
 
     def close(self) -> None:
         """Forget all; the memory goes with the last loan."""

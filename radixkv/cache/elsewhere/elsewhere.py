@@ -1,0 +1,192 @@
+"""Places of the blocks that left the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.cache.changes import Listener
+from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.tree.node import Node, path_to
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.tokens import TOKEN_BYTES
+
+
+class KeyedBlock(NamedTuple):
+    """A whole block of a prompt, and the key that it has in every store.
+
+    Attributes:
+        key: of the block.
+        parent: key of the block before it, or of the namespace.
+        tokens: the block's own, plain, little-endian uint32.
+        namespace: who shares it; with the adapter that computed it, if that is an invoked one.
+    """
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    namespace: Namespace
+
+
+class Departure(NamedTuple):
+    """A block that leaves the device, and is to be stored before anybody writes over it.
+
+    Attributes:
+        block: what it is.
+        block_id: where it still is.
+        shelves: names of the stores that are to have it.
+    """
+
+    block: KeyedBlock
+    block_id: int
+    shelves: Sequence[str]
+
+
+class Found(NamedTuple):
+    """A block that a prompt can have without computing it.
+
+    Attributes:
+        block: what it is.
+        shelf: name of the fastest store that has it.
+    """
+
+    block: KeyedBlock
+    shelf: str
+
+
+# Yields the whole blocks of a prompt, whose tokens are as the cache knows them.
+KeyBlocks = Callable[[Namespace, bytes], Iterator[KeyedBlock]]
+
+
+class Elsewhere(Listener):
+    """Decides which evicted blocks are stored where, and knows where they are.
+
+        tree ── evicted ──▶ departures ── the engine copies them ──▶ stores
+          ▲                                                            │ stored
+          └────────────── committed ◀── loaded ◀── find ───────────────┘
+
+    Whole blocks only: a block that is filled in part is computed again. Every block that leaves is stored on every
+    shelf that does not have it, used before or not: docs/LOG.md, "what is worth writing". A shelf without room gives up
+    what left the device longest ago.
+
+    Args:
+        shelves: the stores, the fastest first.
+        key_blocks: makes the keys of a prompt's blocks.
+        block_size: tokens a block.
+
+    Attributes:
+        shelves: see above, by name.
+        trunk_of: returns the tokens of a public prefix that come before all of a namespace's own, as the cache knows
+            them; None if they are not known anymore.
+    """
+
+    def __init__(self, shelves: Sequence[Shelf], key_blocks: KeyBlocks, block_size: int) -> None:
+        self.shelves = {shelf.name: shelf for shelf in shelves}
+        self.trunk_of: Callable[[Namespace], bytes | None] = lambda namespace: None if namespace.trunk else b""
+        self._key_blocks = key_blocks
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._departures: list[Departure] = []
+        self._given_up: dict[str, dict[bytes, None]] = {name: {} for name in self.shelves}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is stored."""
+        return not any(map(len, self.shelves.values()))
+
+    def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
+        """Note which blocks are to be stored; see `leave`."""
+        self.leave(leaf, leaf.num_blocks - num_blocks, leaf.num_blocks, self.shelves)
+
+    def leave(self, node: Node, start: int, end: int, shelves: Iterable[str]) -> None:
+        """Note that the blocks from `start` to `end` of a node are to be stored where they are not yet.
+
+        Complexity: a hash of all tokens up to the end of the node.
+        """
+        namespace = node.owner.namespace
+        trunk = None if namespace.tenant == PUBLIC_TENANT else self.trunk_of(namespace)
+        if trunk is None:
+            return
+        tokens = b"".join((trunk, *(each.tokens for each in path_to(node))))
+        first = (len(trunk) + node.start_bytes) // self._block_bytes + start
+        keyed = islice(self._key_blocks(namespace._replace(trunk=""), tokens), first, first + end - start)
+        block_ids = memoryview(node.block_ids).cast("i")[start:end]
+        pairs = list(zip(keyed, block_ids, strict=False))  # without a last block that is filled in part
+        for block, block_id in reversed(pairs):  # the end goes first on shelves, too
+            names = [name for name in shelves if self._wants(self.shelves[name], block)]
+            if names:
+                self._departures.append(Departure(block, block_id, names))
+
+    def take_departures(self) -> tuple[list[Departure], dict[str, list[bytes]]]:
+        """Return what has left since the last call, and for each store the keys that go for it, in their order."""
+        departures, self._departures = self._departures, []
+        given_up, self._given_up = self._given_up, {name: {} for name in self.shelves}
+        return departures, {name: list(keys) for name, keys in given_up.items()}
+
+    def find(self, namespace: Namespace, tokens: bytes, num_cached_blocks: int) -> list[Found]:
+        """List the blocks that follow the cached ones of a prompt and are stored, up to the first that is not.
+
+        Args:
+            namespace: of the prompt.
+            tokens: the prompt as the cache knows it; its last token is always computed.
+            num_cached_blocks: whole blocks of it that are on the device.
+
+        Complexity: a hash of the tokens up to the first block that is nowhere.
+        """
+        found: list[Found] = []
+        for index, block in enumerate(self._key_blocks(namespace, tokens[:-TOKEN_BYTES])):
+            if index < num_cached_blocks:
+                continue
+            shelf = next((name for name, shelf in self.shelves.items() if shelf.holds(block.key)), None)
+            if shelf is None:
+                break
+            found.append(Found(block, shelf))
+        return found
+
+    def loaded(self, keys: Sequence[bytes]) -> None:
+        """Note that blocks are on the device again; keys in the order of the prompt."""
+        for key in reversed(keys):
+            for shelf in self.shelves.values():
+                if key in shelf:
+                    shelf.note_loaded(key)
+
+    def stored(self, name: str, keys: Sequence[bytes]) -> None:
+        """Note that a store has these blocks now."""
+        for key in keys:
+            self.shelves[name].note_stored(key)
+
+    def lost(self, name: str, keys: Sequence[bytes]) -> None:
+        """Note that a store does not have these blocks."""
+        for key in keys:
+            self.shelves[name].remove(key)
+
+    def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> dict[str, list[bytes]]:
+        """Forget the blocks of all namespaces with these names, None for any. Returns their keys for each store.
+
+        Complexity: O(namespaces + blocks of these).
+        """
+        names = tenant, adapter, salt
+        self._departures = [each for each in self._departures if not each.block.namespace.is_among(*names)]
+        return {
+            name: [
+                key
+                for namespace in shelf.namespaces
+                if namespace.is_among(*names)
+                for key in shelf.remove_all(namespace)
+            ]
+            for name, shelf in self.shelves.items()
+        }
+
+    def _wants(self, shelf: Shelf, block: KeyedBlock) -> bool:
+        if block.key in shelf:
+            shelf.note_left(block.key)
+            return False
+        victim, given_up = shelf.add(block.key, block.namespace), self._given_up[shelf.name]
+        if victim is not None:
+            given_up[victim] = None
+        if block.key not in given_up:
+            return True
+        del given_up[block.key]  # the store was not told, and still has it
+        shelf.note_stored(block.key)
+        return False

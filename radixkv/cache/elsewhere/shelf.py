@@ -1,0 +1,116 @@
+"""The books of one store: which blocks it holds, and which of them go first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from radixkv.namespace import Namespace
+
+
+class Shelf:
+    """Knows which blocks a store holds, without asking it.
+
+        goes first   [ on the device as well )[ not there ............. )   goes last
+                       loaded longest ago first  left it longest ago first
+
+    A block is expected from `add` until `note_stored`, and is not to be asked for.
+
+    A block that is on the device as well is of no use here until it leaves the device. If it is still here by then,
+    nothing has to be written.
+
+    Args:
+        name: of the store, such as `host`.
+        num_blocks: blocks that it has room for.
+
+    Attributes:
+        name: see above.
+    """
+
+    def __init__(self, name: str, num_blocks: int) -> None:
+        self.name = name
+        self._num_blocks = num_blocks
+        self._owners: dict[bytes, Namespace] = {}  # of each block
+        self._by_owner: dict[Namespace, set[bytes]] = {}
+        self._on_device: OrderedDict[bytes, None] = OrderedDict()
+        self._left_device: OrderedDict[bytes, None] = OrderedDict()
+        self._expected: set[bytes] = set()
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._owners
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a block can be loaded."""
+        return key in self._owners and key not in self._expected
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Iterate over the keys of its blocks, from the one that goes first."""
+        yield from self._on_device
+        yield from self._left_device
+
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """Namespaces of which it holds blocks."""
+        return list(self._by_owner)
+
+    def add(self, key: bytes, namespace: Namespace) -> bytes | None:
+        """Take a block that left the device and is not here.
+
+        Returns:
+            The key of the block that goes for it; None if there is room.
+        """
+        victim = next(iter(self)) if len(self) >= self._num_blocks else None
+        if victim is not None:
+            self.remove(victim)
+        self._owners[key] = namespace
+        self._by_owner.setdefault(namespace, set()).add(key)
+        self._left_device[key] = None
+        self._expected.add(key)
+        return victim
+
+    def note_stored(self, key: bytes) -> None:
+        """Note that the store has a block."""
+        self._expected.discard(key)
+
+    def add_found(self, blocks: Sequence[tuple[bytes, Namespace]]) -> None:
+        """Take blocks that an earlier process left, the one that goes first at first. They go before those here."""
+        for key, namespace in reversed(blocks):
+            if key not in self and len(self) < self._num_blocks:
+                self.add(key, namespace)
+                self.note_stored(key)
+                self._left_device.move_to_end(key, last=False)
+
+    def note_left(self, key: bytes) -> None:
+        """Note that a block that is here left the device."""
+        self._on_device.pop(key, None)
+        self._left_device[key] = None
+        self._left_device.move_to_end(key)
+
+    def note_loaded(self, key: bytes) -> None:
+        """Note that a block that is here is on the device as well."""
+        self._left_device.pop(key, None)
+        self._on_device[key] = None
+        self._on_device.move_to_end(key)
+
+    def remove(self, key: bytes) -> None:
+        """Forget a block, if it is here."""
+        namespace = self._owners.pop(key, None)
+        if namespace is None:
+            return
+        self._on_device.pop(key, None)
+        self._left_device.pop(key, None)
+        self._expected.discard(key)
+        keys = self._by_owner[namespace]
+        keys.discard(key)
+        if not keys:
+            del self._by_owner[namespace]
+
+    def remove_all(self, namespace: Namespace) -> list[bytes]:
+        """Forget all blocks of a namespace. Returns their keys."""
+        keys = list(self._by_owner.get(namespace, ()))
+        for key in keys:
+            self.remove(key)
+        return keys

@@ -1,0 +1,194 @@
+"""Loads stored blocks for waiting requests, and copies them to the device when these get their blocks."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.prompt_lease import PromptLease
+from radixkv.engine.offload.load import Load, LoadedBlocks
+from radixkv.scheduling.load_or_compute import LoadOrCompute
+from radixkv.scheduling.request import Request
+from radixkv.storage.mover import BlockMover
+from radixkv.storage.tiers.tier import LoadedBlock, Miss, Tier
+
+
+class _Wish(NamedTuple):
+    """A run of stored blocks that a request wants, and the load that brings them, or the first of them."""
+
+    load: Load
+    first_block: int
+    run: Sequence[Found]
+
+
+class Loader:
+    """Loads blocks while their requests wait and others compute.
+
+        begin ──▶ stores ──▶ ready: the request waits for its turn ──▶ fill: copied into its blocks, published
+                                     └ over before that ──▶ given back
+
+    Requests that want the same blocks share a load. A store's time limit bounds the wait: what does not come is
+    computed.
+
+    Args:
+        cache: tells what is on the device.
+        elsewhere: tells what is stored.
+        tiers: the stores, by name.
+        mover: copies blocks.
+        choice: decides between loading and computing.
+        clock: seconds, monotonic.
+        wake: called on a store's thread when a call ended, so that `ready` is asked.
+        max_bytes: bound of what is loaded and not copied yet. What is beyond is computed.
+
+    Attributes:
+        num_refused_blocks: stored blocks that were to be computed because that was supposed to be faster.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        elsewhere: Elsewhere,
+        tiers: Mapping[str, Tier],
+        mover: BlockMover,
+        choice: LoadOrCompute,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+        max_bytes: int,
+    ) -> None:
+        self.num_refused_blocks = 0
+        self._cache = cache
+        self._elsewhere = elsewhere
+        self._tiers = tiers
+        self._mover = mover
+        self._choice = choice
+        self._clock = clock
+        self._wake = wake
+        self._num_free_blocks = max_bytes // mover.payload_bytes
+        self._loads: dict[bytes, Load] = {}  # by the key of the first block
+        self._wishes: dict[Request, _Wish] = {}
+        self._waiting: set[Request] = set()  # those that `ready` has not returned
+        self._ended: queue.SimpleQueue[tuple[Load, str, LoadedBlocks]] = queue.SimpleQueue()
+
+    def begin(self, request: Request) -> bool:
+        """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it.
+
+        Complexity: one match, and a hash of the tokens up to the first block that is nowhere.
+        """
+        if not request.params.read_cache or request.is_revoked or self._elsewhere.is_empty:
+            return False
+        namespace, tokens, size = request.namespace, request.prompt_tokens, self._cache.block_size
+        first_block = self._cache.match(namespace, tokens).cached_tokens // size
+        run = self._elsewhere.find(namespace, tokens, first_block)
+        load = self._loads.get(run[0].block.key) if run else None
+        if load is None:
+            choice = self._choice.choose(first_block * size, [each.shelf for each in run])
+            self.num_refused_blocks += len(run) - choice.num_blocks
+            run = run[: min(choice.num_blocks, self._num_free_blocks)]
+            if not run:
+                return False
+            load = self._start(run)
+        load.requests.add(request)
+        self._wishes[request] = _Wish(load, first_block, run)
+        if not load.is_ended:
+            self._waiting.add(request)
+        return not load.is_ended
+
+    def ready(self) -> list[Request]:
+        """Return the requests whose loads ended since the last call, in the order of their arrival."""
+        ready: list[Request] = []
+        while not self._ended.empty():
+            load, store, blocks = self._ended.get()
+            load.end_call(store, blocks)
+            num_blocks = len(load.keys_of(store))
+            seconds = self._clock() - load.started_s if blocks.is_timed else None
+            self._choice.note_end(store, num_blocks, seconds)
+            self._elsewhere.lost(store, blocks.lost)
+            if load.is_ended:
+                ready += load.requests & self._waiting
+                self._drop_if_unused(load)
+        self._waiting.difference_update(ready)
+        return sorted(ready, key=lambda request: request.arrival)
+
+    def fill(self, request: Request, lease: PromptLease) -> int:
+        """Copy what was loaded for a request into its blocks, and publish it.
+
+        What was in these blocks before must have been saved.
+
+        Returns:
+            Tokens at the start of the prompt whose K and V exist then.
+        """
+        start, size = lease.cached_tokens, self._cache.block_size
+        wish = self._wishes.get(request)
+        if wish is None or request.is_revoked:
+            self.leave(request)
+            return start
+        first = start // size
+        found = wish.run[first - wish.first_block :] if first >= wish.first_block else ()
+        found = found[: wish.load.num_there(found)]
+        upto = (first + len(found)) * size
+        if found:
+            payloads = [wish.load.blocks[each.block.key].payload for each in found]
+            self._mover.write(lease.block_ids[first : first + len(found)].tolist(), payloads)
+            lease.copy = None
+            stores = [each.shelf for each in found]
+            request.loaded_tokens = {store: stores.count(store) * size for store in stores}
+            request.loaded_tokens[stores[0]] -= start - first * size
+            if request.params.write_cache:
+                lease.commit(upto)
+                self._elsewhere.loaded([each.block.key for each in found])
+        self.leave(request)
+        return max(start, upto)
+
+    def leave(self, request: Request) -> None:
+        """Forget a request. What was loaded for it alone is given back."""
+        wish = self._wishes.pop(request, None)
+        self._waiting.discard(request)
+        if wish is not None:
+            wish.load.requests.discard(request)
+            self._drop_if_unused(wish.load)
+
+    def forget(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
+        """Let requests with these names, None for any, have nothing of what is loaded for them."""
+        for request, wish in self._wishes.items():
+            if request.is_among(tenant, adapter, salt):
+                self._wishes[request] = wish._replace(run=())
+
+    def close(self) -> None:
+        """Give everything back."""
+        for request in list(self._wishes):
+            self.leave(request)
+
+    def _start(self, run: Sequence[Found]) -> Load:
+        load = Load(run, self._clock())
+        self._loads[run[0].block.key] = load
+        self._num_free_blocks -= len(run)
+        for store in load.stores:
+            wanted = load.wanted_of(store)
+            self._choice.note_start(store, len(wanted))
+            future = self._tiers[store].load(wanted)
+            load.futures.append(future)
+            future.add_done_callback(partial(self._end, load, store))
+        return load
+
+    def _end(self, load: Load, store: str, loaded: Future[list[LoadedBlock | Miss]]) -> None:
+        """Note the end of a call, on a thread of the store or, if it was cancelled, on the engine's."""
+        blocks = LoadedBlocks.of(load.keys_of(store), None if loaded.cancelled() else loaded.result())
+        self._ended.put((load, store, blocks))
+        self._wake()
+
+    def _drop_if_unused(self, load: Load) -> None:
+        """Give back what nobody waits for."""
+        first = load.run[0].block.key
+        if load.requests or self._loads.get(first) is not load:
+            return
+        if load.is_ended:
+            del self._loads[first]
+            self._num_free_blocks += len(load.run)
+            load.release()
+        else:
+            load.cancel()

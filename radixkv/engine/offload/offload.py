@@ -1,0 +1,161 @@
+"""The stores below the device, as the engine uses them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.prompt_lease import PromptLease
+from radixkv.engine.offload.deleter import Deleter
+from radixkv.engine.offload.deletions import Deletion
+from radixkv.engine.offload.disk_record import DiskRecord
+from radixkv.engine.offload.loader import Loader
+from radixkv.engine.offload.saver import Saver
+from radixkv.errors import StoreError
+from radixkv.namespace import Namespace
+from radixkv.scheduling.load_or_compute import LoadOrCompute
+from radixkv.scheduling.request import Request
+from radixkv.scheduling.step_plan import Slice
+from radixkv.storage.mover import BlockMover
+from radixkv.storage.tiers.tier import Tier
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_LIMIT_S = 10.0
+_SAVED_AT_ONCE = 64  # blocks
+
+
+class Offload:
+    """Saves blocks that leave the device, and loads them for requests that come later.
+
+    One thread uses it, the engine's. It never makes anybody wait for a store, but for the end.
+
+    Args:
+        cache: the trees.
+        elsewhere: listens to them.
+        tiers: a store for each shelf.
+        mover: copies blocks.
+        max_bytes: bound of what waits to be stored, and of what was loaded and waits for its request.
+        record: of the store `disk`, which outlives the process; None without one.
+        clock: seconds, monotonic.
+
+    Attributes:
+        elsewhere, tiers: see above; the tiers by name.
+        wake: see `Loader`; the engine sets it.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        elsewhere: Elsewhere,
+        tiers: Sequence[Tier],
+        mover: BlockMover,
+        max_bytes: int,
+        record: DiskRecord | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.elsewhere = elsewhere
+        self.tiers = {tier.name: tier for tier in tiers}
+        self.wake: Callable[[], None] = lambda: None
+        self._cache = cache
+        self._choice = LoadOrCompute(cache.block_size)
+        self._deleter = Deleter(elsewhere, self.tiers)
+        self._saver = Saver(elsewhere, self.tiers, self._deleter, mover, max_bytes, record)
+        self._loader = Loader(cache, elsewhere, self.tiers, mover, self._choice, clock, lambda: self.wake(), max_bytes)
+        self._found: queue.SimpleQueue[list[tuple[bytes, Namespace]]] = queue.SimpleQueue()
+        self._reader = None if record is None else _reading(record, self._found)
+
+    @property
+    def num_dropped_blocks(self) -> int:
+        """Blocks that were not saved because too many waited for stores."""
+        return self._saver.num_dropped_blocks
+
+    @property
+    def num_refused_blocks(self) -> int:
+        """Stored blocks that were to be computed because that was supposed to be faster."""
+        return self._loader.num_refused_blocks
+
+    def begin(self, request: Request) -> bool:
+        """Start to load what a new request could use; see `Loader.begin`."""
+        self._take_found()
+        return self._loader.begin(request)
+
+    def ready(self) -> list[Request]:
+        """Return the requests that wait no more; see `Loader.ready`."""
+        return self._loader.ready()
+
+    def flush(self) -> None:
+        """Copy what has left the device; see `Saver.flush`."""
+        self._deleter.retry()
+        self._saver.flush()
+
+    def fill(self, request: Request, lease: PromptLease) -> int:
+        """Copy what was loaded for a request into its blocks; see `Loader.fill`."""
+        self.flush()
+        return self._loader.fill(request, lease)
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that is over."""
+        self._loader.leave(request)
+
+    def note_step(self, seconds: float, slices: Sequence[Slice]) -> None:
+        """Learn how long computing takes."""
+        self._choice.note_step(seconds, [(part.start, part.end) for part in slices])
+
+    def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> list[Deletion]:
+        """Forget what is stored of the namespaces with these names, None for any.
+
+        Requests that wait for some of it get nothing of it.
+        """
+        if self._reader is not None:
+            self._reader.join()  # before that nobody knows whose blocks the disk holds
+            self._take_found()
+        self._loader.forget(tenant, adapter, salt)
+        keys = self.elsewhere.purge(tenant, adapter, salt)
+        return [Deletion(name, self._deleter.delete(name, gone)) for name, gone in keys.items()]
+
+    def close(self) -> None:
+        """Write what is on the device to the disk, as far as it can be done in 10 s, and close the stores."""
+        self._loader.close()
+        deadline_s = time.monotonic() + _CLOSE_LIMIT_S
+        self._save_all(deadline_s)
+        if not self._saver.wait(max(0.0, deadline_s - time.monotonic())):
+            _log.warning("tiers: expected to store all blocks within %s s, got fewer", _CLOSE_LIMIT_S)
+        for tier in self.tiers.values():
+            tier.close()
+
+    def _take_found(self) -> None:
+        while not self._found.empty():
+            self.elsewhere.shelves["disk"].add_found(self._found.get())
+
+    def _save_all(self, deadline_s: float) -> None:
+        """Save what is on the device, what was used last before all else, so that the next process finds it."""
+        self._saver.flush()
+        if "disk" not in self.tiers:
+            return
+        nodes = sorted(self._cache.nodes(), key=lambda node: (-node.last_used_s, node.start_bytes))
+        for node in nodes:
+            for start in range(0, node.num_blocks, _SAVED_AT_ONCE):
+                self.elsewhere.leave(node, start, min(node.num_blocks, start + _SAVED_AT_ONCE), ["disk"])
+                self._saver.flush()
+                if not self._saver.wait(max(0.0, deadline_s - time.monotonic())):
+                    return
+
+
+def _reading(record: DiskRecord, found: queue.SimpleQueue[list[tuple[bytes, Namespace]]]) -> threading.Thread:
+    """Read what is on the disk on a thread of its own."""
+
+    def read() -> None:
+        try:
+            found.put(record.read())
+        except StoreError as error:
+            _log.error("tier disk: expected to read what it holds, got: %s", error)
+
+    thread = threading.Thread(target=read, name="disk-record", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,140 @@
+"""Copies blocks that leave the device, and gives the copies to the stores."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+from radixkv.cache.elsewhere.elsewhere import Departure, Elsewhere
+from radixkv.engine.offload.deleter import Deleter
+from radixkv.engine.offload.disk_record import DiskRecord
+from radixkv.storage.mover import BlockMover
+from radixkv.storage.tiers.block_object import BlockObject
+from radixkv.storage.tiers.block_store import PutOutcome, PutResult
+from radixkv.storage.tiers.tier import Tier
+
+
+class _Save(NamedTuple):
+    """A batch that a store was given, and what became of it; None while that is not known, or if it failed."""
+
+    name: str
+    keys: Sequence[bytes]
+    given_up: Sequence[bytes]
+    result: PutResult | None = None
+
+
+class Saver:
+    """Saves what leaves the device before anything is written over it.
+
+    Copies that stores have not taken yet are bounded. What is beyond is lost, as without stores.
+
+    Args:
+        elsewhere: knows what leaves, and is told what stores did not take.
+        tiers: the stores, by name.
+        deleter: deletes what stores were given in vain.
+        mover: copies blocks.
+        max_bytes: bound of copies that wait.
+        record: is told whose blocks the store `disk` gets; None without one.
+
+    Attributes:
+        num_dropped_blocks: blocks that were not saved because too many copies waited.
+    """
+
+    def __init__(
+        self,
+        elsewhere: Elsewhere,
+        tiers: Mapping[str, Tier],
+        deleter: Deleter,
+        mover: BlockMover,
+        max_bytes: int,
+        record: DiskRecord | None = None,
+    ) -> None:
+        self.num_dropped_blocks = 0
+        self._elsewhere = elsewhere
+        self._tiers = tiers
+        self._deleter = deleter
+        self._mover = mover
+        self._record = record
+        self._num_free_blocks = self._max_waiting_blocks = max_bytes // mover.payload_bytes
+        self._ended: queue.SimpleQueue[_Save] = queue.SimpleQueue()
+
+    def flush(self) -> None:
+        """Copy what has left. To be called before blocks are written. Waits for the copies, not for stores."""
+        self._note_ended()
+        departures, given_up = self._elsewhere.take_departures()
+        if not departures and not any(given_up.values()):
+            return
+        departures = self._within_bound(departures)
+        payloads = self._mover.read([each.block_id for each in departures]) if departures else []
+        for name, tier in self._tiers.items():
+            pairs = zip(departures, payloads, strict=True)
+            objects = [_object(each, payload) for each, payload in pairs if name in each.shelves]
+            if not objects and not given_up[name]:
+                continue
+            if name == "disk" and self._record is not None:
+                for each in departures:
+                    self._record.note(each.block.namespace)
+            self._num_free_blocks -= len(objects)
+            saved = tier.save(objects, given_up[name])
+            saved.add_done_callback(partial(self._end, _Save(name, [each.key for each in objects], given_up[name])))
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait until stores have taken all copies. Returns whether they did."""
+        deadline_s = time.monotonic() + limit_s
+        while self._num_free_blocks < self._max_waiting_blocks:
+            try:
+                self._note_end(self._ended.get(timeout=max(0.0, deadline_s - time.monotonic())))
+            except queue.Empty:
+                return False
+        return True
+
+    def _within_bound(self, departures: list[Departure]) -> list[Departure]:
+        """Drop departures that there is no room for."""
+        kept, num_free_blocks = [], self._num_free_blocks
+        for each in departures:
+            num_free_blocks -= len(each.shelves)
+            if num_free_blocks >= 0:
+                kept.append(each)
+                continue
+            self.num_dropped_blocks += 1
+            for name in each.shelves:
+                self._elsewhere.lost(name, [each.block.key])
+        return kept
+
+    def _end(self, save: _Save, saved: Future[PutResult | None]) -> None:
+        """Note the end of a save, on a thread of the store."""
+        self._ended.put(save._replace(result=None if saved.cancelled() else saved.result()))
+
+    def _note_ended(self) -> None:
+        """Note what stores did not take or did not keep."""
+        while not self._ended.empty():
+            self._note_end(self._ended.get())
+
+    def _note_end(self, save: _Save) -> None:
+        name, keys, given_up, result = save
+        self._num_free_blocks += len(keys)
+        if result is None:  # it may be late, and store them all the same
+            self._elsewhere.lost(name, keys)
+            self._delete(name, (*keys, *given_up))
+            return
+        there = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
+        refused = [key for key, outcome in zip(keys, result.outcomes, strict=True) if outcome not in there]
+        self._elsewhere.stored(name, keys)
+        self._elsewhere.lost(name, [*refused, *result.evicted])
+        gone = {*refused, *result.evicted} - set(keys)  # others were given up without need, or purged meanwhile
+        self._delete(name, [key for key in (*keys, *given_up) if key not in gone])
+
+    def _delete(self, name: str, keys: Sequence[bytes]) -> None:
+        """Delete the blocks that the store should not have."""
+        useless = [key for key in keys if key not in self._elsewhere.shelves[name]]
+        if useless:
+            self._deleter.delete(name, useless)
+
+
+def _object(departure: Departure, payload: memoryview) -> BlockObject:
+    block = departure.block
+    return BlockObject(block.key, block.parent, generation=0, tokens=block.tokens, payload=payload)

@@ -1,0 +1,140 @@
+"""Opens the stores below the device that a configuration names."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.config import TiersConfig
+from radixkv.engine.offload.disk_record import DiskRecord
+from radixkv.engine.offload.offload import Offload
+from radixkv.engine.offload.prompt_keys import PromptKeys
+from radixkv.errors import ConfigError, StoreError
+from radixkv.invocation import InvocationMarks
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVStorage
+from radixkv.storage.mover import PAYLOAD_LAYOUT, BlockMover
+from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
+from radixkv.storage.tiers.block_object import object_bytes
+from radixkv.storage.tiers.block_store import StoreBackend
+from radixkv.storage.tiers.by_name import StoreOptions, open_backend
+from radixkv.storage.tiers.disk import DiskStore
+from radixkv.storage.tiers.guard.alarm_clock import AlarmClock
+from radixkv.storage.tiers.guard.circuit import Circuit
+from radixkv.storage.tiers.guard.guarded_store import GuardedStore
+from radixkv.storage.tiers.threaded_store import ThreadedStore
+from radixkv.storage.tiers.tier import Tier
+
+_log = logging.getLogger(__name__)
+
+# Copies of blocks that wait to be stored, and blocks that were loaded and wait for their request: a share of the pool.
+_WAITING_SHARE = 8
+_LEAST_WAITING_BYTES = 64 << 20
+_STAT_BLOCK_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The stores that could be opened, the fastest first, and what belongs to all of them.
+
+    Attributes:
+        backends: by name.
+        keys: of their blocks.
+        elsewhere: knows where blocks are; to listen to the cache.
+        mover: copies blocks.
+        max_waiting_bytes: see `Offload`.
+    """
+
+    backends: dict[str, StoreBackend]
+    keys: BlockKeys
+    elsewhere: Elsewhere
+    mover: BlockMover
+    max_waiting_bytes: int
+
+    def offload(self, cache: PrefixCache) -> Offload:
+        """Put them below a cache that `elsewhere` listens to."""
+        self.elsewhere.trunk_of = cache.public.trunk_of
+        alarms = AlarmClock()
+        tiers, record = [], None
+        for name, backend in self.backends.items():
+            store = GuardedStore(name, ThreadedStore(backend, name=name), alarms, Circuit(alarms.now_s))
+            tiers.append(Tier(name, store, self.mover.payload_bytes))
+            if isinstance(backend, DiskStore):
+                record = DiskRecord(backend, self.keys)
+        return Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, record=record)
+
+
+def open_stores(config: TiersConfig, model: Model, storage: KVStorage, marks: InvocationMarks) -> Stores | None:
+    """Open the stores. One that can't be used is left out, which is logged.
+
+    Returns:
+        None if there is none.
+
+    Raises:
+        ConfigError: a store has no room for a block, or lacks its packages.
+    """
+    mover = BlockMover(storage.pool)
+    block_format = BlockFormat(
+        model=model.fingerprint,
+        dtype=str(model.kv_shape.dtype),
+        kv_dtype=storage.kv_dtype,
+        layout=PAYLOAD_LAYOUT,
+        block_size=storage.block_size,
+        payload_bytes=mover.payload_bytes,
+        computed_by=_computed_by(model.device),
+    )
+    num_bytes = object_bytes(storage.block_size, mover.payload_bytes)
+    wanted: dict[str, StoreOptions] = {}
+    if config.host_bytes is not None:
+        wanted["host"] = StoreOptions(block_format, num_bytes, config.host_bytes)
+    if config.disk_path is not None:
+        wanted["disk"] = StoreOptions(block_format, num_bytes, _disk_bytes(config), config.disk_path)
+    elif config.disk_bytes is not None:
+        raise ConfigError("tiers.disk_path: expected a directory beside tiers.disk_bytes, got none")
+    backends: dict[str, StoreBackend] = {}
+    for name, options in wanted.items():
+        try:
+            backends[name] = open_backend(name, options)
+        except StoreError as error:
+            _log.error("tier %s is off: %s", name, error)
+        else:
+            _log.info("tier %s: room for %d blocks", name, backends[name].size().max_objects)
+    if not backends:
+        return None
+    keys = BlockKeys(block_format)
+    shelves = [Shelf(name, _room(name, backend)) for name, backend in backends.items()]
+    elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, storage.block_size)
+    waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_blocks * storage.block_bytes // _WAITING_SHARE)
+    return Stores(backends, keys, elsewhere, mover, waiting_bytes)
+
+
+def _disk_bytes(config: TiersConfig) -> int:
+    """Return the room for blocks on disk: what is configured, or half of what is free, blocks of earlier starts too."""
+    if config.disk_bytes is not None:
+        return config.disk_bytes
+    path = Path(config.disk_path or "")
+    ours = sum(file.stat().st_blocks * _STAT_BLOCK_BYTES for file in path.glob("*/*")) if path.is_dir() else 0
+    parent = next(each for each in (path, *path.absolute().parents) if each.is_dir())
+    return (shutil.disk_usage(parent).free + ours) // 2
+
+
+def _room(name: str, backend: StoreBackend) -> int:
+    num_blocks = backend.size().max_objects
+    if num_blocks is None:
+        raise ConfigError(f"tier {name}: expected a store that knows its room, got another")
+    return num_blocks
+
+
+def _computed_by(device: torch.device) -> str:
+    """Name all that the last bits of K and V depend on besides the model: kind of processor, and torch."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"cuda sm_{major}{minor}, torch {torch.__version__}"
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"

@@ -1,0 +1,198 @@
+"""Evicted blocks are noted with their keys, found behind what is on the device, and forgotten with their namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found, KeyedBlock
+from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from tests.fake_runner import tokens
+
+BLOCK = 4
+ACME, OTHER = Namespace("model", "acme"), Namespace("model", "other")
+
+
+def key_blocks(namespace: Namespace, prompt: bytes) -> Iterator[KeyedBlock]:
+    """Keys that tell what they stand for."""
+    parent = namespace.tenant.encode()
+    for end in range(4 * BLOCK, len(prompt) + 1, 4 * BLOCK):
+        key = namespace.tenant.encode() + prompt[:end]
+        yield KeyedBlock(key, parent, prompt[end - 4 * BLOCK : end], namespace)
+        parent = key
+
+
+class Cached:
+    """A cache of 4 blocks of 4 tokens, and what listens to it."""
+
+    def __init__(self, *shelves: Shelf, num_blocks: int = 4) -> None:
+        self.elsewhere = Elsewhere(shelves or [Shelf("host", 100)], key_blocks, BLOCK)
+        self.cache = PrefixCache(num_blocks, BLOCK, listeners=[self.elsewhere])
+        self.elsewhere.trunk_of = self.cache.public.trunk_of
+
+    def put(self, ids: range, namespace: Namespace = ACME) -> None:
+        with self.cache.lease(namespace, tokens(ids)) as lease:
+            lease.commit(len(ids))
+
+    def departed(self) -> list[tuple[int, bytes]]:
+        """The block ids and own tokens of what has left."""
+        departures, _ = self.elsewhere.take_departures()
+        return [(each.block_id, each.block.tokens) for each in departures]
+
+    def find(self, ids: range, num_cached_blocks: int = 0, namespace: Namespace = ACME) -> list[Found]:
+        """What is found when all stores have what they were given."""
+        for name, shelf in self.elsewhere.shelves.items():
+            self.elsewhere.stored(name, list(shelf))
+        return self.elsewhere.find(namespace, tokens(ids), num_cached_blocks)
+
+
+def test_blocks_that_leave_are_named_with_their_place_the_last_one_first() -> None:
+    cached = Cached()
+    cached.put(range(12))
+    block_ids = cached.cache.match(ACME, tokens(range(13))).block_ids.tolist()
+    cached.cache.evict(2)
+    assert cached.departed() == [(block_ids[2], tokens(range(8, 12))), (block_ids[1], tokens(range(4, 8)))]
+    assert cached.departed() == []
+
+
+def test_a_block_that_is_filled_in_part_is_not_stored() -> None:
+    cached = Cached()
+    cached.put(range(10))
+    cached.cache.evict(4)
+    assert [own for _, own in cached.departed()] == [tokens(range(4, 8)), tokens(range(4))]
+
+
+def test_stored_blocks_are_found_behind_the_cached_ones_up_to_a_gap() -> None:
+    cached = Cached()
+    cached.put(range(16))
+    cached.cache.evict(3)
+    assert cached.cache.match(ACME, tokens(range(17))).cached_tokens == 4
+    found = cached.find(range(17), 1)
+    assert [each.block.tokens for each in found] == [tokens(range(4, 8)), tokens(range(8, 12)), tokens(range(12, 16))]
+    assert {each.shelf for each in found} == {"host"}
+    cached.elsewhere.lost("host", [found[1].block.key])
+    assert len(cached.find(range(17), 1)) == 1
+
+
+def test_what_a_store_was_not_given_yet_is_not_found() -> None:
+    cached = Cached()
+    cached.put(range(8))
+    cached.cache.evict(2)
+    assert cached.elsewhere.find(ACME, tokens(range(9)), 0) == []
+    assert len(cached.find(range(9))) == 2
+
+
+def test_the_last_token_is_always_computed() -> None:
+    cached = Cached()
+    cached.put(range(8))
+    cached.cache.evict(2)
+    assert len(cached.find(range(8))) == 1
+    assert len(cached.find(range(9))) == 2
+
+
+def test_another_tenant_finds_nothing() -> None:
+    cached = Cached()
+    cached.put(range(8))
+    cached.cache.evict(2)
+    assert cached.find(range(9), namespace=OTHER) == []
+
+
+def test_what_is_stored_is_not_stored_again() -> None:
+    cached = Cached()
+    cached.put(range(8))
+    cached.cache.evict(2)
+    assert len(cached.departed()) == 2
+    cached.put(range(8))
+    cached.cache.evict(2)
+    assert cached.departed() == []
+
+
+def test_each_shelf_gets_what_it_does_not_have() -> None:
+    small, large = Shelf("host", 1), Shelf("disk", 100)
+    cached = Cached(small, large)
+    cached.put(range(8))
+    cached.cache.evict(2)
+    departures, given_up = cached.elsewhere.take_departures()
+    assert [list(each.shelves) for each in departures] == [["host", "disk"], ["host", "disk"]]
+    assert given_up == {"host": [departures[0].block.key], "disk": []}
+    assert [each.shelf for each in cached.find(range(9))] == ["host", "disk"]
+
+
+def test_loaded_blocks_are_the_first_to_go_the_last_of_a_prompt_before_all() -> None:
+    shelf = Shelf("host", 3)
+    cached = Cached(shelf)
+    cached.put(range(8))
+    cached.cache.evict(2)
+    keys = [each.block.key for each in cached.find(range(9))]
+    cached.elsewhere.loaded(keys)
+    assert list(shelf) == [keys[1], keys[0]]
+
+
+def test_a_purge_forgets_what_is_stored_and_what_is_about_to_be() -> None:
+    cached = Cached(num_blocks=8)
+    cached.put(range(8))
+    cached.put(range(8), OTHER)
+    cached.cache.evict(4)
+    keys = [each.block.key for each in cached.find(range(9))]
+    assert {key: sorted(gone) for key, gone in cached.elsewhere.purge("acme", None, None).items()} == {"host": keys}
+    assert cached.find(range(9)) == []
+    assert len(cached.find(range(9), namespace=OTHER)) == 2
+    assert len(cached.departed()) == 2
+
+
+@pytest.mark.parametrize("names", [("acme", "x", None), ("acme", None, "x"), ("nobody", None, None), (None, "x", "")])
+def test_a_purge_of_other_names_forgets_nothing(names: tuple[str | None, str | None, str | None]) -> None:
+    cached = Cached()
+    cached.put(range(8))
+    cached.cache.evict(2)
+    assert cached.elsewhere.purge(*names) == {"host": []}
+    assert len(cached.find(range(9))) == 2
+
+
+def test_what_hangs_below_a_public_prefix_is_found_by_the_whole_prompt() -> None:
+    cached = Cached(num_blocks=8)
+    prefix = cached.cache.public.register("system", "model", "", tokens(range(8)))
+    with cached.cache.lease(prefix.namespace, prefix.tokens) as lease:
+        lease.commit(8)
+    cached.cache.public.keep(prefix)
+    cached.put(range(16))
+    assert cached.cache.evict(8) == 2  # what is public stays
+    assert [own for _, own in cached.departed()] == [tokens(range(12, 16)), tokens(range(8, 12))]
+    found = cached.find(range(17), 2)
+    assert [each.block.namespace for each in found] == [ACME, ACME]
+    assert [each.block.tokens for each in found] == [tokens(range(8, 12)), tokens(range(12, 16))]
+
+
+def test_what_hangs_below_a_prefix_that_is_gone_is_lost() -> None:
+    cached = Cached(num_blocks=8)
+    prefix = cached.cache.public.register("system", "model", "", tokens(range(8)))
+    with cached.cache.lease(prefix.namespace, prefix.tokens) as lease:
+        lease.commit(8)
+    cached.cache.public.keep(prefix)
+    cached.put(range(16))
+    cached.cache.public.unregister("system")
+    cached.cache.evict(8)
+    assert cached.departed() == []
+    assert cached.elsewhere.is_empty
+
+
+def test_public_blocks_are_not_stored() -> None:
+    cached = Cached()
+    with cached.cache.lease(Namespace("model", PUBLIC_TENANT, salt="1"), tokens(range(8))) as lease:
+        lease.commit(8)
+    cached.cache.evict(2)
+    assert cached.departed() == []
+
+
+def test_without_shelves_nothing_is_noted() -> None:
+    elsewhere = Elsewhere([], key_blocks, BLOCK)
+    cache = PrefixCache(4, BLOCK, listeners=[elsewhere])
+    with cache.lease(ACME, tokens(range(8))) as lease:
+        lease.commit(8)
+    cache.evict(2)
+    assert elsewhere.take_departures() == ([], {})
+    assert cache.explain(ACME, tokens(range(8)), 0) is MissReason.EVICTED

@@ -1,0 +1,274 @@
+"""What leaves the device comes back, exactly, whatever the stores do meanwhile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from radixkv.api.result import PrefillResult
+from radixkv.errors import DeadlineExceeded, StoreLate, StoreUnavailable
+from radixkv.namespace import Namespace
+from tests.fake_runner import next_token, tokens
+
+from .tiered_bench import TieredBench
+
+NAMESPACE = Namespace("fake")
+WITHOUT_LOADS = (5,)  # seeds of small stores
+PROMPT, FLOOD = range(13), range(100, 115)  # three whole blocks and a token; all four blocks of the device
+
+
+def loaded(result: PrefillResult) -> tuple[int, int, int]:
+    """Tokens from the device, host memory and disk."""
+    usage = result.usage
+    assert usage.device_tokens + usage.host_tokens + usage.disk_tokens == usage.cached_tokens
+    assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
+    return usage.device_tokens, usage.host_tokens, usage.disk_tokens
+
+
+def emptied(bench: TieredBench) -> TieredBench:
+    """A bench whose prompt was computed and evicted."""
+    bench.prefill(PROMPT)
+    bench.evict(4)
+    return bench
+
+
+def test_an_evicted_prompt_is_loaded_and_not_computed() -> None:
+    bench = emptied(TieredBench())
+    result = bench.prefill(PROMPT)
+    assert loaded(result) == (0, 12, 0)
+    assert bench.runner.steps[-1] == [(12, 13)]
+    assert result.next_token_id == next_token(tokens(PROMPT))
+    assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 12
+
+
+def test_without_stores_it_is_computed() -> None:
+    bench = emptied(TieredBench(host=100))
+    bench.elsewhere.purge(None, None, None)
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+
+
+def test_the_part_on_the_device_is_not_loaded() -> None:
+    bench = TieredBench(num_blocks=6)
+    bench.prefill(PROMPT)
+    bench.evict(3)  # of four blocks
+    assert loaded(bench.prefill(PROMPT)) == (4, 8, 0)
+
+
+def test_a_partly_shared_block_is_replaced_by_the_whole_one() -> None:
+    bench = TieredBench(num_blocks=8)
+    bench.prefill(PROMPT)
+    bench.evict(4)
+    bench.prefill(range(6))  # a block and a half of the same
+    assert loaded(bench.prefill(PROMPT)) == (6, 6, 0)
+    bench.cache.check()
+
+
+def test_each_block_comes_from_the_fastest_store_that_has_it() -> None:
+    bench = emptied(TieredBench(host=2, disk=100))
+    shelf = bench.elsewhere.shelves["host"]
+    assert len(shelf) == 2
+    assert loaded(bench.prefill(PROMPT)) == (0, 8, 4)
+
+
+def test_a_block_stored_once_is_not_written_again() -> None:
+    bench = TieredBench()
+    for _ in range(3):
+        emptied(bench)
+    assert sum(bench.offload.tiers["host"].counts().saved.values()) == 3
+
+
+def test_tenants_load_nothing_of_each_other() -> None:
+    bench = TieredBench()
+    bench.prefill(PROMPT, tenant="acme")
+    bench.prefill(FLOOD, tenant="acme")
+    assert loaded(bench.prefill(PROMPT, tenant="other")) == (0, 0, 0)
+    bench.prefill(FLOOD, tenant="other")
+    assert loaded(bench.prefill(PROMPT, tenant="acme")) == (0, 12, 0)
+
+
+def test_adapters_load_nothing_of_each_other() -> None:
+    bench = TieredBench()
+    bench.prefill(PROMPT, adapter="law")
+    bench.prefill(FLOOD)
+    assert loaded(bench.prefill(PROMPT, adapter="tax")) == (0, 0, 0)
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+    assert loaded(bench.prefill(PROMPT, adapter="law")) == (0, 12, 0)
+
+
+def test_other_requests_go_on_while_blocks_are_loaded() -> None:
+    bench = emptied(TieredBench(num_blocks=5))
+    waiting = bench.submit(PROMPT)
+    assert not bench.core.has_work  # nothing to compute until the store answers
+    other = bench.submit(range(50, 54))
+    bench.core.step()
+    assert other.done()
+    assert not waiting.done()
+    bench.run()
+    assert loaded(waiting.result(0))[1] > 0
+
+
+def test_requests_for_the_same_blocks_share_a_load() -> None:
+    bench = emptied(TieredBench(num_blocks=12))
+    futures = [bench.submit(PROMPT) for _ in range(3)]
+    (store,) = bench.stores.values()
+    assert len(store.calls) == 1
+    bench.run()
+    assert [future.result(0).usage.cached_tokens for future in futures] == [12, 12, 12]
+    assert bench.offload.tiers["host"].counts().loaded == 3
+
+
+@pytest.mark.parametrize("error", [StoreLate("late"), StoreUnavailable("gone")])
+def test_what_a_store_does_not_answer_is_computed(error: Exception) -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    store.error = error
+    result = bench.prefill(PROMPT)
+    assert loaded(result) == (0, 0, 0)
+    assert result.next_token_id == next_token(tokens(PROMPT))
+
+
+def test_a_store_that_works_again_has_what_it_had() -> None:
+    bench = emptied(TieredBench(num_blocks=4))
+    (store,) = bench.stores.values()
+    store.error = StoreUnavailable("gone")
+    bench.prefill(PROMPT)
+    bench.evict(4)
+    store.error = None
+    assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+
+
+def test_what_a_store_has_lost_is_computed_and_stored_again() -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    keys = list(bench.elsewhere.shelves["host"])
+    store.memory.delete(keys)
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+    bench.evict(4)
+    assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+
+
+def test_after_a_gap_nothing_is_used() -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    found = bench.elsewhere.find(NAMESPACE, tokens(PROMPT), 0)
+    store.memory.delete([found[1].block.key])
+    assert loaded(bench.prefill(PROMPT)) == (0, 4, 0)
+
+
+def test_a_request_that_is_cancelled_gives_its_load_back() -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    bench.submit(PROMPT).cancel()
+    bench.run()
+    assert store.memory.size().num_objects == 3
+    assert all(not entry.num_readers for _, entry in store.memory._table)
+    assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+
+
+def test_a_deadline_ends_a_request_that_waits_for_a_store() -> None:
+    bench = emptied(TieredBench())
+    future = bench.submit(PROMPT, deadline_s=5.0)
+    bench.clock.now = 6.0
+    bench.core.step()
+    with pytest.raises(DeadlineExceeded):
+        future.result(0)
+    bench.run()
+
+
+def test_a_request_that_may_not_read_loads_nothing() -> None:
+    bench = emptied(TieredBench())
+    assert loaded(bench.prefill(PROMPT, read_cache=False)) == (0, 0, 0)
+
+
+def test_a_request_that_may_not_write_publishes_nothing_of_what_it_loads() -> None:
+    bench = emptied(TieredBench())
+    assert loaded(bench.prefill(PROMPT, write_cache=False)) == (0, 12, 0)
+    assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
+
+
+def test_nothing_of_a_purged_namespace_is_loaded() -> None:
+    bench = emptied(TieredBench())
+    bench.core.purge(tenant="", adapter=None, salt=None)
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+    (store,) = bench.stores.values()
+    assert store.memory.size().num_objects == 0
+
+
+def test_a_purge_while_blocks_are_loaded_leaves_nothing_of_them() -> None:
+    bench = emptied(TieredBench())
+    future = bench.submit(PROMPT)
+    bench.core.purge(tenant="", adapter=None, salt=None)
+    bench.run()
+    assert loaded(future.result(0)) == (0, 0, 0)
+    assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
+
+
+def test_a_purge_reaches_what_is_still_being_saved() -> None:
+    bench = TieredBench()
+    bench.prefill(PROMPT)
+    bench.submit(FLOOD)
+    bench.core.step()  # the store has been told, and has done nothing
+    bench.core.purge(tenant="", adapter=None, salt=None)
+    bench.run()
+    (store,) = bench.stores.values()
+    assert store.memory.size().num_objects == 0
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+
+
+def test_what_waits_to_be_stored_is_bounded() -> None:
+    bench = TieredBench(max_bytes=2 * 4096)
+    bench.prefill(PROMPT)
+    bench.submit(FLOOD)
+    while bench.core.has_work:
+        bench.core.step()
+    assert bench.offload.num_dropped_blocks == 1
+    bench.run()
+    assert loaded(bench.prefill(PROMPT))[1] < 12
+
+
+def test_what_is_loaded_at_a_time_is_bounded() -> None:
+    bench = emptied(TieredBench(max_bytes=4 * 4096))
+    bench.offload._loader._num_free_blocks = 2
+    assert loaded(bench.prefill(PROMPT)) == (0, 8, 0)
+    assert bench.offload._loader._num_free_blocks == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_traffic_reads_only_what_is_its_own(seed: int) -> None:
+    """The fake device raises where a position holds anything but K and V of this prefix."""
+    rng = random.Random(seed)
+    bench = TieredBench(num_blocks=rng.choice([4, 6, 9]), host=rng.choice([1, 3, 8]), disk=rng.choice([8, 20]))
+    futures = []
+    num_loaded = 0
+    for _ in range(200):
+        for store in bench.stores.values():
+            if rng.random() < 0.5:
+                store.error = rng.choice([None, None, None, StoreUnavailable("gone")])
+                store.run()
+        choice = rng.random()
+        if choice < 0.4:
+            ids = [*range(rng.choice([0, 4, 8])), *(rng.randrange(3) for _ in range(rng.randrange(1, 6)))]
+            future = bench.submit(ids, tenant=rng.choice("ab"), read_cache=rng.random() < 0.9)
+            futures.append((ids, future))
+        elif choice < 0.45 and futures:
+            rng.choice(futures)[1].cancel()
+        elif choice < 0.5:
+            bench.core.purge(tenant=rng.choice(["a", "b", None]), adapter=None, salt=None)
+        elif choice < 0.55:
+            bench.cache.evict(rng.randrange(4))
+        bench.core.step()
+        bench.cache.check()
+    for store in bench.stores.values():
+        store.error = None
+    bench.run()
+    for ids, future in futures:
+        assert future.done()
+        if not future.cancelled() and future.exception() is None:
+            assert future.result(0).next_token_id == next_token(tokens(ids))
+            num_loaded += sum(loaded(future.result(0))[1:])
+    assert num_loaded or seed in WITHOUT_LOADS
+    bench.core.purge(tenant=None, adapter=None, salt=None)
+    bench.run()
+    assert bench.cache.pool.num_free == bench.cache.pool.num_blocks
+    assert [store.memory.size().num_objects for store in bench.stores.values()] == [0, 0]
