@@ -154,6 +154,35 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """Counts of one store below the device: what it holds, and totals since the start.
+
+    Attributes:
+        tier: its name.
+        is_working: False while it is left alone after failures.
+        blocks, used_bytes, capacity_bytes: None where only the store's own server knows.
+        loaded_blocks: blocks that it gave, whole and verified.
+        loaded_bytes: their K and V.
+        missed_blocks: blocks that it was asked for and did not give: gone, late, damaged.
+        saved_blocks: blocks that it took.
+        refused_blocks: blocks that it was given and did not take.
+        evicted_blocks: blocks that it gave up for others.
+    """
+
+    tier: str
+    is_working: bool
+    blocks: int | None
+    used_bytes: int | None
+    capacity_bytes: int | None
+    loaded_blocks: int
+    loaded_bytes: int
+    missed_blocks: int
+    saved_blocks: int
+    refused_blocks: int
+    evicted_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """All counts of the engine at one moment.
 

@@ -68,6 +68,7 @@ class Engine:
         eos_token_ids: the model's own tokens that end a generation.
         events: the log of what is cached; None if nothing listens.
         segments: what is cached, a page at a time.
+        offload: the stores below the device; None without any.
     """
 
     def __init__(
@@ -85,22 +86,18 @@ class Engine:
     ) -> None:
         model = runner.model
         self.limits = Limits.of_pool(
-            model=model.name,
-            device=str(model.device),
-            vocab_size=model.vocab_size,
-            max_model_tokens=model.max_tokens,
-            num_blocks=cache.pool.num_blocks,
-            block_size=cache.block_size,
+            model=model.name, device=str(model.device), vocab_size=model.vocab_size, max_model_tokens=model.max_tokens,
+            num_blocks=cache.pool.num_blocks, block_size=cache.block_size,
             ceiling_blocks={tenant: usage.quota.ceiling_blocks for tenant, usage in cache.tenants.with_quota.items()},
-            default_ceiling_blocks=cache.tenants.default_quota.ceiling_blocks,
-            model_fingerprint=runner.fingerprint,
-        )
+            default_ceiling_blocks=cache.tenants.default_quota.ceiling_blocks, model_fingerprint=runner.fingerprint,
+        )  # fmt: skip
         self.eos_token_ids = model.eos_token_ids
         self._gate, self._inbox = Gate(config, rates), Inbox(config.max_waiting_calls, config.max_tenant_calls)
         self._core = EngineCore(
             runner, cache, config, on_end=self._leave, on_start=self._gate.note_start, observers=observers,
             weights=weights, has_news=lambda: not self._inbox.is_empty, events=events, offload=offload,
         )  # fmt: skip
+        self.offload = offload
         if offload is not None:
             offload.wake = lambda: self._inbox.put(lambda: None)
         self.events = None if events is None else EventSource(events, cache.nodes, self._call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from radixkv.storage.tiers.block_store import StoreBackend
 from radixkv.storage.tiers.by_name import StoreOptions, open_backend
 from radixkv.storage.tiers.disk import DiskStore
 from radixkv.storage.tiers.guard.alarm_clock import AlarmClock
-from radixkv.storage.tiers.guard.circuit import Circuit
+from radixkv.storage.tiers.guard.circuit import Circuit, CircuitState
 from radixkv.storage.tiers.guard.guarded_store import GuardedStore
 from radixkv.storage.tiers.threaded_store import ThreadedStore
 from radixkv.storage.tiers.tier import Tier
@@ -64,8 +65,9 @@ class Stores:
         alarms = AlarmClock()
         tiers, record = [], None
         for name, backend in self.backends.items():
-            store = GuardedStore(name, ThreadedStore(backend, name=name), alarms, Circuit(alarms.now_s))
-            tiers.append(Tier(name, store, self.mover.payload_bytes))
+            circuit = Circuit(alarms.now_s)
+            store = GuardedStore(name, ThreadedStore(backend, name=name), alarms, circuit)
+            tiers.append(Tier(name, store, self.mover.payload_bytes, partial(_is_closed, circuit)))
             if isinstance(backend, DiskStore):
                 record = DiskRecord(backend, self.keys)
         return Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, record=record)
@@ -123,6 +125,10 @@ def _disk_bytes(config: TiersConfig) -> int:
     ours = sum(file.stat().st_blocks * _STAT_BLOCK_BYTES for file in path.glob("*/*")) if path.is_dir() else 0
     parent = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     return (shutil.disk_usage(parent).free + ours) // 2
+
+
+def _is_closed(circuit: Circuit) -> bool:
+    return circuit.state is CircuitState.CLOSED
 
 
 def _room(name: str, backend: StoreBackend) -> int:

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from radixkv import __version__
-from radixkv.api.stats import BlockStats, EngineLoad, RequestStats
+from radixkv.api.stats import BlockStats, EngineLoad, RequestStats, TierStats
 from radixkv.errors import LifecycleError, QueueFull
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class EngineGauges(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """List all metrics without asking the engine, so that a scrape can ask for some of them by name."""
-        now = (self._adapters(), _families(_EMPTY), self._aliases(_EMPTY))
+        now = (self._adapters(), _tiers([]), _families(_EMPTY), self._aliases(_EMPTY))
         return [*self._states(is_up=False), *self._events(), *itertools.chain(*now)]
 
     def collect(self) -> Iterable[Metric]:
@@ -46,6 +46,7 @@ class EngineGauges(Collector):
         yield from self._events()
         if load is not None:
             yield from self._adapters()
+            yield from _tiers([] if self._engine.offload is None else self._engine.offload.stats())
             yield from _families(load)
             yield from self._aliases(load)
 
@@ -123,6 +124,27 @@ def _families(load: EngineLoad) -> Iterable[Metric]:
     yield GaugeMetricFamily("radixkv_paused_requests", "Waiting and following ones that ran before.", requests.paused)
     yield GaugeMetricFamily("radixkv_held_leases", "Leases that outlive their request.", load.held_leases)
     yield GaugeMetricFamily("radixkv_namespaces", "Namespaces with cached tokens.", load.namespaces)
+
+
+def _tiers(tiers: Iterable[TierStats]) -> Iterable[Metric]:
+    tiers = list(tiers)
+    working = {each.tier: int(each.is_working) for each in tiers}
+    yield _by_label("radixkv_tier_working", "0 while a store is left alone after failures.", "tier", working)
+    for name, documentation, counts in (
+        ("used_bytes", "Bytes of blocks that a store holds.", {each.tier: each.used_bytes for each in tiers}),
+        ("capacity_bytes", "Bytes that a store has room for.", {each.tier: each.capacity_bytes for each in tiers}),
+    ):
+        known = {tier: number for tier, number in counts.items() if number is not None}
+        yield _by_label(f"radixkv_tier_{name}", documentation, "tier", known)
+    outcomes = CounterMetricFamily("radixkv_tier_blocks", "Blocks, by what happened.", labels=["tier", "outcome"])
+    for each in tiers:
+        for outcome in ("loaded", "missed", "saved", "refused", "evicted"):
+            outcomes.add_metric([each.tier, outcome], getattr(each, f"{outcome}_blocks"))
+    yield outcomes
+    loaded = CounterMetricFamily("radixkv_tier_loaded_bytes", "Bytes of loaded blocks.", labels=["tier"])
+    for each in tiers:
+        loaded.add_metric([each.tier], each.loaded_bytes)
+    yield loaded
 
 
 def _by_label(name: str, documentation: str, label: str, counts: dict[str, int]) -> Metric:

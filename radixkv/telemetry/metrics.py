@@ -168,6 +168,9 @@ class _RequestTimes:
             self._output_token.observe((now_s - prefilled_s) / (len(request.generation.token_ids) - 1))
 
 
+_TIERS = ("host", "disk", "remote")
+
+
 class _TokenCounters(NamedTuple):
     """The counters of one tenant."""
 
@@ -191,6 +194,10 @@ class _TenantTokens:
             generated=_token_counter("generated", "Tokens that were generated.", registry),
             recomputed=_token_counter("recomputed", "Tokens that were computed again after a pause.", registry),
         )
+        loaded = Counter(
+            "radixkv_loaded_tokens_total", "Cached tokens that were loaded, by tier.", ["tier"], registry=registry
+        )
+        self._loaded = {tier: loaded.labels(tier) for tier in _TIERS}
         self._others = self._of(OTHER_TENANTS)
         self._by_tenant = {tenant: self._of(tenant) for tenant in tenants}
         self._most_tenants = len(self._by_tenant) + MAX_UNKNOWN_TENANTS
@@ -205,6 +212,8 @@ class _TenantTokens:
         counters.prompt.inc(usage.prompt_tokens)
         counters.cached.inc(usage.cached_tokens)
         counters.public.inc(usage.public_tokens)
+        for tier, num_tokens in zip(_TIERS, (usage.host_tokens, usage.disk_tokens, usage.remote_tokens), strict=True):
+            self._loaded[tier].inc(num_tokens)
         counters.computed.inc(usage.computed_tokens)
         counters.generated.inc(usage.generated_tokens)
         counters.recomputed.inc(usage.recomputed_tokens)

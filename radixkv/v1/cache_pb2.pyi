@@ -38,12 +38,22 @@ class PurgeRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class PurgeResponse(_message.Message):
-    __slots__ = ("freed_blocks", "pinned_blocks")
+    __slots__ = ("freed_blocks", "pinned_blocks", "stores")
     FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
     freed_blocks: int
     pinned_blocks: int
-    def __init__(self, freed_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ...) -> None: ...
+    stores: _containers.RepeatedCompositeFieldContainer[DeletedBlocks]
+    def __init__(self, freed_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[DeletedBlocks, _Mapping]]] = ...) -> None: ...
+
+class DeletedBlocks(_message.Message):
+    __slots__ = ("store", "blocks")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    blocks: int
+    def __init__(self, store: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class ListSegmentsRequest(_message.Message):
     __slots__ = ("tenant", "page_size", "page_token", "hottest_first")
@@ -176,7 +186,7 @@ class StatsRequest(_message.Message):
     def __init__(self, max_tenants: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("model", "device", "epoch", "uptime_s", "block_size", "blocks", "requests", "tokens", "namespaces", "segments", "held_leases", "evicted_blocks", "block_bytes", "tenants", "kv_dtype", "first_tokens", "known_tenants", "model_fingerprint")
+    __slots__ = ("model", "device", "epoch", "uptime_s", "block_size", "blocks", "requests", "tokens", "namespaces", "segments", "held_leases", "evicted_blocks", "block_bytes", "tenants", "kv_dtype", "first_tokens", "known_tenants", "model_fingerprint", "tiers")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +205,7 @@ class StatsResponse(_message.Message):
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KNOWN_TENANTS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     model: str
     device: str
     epoch: int
@@ -213,7 +224,34 @@ class StatsResponse(_message.Message):
     first_tokens: TimeStats
     known_tenants: int
     model_fingerprint: str
-    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., namespaces: _Optional[int] = ..., segments: _Optional[int] = ..., held_leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., first_tokens: _Optional[_Union[TimeStats, _Mapping]] = ..., known_tenants: _Optional[int] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
+    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., namespaces: _Optional[int] = ..., segments: _Optional[int] = ..., held_leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., first_tokens: _Optional[_Union[TimeStats, _Mapping]] = ..., known_tenants: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ...) -> None: ...
+
+class TierStats(_message.Message):
+    __slots__ = ("tier", "is_working", "blocks", "used_bytes", "capacity_bytes", "loaded_blocks", "loaded_bytes", "missed_blocks", "saved_blocks", "refused_blocks", "evicted_blocks")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    IS_WORKING_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MISSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    is_working: bool
+    blocks: int
+    used_bytes: int
+    capacity_bytes: int
+    loaded_blocks: int
+    loaded_bytes: int
+    missed_blocks: int
+    saved_blocks: int
+    refused_blocks: int
+    evicted_blocks: int
+    def __init__(self, tier: _Optional[str] = ..., is_working: bool = ..., blocks: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., missed_blocks: _Optional[int] = ..., saved_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ...) -> None: ...
 
 class TimeStats(_message.Message):
     __slots__ = ("bounds_s", "counts", "sum_s")

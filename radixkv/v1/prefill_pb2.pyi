@@ -211,7 +211,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "computed_tokens", "written_tokens", "generated_tokens", "recomputed_tokens", "public_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "computed_tokens", "written_tokens", "generated_tokens", "recomputed_tokens", "public_tokens", "device_tokens", "host_tokens", "disk_tokens", "remote_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,10 @@ class Usage(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
@@ -226,7 +230,11 @@ class Usage(_message.Message):
     generated_tokens: int
     recomputed_tokens: int
     public_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., public_tokens: _Optional[int] = ...) -> None: ...
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    remote_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., public_tokens: _Optional[int] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")

@@ -22,7 +22,8 @@ from radixkv.api.sampling import (
     Sampling,
     random_seed,
 )
-from radixkv.api.stats import EngineStats, TenantStats
+from radixkv.api.stats import EngineStats, TenantStats, TierStats
+from radixkv.cache.namespaces.purge import Purged
 from radixkv.errors import InvalidRequest
 from radixkv.service.structured.grammar_text import GrammarText
 from radixkv.service.token_ids import read_token_ids
@@ -210,15 +211,14 @@ def _top_messages(top: Iterable[tuple[int, float]]) -> list[prefill_pb2.TokenLog
 
 def usage_message(usage: Usage) -> prefill_pb2.Usage:
     """Write the tokens of one request."""
-    return prefill_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        computed_tokens=usage.computed_tokens,
-        written_tokens=usage.written_tokens,
-        generated_tokens=usage.generated_tokens,
-        recomputed_tokens=usage.recomputed_tokens,
-        public_tokens=usage.public_tokens,
-    )
+    counts = {name: getattr(usage, name) for name in Usage.__slots__}
+    return prefill_pb2.Usage(**counts, device_tokens=usage.device_tokens)
+
+
+def purge_message(purged: Purged) -> cache_pb2.PurgeResponse:
+    """Write the outcome of a purge."""
+    stores = [cache_pb2.DeletedBlocks(store=name, blocks=deleted) for name, deleted in purged.stored_blocks.items()]
+    return cache_pb2.PurgeResponse(freed_blocks=purged.freed_blocks, pinned_blocks=purged.pinned_blocks, stores=stores)
 
 
 def grant_message(retained: Retained) -> prefill_pb2.Grant:
@@ -232,8 +232,8 @@ def grant_message(retained: Retained) -> prefill_pb2.Grant:
     )
 
 
-def stats_response(limits: Limits, stats: EngineStats) -> cache_pb2.StatsResponse:
-    """Write the counts of an engine. Fields have the same names on both sides."""
+def stats_response(limits: Limits, stats: EngineStats, tiers: Iterable[TierStats] = ()) -> cache_pb2.StatsResponse:
+    """Write the counts of an engine and its stores. Fields have the same names on both sides."""
     tenants = [_tenant_message(each) for each in stats.tenants]
     counts = dataclasses.asdict(dataclasses.replace(stats, tenants=()))
     del counts["tenants"]
@@ -244,6 +244,7 @@ def stats_response(limits: Limits, stats: EngineStats) -> cache_pb2.StatsRespons
         epoch=limits.epoch,
         block_size=limits.block_size,
         tenants=tenants,
+        tiers=[cache_pb2.TierStats(**dataclasses.asdict(each)) for each in tiers],
         **counts.pop("load"),
         **counts,
     )

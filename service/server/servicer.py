@@ -27,6 +27,7 @@ from radixkv.service.server.messages import (
     last_response,
     logprob_messages,
     prefill_response,
+    purge_message,
     read_caller,
     read_grammar,
     read_num_answers,
@@ -192,7 +193,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             salt=request.salt if request.HasField("salt") else None,
         )
         purged = await answer_of(self._engine, self._mailbox, future)
-        return cache_pb2.PurgeResponse(freed_blocks=purged.freed_blocks, pinned_blocks=purged.pinned_blocks)
+        return purge_message(purged)
 
     async def ListSegments(  # noqa: N802
         self, request: cache_pb2.ListSegmentsRequest, context: Context
@@ -208,7 +209,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             stats = await answer_of(self._engine, self._mailbox, self._engine.stats(tenant=request.tenant))
             return tenant_stats_response(self._engine.limits, stats, request.tenant)
         stats = await answer_of(self._engine, self._mailbox, self._engine.stats(max_tenants))
-        return stats_response(self._engine.limits, stats)
+        tiers = () if self._engine.offload is None else self._engine.offload.stats()
+        return stats_response(self._engine.limits, stats, tiers)
 
     async def LoadAdapter(  # noqa: N802
         self, request: cache_pb2.LoadAdapterRequest, context: Context

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from radixkv.api.stats import TierStats
 from radixkv.errors import QueueFull, StepFailed
 from radixkv.scheduling.request import Outcome
 from radixkv.telemetry.gauges import EngineGauges
@@ -25,6 +27,12 @@ NAMES = {
     "radixkv_up": ("gauge", ()),
     "radixkv_adapters": ("gauge", ("state",)),
     "radixkv_adapter_bytes": ("gauge", ("place",)),
+    "radixkv_loaded_tokens_total": ("counter", ("tier",)),
+    "radixkv_tier_working": ("gauge", ("tier",)),
+    "radixkv_tier_used_bytes": ("gauge", ("tier",)),
+    "radixkv_tier_capacity_bytes": ("gauge", ("tier",)),
+    "radixkv_tier_blocks_total": ("counter", ("outcome", "tier")),
+    "radixkv_tier_loaded_bytes_total": ("counter", ("tier",)),
     "radixkv_healthy": ("gauge", ()),
     "radixkv_info": ("info", ("device", "model", "version")),
     "radixkv_requests_total": ("counter", ("kind", "outcome")),
@@ -87,6 +95,7 @@ def served() -> CollectorRegistry:
     metrics = Metrics()
     engine = FakeEngine()
     engine.events = FakeSource()
+    engine.offload = SimpleNamespace(stats=lambda: [TierStats("host", True, 1, 2, 3, 4, 5, 6, 7, 8, 9)])
     metrics.registry.register(EngineGauges(engine))
     RefusedCalls(metrics.registry)
     metrics.request_refused(QueueFull("full"))

@@ -82,6 +82,7 @@ class FakeEngine:
         self.segments = SegmentSource(self.cache, self._call)
         self.device = FakeDevice()
         thread = EngineThread(self._call, lambda function: function(), lambda: self.cancellation)
+        self.offload = None
         self.adapters = Adapters("fake", self.device.source(), self.cache, thread)
         self.public = PublicRegistry(self.cache.public, LIMITS, self.adapters, thread, self._compute_public)
         self.eos_token_ids = frozenset({2, 3})

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from radixkv.api.stats import TierStats
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
@@ -22,6 +23,7 @@ from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.step_plan import Slice
 from radixkv.storage.mover import BlockMover
+from radixkv.storage.tiers.block_store import PutOutcome
 from radixkv.storage.tiers.tier import Tier
 
 _log = logging.getLogger(__name__)
@@ -79,6 +81,10 @@ class Offload:
     def num_refused_blocks(self) -> int:
         """Stored blocks that were to be computed because that was supposed to be faster."""
         return self._loader.num_refused_blocks
+
+    def stats(self) -> list[TierStats]:
+        """Count what the stores hold and did, the fastest first. Any thread may ask."""
+        return [_stats_of(tier) for tier in self.tiers.values()]
 
     def begin(self, request: Request) -> bool:
         """Start to load what a new request could use; see `Loader.begin`."""
@@ -145,6 +151,24 @@ class Offload:
                 self._saver.flush()
                 if not self._saver.wait(max(0.0, deadline_s - time.monotonic())):
                     return
+
+
+def _stats_of(tier: Tier) -> TierStats:
+    size, counts = tier.size(), tier.counts()
+    saved = counts.saved.get(PutOutcome.STORED, 0)
+    return TierStats(
+        tier=tier.name,
+        is_working=tier.is_working(),
+        blocks=size.num_objects,
+        used_bytes=size.used_bytes,
+        capacity_bytes=size.capacity_bytes,
+        loaded_blocks=counts.loaded,
+        loaded_bytes=counts.loaded_bytes,
+        missed_blocks=sum(counts.misses.values()),
+        saved_blocks=saved,
+        refused_blocks=counts.failed_saves + sum(counts.saved.values()) - saved,
+        evicted_blocks=counts.evicted,
+    )
 
 
 def _reading(record: DiskRecord, found: queue.SimpleQueue[list[tuple[bytes, Namespace]]]) -> threading.Thread:

@@ -76,10 +76,17 @@ class Tier:
         name: `host`, `disk`, `redis`, `mooncake`, or a plug-in's.
         store: where objects go. It is closed with the tier.
         payload_bytes: bytes of K and V of a block; an object of another size is foreign.
+        is_working: tells whether the store is used, or left alone for a while.
+
+    Attributes:
+        name, is_working: see above.
     """
 
-    def __init__(self, name: str, store: BlockStore, payload_bytes: int) -> None:
+    def __init__(
+        self, name: str, store: BlockStore, payload_bytes: int, is_working: Callable[[], bool] = lambda: True
+    ) -> None:
         self.name = name
+        self.is_working = is_working
         self._store = store
         self._payload_bytes = payload_bytes
         self._lock = threading.Lock()

@@ -44,7 +44,7 @@ class Cached:
         return [(each.block_id, each.block.tokens) for each in departures]
 
     def find(self, ids: range, num_cached_blocks: int = 0, namespace: Namespace = ACME) -> list[Found]:
-        """What is found when all stores have what they were given."""
+        """Look a prompt up when all stores have what they were given."""
         for name, shelf in self.elsewhere.shelves.items():
             self.elsewhere.stored(name, list(shelf))
         return self.elsewhere.find(namespace, tokens(ids), num_cached_blocks)

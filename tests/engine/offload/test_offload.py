@@ -1,4 +1,4 @@
-"""What leaves the device comes back, exactly, whatever the stores do meanwhile."""
+"""Blocks that leave the device come back exactly, whatever the stores do meanwhile."""
 
 from __future__ import annotations
 

@@ -1,0 +1,73 @@
+import pytest
+
+from radixkv.scheduling.load_or_compute import Choice, LoadOrCompute
+
+BLOCK = 64
+
+
+def measured(token_s: float = 1e-3, loads: dict[str, tuple[float, float]] | None = None) -> LoadOrCompute:
+    """Make one that knows the time of a token, and of loads: seconds of a call, and seconds a block."""
+    choice = LoadOrCompute(BLOCK)
+    choice.note_step(token_s * 512, [(0, 512)])
+    for store, (call_s, block_s) in (loads or {}).items():
+        for num_blocks in (1, 10, 4):
+            choice.note_start(store, num_blocks)
+            choice.note_end(store, num_blocks, call_s + block_s * num_blocks)
+    return choice
+
+
+def test_what_was_never_measured_is_loaded() -> None:
+    assert LoadOrCompute(BLOCK).choose(0, ["host"] * 3) == Choice(3, None, None)
+    assert measured().choose(0, ["host"] * 3).num_blocks == 3
+
+
+def test_a_fast_store_is_read() -> None:
+    num_blocks, load_s, compute_s = measured(loads={"host": (1e-3, 1e-4)}).choose(0, ["host"] * 5)
+    assert num_blocks == 5
+    assert load_s == pytest.approx(1e-3 + 5e-4)
+    assert compute_s == pytest.approx(5 * 0.064)
+
+
+def test_a_slow_store_is_not_read() -> None:
+    assert measured(loads={"disk": (0.0, 0.1)}).choose(0, ["disk"] * 5).num_blocks == 0
+
+
+def test_a_call_that_takes_long_is_worth_it_for_many_blocks_only() -> None:
+    choice = measured(loads={"remote": (0.5, 1e-3)})
+    assert choice.choose(0, ["remote"] * 5).num_blocks == 0
+    assert choice.choose(0, ["remote"] * 20).num_blocks == 20
+
+
+def test_the_fast_part_of_a_run_is_loaded() -> None:
+    choice = measured(loads={"host": (1e-3, 1e-4), "disk": (1.0, 0.1)})
+    assert choice.choose(0, ["host"] * 3 + ["disk"] * 4).num_blocks == 3
+
+
+def test_blocks_in_line_make_a_store_slower() -> None:
+    choice = measured(loads={"host": (0.0, 0.05)})
+    assert choice.choose(0, ["host"] * 2).num_blocks == 2
+    choice.note_start("host", 10)
+    assert choice.choose(0, ["host"] * 2).num_blocks == 0
+    choice.note_end("host", 10, None)
+    assert choice.choose(0, ["host"] * 2).num_blocks == 2
+
+
+def test_late_tokens_take_longer_than_early_ones() -> None:
+    choice = measured(loads={"host": (0.0, 0.1)})  # a block takes 0.064 s to compute at the start
+    choice.note_step(512 * 2e-3, [(8192, 8704)])
+    assert choice.choose(0, ["host"]).num_blocks == 0
+    assert choice.choose(8192, ["host"]).num_blocks == 1
+    assert choice.choose(100_000, ["host"]).num_blocks == 1
+
+
+def test_new_measurements_replace_old_ones() -> None:
+    choice = measured(loads={"host": (0.0, 0.1)})
+    assert choice.choose(0, ["host"]).num_blocks == 0
+    for _ in range(200):
+        choice.note_start("host", 4)
+        choice.note_end("host", 4, 4 * 0.01)
+    assert choice.choose(0, ["host"]).num_blocks == 1
+
+
+def test_nothing_to_load_is_nothing_loaded() -> None:
+    assert measured().choose(0, []) == Choice(0, None, None)

@@ -1,0 +1,140 @@
+"""Engines with stores below them: the same bits from each store, also after a restart, and service without a store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import PrefillResult
+from radixkv.config import Config
+from radixkv.engine.engine import Engine
+from radixkv.errors import ConfigError
+from radixkv.startup.build_engine import build_engine
+from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
+from tests.patience import PATIENCE_S
+
+BLOCK_SIZE, POOL_TOKENS, PROMPT_TOKENS = 16, 256, 83  # five whole blocks of a pool of 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(CONFIGS["llama"], tmp_path_factory.mktemp("tiers") / "llama")
+
+
+def config(checkpoint: Path, *settings: str) -> Config:
+    pool = ("model.device=cpu", f"cache.capacity_tokens={POOL_TOKENS}", f"cache.block_size={BLOCK_SIZE}")
+    return Config.load(None, [f"model.path={checkpoint}", *pool, *settings])
+
+
+@contextlib.contextmanager
+def engine(checkpoint: Path, *settings: str) -> Iterator[Engine]:
+    engine = build_engine(config(checkpoint, *settings))
+    engine.start()
+    try:
+        yield engine
+        engine.check().result(PATIENCE_S)
+    finally:
+        engine.stop()
+
+
+def prompt(seed: int) -> bytes:
+    return np.random.default_rng(seed).integers(0, 100, PROMPT_TOKENS).astype("<u4").tobytes()
+
+
+def ask(engine: Engine, seed: int, **params: bool) -> PrefillResult:
+    return engine.prefill(PrefillParams(prompt(seed), Caller("acme"), return_logits=True, **params)).result(PATIENCE_S)
+
+
+def cold_logits(engine: Engine, seed: int) -> object:
+    return ask(engine, seed, read_cache=False, write_cache=False).logits
+
+
+def settle(engine: Engine) -> None:
+    """Wait until the stores have what has left."""
+    assert engine.offload is not None
+    engine.purge(tenant="nobody").result(PATIENCE_S)  # deleted after all that was given to the stores before
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_loaded_prompt_has_the_bits_of_one_computed_alone(checkpoint: Path, kv_dtype: str) -> None:
+    with engine(checkpoint, "tiers.host_bytes=10000000", f"cache.kv_dtype={kv_dtype}") as served:
+        for seed in range(12):
+            ask(served, seed)
+        settle(served)
+        results = [ask(served, seed) for seed in range(6)]
+        assert [each.usage.host_tokens for each in results] == [80] * 6
+        for seed, result in enumerate(results):
+            np.testing.assert_array_equal(result.logits, cold_logits(served, seed))
+
+
+def test_a_restart_begins_with_what_was_cached(checkpoint: Path, tmp_path: Path) -> None:
+    """It finds what had left the device, and what was on it at the end."""
+    disk = f"tiers.disk_path={tmp_path}"
+    with engine(checkpoint, disk, "tiers.disk_bytes=10000000") as served:
+        before = [ask(served, seed).logits for seed in range(6)]
+        assert served.offload is not None
+    with engine(checkpoint, disk, "tiers.disk_bytes=10000000") as served:
+        settle(served)  # what the disk holds is known
+        for seed, logits in enumerate(before):
+            result = ask(served, seed)
+            assert result.usage.disk_tokens == 80
+            np.testing.assert_array_equal(result.logits, logits)
+        purged = served.purge(tenant="acme").result(PATIENCE_S)
+        assert purged.stored_blocks == {"disk": 30}
+    with engine(checkpoint, disk, "tiers.disk_bytes=10000000") as served:
+        settle(served)
+        assert ask(served, 0).usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("setting", ["cache.block_size=32", "cache.kv_dtype=int8"])
+def test_blocks_of_another_format_are_not_found(checkpoint: Path, tmp_path: Path, setting: str) -> None:
+    disk = f"tiers.disk_path={tmp_path}"
+    with engine(checkpoint, disk) as served:
+        ask(served, 1)
+    with engine(checkpoint, disk, setting) as served:
+        settle(served)
+        assert ask(served, 1).usage.cached_tokens == 0
+
+
+def test_a_store_that_cannot_be_opened_is_left_out(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with caplog.at_level(logging.ERROR), engine(checkpoint, f"tiers.disk_path={tmp_path}/file/below") as served:
+        assert ask(served, 1).usage.computed_tokens == PROMPT_TOKENS
+        assert served.offload is None
+    assert "tier disk is off: tiers.disk_path: expected a directory to write to" in caplog.text
+
+
+def test_a_second_server_goes_without_the_directory(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = f"tiers.disk_path={tmp_path}"
+    with engine(checkpoint, disk) as first:
+        with caplog.at_level(logging.ERROR), engine(checkpoint, disk, "tiers.host_bytes=1000000") as second:
+            assert second.offload is not None
+            assert list(second.offload.tiers) == ["host"]
+        assert "expected to be alone, got another process that uses it" in caplog.text
+        assert ask(first, 1).usage.computed_tokens == PROMPT_TOKENS
+
+
+def test_room_without_a_directory_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tiers\.disk_path: expected a directory beside tiers\.disk_bytes"):
+        build_engine(config(checkpoint, "tiers.disk_bytes=1000"))
+
+
+def test_host_memory_below_a_block_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tiers\.host_bytes: expected at least \d+ bytes, got 1000"):
+        build_engine(config(checkpoint, "tiers.host_bytes=1000"))
+
+
+def test_without_tiers_there_are_no_stores(checkpoint: Path) -> None:
+    with engine(checkpoint) as served:
+        assert served.offload is None

@@ -1,0 +1,46 @@
+"""Tiers through gRPC, over the embedded model: two settings, a process that is killed, and one that begins warm."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+
+from radixkv.service.client import Client, logits_of
+from tests.patience import PATIENCE_S, wait_until
+from tests.whole.test_end_to_end import serving
+
+_BLOCK, _POOL_TOKENS = 64, 1024
+_PROMPTS = [[(index * 7 + number) % 251 for index in range(5 * _BLOCK + 3)] for number in range(8)]
+
+
+def settings(folder: Path) -> tuple[str, ...]:
+    tiers = ("tiers.host_bytes=100000000", f"tiers.disk_path={folder}", f"cache.capacity_tokens={_POOL_TOKENS}")
+    return tuple(argument for setting in tiers for argument in ("--set", setting))
+
+
+def saved_blocks(client: Client) -> dict[str, int]:
+    return {each.tier: each.saved_blocks for each in client.stats().tiers}
+
+
+def test_what_left_the_device_is_there_after_kill_9(tmp_path: Path) -> None:
+    with serving(*settings(tmp_path)) as (process, address), Client(address, timeout_s=PATIENCE_S) as client:
+        cold = [logits_of(client.prefill(prompt, return_logits=True)) for prompt in _PROMPTS]
+        wait_until(lambda: min(saved_blocks(client).values()) >= 5 * 5)
+        warm = client.prefill(_PROMPTS[0], return_logits=True)
+        assert (warm.usage.host_tokens, warm.usage.device_tokens) == (5 * _BLOCK, 0)
+        np.testing.assert_array_equal(logits_of(warm), cold[0])
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(PATIENCE_S)
+    with serving(*settings(tmp_path)) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
+        client.purge(tenant="nobody")  # is answered when it is known what the disk holds
+        for prompt, logits in list(zip(_PROMPTS, cold, strict=True))[:3]:
+            again = client.prefill(prompt, return_logits=True)
+            assert again.usage.disk_tokens == 5 * _BLOCK
+            assert again.usage.cached_tokens == 5 * _BLOCK
+            np.testing.assert_array_equal(logits_of(again), logits)
+        deleted = {each.store: each.blocks for each in client.purge(everything=True).stores}
+        assert deleted["disk"] >= 15
+        assert client.prefill(_PROMPTS[0]).usage.cached_tokens == 0
