@@ -1,0 +1,1 @@
+"""Traffic through four ways of keeping K and V."""

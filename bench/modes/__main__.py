@@ -1,0 +1,120 @@
+"""Sends one traffic through four ways of keeping K and V, and shows where more cache is not faster.
+
+python -m bench.modes [--json FILE] [--plot FILE.png]
+
+    no cache                  every token computes the whole sequence
+    K/V within a request      a prompt once, then one row a token; nothing is kept between requests
+    prefix cache              what prompts share is computed once, as long as it is on the device
+    and below it, a store     what leaves the device is kept in host memory, or on disk
+
+On the embedded model, engines in one process, without gRPC. Each prompt goes through all modes before the next one;
+answers must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.modes.mode import Answer, Mode, all_modes, memory_bytes
+from bench.modes.picture import draw_modes
+from bench.modes.traffic import TRAFFICS, Traffic, traffics
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from radixkv.engine.engine import Engine
+
+_HEADER = f"{'':26} {'TTFT p50':>11} {'request':>11} {'hit rate':>9} {'K/V memory':>11}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all modes. Returns 1 if answers differ."""
+    parser = argparse.ArgumentParser(description="Compare four ways of keeping K and V.")
+    parser.add_argument("--documents", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3, help="questions to each document")
+    parser.add_argument("--document-tokens", type=int, default=2048)
+    parser.add_argument("--question-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=4)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traffic", choices=TRAFFICS, action="append", help="may be repeated; default: all")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args(arguments)
+    kinds = traffics(
+        options.documents, options.rounds, options.document_tokens, options.question_tokens, options.new_tokens
+    )
+    kinds = [each for each in kinds if each.name in (options.traffic or TRAFFICS)]
+    rows = [row for traffic in kinds for row in _measure(traffic, options.device, options.seed)]
+    if options.json is not None:
+        command = shlex.join(["python", "-m", "bench.modes", *(sys.argv[1:] if arguments is None else arguments)])
+        write_json(options.json, {"run": describe_run(), "command": command, "rows": rows})
+    if options.plot is not None:
+        draw_modes(options.plot, rows)
+    return int(any(row["different_answers"] for row in rows))
+
+
+def _measure(traffic: Traffic, device: str, seed: int) -> list[dict[str, Any]]:
+    """Send a traffic through all modes, and print and return a row for each."""
+    print(f"{traffic.name}: {traffic.documents} documents of {traffic.document_tokens:,} tokens, "
+          f"{traffic.rounds} questions each, a pool of {traffic.pool_tokens:,} tokens\n{_HEADER}")  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, _engines(all_modes(Path(folder)), traffic, device) as engines:
+        vocab_size = engines[0][1].limits.vocab_size
+        answers: list[list[Answer]] = [
+            [mode.ask(engine, prompt, traffic.new_tokens) for mode, engine in engines]
+            for prompt in traffic.prompts(vocab_size, seed)
+        ]
+        rows = []
+        for index, (mode, engine) in enumerate(engines):
+            mine = [each[index] for each in answers]
+            rows.append(_row(traffic, mode, mine, [each[0] for each in answers], memory_bytes(engine)))
+            print(_shown(rows[-1]), flush=True)
+    return rows
+
+
+@contextlib.contextmanager
+def _engines(modes: Sequence[Mode], traffic: Traffic, device: str) -> Iterator[list[tuple[Mode, Engine]]]:
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for mode in modes:
+            engine = mode.open(traffic, device)
+            stack.callback(engine.stop)
+            engines.append((mode, engine))
+        yield engines
+
+
+def _row(
+    traffic: Traffic, mode: Mode, answers: Sequence[Answer], first: Sequence[Answer], num_bytes: int
+) -> dict[str, Any]:
+    num_tokens = len(answers) * (traffic.document_tokens + traffic.question_tokens)
+    return {
+        "traffic": traffic.name,
+        "mode": mode.name,
+        "requests": len(answers),
+        "ttft_ms": 1e3 * statistics.median(each.ttft_s for each in answers),
+        "request_ms": 1e3 * statistics.median(each.total_s for each in answers),
+        "hit_rate": sum(each.cached_tokens for each in answers) / num_tokens,
+        "memory_mb": num_bytes / 1e6,
+        "later_ttft_ms": 1e3 * statistics.median(each.ttft_s for each in answers[-traffic.documents :]),
+        "different_answers": sum(
+            ours.token_ids != theirs.token_ids for ours, theirs in zip(answers, first, strict=True)
+        ),
+    }
+
+
+def _shown(row: dict[str, Any]) -> str:
+    wrong = f"   {row['different_answers']} answers differ" if row["different_answers"] else ""
+    return (
+        f"{row['mode']:26} {row['ttft_ms']:8.1f} ms {row['request_ms']:8.1f} ms {row['hit_rate']:9.1%} "
+        f"{row['memory_mb']:8.1f} MB{wrong}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

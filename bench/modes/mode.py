@@ -1,0 +1,115 @@
+"""Ways of keeping K and V, each an engine of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.modes.traffic import Traffic
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import GeneratedTokens
+from radixkv.api.sampling import Sampling
+from radixkv.config import Config
+from radixkv.engine.engine import Engine
+from radixkv.startup.build_engine import build_engine
+from radixkv.tokens import TOKEN_BYTES
+
+_DISK_BYTES = 20_000_000_000
+_HOST_BYTES = 8_000_000_000
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Outcome of one request.
+
+    Attributes:
+        token_ids: what was generated.
+        ttft_s, total_s: time to the first token, and to the last one.
+        cached_tokens: tokens of the prompt that were reused.
+    """
+
+    token_ids: tuple[int, ...]
+    ttft_s: float
+    total_s: float
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A way of keeping K and V.
+
+    Attributes:
+        name: for the table.
+        settings: of its engine, beside those of the traffic.
+        ask: answers a prompt.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    ask: Callable[[Engine, bytes, int], Answer]
+
+    def open(self, traffic: Traffic, device: str) -> Engine:
+        """Start an engine with a pool for this traffic."""
+        settings = [f"model.device={device}", f"cache.capacity_tokens={traffic.pool_tokens}", *self.settings]
+        engine = build_engine(Config.load(None, settings))
+        engine.start()
+        return engine
+
+
+def all_modes(disk_path: Path) -> list[Mode]:
+    """Return the modes; the last two keep what leaves the device, in host memory and on disk."""
+    return [
+        Mode("no cache", (), _recompute),
+        Mode("K/V within a request", (), _generate_alone),
+        Mode("prefix cache", (), _generate),
+        Mode("prefix cache, host memory", (f"tiers.host_bytes={_HOST_BYTES}",), _generate),
+        Mode(
+            "prefix cache, disk",
+            (f"tiers.disk_path={disk_path}", f"tiers.disk_bytes={_DISK_BYTES}"),
+            _generate,
+        ),
+    ]
+
+
+def memory_bytes(engine: Engine) -> int:
+    """Count the bytes of K and V that an engine holds, on the device and below it."""
+    stats = engine.stats().result(_TIMEOUT_S)
+    blocks = stats.load.blocks
+    below = () if engine.offload is None else engine.offload.stats()
+    return (blocks.total - blocks.free) * stats.block_bytes + sum(each.used_bytes or 0 for each in below)
+
+
+def _recompute(engine: Engine, prompt: bytes, new_tokens: int) -> Answer:
+    """Compute the whole sequence for each token, as a model without `past_key_values` does."""
+    start_s = time.perf_counter()
+    tokens, token_ids, ttft_s = prompt, [], 0.0
+    for _ in range(new_tokens):
+        params = PrefillParams(tokens, read_cache=False, write_cache=False)
+        token_ids.append(engine.prefill(params).result(_TIMEOUT_S).next_token_id)
+        ttft_s = ttft_s or time.perf_counter() - start_s
+        tokens += token_ids[-1].to_bytes(TOKEN_BYTES, "little")
+    return Answer(tuple(token_ids), ttft_s, time.perf_counter() - start_s, 0)
+
+
+def _generate_alone(engine: Engine, prompt: bytes, new_tokens: int) -> Answer:
+    return _told(engine, PrefillParams(prompt, read_cache=False, write_cache=False), new_tokens)
+
+
+def _generate(engine: Engine, prompt: bytes, new_tokens: int) -> Answer:
+    return _told(engine, PrefillParams(prompt), new_tokens)
+
+
+def _told(engine: Engine, params: PrefillParams, new_tokens: int) -> Answer:
+    start_s = time.perf_counter()
+    times_s: list[float] = []
+
+    def note(_: GeneratedTokens) -> None:
+        times_s.append(time.perf_counter() - start_s)
+
+    sampling = Sampling(new_tokens, ignore_eos=True)
+    result = engine.generate(params, sampling, note).result(_TIMEOUT_S)
+    total_s = time.perf_counter() - start_s
+    return Answer(result.token_ids, times_s[0] if times_s else total_s, total_s, result.usage.cached_tokens)

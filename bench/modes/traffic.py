@@ -1,0 +1,50 @@
+"""Requests of the traffic: prompts that begin with one of several documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+TRAFFICS = ("documents fit", "a quarter fits", "each once")
+
+
+class Traffic(NamedTuple):
+    """Documents that are asked about in turns.
+
+    Attributes:
+        name: for the table.
+        documents: different ones.
+        rounds: questions to each.
+        document_tokens, question_tokens, new_tokens: lengths.
+        pool_tokens: tokens that the device holds.
+    """
+
+    name: str
+    documents: int
+    rounds: int
+    document_tokens: int
+    question_tokens: int
+    new_tokens: int
+    pool_tokens: int
+
+    def prompts(self, vocab_size: int, seed: int) -> Iterator[bytes]:
+        """Iterate over the prompts, little-endian uint32 bytes: each document once in each round."""
+        rng = np.random.default_rng(seed)
+        documents = rng.integers(0, vocab_size, (self.documents, self.document_tokens), dtype=np.uint32)
+        for _ in range(self.rounds):
+            for document in documents:
+                question = rng.integers(0, vocab_size, self.question_tokens, dtype=np.uint32)
+                yield np.concatenate((document, question)).astype("<u4").tobytes()
+
+
+def traffics(documents: int, rounds: int, document_tokens: int, question_tokens: int, new_tokens: int) -> list[Traffic]:
+    """Return three kinds: all documents fit the device, a quarter of them does, and none is asked about twice."""
+    lengths = (document_tokens, question_tokens, new_tokens)
+    one = document_tokens + rounds * (question_tokens + new_tokens + 128)  # with the last blocks of its prompts
+    return [
+        Traffic(TRAFFICS[0], documents, rounds, *lengths, pool_tokens=documents * one),
+        Traffic(TRAFFICS[1], documents, rounds, *lengths, pool_tokens=documents * one // 4),
+        Traffic(TRAFFICS[2], documents * rounds, 1, *lengths, pool_tokens=documents * one // 4),
+    ]
