@@ -1,10 +1,36 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from radixkv.namespace import Namespace
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.events.block_identity import Identities
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.service.server.segments.namespace_ids import NamespaceIds
+from tests.fakes import publish, spell
 
 FIELDS = Namespace._fields
+_DIGEST = "5d1e6c0ffee"
+# Names that a careless key would join, cut, fold or normalize into each other, and one digest in every role.
+_NASTY = (
+    *("", "a", "A", "aa", " ", "\0", "a\0", "\0a", ",", "a,b", "'a', 'b'", "é", "e\u0301", "\udc80", "\ud800\udc80"),
+    *(_DIGEST, f"{_DIGEST}@3", f"{_DIGEST}@", "@3", PUBLIC_TENANT, PUBLIC_TENANT.upper(), f"{PUBLIC_TENANT} "),
+    *("1", "1:", ":4", "1:4", "11:4", "1:44", "1:4:", "\x01" + 7 * "\0" + "a", 7 * "\0"),
+)
+
+
+def _fuzzed(seed: int, num_namespaces: int) -> list[Namespace]:
+    """Make namespaces of nasty names, and others in which one name moved to another field, or was joined with it."""
+    rng, made = random.Random(seed), []
+    for _ in range(num_namespaces // 3):
+        fields = [rng.choice(_NASTY) for _ in FIELDS]
+        first, second = rng.sample(range(len(FIELDS)), 2)
+        swapped, joined = list(fields), list(fields)
+        swapped[first], swapped[second] = fields[second], fields[first]
+        joined[first], joined[second] = "", fields[first] + fields[second]
+        made += [Namespace(*fields), Namespace(*swapped), Namespace(*joined)]
+    return made
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -42,3 +68,37 @@ def test_any_python_string_has_a_seed() -> None:
 def test_a_namespace_does_not_change() -> None:
     with pytest.raises(AttributeError):
         Namespace("a").model = "b"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fuzzed_fields_never_meet(seed: int) -> None:
+    fuzzed = _fuzzed(seed, 6_000)
+    different = {tuple(each) for each in fuzzed}
+    assert len(set(fuzzed)) == len(different) > 5_000
+    assert len({each.seed for each in fuzzed}) == len(different)
+    numbers = NamespaceIds()
+    assert len({numbers.of(each) for each in fuzzed}) == len(different)
+    of_one_model = {each._replace(model="model") for each in fuzzed}  # as in one process
+    identities = Identities(tenant="a")
+    published = {each: identities.of(each) for each in of_one_model}
+    assert len({each.root for each in published.values()}) == len(of_one_model)
+    assert len({each.cache_salt for each in published.values()}) == len(of_one_model)
+    assert {each[1:] for each, identity in published.items() if not identity.cache_salt} <= {("a", "", "", "")}
+
+
+def test_what_is_cached_under_fuzzed_fields_is_found_under_no_others() -> None:
+    namespaces = list(dict.fromkeys(_fuzzed(7, 900)))
+    cache = PrefixCache(2 * len(namespaces), 4)
+    for namespace in namespaces[::3]:
+        publish(cache, "abcdef", namespace)
+    found = [cache.match(each, spell("abcdefgh")).cached_tokens for each in namespaces]
+    assert found == [0 if number % 3 else 6 for number in range(len(namespaces))]
+    cache.check()
+
+
+@pytest.mark.parametrize("name", _NASTY)
+def test_nobody_means_a_public_prefix_by_any_name(name: str) -> None:
+    namespace = Namespace("model", PUBLIC_TENANT, name, name)
+    assert not namespace.is_among(None, None, None)
+    assert not namespace.is_among(PUBLIC_TENANT, name, name)
+    assert Namespace("model", name).is_among(name, None, None) == (name != PUBLIC_TENANT)

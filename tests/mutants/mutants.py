@@ -107,6 +107,14 @@ CACHE_MUTANTS = (
         "cache/public/hung_lease.py", "commit(max(upto_tokens - self._trunk.num_tokens, ", "commit(max(upto_tokens, "
     ),
     Mutant("namespace.py", "self.tenant != PUBLIC_TENANT", "True"),
+    Mutant("namespace.py", "namespace if namespace.trunk else namespace[:-1]", "namespace[:-1]"),
+    Mutant("namespace.py", '        digest.update(len(data).to_bytes(8, "little"))\n', ""),
+    Mutant("namespace.py", '"utf-8", "surrogatepass"', '"ascii", "replace"'),
+    Mutant(
+        "service/server/segments/namespace_ids.py",
+        '                digest.update(len(data).to_bytes(8, "little"))\n',
+        "",
+    ),
     Mutant("cache/ledger.py", "if shared_tokens else None", "if False else None"),
     Mutant(
         "cache/ledger.py",
@@ -409,5 +417,7 @@ EVENT_MUTANTS = (
     Mutant("events/event_log.py", " or batch.sequence_number != number + 1:", ":"),
     Mutant("events/block_identity.py", '(self._tenant, "", "", "")', '(namespace.tenant, "", "", "")'),
     Mutant("events/block_identity.py", "namespace[1:] ==", "(*namespace[1:4], '') =="),
+    Mutant("events/block_identity.py", '            digest.update(len(data).to_bytes(8, "little"))\n', ""),
+    Mutant("events/block_identity.py", "for field in namespace:", "for field in namespace[:-1]:"),
     Mutant("events/readers.py", "        self._is_waking = False  #", "        pass  #"),
 )

@@ -25,6 +25,7 @@ _AT_TOP = ("kernels", "service")
 CACHE_TESTS = (
     "tests/cache/test_block_pool.py",
     "tests/test_tokens.py",
+    "tests/test_namespace.py",
     "tests/cache/tree/test_child_table.py",
     "tests/cache/tree/test_radix_tree.py",
     "tests/cache/test_lease.py",
@@ -72,6 +73,7 @@ KERNEL_TESTS = (
 )
 EVENT_TESTS = (
     "tests/events/test_block_identity.py",
+    "tests/test_namespace.py",
     "tests/events/test_event_log.py",
     "tests/events/test_tree_feed.py",
     "tests/events/test_readers.py",

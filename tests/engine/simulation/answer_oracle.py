@@ -72,7 +72,7 @@ class Asked:
     @property
     def expected(self) -> tuple[int, ...]:
         """Work out the tokens of a whole generation."""
-        return continuation(self.ask.namespace, self.ask.tokens, self.ask.sampling)
+        return continuation(self.ask.namespace, self.ask.path, self.ask.sampling)
 
     @property
     def is_at_a_loss(self) -> bool:
@@ -88,7 +88,7 @@ class Asked:
         count, tokens = self.ask.sampling.prompt_logprobs, self.ask.tokens
         if count is None or len(tokens) == 4:
             return ()
-        content = content_of(self.ask.namespace, tokens)
+        content = content_of(self.ask.namespace, self.ask.path)
         rows = torch.from_numpy(np.stack([logits_of(content[:upto]) for upto in range(1, len(content))]))
         return tuple(read_logprobs(rows, np.frombuffer(tokens, dtype="<u4")[1:].tolist(), count))
 
@@ -169,7 +169,7 @@ class Asked:
             assert is_closed or not isinstance(error, Draining)
 
     def _judge_prefill(self, result: PrefillResult) -> None:
-        expected = logits_of(content_of(self.ask.namespace, self.ask.tokens))
+        expected = logits_of(content_of(self.ask.namespace, self.ask.path))
         assert result.next_token_id == int(expected.argmax())
         if self.ask.tenant != PUBLIC_TENANT:
             assert np.array_equal(result.logits, expected), "the answer is not the model's"

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixkv.api.result import GeneratedTokens
@@ -29,6 +30,7 @@ from radixkv.engine.step import Computed, NextStep, Step
 from radixkv.engine.step_budget import StepBudget
 from radixkv.engine.steps_ahead import StepsAhead
 from radixkv.errors import RadixKVError, StepFailed
+from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
 from radixkv.scheduling.admission import Admission, Admitter
 from radixkv.scheduling.request import Outcome, Request
@@ -387,6 +389,25 @@ def forgets_public_prefixes_that_are_computed_in_their_bound(patch: pytest.Monke
     patch.setattr(PublicPrefixes, "unregister", unregister_at_once)
 
 
+def computes_the_whole_prompt_with_an_invoked_adapter(patch: pytest.MonkeyPatch) -> None:
+    chunk = step._chunk
+    patch.setattr(step, "_chunk", lambda part: dataclasses.replace(chunk(part), adapter_from=0))
+
+
+def shares_what_an_invoked_adapter_generated_with_the_base_model(patch: pytest.MonkeyPatch) -> None:
+    def unmarked(request: Request, start: int) -> bytes:
+        assert request.generation is not None
+        token_ids = request.generation.token_ids[start - request.params.num_tokens :]
+        return np.array(token_ids, dtype="<u4").tobytes()
+
+    patch.setattr(Request, "tokens_from", unmarked)
+
+
+def invokes_adapters_a_token_late(patch: pytest.MonkeyPatch) -> None:
+    invocation = InvocationMarks.invocation
+    patch.setattr(InvocationMarks, "invocation", lambda marks, digest, start: invocation(marks, digest, start + 1))
+
+
 BREAKS: tuple[Breaks, ...] = (
     publishes_before_the_step,
     starts_ahead_what_has_ended,
@@ -427,4 +448,7 @@ BREAKS: tuple[Breaks, ...] = (
     keeps_public_prefixes_that_nobody_uses,
     counts_public_tokens_as_own,
     forgets_public_prefixes_that_are_computed_in_their_bound,
+    computes_the_whole_prompt_with_an_invoked_adapter,
+    shares_what_an_invoked_adapter_generated_with_the_base_model,
+    invokes_adapters_a_token_late,
 )

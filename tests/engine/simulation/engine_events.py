@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from radixkv.api.sampling import Sampling
 from radixkv.cache.tenants import Quota
 from radixkv.namespace import Namespace
 from tests.constraints import Rising
-from tests.engine.simulation.simulated_model import VOCAB_SIZE, continuation
+from tests.engine.simulation.simulated_model import VOCAB_SIZE, continuation, path_of
 
 ANSWER = 0  # the stem of a piece that continues the path before it as the model would
 Prompt = tuple[tuple[int, int], ...]  # pieces: (stem, length)
@@ -68,7 +70,8 @@ class Ask(_Value):
     Attributes:
         key: the name that other events use for it.
         adapter: name of its adapter; empty for the model itself.
-        digest: what the name stood for when it was asked; the simulation fills it in.
+        digest, invoked_by: what the name stood for when it was asked, and the token by which that is invoked; the
+            simulation fills them in.
         max_new_tokens: of a generation; 0 for a prefill.
         rises: how far apart its rising tokens may be; 0 if they need not rise.
         at_a_loss_at: the number of rising tokens after which nobody knows what may come; 0 for never.
@@ -102,14 +105,20 @@ class Ask(_Value):
     finishes_at: int = 0
     adapter: str = ""
     digest: str = ""
+    invoked_by: int | None = None
 
     @property
     def namespace(self) -> Namespace:
-        return Namespace("simulated", self.tenant, self.digest, self.salt)
+        return Namespace("simulated", self.tenant, self.digest if self.invoked_by is None else "", self.salt)
 
     @property
     def tokens(self) -> bytes:
-        return tokens_of(self.prompt, self.namespace)
+        return tokens_of(self.prompt, self.namespace, self.digest, self.invoked_by)
+
+    @property
+    def path(self) -> bytes:
+        """The tokens, each with what computes it; see `path_of`."""
+        return _invoking(self.tokens, self.digest, self.invoked_by)
 
     @property
     def sampling(self) -> Sampling:
@@ -223,16 +232,25 @@ class Close(_Value):
 Event = Ask | Cancel | Finish | Release | Retain | Purge | Load | Unload | Register | Unregister | Fail | Close
 
 
-def tokens_of(prompt: Prompt, namespace: Namespace) -> bytes:
+@lru_cache(maxsize=20_000)
+def tokens_of(prompt: Prompt, namespace: Namespace, digest: str = "", invoked_by: int | None = None) -> bytes:
     """Return a prompt's tokens. Two stems share none, so the pieces say what prompts share."""
     tokens = b""
     for stem, length in prompt:
         if stem == ANSWER:
-            ids = continuation(namespace, tokens, Sampling(length, seed=0))
+            ids = continuation(namespace, _invoking(tokens, digest, invoked_by), Sampling(length, seed=0))
         else:
             ids = tuple(range(1000 * stem, 1000 * stem + length))
         tokens += np.array(ids, dtype="<u4").tobytes()
     return tokens
+
+
+def _invoking(tokens: bytes, digest: str, invoked_by: int | None) -> bytes:
+    """Return the path of tokens with an adapter that is invoked by a token, where that is for the last time."""
+    ids = np.frombuffer(tokens, "<u4").tolist()
+    if invoked_by is None or invoked_by not in ids:
+        return tokens
+    return path_of(tokens, digest, len(ids) - 1 - ids[::-1].index(invoked_by))
 
 
 def length_of(prompt: Prompt) -> int:
@@ -244,6 +262,18 @@ def most_tokens_of(world: World, tenant: str, *, generates: bool) -> int:
     ceiling = dict(world.quotas).get(tenant, Quota()).ceiling_blocks
     in_pool = world.block_size * (world.num_blocks - generates)
     return in_pool if ceiling is None else min(in_pool, world.block_size * ceiling + generates)
+
+
+def next_turn(world: World, rng: random.Random, ask: Ask, key: int, stem: int) -> Ask:
+    """Make the request that goes on with a generation's answer, and some tokens of a stem."""
+    prompt = (*ask.prompt, (ANSWER, rng.randint(1, ask.max_new_tokens)), (stem, rng.randint(1, 9)))
+    return dataclasses.replace(
+        ask,
+        at_s=round(ask.at_s + rng.choice((10, 40)) * rng.random(), 2),
+        key=key,
+        prompt=cut(prompt, most_tokens_of(world, ask.tenant, generates=False)),
+        max_new_tokens=0,
+    )
 
 
 def cut(prompt: Prompt, num_tokens: int) -> Prompt:

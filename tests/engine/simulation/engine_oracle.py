@@ -18,7 +18,7 @@ from radixkv.scheduling.request import Outcome, Request
 from tests.engine.simulation.answer_oracle import Asked
 from tests.engine.simulation.engine_events import World
 from tests.engine.simulation.public_oracle import PublicOracle
-from tests.engine.simulation.simulated_model import Part, SimulatedRunner, content_of
+from tests.engine.simulation.simulated_model import Part, SimulatedRunner, content_of, path_in_tree
 from tests.fakes import FakeClock
 
 # Steps without an arrival or an end that may pass for each token that is still to be computed. Each step computes
@@ -76,8 +76,8 @@ class EngineOracle(Observer):
             if asked.request.namespace.is_among(tenant, None, salt):
                 if asked.written_at_purge is None:
                     asked.written_at_purge = asked.request.written_tokens
-                cached_tokens = self._cache.match(asked.ask.namespace, asked.ask.tokens).cached_tokens
-                left = self.public.reuse(asked.ask.namespace, asked.ask.tokens)
+                cached_tokens = self._cache.match(asked.ask.namespace, asked.request.prompt_tokens).cached_tokens
+                left = self.public.reuse(asked.ask.namespace, asked.request.prompt_tokens)
                 assert cached_tokens == left.cached_tokens == left.public_tokens, "purged and found"
 
     def started(self, request: Request) -> None:
@@ -193,14 +193,16 @@ class EngineOracle(Observer):
             for node in tree.nodes():
                 tokens = tree.path_tokens(node)
                 namespace, trunk = tree.owner.namespace, self.public.trunk_of(tree.owner.namespace)
-                expected = content_of(namespace, trunk + tokens)[-(len(node.tokens) // 4) :]
+                expected = content_of(namespace, path_in_tree(trunk + tokens, self._cache.marks))[
+                    -(len(node.tokens) // 4) :
+                ]
                 held = self._runner.read(np.frombuffer(node.block_ids, dtype=np.int32), expected.size)
                 assert np.array_equal(held, expected), "a published block holds another prefix's K/V"
         for asked in self._asked.values():
             if asked.held is not None and asked.held.lease_id not in self.core.held_leases._held:
                 asked.held = None
             if asked.held is not None:
-                expected = content_of(asked.ask.namespace, asked.ask.tokens)
+                expected = content_of(asked.ask.namespace, asked.ask.path)
                 held = self._runner.read(asked.held.block_table, expected.size)
                 assert np.array_equal(held, expected), "a held block was written"
                 own = self.core.held_leases._held[asked.held.lease_id].lease.own

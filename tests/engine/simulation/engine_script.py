@@ -28,6 +28,7 @@ from tests.engine.simulation.engine_events import (
     length_of,
     most_tokens_of,
 )
+from tests.engine.simulation.invoking_script import invoking_events
 from tests.engine.simulation.public_script import public_events, with_public_prefixes
 from tests.engine.simulation.simulated_model import VOCAB_SIZE
 
@@ -65,6 +66,7 @@ def make_world(seed: int) -> World:
 def make_script(world: World, seed: int) -> list[Event]:
     """Write the events of a seed in a world."""
     script = _Author(world, seed).script()
+    script += invoking_events(world, seed, script)
     return [*script, *public_events(world, seed, script)]
 
 

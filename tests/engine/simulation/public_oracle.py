@@ -28,6 +28,7 @@ class Known:
 
     Attributes:
         serial: the salt of its namespace.
+        adapter, invoked: digests of the adapter that computes it, or of one that is invoked in it.
         is_found: prompts find it: it is computed.
         is_registered: nobody has unregistered it.
         is_over: the request that computes it has ended.
@@ -36,6 +37,7 @@ class Known:
     name: str
     serial: str
     adapter: str
+    invoked: str
     tokens: bytes
     is_found: bool = False
     is_registered: bool = True
@@ -61,7 +63,9 @@ class PublicOracle:
 
     def registered(self, name: str, namespace: Namespace, tokens: bytes) -> Known:
         """Note a prefix that is being computed from now on."""
-        known = self._known[namespace.salt] = Known(name, namespace.salt, namespace.adapter, tokens)
+        known = self._known[namespace.salt] = Known(
+            name, namespace.salt, namespace.adapter, self._cache.marks.digest_of(tokens), tokens
+        )
         self._events["public prefixes"] += 1
         return known
 
@@ -98,7 +102,7 @@ class PublicOracle:
     def adapter_gone(self, adapter: str) -> None:
         """Note that the prefixes of an adapter are unregistered with it."""
         for each in self._known.values():
-            if each.is_registered and each.adapter == adapter:
+            if each.is_registered and adapter in (each.adapter, each.invoked):
                 self._events["public prefixes gone with an adapter"] += 1
                 self.unregistered(each)
 
@@ -143,6 +147,11 @@ class PublicOracle:
             each.is_found and tokens.startswith(each.tokens[: self._block_bytes]) for each in self._known.values()
         )
         self._events["public tokens"] += public
+        num_plain = self._cache.marks.num_plain(tokens)
+        if num_plain < len(tokens) // TOKEN_BYTES:
+            self._events["tokens reused before an invocation"] += min(cached, num_plain)
+            self._events["tokens reused after an invocation"] += max(0, cached - num_plain)
+            self._events["public tokens before an invocation"] += public
         self._events["own tokens below public ones"] += cached - public if public else 0
         return lease
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from radixkv.cache.tenants import Quota
 from tests.engine.simulation.engine_events import (
-    ANSWER,
     Ask,
     Event,
     Load,
@@ -19,6 +18,7 @@ from tests.engine.simulation.engine_events import (
     cut,
     length_of,
     most_tokens_of,
+    next_turn,
 )
 
 _FIRST_KEY, _FIRST_STEM = 2000, 500  # of requests and pieces that only these scripts have
@@ -59,7 +59,7 @@ def public_events(world: World, seed: int, script: Sequence[Event]) -> list[Even
             following = _following(world, rng, Ask(follows_s, key, prefix, adapter=adapter))
             events.append(following)
             if following.max_new_tokens:
-                events.append(_next_turn(world, rng, following))
+                events.append(next_turn(world, rng, following, key + _NUM_TURNS, _FIRST_STEM + 2))
     return events
 
 
@@ -80,16 +80,4 @@ def _following(world: World, rng: random.Random, ask: Ask) -> Ask:
         max_new_tokens=max_new_tokens,
         holds=not max_new_tokens and rng.random() < 0.3,
         adapter=rng.choice((ask.adapter, "")),
-    )
-
-
-def _next_turn(world: World, rng: random.Random, ask: Ask) -> Ask:
-    """Make the request that goes on with an answer."""
-    prompt = (*ask.prompt, (ANSWER, rng.randint(1, ask.max_new_tokens)), (_FIRST_STEM + 2, rng.randint(1, 9)))
-    return dataclasses.replace(
-        ask,
-        at_s=round(ask.at_s + rng.choice((10, 40)) * rng.random(), 2),
-        key=ask.key + _NUM_TURNS,
-        prompt=cut(prompt, most_tokens_of(world, ask.tenant, generates=False)),
-        max_new_tokens=0,
     )

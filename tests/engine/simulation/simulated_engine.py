@@ -22,7 +22,7 @@ from radixkv.engine.adapters.adapters import Adapters, EngineThread
 from radixkv.engine.core import EngineCore
 from radixkv.engine.public.public_registry import PublicRegistry
 from radixkv.errors import Draining, OutOfBlocks, RadixKVError, UnknownAdapter, UnknownLease
-from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Generation, Request
 from radixkv.tokens import TOKEN_BYTES
 from tests.adapter_doubles import FakeDevice
@@ -109,7 +109,7 @@ class SimulatedEngine:
         )
         self._closes_at = min((step for event in events if (step := _closes_at(event)) is not None), default=None)
         self._asked: dict[int, Asked] = {}
-        self._registering: Register | None = None
+        self._registering: tuple[str, Ask] | None = None
         self._apply: dict[type, Callable[..., None]] = {
             Ask: self._ask,
             Cancel: self._cancel,
@@ -191,10 +191,11 @@ class SimulatedEngine:
 
     def _ask(self, ask: Ask) -> None:
         try:
-            ask = dataclasses.replace(ask, digest=self.adapters.digest_of(ask.adapter))
+            digest, invoked_by = self._find(ask.adapter)
         except UnknownAdapter:
             self.oracle.events["unknown adapters"] += 1
             return
+        ask = dataclasses.replace(ask, digest=digest, invoked_by=invoked_by)
         asked = Asked(ask, GenerationFuture() if ask.max_new_tokens else Future())
         self._asked[ask.key] = asked
         params = PrefillParams(
@@ -221,18 +222,25 @@ class SimulatedEngine:
             self.oracle.asked(asked)
             self.core.submit(asked.request)
 
+    def _find(self, name: str) -> tuple[str, int | None]:
+        """Return what an adapter's name stands for, and the token by which that is invoked, if it is."""
+        found = self.adapters._names.find(name)
+        invocation = None if found.files is None else found.files.invocation_token_ids
+        return found.digest, invocation[0] if invocation else None
+
     def _register(self, register: Register) -> None:
         """Make a prefix public. It may be refused for its name, its length, its adapter, or for want of room."""
         oracle, cache = self.oracle.public, self.cache
         try:
-            digest = self.adapters.digest_of(register.adapter)
+            digest, invoked_by = self._find(register.adapter)
         except UnknownAdapter:
             return
-        tokens = tokens_of(register.prompt, Namespace("simulated", adapter=digest))
+        ask = Ask(self.clock(), 0, register.prompt, PUBLIC_TENANT, digest=digest, invoked_by=invoked_by)
+        tokens = ask.tokens
         num_tokens = len(tokens) // TOKEN_BYTES
         is_possible = oracle.by_name(register.name) is None and num_tokens >= cache.block_size
         has_room = oracle.has_room(num_tokens)
-        self._registering = register
+        self._registering = register.name, ask
         done = self.public.register(register.name, tokens, register.adapter)
         if done.done():
             error = done.exception(0)
@@ -245,11 +253,9 @@ class SimulatedEngine:
     def _submit_public(self, request: Request) -> None:
         """Compute a public prefix, as the engine does any request."""
         assert self._registering is not None
-        name, prompt = self._registering.name, self._registering.prompt
-        namespace, oracle = request.namespace, self.oracle.public
-        known = oracle.registered(name, namespace, request.params.tokens)
-        ask = Ask(self.clock(), 0, prompt, PUBLIC_TENANT, namespace.salt, digest=namespace.adapter)
-        asked = Asked(ask, request.future)
+        name, ask = self._registering
+        known = self.oracle.public.registered(name, request.namespace, request.prompt_tokens)
+        asked = Asked(dataclasses.replace(ask, salt=request.namespace.salt), request.future)
         asked.request = request
         request.received_s = self.clock()
         request.future.add_done_callback(lambda done: self._public_has_ended(known, request, done))
@@ -302,7 +308,7 @@ class SimulatedEngine:
 
     def _load(self, load: Load) -> None:
         loaded = self.adapters.load_now(load.name, Path(load.digest))
-        self.oracle.events["adapters changed"] += loaded.replaced_digest not in (None, load.digest)
+        self.oracle.events["adapters changed"] += loaded.replaced_digest not in (None, load.digest.partition("+")[0])
         self.oracle.events["adapters that drain"] += any(each.is_draining for each in self.adapters.loaded())
 
     def _unload(self, unload: Unload) -> None:

@@ -20,12 +20,14 @@ from radixkv.cache.prompt_lease import PromptLease
 from radixkv.compute.forward import Chunk, pack_tokens
 from radixkv.compute.runner import Launch, StepResult, Wait
 from radixkv.engine.sampler import draw, penalize
+from radixkv.invocation import InvocationMarks, plain
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from tests.constraints import Rising
 from tests.fake_runner import with_tokens
 from tests.fakes import FakeClock
 
 VOCAB_SIZE = 256
+_ID_BITS = 20
 _MASK = 2**64 - 1
 _random = np.random.default_rng(0)
 _ROWS = 3 * _random.standard_normal((2, 251, VOCAB_SIZE), dtype=np.float32)
@@ -44,9 +46,22 @@ def chained(before: int, token_ids: Iterable[int]) -> Content:
 
 
 @lru_cache(maxsize=20_000)
-def content_of(namespace: Namespace, tokens: bytes) -> Content:
-    """Return the K/V of a whole path."""
-    return chained(first_digest(namespace), np.frombuffer(tokens, dtype="<u4").tolist())
+def content_of(namespace: Namespace, path: bytes) -> Content:
+    """Return the K/V of a whole path; see `path_of`."""
+    return chained(first_digest(namespace), np.frombuffer(path, dtype="<u4").tolist())
+
+
+def path_of(tokens: bytes, invoked: str = "", start: int = 0) -> bytes:
+    """Return tokens, each with a number for the adapter that is invoked before it, without the cache's own marks."""
+    ids = np.frombuffer(tokens, "<u4").copy()
+    if invoked:
+        ids[start:] += np.uint32((1 + xxh3_64_intdigest(invoked.encode()) % 4000) << _ID_BITS)
+    return ids.tobytes()
+
+
+def path_in_tree(tokens: bytes, marks: InvocationMarks) -> bytes:
+    """Return the path of tokens that have the cache's marks."""
+    return path_of(plain(tokens), marks.digest_of(tokens), marks.num_plain(tokens))
 
 
 def first_digest(namespace: Namespace) -> int:
@@ -68,8 +83,9 @@ def logits_of(content: Content) -> npt.NDArray[np.float32]:
 
 @lru_cache(maxsize=20_000)
 def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
-    """Return the tokens generated after a prompt: up to a stop token, or the number that was asked for."""
+    """Return the tokens generated after a prompt's path: up to a stop token, or the number that was asked for."""
     tokens, token_ids = prompt, list[int]()
+    mark = int.from_bytes(prompt[-4:], "little") >> _ID_BITS << _ID_BITS
     constraint = cast(Rising | None, sampling.constraint)
     matcher = None if constraint is None else constraint.start(sampling.stop_token_ids)
     while len(token_ids) < sampling.max_new_tokens and not set(token_ids[-1:]) & sampling.stop_token_ids:
@@ -77,14 +93,14 @@ def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tup
             break
         row = torch.from_numpy(logits_of(content_of(namespace, tokens)))
         if sampling.changes_logits:
-            prompt_ids = np.unique(np.frombuffer(prompt, dtype="<u4")).astype(np.int64)
+            prompt_ids = np.unique(np.frombuffer(plain(prompt), dtype="<u4")).astype(np.int64)
             allowed = None if matcher is None else matcher.allowed()
             row = penalize(row, sampling, prompt_ids, token_ids, sampling.stop_token_ids, allowed)
         if sampling.temperature:
             token_ids.append(int(draw(row, sampling, position=len(tokens) // 4)))
         else:
             token_ids.append(int(row.argmax()))
-        tokens += token_ids[-1].to_bytes(4, "little")
+        tokens += (token_ids[-1] + mark).to_bytes(4, "little")
         if matcher is not None:
             matcher.accept(token_ids[-1])
     return tuple(token_ids)
@@ -255,16 +271,20 @@ class SimulatedRunner:
                 self.writers[chunk.copy.target] = self.writers[chunk.copy.source]
                 self.num_copies += 1
         for chunk, lease, _ in parts:
-            namespace = lease.own.namespace
-            if chunk.adapter != namespace.adapter or (chunk.adapter and chunk.adapter not in self.device.held):
+            namespace, marks, marked = lease.own.namespace, self._cache.marks, bytes(lease.tokens)
+            adapter = namespace.adapter or marks.digest_of(marked)
+            if chunk.adapter != adapter or (chunk.adapter and chunk.adapter not in self.device.held):
                 self.violations.append("a chunk is computed with another adapter, or with one that is gone")
+            if adapter != namespace.adapter and chunk.adapter_from != marks.num_plain(marked):
+                self.violations.append("an adapter is invoked in another place")
             held = self.read(chunk.block_ids, chunk.start)
-            expected = content_of(namespace, bytes(chunk.tokens))[: chunk.start]
+            path = path_of(chunk.tokens, "" if namespace.adapter else chunk.adapter, chunk.adapter_from)
+            expected = content_of(namespace, path)[: chunk.start]
             for position in np.flatnonzero(held != expected)[:1].tolist():
                 self.violations.append(f"position {position} of [0, {chunk.start}) holds another prefix's K/V")
             self.verify_writers(chunk.block_ids, chunk.start, namespace)
             before = int(held[-1]) if chunk.start else first_digest(namespace)
-            token_ids = np.frombuffer(chunk.tokens, dtype="<u4")[chunk.start : chunk.end]
+            token_ids = np.frombuffer(path, dtype="<u4")[chunk.start : chunk.end]
             self._write(chunk, chained(before, token_ids.tolist()), writer_of(namespace))
         if scribbles:
             for chunk, *_ in parts:

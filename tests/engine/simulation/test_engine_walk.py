@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engine.simulation.broken_engines import BREAKS, Breaks
-from tests.engine.simulation.engine_events import Ask, Event, Fail, World
+from tests.engine.simulation.engine_events import Ask, Event, Fail, Register, World
 from tests.engine.simulation.engine_script import make_script, make_world
 from tests.engine.simulation.engine_walk import fails, judged, report, shortest, troubled_scripts, walk
 
@@ -37,7 +37,6 @@ INTERESTING = {
     "leases held below public prefixes",
     "opted out of public prefixes",
     "own tokens below public ones",
-    "pauses below public prefixes",
     "public prefixes computed",
     "public prefixes gone with an adapter",
     "public prefixes refused",
@@ -45,6 +44,8 @@ INTERESTING = {
     "public prefixes that failed",
     "public prefixes unregistered while they are computed",
     "public tokens",
+    "tokens reused after an invocation",
+    "tokens reused before an invocation",
     "follows",
     "leases released",
     "pauses",
@@ -56,8 +57,31 @@ INTERESTING = {
     "steps without memory",
 }
 
+# Seeds of worlds in which much is public: they find soon what only those can find.
+_MUCH_IS_PUBLIC = (20, 23, 37)
+
 # Walks that failed once, and why.
 FOUND: dict[str, tuple[World, list[Event]]] = {
+    "the answer to a public prefix was not found by the next turn, which hangs below one block more": (
+        World(block_size=2, num_blocks=24, max_public_blocks=12),
+        [
+            Register(at_s=0.0, name="r", prompt=((5, 1), (0, 7))),
+            Ask(at_s=21.69, key=1, prompt=((5, 1), (0, 7)), max_new_tokens=12),
+            Ask(at_s=43.27, key=2, prompt=((5, 1), (0, 7), (0, 8), (502, 5))),
+        ],
+    ),
+    "a public prefix of one token could not be registered": (
+        World(block_size=1, num_blocks=24, max_public_blocks=12),
+        [Register(at_s=0.0, name="q", prompt=((3, 1),)), Ask(at_s=9.0, key=1, prompt=((3, 2),))],
+    ),
+    "what was computed of a public prefix stayed when its request was cancelled": (
+        World(num_blocks=24, max_step_tokens=2, max_public_blocks=6),
+        [
+            Register(at_s=0.0, name="q", prompt=((1, 3), (4, 5))),
+            Ask(at_s=9.0, key=1, prompt=((1, 3), (2, 5))),
+            Fail(step=2, how="cancelled"),
+        ],
+    ),
     "a request was paused before it had computed anything, and what was cached for it since was taken for computed": (
         World(block_size=2, num_blocks=6, max_step_tokens=5, max_running_requests=4, policy="adaptive", token_s=0.0),
         [
@@ -114,10 +138,20 @@ def test_every_request_is_answered_as_if_it_were_alone(first: int) -> None:
 
 @pytest.mark.parametrize("why", FOUND)
 def test_what_was_found_stays_found(why: str) -> None:
-    assert judged(*FOUND[why])["answered"] == sum(isinstance(event, Ask) for event in FOUND[why][1])
+    num_asked = sum(isinstance(event, Ask | Register) for event in FOUND[why][1])
+    events = judged(*FOUND[why])
+    assert events["answered"] == num_asked - events["public prefixes that failed"]
 
 
-@pytest.mark.parametrize("seed", [5, 239])
+def test_who_pauses_below_a_public_prefix_goes_on_there() -> None:
+    world = World(block_size=2, num_blocks=11, max_public_blocks=4)
+    asks = [Ask(9.0, key, ((1, 4), (key, 1)), f"tenant {key}", max_new_tokens=10) for key in (2, 3)]
+    events = judged(world, [Register(0.0, "p", ((1, 4),)), *asks])
+    assert events["pauses below public prefixes"] > 0
+    assert events["public tokens"] > 8  # those who began, and again those who went on
+
+
+@pytest.mark.parametrize("seed", [1, 13])
 def test_any_step_may_fail_and_be_the_last(seed: int) -> None:
     world, scripts = troubled_scripts(seed)
     assert len(scripts) > 100
@@ -134,7 +168,8 @@ def test_the_same_seed_is_the_same_walk() -> None:
 @pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)
 def test_an_engine_is_seen_to_be_broken_that(breaks: Breaks, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch)
-    failures = (fails(make_world(seed), make_script(make_world(seed), seed)) for seed in range(100))
+    seeds = (*_MUCH_IS_PUBLIC, *range(100))
+    failures = (fails(make_world(seed), make_script(make_world(seed), seed)) for seed in seeds)
     failure = next(filter(None, failures), "")
     assert failure
     assert not failure.startswith(("TypeError", "AttributeError")), "it is not broken as it was meant to be"
