@@ -105,7 +105,7 @@ class EngineCore:
         self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock)
         self._on_end = on_end
         self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, self._leave, clock)
-        fill = None if offload is None else offload.fill
+        fill = offload and offload.fill
         self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail, on_start, fill)
         self._growth = Growth(scheduler, flights, tally, observer)
         self._steps_ahead = StepsAhead(runner, scheduler, early_ends, held_leases, has_news, clock)
@@ -204,6 +204,7 @@ class EngineCore:
 
         Unfinished requests of theirs publish nothing more.
         """
+        yield from () if self._offload is None else self._offload.reading()
         for request in self._scheduler.requests():
             request.is_revoked = request.is_revoked or request.is_among(tenant, adapter, salt)
         self._leave_revoked()
@@ -241,8 +242,7 @@ class EngineCore:
         slices = self._scheduler.next_tokens()
         assert slices == next_step.slices, "no other request has anything to compute"
 
-    def _save(self) -> None:
-        """Save what has left the cache, before anything is written over it."""
+    def _save(self) -> None:  # before anything is written over what has left the cache
         if self._offload is not None:
             self._offload.flush()
 

@@ -28,7 +28,7 @@ from radixkv.engine.core import EngineCore
 from radixkv.engine.gate import Gate
 from radixkv.engine.observer import Observer
 from radixkv.engine.offload.deletions import when_deleted
-from radixkv.engine.offload.offload import Offload
+from radixkv.engine.offload.offload import CLOSE_LIMIT_S, Offload
 from radixkv.engine.public.public_registry import PublicRegistry
 from radixkv.engine.watchdog import Watchdog
 from radixkv.errors import Draining, LifecycleError, RadixKVError, StepHangs
@@ -228,7 +228,7 @@ class Engine:
         self.adapters.close()
         self.drain(0)
         self._inbox.put(self._is_stopping.set)
-        self._thread.join(_STOP_TIMEOUT_S)
+        self._thread.join(_STOP_TIMEOUT_S + (0 if self.offload is None else CLOSE_LIMIT_S))
         if self._thread.is_alive():
             _log.error("a step does not end; its thread is left behind")
         self._watchdog.stop()

@@ -84,10 +84,10 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
         )
     marks = InvocationMarks()
     events = _make_feed(config, limits.step_tokens, marks)
-    stores = open_stores(config.tiers, model, storage, marks)
+    runner = make_runner(model, storage, kernels, recorder)
+    stores = open_stores(config.tiers, runner, marks)
     listeners = [events] if stores is None else [events, stores.elsewhere]
     cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks)
-    runner = make_runner(model, storage, kernels, recorder)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     rates = Rates(config.tenants, config.default_tenant)
     engine = Engine(

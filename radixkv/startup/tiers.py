@@ -6,21 +6,23 @@ import logging
 import shutil
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import Runner
 from radixkv.config import TiersConfig
 from radixkv.engine.offload.disk_record import DiskRecord
 from radixkv.engine.offload.offload import Offload
 from radixkv.engine.offload.prompt_keys import PromptKeys
 from radixkv.errors import ConfigError, StoreError
 from radixkv.invocation import InvocationMarks
-from radixkv.model.model import Model
-from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.mover import PAYLOAD_LAYOUT, BlockMover
 from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
 from radixkv.storage.tiers.block_object import object_bytes
@@ -39,6 +41,9 @@ _log = logging.getLogger(__name__)
 _WAITING_SHARE = 8
 _LEAST_WAITING_BYTES = 64 << 20
 _STAT_BLOCK_BYTES = 512
+# The prompt that is computed to learn how this process computes.
+_TRIED_BLOCKS = 2
+_STRIDE = 7919
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +78,8 @@ class Stores:
         return Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, record=record)
 
 
-def open_stores(config: TiersConfig, model: Model, storage: KVStorage, marks: InvocationMarks) -> Stores | None:
-    """Open the stores. One that can't be used is left out, which is logged.
+def open_stores(config: TiersConfig, runner: Runner, marks: InvocationMarks) -> Stores | None:
+    """Open the stores. One that can't be used is left out, which is logged. What is in the pool is lost.
 
     Returns:
         None if there is none.
@@ -82,6 +87,9 @@ def open_stores(config: TiersConfig, model: Model, storage: KVStorage, marks: In
     Raises:
         ConfigError: a store has no room for a block, or lacks its packages.
     """
+    if config == TiersConfig():
+        return None
+    model, storage = runner.model, runner.storage
     mover = BlockMover(storage.pool)
     block_format = BlockFormat(
         model=model.fingerprint,
@@ -90,7 +98,7 @@ def open_stores(config: TiersConfig, model: Model, storage: KVStorage, marks: In
         layout=PAYLOAD_LAYOUT,
         block_size=storage.block_size,
         payload_bytes=mover.payload_bytes,
-        computed_by=_computed_by(model.device),
+        computed_by=_computed_by(runner, mover),
     )
     num_bytes = object_bytes(storage.block_size, mover.payload_bytes)
     wanted: dict[str, StoreOptions] = {}
@@ -138,9 +146,19 @@ def _room(name: str, backend: StoreBackend) -> int:
     return num_blocks
 
 
-def _computed_by(device: torch.device) -> str:
-    """Name all that the last bits of K and V depend on besides the model: kind of processor, and torch."""
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"cuda sm_{major}{minor}, torch {torch.__version__}"
-    return f"cpu {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+def _computed_by(runner: Runner, mover: BlockMover) -> str:
+    """Name what the last bits of K and V depend on besides the model: torch, and how this process computes.
+
+    Libraries, kernels and numbers of threads that are chosen at load give other last bits, so a prompt is computed, and
+    the digest of its K and V is part of the name.
+    """
+    storage, device = runner.storage, runner.model.device
+    num_blocks = min(_TRIED_BLOCKS, storage.num_blocks)
+    num_tokens = num_blocks * storage.block_size
+    tokens = (np.arange(num_tokens) * _STRIDE % runner.model.vocab_size).astype("<u4").tobytes()
+    block_ids = np.arange(num_blocks, dtype=np.int32)
+    runner.run([Chunk(tokens, 0, num_tokens, block_ids, None, wants_logits=True)])
+    digest = blake2b(digest_size=16)
+    for payload in mover.read(block_ids.tolist()):
+        digest.update(payload)
+    return f"{device.type}, torch {torch.__version__}, {digest.hexdigest()}"

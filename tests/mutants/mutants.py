@@ -421,3 +421,60 @@ EVENT_MUTANTS = (
     Mutant("events/block_identity.py", "for field in namespace:", "for field in namespace[:-1]:"),
     Mutant("events/readers.py", "        self._is_waking = False  #", "        pass  #"),
 )
+
+OFFLOAD_MUTANTS = (
+    Mutant("cache/elsewhere/elsewhere.py", "for block, block_id in reversed(pairs):", "for block, block_id in pairs:"),
+    Mutant("cache/elsewhere/elsewhere.py", "if shelf.holds(block.key)), None)", "if block.key in shelf), None)"),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "            if shelf is None:\n                break\n",
+        "            if shelf is None:\n                continue\n",
+    ),
+    Mutant("cache/elsewhere/elsewhere.py", "tokens[:-TOKEN_BYTES])):", "tokens)):"),
+    Mutant("cache/elsewhere/elsewhere.py", "        for key in reversed(keys):\n", "        for key in keys:\n"),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "None if namespace.tenant == PUBLIC_TENANT else self.trunk_of(namespace)",
+        "self.trunk_of(namespace)",
+    ),
+    Mutant("cache/elsewhere/shelf.py", "        self._expected.add(key)\n", ""),
+    Mutant(
+        "cache/elsewhere/shelf.py",
+        "        yield from self._on_device\n        yield from self._left_device\n",
+        "        yield from self._left_device\n        yield from self._on_device\n",
+    ),
+    Mutant("engine/core.py", "        self._save()\n        return start_step", "        return start_step"),
+    Mutant("engine/offload/deleter.py", "if key not in self._elsewhere.shelves[name]]", "]"),
+    Mutant("engine/offload/disk_record.py", "if self._keys.child(head.parent, tokens) == head.key:", "if True:"),
+    Mutant("engine/offload/loader.py", "if wish is None or request.is_revoked:", "if wish is None:"),
+    Mutant("engine/offload/loader.py", "            lease.copy = None\n", ""),
+    Mutant("engine/offload/loader.py", "            if request.params.write_cache:\n", "            if True:\n"),
+    Mutant(
+        "engine/offload/loader.py",
+        "found = found[: wish.load.num_there(found)]",
+        "found = [each for each in found if each.block.key in wish.load.blocks]",
+    ),
+    Mutant("engine/offload/loader.py", "            self._elsewhere.lost(store, blocks.lost)\n", ""),
+    Mutant(
+        "engine/offload/offload.py",
+        "        self.flush()\n        return self._loader.fill",
+        "        return self._loader.fill",
+    ),
+    Mutant(
+        "engine/offload/prompt_keys.py",
+        'own + num_plain.to_bytes(4, "little") + digest.encode()',
+        "own + digest.encode()",
+    ),
+    Mutant(
+        "engine/offload/prompt_keys.py",
+        'own + num_plain.to_bytes(4, "little") + digest.encode()',
+        'own + num_plain.to_bytes(4, "little")',
+    ),
+    Mutant("engine/offload/saver.py", "            self._delete(name, (*keys, *given_up))\n", ""),
+    Mutant("engine/offload/saver.py", " - set(keys)", ""),
+    Mutant(
+        "scheduling/load_or_compute.py",
+        "line.at(num_blocks + self._num_queued_blocks.get(store, 0))",
+        "line.at(num_blocks)",
+    ),
+)

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.mutants.mutants import CACHE_MUTANTS, ENGINE_MUTANTS, EVENT_MUTANTS, KERNEL_MUTANTS, Mutant
+from tests.mutants.mutants import CACHE_MUTANTS, ENGINE_MUTANTS, EVENT_MUTANTS, KERNEL_MUTANTS, OFFLOAD_MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 _AT_TOP = ("kernels", "service")
@@ -79,9 +79,19 @@ EVENT_TESTS = (
     "tests/events/test_readers.py",
     "tests/cache/test_cache_stress.py",
 )
+OFFLOAD_TESTS = (
+    "tests/cache/elsewhere/test_shelf.py",
+    "tests/cache/elsewhere/test_elsewhere.py",
+    "tests/engine/offload/test_prompt_keys.py",
+    "tests/engine/offload/test_deleter.py",
+    "tests/engine/offload/test_disk_record.py",
+    "tests/engine/offload/test_offload.py",
+    "tests/scheduling/test_load_or_compute.py",
+)
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
+    (OFFLOAD_MUTANTS, OFFLOAD_TESTS),
 )
 
 

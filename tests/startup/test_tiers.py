@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
@@ -138,3 +139,22 @@ def test_host_memory_below_a_block_is_refused(checkpoint: Path) -> None:
 def test_without_tiers_there_are_no_stores(checkpoint: Path) -> None:
     with engine(checkpoint) as served:
         assert served.offload is None
+
+
+def test_a_process_that_computes_other_bits_finds_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its libraries may have been chosen otherwise, for the same model on the same machine."""
+    disk = f"tiers.disk_path={tmp_path}"
+    with engine(checkpoint, disk) as served:
+        ask(served, 1)
+    rounded = torch.nn.functional.silu
+    monkeypatch.setattr(torch.nn.functional, "silu", lambda *args, **kw: rounded(*args, **kw).nextafter(torch.ones(1)))
+    monkeypatch.setattr(torch.nn.SiLU, "forward", lambda _, x: rounded(x).nextafter(torch.ones(1)))
+    with engine(checkpoint, disk) as served:
+        settle(served)
+        assert ask(served, 1).usage.cached_tokens == 0
+    monkeypatch.undo()
+    with engine(checkpoint, disk) as served:
+        settle(served)
+        assert ask(served, 1).usage.disk_tokens == 80

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from radixkv.api.stats import TierStats
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
@@ -28,7 +28,8 @@ from radixkv.storage.tiers.tier import Tier
 
 _log = logging.getLogger(__name__)
 
-_CLOSE_LIMIT_S = 10.0
+CLOSE_LIMIT_S = 10.0
+_READING_SLICE_S = 0.001
 _SAVED_AT_ONCE = 64  # blocks
 
 
@@ -113,14 +114,18 @@ class Offload:
         """Learn how long computing takes."""
         self._choice.note_step(seconds, [(part.start, part.end) for part in slices])
 
+    def reading(self) -> Iterator[None]:
+        """Yield until it is known whose blocks the disk holds."""
+        while self._reader is not None and self._reader.is_alive():
+            self._reader.join(_READING_SLICE_S)
+            yield
+
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> list[Deletion]:
         """Forget what is stored of the namespaces with these names, None for any.
 
-        Requests that wait for some of it get nothing of it.
+        Requests that wait for some of it get nothing of it. What is on disk is known only if `reading` is over.
         """
-        if self._reader is not None:
-            self._reader.join()  # before that nobody knows whose blocks the disk holds
-            self._take_found()
+        self._take_found()
         self._loader.forget(tenant, adapter, salt)
         keys = self.elsewhere.purge(tenant, adapter, salt)
         return [Deletion(name, self._deleter.delete(name, gone)) for name, gone in keys.items()]
@@ -128,10 +133,10 @@ class Offload:
     def close(self) -> None:
         """Write what is on the device to the disk, as far as it can be done in 10 s, and close the stores."""
         self._loader.close()
-        deadline_s = time.monotonic() + _CLOSE_LIMIT_S
+        deadline_s = time.monotonic() + CLOSE_LIMIT_S
         self._save_all(deadline_s)
         if not self._saver.wait(max(0.0, deadline_s - time.monotonic())):
-            _log.warning("tiers: expected to store all blocks within %s s, got fewer", _CLOSE_LIMIT_S)
+            _log.warning("tiers: expected to store all blocks within %s s, got fewer", CLOSE_LIMIT_S)
         for tier in self.tiers.values():
             tier.close()
 

@@ -32,7 +32,7 @@ class BlockFormat:
         layout: order of the numbers in a payload, such as `by block`.
         block_size: tokens a block.
         payload_bytes: bytes of K and V of one block.
-        computed_by: kind of device that computed it, such as `cpu` or `cuda sm_90`: another kind has other last bits.
+        computed_by: names what the last bits depend on besides the model: device, libraries, kernels.
     """
 
     model: str
