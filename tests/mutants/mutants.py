@@ -264,10 +264,10 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "scheduling/admission.py",
-        "request.cached_tokens, request.public_tokens = lease.cached_tokens, lease.public_tokens",
+        "request.cached_tokens, request.public_tokens = cached_tokens, lease.public_tokens",
         "pass",
     ),
-    Mutant("scheduling/admission.py", "max(0, request.computed_upto - lease.cached_tokens)", "0"),
+    Mutant("scheduling/admission.py", "max(0, request.computed_upto - cached_tokens)", "0"),
     Mutant("scheduling/admission.py", "num_spared_blocks=num_growing,\n", "num_spared_blocks=0,\n"),
     Mutant("scheduling/admission.py", "num_growing = 0 if is_passing else sum(", "num_growing = sum("),
     Mutant("scheduling/admission.py", "Admission.NO_ROOM if running and", "Admission.NO_ROOM if False and"),
