@@ -40,12 +40,18 @@ class Bench:
         quotas: dict[str, Quota] | None = None,
         weights: dict[str, float] | None = None,
         observers: Iterable[Observer] = (),
+        probation_share: float = 1.0,
         **config: object,
     ) -> None:
         self.clock = Clock()
         self.has_news = False  # while it is true, no step is started ahead
         self.cache = PrefixCache(
-            num_blocks, BLOCK_SIZE, quotas=quotas, max_kept_blocks=2 * num_blocks, clock=self.clock
+            num_blocks,
+            BLOCK_SIZE,
+            quotas=quotas,
+            max_kept_blocks=2 * num_blocks,
+            probation_share=probation_share,
+            clock=self.clock,
         )
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.core = EngineCore(

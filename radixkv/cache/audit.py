@@ -30,6 +30,7 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
         InvariantViolation: the message names what does not add up.
     """
     pool, tenants, lines, retained = holdings.pool, holdings.tenants, holdings.lines, holdings.retained
+    probation = holdings.probation
     leases_of: Counter[Node] = Counter()  # by the node that their path ends in
     kept_of: Counter[Node] = Counter()  # the same, of kept leases
     leased, published = [], []  # packed block ids
@@ -64,6 +65,9 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
             blocks["cached"] += node.num_blocks
             blocks["pinned"] += node.num_blocks if node.num_holds else 0
             blocks["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
+            num_probation_blocks = node.num_blocks if node in lines and probation.has(node) else 0
+            _require(node.num_probation_blocks == num_probation_blocks, "a leaf waits in the wrong lines")
+            blocks["probation"] += num_probation_blocks
             num_evictable += node.is_evictable
             num_expiring += node.expiry_entry is not None
         held_nodes.difference_update(tree.nodes())
@@ -77,6 +81,7 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
     _require(retained.num_blocks == totals["retained"], "the number of retained blocks drifted")
     _require(retained.num_blocks <= retained.max_blocks, "more blocks are retained than may be")
     _require(retained.num_expiring == num_expiring, "the expiry index holds a node outside every tree")
+    _require(probation.num_blocks == totals["probation"], "the number of blocks on probation drifted")
     _require(len(lines) == num_evictable, "the eviction index holds a node outside every tree")
     _require(holdings.kept.num_blocks == totals["kept"], "the number of kept blocks drifted")
     _require(holdings.kept.num_blocks <= holdings.kept.max_blocks, "more blocks are kept than may be")
@@ -86,6 +91,7 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
         _require(usage.num_cached_blocks == blocks["cached"], "a tenant's number of cached blocks drifted")
         _require(usage.num_pinned_blocks == blocks["pinned"], "a tenant's number of pinned blocks drifted")
         _require(usage.num_leased_blocks == blocks["leased"], "a tenant's number of leased blocks drifted")
+        _require(usage.num_probation_blocks == blocks["probation"], "a tenant's blocks on probation drifted")
         _require(usage.num_retained_blocks == blocks["retained"], "a tenant's number of retained blocks drifted")
     pool.check(np.frombuffer(b"".join(leased), dtype=np.int32), np.frombuffer(b"".join(published), dtype=np.int32))
 

@@ -9,6 +9,7 @@ from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes
 from radixkv.cache.kept_blocks import KeptBlocks
 from radixkv.cache.lines.eviction_lines import EvictionLines
+from radixkv.cache.lines.probation import Probation
 from radixkv.cache.namespaces.forest import Forest
 from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.retained_nodes import RetainedNodes
@@ -26,6 +27,7 @@ class Holdings:
         tenants: the bounds and the counters of each tenant.
         policy: orders the eviction lines.
         lines: the leaves that may be evicted.
+        probation: knows which of them were never reused.
         retained: the nodes that have a priority.
         kept: counts what held leases keep.
         changes: tells listeners what happens to nodes.
@@ -38,6 +40,7 @@ class Holdings:
     tenants: Tenants
     policy: EvictionPolicy
     lines: EvictionLines
+    probation: Probation
     retained: RetainedNodes
     kept: KeptBlocks
     changes: Changes

@@ -58,6 +58,7 @@ class Lease:
         node_used_s: time of the last use of the matched node before this lease.
         num_expected_tokens: length that it will probably reach; adjacent blocks are left free for that.
         num_nodes: nodes that were passed to find what is reused.
+        is_resumed: whether its holder goes on after an earlier lease of the same prompt.
         is_closed: whether the lease was closed.
         is_kept: whether it only keeps blocks now: see `keep`.
         is_revoked: whether its namespace was purged; if so it publishes nothing more.
@@ -71,6 +72,7 @@ class Lease:
         "copy",
         "is_closed",
         "is_kept",
+        "is_resumed",
         "is_revoked",
         "namespace",
         "node",
@@ -99,6 +101,7 @@ class Lease:
         num_expected_tokens: int = 0,
         num_nodes: int = 0,
         public_tokens: int = 0,
+        is_resumed: bool = False,
     ) -> None:
         self._keeper = keeper
         self.namespace = namespace
@@ -115,6 +118,7 @@ class Lease:
         self.public_tokens = public_tokens
         self.committed_tokens = cached_tokens
         self.written_from_tokens: int | None = None
+        self.is_resumed = is_resumed
         self.is_closed = False
         self.is_kept = False
         self.is_revoked = False

@@ -39,6 +39,7 @@ class Ledger:
         self._pool = holdings.pool
         self._tenants = holdings.tenants
         self._lines = holdings.lines
+        self._probation = holdings.probation
         self._retained = holdings.retained
         self._kept = holdings.kept
         self._changes = holdings.changes
@@ -59,12 +60,12 @@ class Ledger:
         read: bool,
         num_spared_blocks: int,
         num_expected_tokens: int,
+        is_resumed: bool,
         other: tuple[int, bytes] = (0, b""),
     ) -> Lease:
         """Open a lease, as `PrefixCache.lease` describes.
 
-        `other` is a packed block of another tree, whose first tokens are those of the prompt, and their number. It is
-        copied if the own tree has fewer of them.
+        `other` is a packed block of another tree, and how many tokens of the prompt it has: copied if these are more.
         """
         node, found_bytes, cached_tokens, packed, num_nodes = self._trees.find(namespace, tokens, read)
         is_other = cached_tokens < other[0]
@@ -83,6 +84,7 @@ class Ledger:
         if node is not None:
             node_used_s = node.last_used_s
             self._changes.used(node, found_bytes, self._clock())
+            self._probation.found(node, found_bytes, is_resumed)
             self._pins.pin(node)
         self._evictor.make_room(num_new_blocks, namespace.tenant, usage)
         reused = np.frombuffer(packed, dtype=np.int32)
@@ -109,6 +111,7 @@ class Ledger:
             num_expected_tokens,
             num_nodes,
             cached_tokens if is_other else 0,
+            is_resumed,
         )
         self._open.add(lease)
         return lease
@@ -192,8 +195,7 @@ class Ledger:
         tokens = bytes(lease.tokens[: end * TOKEN_BYTES])
         tree = self._trees.get(lease.namespace)
         if tree is None:
-            owner = Owner(lease.namespace, lease.usage, self._block_size)
-            tree = self._trees[lease.namespace] = RadixTree(owner)
+            tree = self._trees[lease.namespace] = RadixTree(Owner(lease.namespace, lease.usage, self._block_size))
         packed = lease.block_ids[:num_blocks].tobytes()
         insertion = tree.insert(tokens, packed, lease.known_node)
         if not packed.startswith(insertion.known_block_ids):
@@ -205,7 +207,7 @@ class Ledger:
         else:
             if lease.written_from_tokens is None:
                 lease.written_from_tokens = insertion.known_bytes // TOKEN_BYTES
-            self._publish(lease.block_ids[insertion.num_known_blocks : num_blocks], insertion)
+            self._publish(lease.block_ids[insertion.num_known_blocks : num_blocks], insertion, lease.is_resumed)
             lease.num_published_blocks = num_blocks
         before, lease.node, lease.copy = lease.node, insertion.node, None
         self._pins.pin(insertion.node)
@@ -229,7 +231,7 @@ class Ledger:
         lease.usage.num_leased_blocks -= differing.size
         lease.block_ids[differing] = known[differing]
 
-    def _publish(self, block_ids: BlockIds, insertion: Insertion) -> None:
+    def _publish(self, block_ids: BlockIds, insertion: Insertion, is_resumed: bool) -> None:
         """Hand a lease's blocks to the tree, take back the one that they replace, and tell of it."""
         node, replaced = insertion.node, np.frombuffer(insertion.replaced_block_ids, dtype=np.int32)
         num_more_blocks = block_ids.size - replaced.size
@@ -248,6 +250,7 @@ class Ledger:
             usage.num_leased_blocks -= 1
         if num_old_blocks == 0:
             self._changes.inserted(node, self._clock())
+            self._probation.returned(node, is_resumed)
             return
         self._changes.grown(node, num_more_blocks, self._clock())
         if node.num_keeps and num_more_blocks:

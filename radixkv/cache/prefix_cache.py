@@ -14,7 +14,8 @@ from radixkv.cache.evictor import Evictor
 from radixkv.cache.holdings import Holdings
 from radixkv.cache.kept_blocks import KeptBlocks
 from radixkv.cache.ledger import Ledger
-from radixkv.cache.lines.eviction_lines import EvictionLines
+from radixkv.cache.lines.probation import Probation
+from radixkv.cache.lines.probation_lines import make_lines
 from radixkv.cache.listing.segment_index import SegmentIndex
 from radixkv.cache.lost_prefixes import LostPrefixes
 from radixkv.cache.namespaces.forest import Forest
@@ -44,6 +45,7 @@ class PrefixCache:
         max_retained_blocks: blocks that may have a priority above the default; by default a fifth of the pool.
         max_kept_blocks: blocks that held leases may keep; by default half of the pool.
         max_public_blocks: blocks that public prefixes may take; by default a quarter of the pool.
+        probation_share: part of the pool beyond which never reused leaves go first; with 1 the policy alone decides.
         evicted_prefixes: number of evicted prefixes to remember, to explain misses.
         listeners: are told of every change to the trees, after the cache's own parts.
         clock: seconds, never going back.
@@ -56,6 +58,7 @@ class PrefixCache:
         kept: the bounds and the counts of what held leases keep.
         max_retained_blocks: blocks that may be retained.
         segments: the nodes of all trees.
+        probation: counts the blocks of leaves that were never reused.
         public: the prefixes that all tenants share.
         places: the trees in which prompts are looked up.
 
@@ -80,6 +83,7 @@ class PrefixCache:
         max_retained_blocks: int | None = None,
         max_kept_blocks: int | None = None,
         max_public_blocks: int | None = None,
+        probation_share: float = 1.0,
         evicted_prefixes: int = 65_536,
         listeners: Iterable[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -97,8 +101,10 @@ class PrefixCache:
         self._clock = clock
         policy = policy or EvictionPolicy()
         self.segments = SegmentIndex(clock, self.marks)
-        self._changes = Changes((self._retained, self.kept, policy, self._lost, self.segments, *listeners))
-        self._lines = EvictionLines(policy, self.tenants)
+        self.probation = probation = Probation(probation_share, num_blocks)
+        self._lines, counting = make_lines(policy, self.tenants, probation)
+        own = (self._retained, self.kept, policy, *counting, self._lost, self.segments)
+        self._changes = Changes((*own, *listeners))
         self._holdings = Holdings(
             block_size=block_size,
             trees=self._trees,
@@ -106,6 +112,7 @@ class PrefixCache:
             tenants=self.tenants,
             policy=policy,
             lines=self._lines,
+            probation=probation,
             retained=self._retained,
             kept=self.kept,
             changes=self._changes,
@@ -167,16 +174,7 @@ class PrefixCache:
 
         ADAPTER_CHANGED is told of what is cached under a `former` key of the prompt, or was until that drained.
         """
-        if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
-            return MissReason.NONE
-        place = self.places.of(namespace, tokens)
-        if place.trunk is not None:
-            start = place.start_tokens * TOKEN_BYTES
-            former = [PromptKey(place.namespace, key.tokens[start:]) for key in former if key.namespace == namespace]
-            namespace, tokens = place.namespace, place.tokens
-            cached_tokens = max(0, cached_tokens - place.start_tokens)
-        next_end = (cached_tokens // self.block_size + 1) * self.block_size
-        return self._lost.explain(namespace, tokens, cached_tokens, next_end, former, self._trees.find)
+        return self.places.explain(self._lost, PromptKey(namespace, tokens), cached_tokens, former)
 
     def lease(
         self,
@@ -186,6 +184,7 @@ class PrefixCache:
         read: bool = True,
         num_spared_blocks: int = 0,
         num_expected_tokens: int = 0,
+        is_resumed: bool = False,
     ) -> PromptLease:
         """Take the right to a prompt's blocks: cached ones are kept, missing ones are allocated.
 
@@ -199,6 +198,7 @@ class PrefixCache:
             read: reuse cached blocks.
             num_spared_blocks: blocks that must be free or evictable after this.
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
+            is_resumed: the prompt had a lease before, of which this one goes on; so what it finds is no reuse.
 
         Returns:
             A lease that the caller must close.
@@ -207,9 +207,7 @@ class PrefixCache:
             InvalidRequest: `tokens` is empty or not whole tokens.
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
-        return self.places.lease(
-            namespace, tokens, read=read, num_spared_blocks=num_spared_blocks, num_expected_tokens=num_expected_tokens
-        )
+        return self.places.lease(namespace, tokens, read, num_spared_blocks, num_expected_tokens, is_resumed)
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, *, only_raise: bool = False) -> Grant:
         """Give a cached range a priority: unused leaves of lower priority are evicted first, whatever the policy.

@@ -77,6 +77,7 @@ class TenantUsage:
         quota: the bounds on its blocks.
         num_cached_blocks: published blocks.
         num_pinned_blocks: published blocks that leases keep from eviction.
+        num_probation_blocks: published blocks of leaves on probation that no lease uses.
         num_leased_blocks: blocks that belong to leases.
         num_retained_blocks: published blocks that are retained.
         num_kept_blocks: blocks that held leases keep.
@@ -93,6 +94,7 @@ class TenantUsage:
         "num_leased_blocks",
         "num_miss_tokens",
         "num_pinned_blocks",
+        "num_probation_blocks",
         "num_retained_blocks",
         "quota",
     )
@@ -103,6 +105,7 @@ class TenantUsage:
         self.num_pinned_blocks = 0
         self.num_leased_blocks = 0
         self.num_retained_blocks = 0
+        self.num_probation_blocks = 0
         self.num_kept_blocks = 0
         self.num_evicted_blocks = 0
         self.num_hit_tokens = 0

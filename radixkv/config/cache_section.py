@@ -33,6 +33,8 @@ class CacheConfig:
         max_retained_share: part of the pool that may have a priority above the default, 0 to 1.
         max_held_share: part of the pool that held leases may keep, 0 to 1.
         max_public_share: part of the pool that public prefixes may take, 0 to 1; 0 for none.
+        probation_share: part of the pool that prompts that came once may take before they are evicted ahead of all that
+            was reused, 0 to 1. With 1 the policy alone decides.
     """
 
     block_size: Annotated[int, OneOf(16, 32, 64)] = 64
@@ -44,6 +46,7 @@ class CacheConfig:
     max_retained_share: _Share = 0.2
     max_held_share: _Share = 0.5
     max_public_share: _Share = 0.25
+    probation_share: _Share = 0.5
 
     def __post_init__(self) -> None:
         require_fields("cache", self)

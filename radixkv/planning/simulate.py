@@ -87,6 +87,7 @@ def simulate(
     policy: str,
     capacity_tokens: int,
     block_size: int = TOKENS_PER_ID,
+    probation_share: float = 1.0,
     on_request: Callable[[], object] | None = None,
 ) -> Simulation:
     """Replay a trace in its order and on its clock; each prompt is leased, published and closed before the next.
@@ -100,6 +101,7 @@ def simulate(
         policy: one of `SIMULATED_POLICIES`.
         capacity_tokens: capacity of the cache, rounded down to whole blocks.
         block_size: tokens a block, at least 1.
+        probation_share: the cache's, as `PrefixCache` describes; `optimal` has none.
         on_request: called after each request.
 
     Raises:
@@ -107,7 +109,7 @@ def simulate(
     """
     check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size)
     start_s = time.perf_counter()
-    replay = _Replay(requests, policy, capacity_tokens // block_size, block_size)
+    replay = _Replay(requests, policy, capacity_tokens // block_size, block_size, probation_share)
     for index in range(len(requests)):
         replay.step(index)
         if on_request is not None:
@@ -128,7 +130,9 @@ def simulate(
 class _Replay:
     """Replays requests through one cache with a virtual clock, and counts tokens."""
 
-    def __init__(self, requests: Sequence[TraceRequest], policy: str, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, requests: Sequence[TraceRequest], policy: str, num_blocks: int, block_size: int, probation_share: float
+    ) -> None:
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self._requests = requests
         self._num_kept_blocks = num_blocks
@@ -143,6 +147,7 @@ class _Replay:
             num_blocks,
             block_size,
             policy=self._future or make_policy(policy, num_blocks),
+            probation_share=1.0 if self._future else probation_share,
             evicted_prefixes=0,
             clock=lambda: self._now_s,
         )

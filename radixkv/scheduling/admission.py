@@ -99,6 +99,7 @@ class Admitter:
                 read=params.read_cache,
                 num_spared_blocks=num_growing,
                 num_expected_tokens=request.num_expected_tokens,
+                is_resumed=request.has_computed,
             )
         except QuotaExceeded as error:
             if any(other.tenant == request.tenant for other in running):

@@ -172,6 +172,7 @@ def _make_cache(
         max_retained_blocks=int(cache.max_retained_share * num_blocks),
         max_kept_blocks=int(cache.max_held_share * num_blocks),
         max_public_blocks=int(cache.max_public_share * num_blocks),
+        probation_share=cache.probation_share,
         evicted_prefixes=cache.evicted_prefixes,
         listeners=listeners,
         marks=marks,

@@ -92,6 +92,17 @@ def capacities(text: str) -> list[int]:
     return list(dict.fromkeys(whole(item.strip()) for item in text.split(",")))
 
 
+def share(text: str) -> float:
+    """Read a part of a whole, 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected 0 to 1, got {text}")
+    return value
+
+
 def number(text: str) -> Decimal:
     """Read a number from 0; it need not be whole."""
     try:

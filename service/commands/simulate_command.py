@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from radixkv.config import CacheConfig
 from radixkv.errors import ConfigError
 from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, check_simulation, simulate
 from radixkv.planning.trace import TraceRequest, load_trace
-from radixkv.service.commands.argument_types import COUNTS, capacities, names, positive
+from radixkv.service.commands.argument_types import COUNTS, capacities, names, positive, share
 from radixkv.service.commands.tables import aligned
 from radixkv.service.missing_package import missing_package
 
@@ -34,6 +35,13 @@ def add_simulate_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--policy", metavar="P[,P...]", type=names, default="adaptive", help=f"of {', '.join(SIMULATED_POLICIES)}"
     )
     simulate.add_argument("--block-size", metavar="B", type=positive, default=512, help="tokens of a block")
+    simulate.add_argument(
+        "--probation-share",
+        metavar="X",
+        type=share,
+        default=1.0,
+        help=f"cache.probation_share; {CacheConfig().probation_share} in the service; with 1 the policy decides alone",
+    )
     simulate.add_argument("--limit", metavar="N", type=positive, help="the first N requests only (default: all)")
     simulate.add_argument("--json", action="store_true", help="a list of objects, one for each policy and capacity")
     simulate.add_argument(
@@ -51,6 +59,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
         capacities_tokens=arguments.capacity_tokens,
         policies=arguments.policy,
         block_size=arguments.block_size,
+        probation_share=arguments.probation_share,
         limit=arguments.limit,
         plot=arguments.plot,
         as_json=arguments.json,
@@ -64,6 +73,7 @@ def run_simulations(
     capacities_tokens: Sequence[int],
     policies: Sequence[str],
     block_size: int,
+    probation_share: float,
     limit: int | None,
     plot: str | None,
     as_json: bool,
@@ -75,6 +85,7 @@ def run_simulations(
         capacities_tokens: tokens that the cache holds.
         policies: names from `SIMULATED_POLICIES`.
         block_size: tokens a block.
+        probation_share: the part of the cache beyond which prompts that came once go first.
         limit: number of requests to replay at most; None for all.
         plot: a PNG file to write, or None. The optimum is drawn also if it is not among the policies.
         as_json: a list of objects instead of a table.
@@ -90,12 +101,12 @@ def run_simulations(
     if plot is not None:
         _require_plottable(Path(plot))
     requests = load_trace(trace, limit=limit)
-    simulations = _simulate_all(requests, policies, capacities_tokens, block_size)
+    simulations = _simulate_all(requests, policies, capacities_tokens, block_size, probation_share)
     if plot is not None:
         from radixkv.service.commands.hit_rate_plot import draw_hit_rates
 
         unasked = [] if OPTIMAL in policies else [OPTIMAL]
-        bound = _simulate_all(requests, unasked, capacities_tokens, block_size)
+        bound = _simulate_all(requests, unasked, capacities_tokens, block_size, probation_share)
         draw_hit_rates(Path(plot), [*simulations, *bound], Path(trace).name)
     if as_json:
         return json.dumps([dataclasses.asdict(simulation) for simulation in simulations], indent=2)
@@ -122,7 +133,11 @@ def simulation_table(simulations: Sequence[Simulation]) -> str:
 
 
 def _simulate_all(
-    requests: Sequence[TraceRequest], policies: Sequence[str], capacities_tokens: Sequence[int], block_size: int
+    requests: Sequence[TraceRequest],
+    policies: Sequence[str],
+    capacities_tokens: Sequence[int],
+    block_size: int,
+    probation_share: float,
 ) -> list[Simulation]:
     simulations = []
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
@@ -133,6 +148,7 @@ def _simulate_all(
                 policy=policy,
                 capacity_tokens=capacity_tokens,
                 block_size=block_size,
+                probation_share=probation_share,
                 on_request=advance,
             )
         )

@@ -36,6 +36,8 @@ CACHE_TESTS = (
     "tests/cache/lines/test_line_heap.py",
     "tests/cache/test_evictor.py",
     "tests/cache/lines/test_eviction_index.py",
+    "tests/cache/lines/test_probation.py",
+    "tests/cache/lines/test_probation_lines.py",
     "tests/cache/test_miss_reason.py",
     "tests/cache/test_lost_prefixes.py",
     "tests/cache/test_changes.py",
@@ -52,6 +54,7 @@ CACHE_TESTS = (
 )
 ENGINE_TESTS = (
     "tests/cache/test_lease.py",
+    "tests/cache/lines/test_probation.py",
     "tests/engine/test_sampler.py",
     "tests/engine/test_allowed_tokens.py",
     "tests/engine/calls/test_lanes.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Collection, Iterator
 
 from radixkv.cache.lines.eviction_index import EvictionIndex
 from radixkv.cache.lines.line_heap import LineHeap
@@ -18,12 +18,13 @@ class EvictionLines:
     Args:
         policy: orders all lines alike.
         tenants: their quotas. If other tenants have a ceiling, each of them has a line of its own as well.
+        arrivals: distinct numbers, in rising order; by default its own.
 
     Complexity: O(log leaves + log tenants) to add, discard and requeue; O(tenants with a quota) to find the first leaf.
     """
 
-    def __init__(self, policy: EvictionPolicy, tenants: Tenants) -> None:
-        arrivals = itertools.count()
+    def __init__(self, policy: EvictionPolicy, tenants: Tenants, arrivals: Iterator[int] | None = None) -> None:
+        arrivals = itertools.count() if arrivals is None else arrivals
         self._own = {tenant: EvictionIndex(policy, arrivals) for tenant in tenants.with_quota}
         self._others: EvictionIndex | LineHeap = EvictionIndex(policy, arrivals)
         if tenants.default_quota.ceiling_blocks is not None:
@@ -46,9 +47,8 @@ class EvictionLines:
     def requeue(self, node: Node) -> None:
         """Give a node a new place in its line, if it is there."""
         if node.eviction_entry is not None:
-            line = self._line(node)
-            line.discard(node)
-            line.add(node)
+            self.discard(node)
+            self.add(node)
 
     def first_of(self, tenant: str) -> Node | None:
         """Return the leaf that goes first of one tenant with a line of its own; None if it has none."""
@@ -59,7 +59,7 @@ class EvictionLines:
             first = self._others.first_of(tenant)
         return None if first is None else first[-1]
 
-    def first(self, spared: Container[str]) -> Node | None:
+    def first(self, spared: Collection[str]) -> Node | None:
         """Return the leaf that goes first of all tenants but the spared ones; None if there is none."""
         lines = [self._others, *(line for tenant, line in self._own.items() if tenant not in spared)]
         first = min((entry for line in lines if (entry := line.first()) is not None), default=None)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from radixkv.api.miss_reason import MissReason
 from radixkv.blocks import BlockIds
 from radixkv.cache.holdings import Holdings
 from radixkv.cache.kept_blocks import Path
 from radixkv.cache.ledger import Ledger
+from radixkv.cache.lost_prefixes import LostPrefixes
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.public.hung_lease import HungLease
 from radixkv.cache.public.public_prefix import Place, Trunk
 from radixkv.cache.public.public_prefixes import PublicPrefixes
-from radixkv.namespace import Namespace
+from radixkv.namespace import Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, shared_bytes
 
 
@@ -112,6 +114,21 @@ class Places:
         found_block_ids = np.frombuffer(packed, np.int32, -(-found_tokens // self._block_size))
         return Match(place.cached_tokens(found_tokens), place.block_ids(found_tokens, found_block_ids), num_nodes)
 
+    def explain(
+        self, lost: LostPrefixes, key: PromptKey, cached_tokens: int, former: Sequence[PromptKey]
+    ) -> MissReason:
+        """Tell why the tokens after the cached ones have to be computed, as `PrefixCache.explain` describes."""
+        namespace, tokens = key
+        if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
+            return MissReason.NONE
+        place = self.of(namespace, tokens)
+        if place.trunk is not None:
+            start = place.start_tokens * TOKEN_BYTES
+            former = [PromptKey(place.namespace, each.tokens[start:]) for each in former if each.namespace == namespace]
+            cached_tokens = max(0, cached_tokens - place.start_tokens)
+        next_end = (cached_tokens // self._block_size + 1) * self._block_size
+        return lost.explain(place.namespace, place.tokens, cached_tokens, next_end, former, self._trees.find)
+
     def path_of(self, namespace: Namespace, tokens: bytes, *, read: bool) -> tuple[Path, int]:
         """Return what a prompt would keep if its lease were held, public blocks excepted, and the nodes passed."""
         place = self.of(namespace, tokens, read=read)
@@ -120,7 +137,13 @@ class Places:
         return Path(node, cached_tokens // self._block_size, num_blocks), num_nodes
 
     def lease(
-        self, namespace: Namespace, tokens: bytes, *, read: bool, num_spared_blocks: int, num_expected_tokens: int
+        self,
+        namespace: Namespace,
+        tokens: bytes,
+        read: bool,
+        num_spared_blocks: int,
+        num_expected_tokens: int,
+        is_resumed: bool,
     ) -> PromptLease:
         """Open a lease, as `PrefixCache.lease` describes."""
         place = self.of(namespace, tokens, read=read)
@@ -131,6 +154,7 @@ class Places:
             read=read,
             num_spared_blocks=num_spared_blocks,
             num_expected_tokens=max(0, num_expected_tokens - place.start_tokens),
+            is_resumed=is_resumed,
             other=(0, b"") if trunk is None else (trunk.num_more_tokens, trunk.next_block),
         )
         if trunk is None:

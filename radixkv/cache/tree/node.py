@@ -43,6 +43,8 @@ class Node:
         num_holds: number of leases whose path ends in this node, and of children that are held. A node is held while
             there are any.
         num_keeps: the same as `num_holds`, of kept leases only.
+        num_reused_blocks: blocks at its beginning that other requests found, while there is a probation.
+        num_probation_blocks: its blocks if it waits in the eviction lines on probation; otherwise 0.
         retired_block_ids: packed ids of blocks that were replaced here while leases could still use them; they are
             freed when the node is not held any more.
         last_used_s: when a lease last began or ended here or below. High above the end of that lease's path the time is
@@ -67,7 +69,9 @@ class Node:
         "last_used_s",
         "num_holds",
         "num_keeps",
+        "num_probation_blocks",
         "num_retained_children",
+        "num_reused_blocks",
         "num_uses",
         "owner",
         "parent",
@@ -94,6 +98,8 @@ class Node:
         self.retired_block_ids = b""
         self.last_used_s = 0.0
         self.num_uses = 0
+        self.num_reused_blocks = 0
+        self.num_probation_blocks = 0
         self.policy_note: Any = None
         self.eviction_entry: tuple[int, Any, int, Node] | None = None
         self.priority = DEFAULT_PRIORITY

@@ -55,6 +55,7 @@ class World:
     num_namespaces: int = 2
     max_leases: int = 5
     evicts: bool = True
+    probation_share: float = 1.0
     max_retained_blocks: int = 0
     quotas: tuple[tuple[str, Quota], ...] = ()
     default_quota: Quota = field(default_factory=Quota)
@@ -71,7 +72,7 @@ ROOMY = [
 ]
 TIGHT = [
     World(block_size=1, num_blocks=24, max_tokens=8, max_retained_blocks=7),
-    World(block_size=2, num_blocks=20, max_tokens=13, max_retained_blocks=4),
+    World(block_size=2, num_blocks=20, max_tokens=13, max_retained_blocks=4, probation_share=0.3),
     World(block_size=4, num_blocks=24, max_tokens=30, alphabet=3, max_retained_blocks=24),
     World(block_size=4, num_blocks=9, max_tokens=28, num_namespaces=1, max_leases=3),
     World(block_size=16, num_blocks=16, max_tokens=70, num_namespaces=6, max_retained_blocks=5),
@@ -92,6 +93,7 @@ SHARED = [
         num_namespaces=6,
         max_retained_blocks=6,
         quotas=(("a", Quota(floor_blocks=7)),),
+        probation_share=0.2,
     ),
     World(
         block_size=2,
@@ -101,6 +103,7 @@ SHARED = [
         max_retained_blocks=5,
         quotas=(("a", Quota(floor_blocks=5)),),
         default_quota=Quota(ceiling_blocks=12),
+        probation_share=0.5,
     ),
 ]
 WORLDS = (*ROOMY, *TIGHT, *SHARED)
@@ -132,6 +135,7 @@ class Walk:
             quotas=dict(world.quotas),
             default_quota=world.default_quota,
             max_retained_blocks=world.max_retained_blocks,
+            probation_share=world.probation_share,
             clock=self.clock,
             evicted_prefixes=16,
             listeners=[self.watch.feed],

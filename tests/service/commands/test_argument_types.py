@@ -8,6 +8,7 @@ from radixkv.service.commands.argument_types import (
     points,
     positive,
     seed,
+    share,
     text_or_file,
     token_ids,
     whole,
@@ -67,6 +68,13 @@ def test_points_are_0_to_100():
     for text in ("101", "-1", "1k", "", "5.0", "²"):
         with pytest.raises(argparse.ArgumentTypeError, match=rf"^expected 0 to 100, got {text}$"):
             points(text)
+
+
+def test_a_share_is_0_to_1():
+    assert [share(text) for text in ("0", "0.25", "1")] == [0, 0.25, 1]
+    for text in ("-0.1", "1.1", "nan", "half", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected 0 to 1, got "):
+            share(text)
 
 
 def test_a_seed_has_no_unit():

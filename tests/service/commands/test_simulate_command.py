@@ -54,6 +54,18 @@ def test_simulate_prints_a_table_and_takes_a_block_size_and_a_limit(capsys, chat
     assert re.search(r"^adaptive +64,000 +0\.0000 ", out, re.MULTILINE)
 
 
+def test_simulate_takes_a_probation(capsys, tmp_path):
+    path, ids = tmp_path / "flood.jsonl", [0, 0, 1, 2, 3, 4, 0]
+    lines = ({"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [each]} for each in ids)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = []
+    for options in ([], ["--probation-share", "0.5"]):
+        arguments = ["--capacity-tokens", "2k", "--policy", "lru", "--json", *options]
+        assert main(["simulate", str(path), *arguments]) == 0
+        found.append(json.loads(capsys.readouterr().out)[0]["cached_tokens"])
+    assert found == [511, 2 * 511]
+
+
 def test_simulate_draws(capsys, chat_trace, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "hits.png"

@@ -1,0 +1,165 @@
+"""Finds that end a probation, and those that do not. Blocks are of four tokens."""
+
+from __future__ import annotations
+
+from radixkv.api.retention import Retention
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tree.node import Node
+from tests.core_bench import Bench
+from tests.fakes import MODEL, cached, publish, spell
+
+
+def make_cache(num_blocks: int = 8) -> PrefixCache:
+    return PrefixCache(num_blocks, 4, probation_share=0.5)
+
+
+def on_probation(cache: PrefixCache) -> int:
+    cache.check()
+    return cache.probation.num_blocks
+
+
+def leaf(cache: PrefixCache) -> Node:
+    (node,) = (node for node in cache.nodes() if node.is_leaf)
+    return node
+
+
+def test_what_a_second_request_finds_is_not_on_probation_any_more() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbb")
+    assert on_probation(cache) == 2
+    publish(cache, "aaaabbbb")
+    assert on_probation(cache) == 0
+
+
+def test_what_shares_less_than_a_block_ends_nothing() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbb")
+    publish(cache, "aaacbbbb")
+    assert on_probation(cache) == 4
+
+
+def test_what_is_only_read_in_part_is_not_on_probation_any_more() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbbcccc")
+    cache.lease(MODEL, spell("aaaabbbbdddd")).close()  # it publishes nothing, so nothing is split
+    assert (on_probation(cache), leaf(cache).num_reused_blocks) == (0, 2)
+
+
+def test_later_chunks_of_a_prompt_do_not_end_its_probation() -> None:
+    cache = make_cache()
+    with cache.lease(MODEL, spell("aaaabbbbcccc")) as lease:
+        for end in (4, 8, 12):
+            lease.commit(end)
+    assert on_probation(cache) == 3
+
+
+def test_a_request_that_goes_on_does_not_end_its_own_probation() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbb")
+    cache.lease(MODEL, spell("aaaabbbb"), is_resumed=True).close()
+    assert on_probation(cache) == 2
+
+
+def test_what_only_goes_on_after_its_eviction_has_not_returned() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbb")
+    cache.evict(2)
+    with cache.lease(MODEL, spell("aaaabbbb"), is_resumed=True) as lease:
+        lease.commit(8)
+    assert on_probation(cache) == 2
+
+
+def test_a_paused_request_stays_on_probation() -> None:
+    bench = Bench(num_blocks=9, probation_share=0.5)
+    for start in (0, 50, 100):
+        bench.generate(range(start, start + 8), 16)
+    bench.run()
+    assert bench.core.tally.load().requests.pauses > 0
+    assert {node.num_reused_blocks for node in bench.cache.nodes()} == {0}
+
+
+def test_a_split_leaves_only_what_was_shared_off_probation() -> None:
+    cache = make_cache()
+    publish(cache, "aaaa")
+    publish(cache, "aaaabbbb")
+    assert on_probation(cache) == 0  # the leaf was found, and has grown
+    publish(cache, "aaaacccc")
+    assert on_probation(cache) == 2
+
+
+def test_a_split_by_what_does_not_read_the_cache_is_a_reuse_of_what_it_shares() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbb")
+    with cache.lease(MODEL, spell("aaaacccc"), read=False) as lease:
+        lease.commit(8)
+    assert on_probation(cache) == 2
+    cache.evict(2)
+    assert (on_probation(cache), cached(cache, "aaaa")) == (0, 4)
+
+
+def test_a_cut_divides_what_was_found() -> None:
+    cache = make_cache()
+    publish(cache, "aaaa")
+    publish(cache, "aaaabbbb")
+    cache.retain(MODEL, spell("aaaabbbb"), Retention(60, end=4))
+    assert on_probation(cache) == 1
+    assert [node.num_reused_blocks for node in cache.nodes()] == [1, 0]
+
+
+def test_every_node_of_a_path_that_is_found_is_off_probation() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbb")
+    cache.retain(MODEL, spell("aaaabbbb"), Retention(60, end=4))
+    publish(cache, "aaaabbbb")
+    assert (on_probation(cache), [node.num_reused_blocks for node in cache.nodes()]) == (0, [1, 1])
+
+
+def test_a_join_adds_up_what_was_found() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbb")
+    publish(cache, "aaaabbbb")
+    cache.retain(MODEL, spell("aaaabbbb"), Retention(60, end=4))
+    cache.retain(MODEL, spell("aaaabbbb"), Retention(50, end=4))
+    publish(cache, "aaaabbbb")
+    assert (on_probation(cache), leaf(cache).num_blocks, leaf(cache).num_reused_blocks) == (0, 2, 2)
+
+
+def test_a_leaf_that_is_shortened_keeps_no_more_reuse_than_blocks() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbb")
+    publish(cache, "aaaabbbb")
+    cache.evict(1)
+    assert leaf(cache).num_reused_blocks == 1
+    publish(cache, "aaaacccc")  # the leaf grows, and what it gained was never found
+    cache.retain(MODEL, spell("aaaacccc"), Retention(60, end=4))
+    assert on_probation(cache) == 1
+
+
+def test_what_returns_after_its_eviction_has_passed() -> None:
+    cache = make_cache()
+    publish(cache, "aaaa")
+    cache.evict(1)
+    publish(cache, "aaaa")
+    publish(cache, "bbbb")
+    assert on_probation(cache) == 1
+
+
+def test_what_returns_after_a_pool_of_evictions_is_new() -> None:
+    for num_others, is_new in ((7, False), (8, True)):
+        cache = make_cache()
+        publish(cache, "aaaa")
+        cache.evict(1)
+        for index in range(num_others):
+            publish(cache, chr(500 + index) * 4)
+            cache.evict(1)
+        publish(cache, "aaaa")
+        assert (on_probation(cache) == 1) is is_new
+        assert len(cache.probation._evicted) <= 8
+
+
+def test_without_a_bound_nothing_is_remembered() -> None:
+    cache = PrefixCache(8, 4)
+    for text in ("aaaa", "aaaa", "bbbb"):
+        publish(cache, text)
+    cache.evict(2)
+    assert (on_probation(cache), cache.probation._evicted) == (0, {})

@@ -1,0 +1,169 @@
+"""The order in which leaves on probation and others go. Blocks are of four tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from radixkv.api.retention import Retention
+from radixkv.cache.policies.adaptive import BestOfThreeOrders
+from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.policies.order_trial import Order
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenants import Quota
+from radixkv.config import EVICTION_POLICIES
+from radixkv.namespace import Namespace
+from radixkv.planning.simulate import simulate
+from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest
+from tests.fakes import MODEL, FakeClock, cached, publish, spell
+
+ONE_SHOTS = tuple(4 * chr(500 + index) for index in range(40))
+NEVER_OVER = 1 - 1e-9
+
+
+def make_cache(share: float, policy: str = "lru", num_blocks: int = 8) -> tuple[PrefixCache, FakeClock]:
+    clock = FakeClock()
+    policy_made = make_policy(policy, num_blocks)
+    return PrefixCache(num_blocks, 4, policy=policy_made, probation_share=share, clock=clock), clock
+
+
+def publish_all(cache: PrefixCache, clock: FakeClock, *texts: str, namespace: Namespace = MODEL) -> None:
+    for text in texts:
+        clock.now_s += 1
+        publish(cache, text, namespace)
+        cache.check()
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_one_shots_do_not_push_out_what_was_reused(policy: str) -> None:
+    cache, clock = make_cache(0.5, policy)
+    publish_all(cache, clock, "aaaa", "bbbb", "aaaa", "bbbb", *ONE_SHOTS)
+    assert [cached(cache, text) for text in ("aaaa", "bbbb")] == [4, 4]
+    assert cache.probation.num_blocks == 6
+    assert cache.probation.num_evicted_blocks == cache.num_evicted_blocks == len(ONE_SHOTS) - 6
+
+
+def test_without_a_bound_the_policy_alone_decides() -> None:
+    cache, clock = make_cache(1.0)
+    publish_all(cache, clock, "aaaa", "aaaa", *ONE_SHOTS)
+    assert cached(cache, "aaaa") == 0
+    assert (cache.probation.num_blocks, cache.probation.num_evicted_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("num_others", [4, 5])
+def test_up_to_its_bound_what_came_once_goes_in_the_policys_order(num_others: int) -> None:
+    cache, clock = make_cache(0.5)
+    publish_all(cache, clock, "aaaa", "aaaa", *ONE_SHOTS[:num_others])
+    cache.evict(1)
+    assert (cached(cache, "aaaa") == 0) is (num_others == 4)
+
+
+def test_among_themselves_one_shots_go_in_the_policys_order() -> None:
+    cache, clock = make_cache(0.0)
+    publish_all(cache, clock, *ONE_SHOTS[:4])
+    cache.evict(2)
+    assert [cached(cache, text) for text in ONE_SHOTS[:4]] == [0, 0, 4, 4]
+
+
+def test_a_low_priority_goes_before_what_is_on_probation() -> None:
+    cache, clock = make_cache(0.0)
+    publish_all(cache, clock, "aaaa", "aaaa", "bbbb")
+    cache.retain(MODEL, spell("aaaa"), Retention(20))
+    cache.evict(1)
+    assert [cached(cache, text) for text in ("aaaa", "bbbb")] == [0, 4]
+
+
+def test_a_high_priority_keeps_what_is_on_probation() -> None:
+    cache, clock = make_cache(0.0)
+    publish_all(cache, clock, "aaaa", "aaaa", "bbbb")
+    cache.retain(MODEL, spell("bbbb"), Retention(80))
+    cache.evict(1)
+    assert [cached(cache, text) for text in ("aaaa", "bbbb")] == [0, 4]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_tenant_at_its_ceiling_keeps_what_it_reuses(is_named: bool) -> None:
+    quota, clock, mine = Quota(ceiling_blocks=4), FakeClock(), Namespace("model", "a")
+    cache = PrefixCache(
+        16,
+        4,
+        quotas={"a": quota} if is_named else {},
+        default_quota=Quota() if is_named else quota,
+        probation_share=0.5,
+        clock=clock,
+    )
+    publish_all(cache, clock, "aaaa", "aaaa", *ONE_SHOTS[:8], namespace=mine)
+    assert cached(cache, "aaaa", mine) == 4
+    assert cache.tenants["a"].num_probation_blocks == 3
+
+
+def test_one_shots_below_a_floor_push_nothing_out() -> None:
+    clock, safe = FakeClock(), Namespace("model", "a")
+    cache = PrefixCache(8, 4, quotas={"a": Quota(floor_blocks=5)}, probation_share=0.5, clock=clock)
+    publish_all(cache, clock, *ONE_SHOTS[:5], namespace=safe)
+    publish_all(cache, clock, "aaaa", "aaaa", "bbbb")
+    cache.evict(1)  # what the floor protects is no reason to evict "bbbb" first
+    assert [cached(cache, text) for text in ("aaaa", "bbbb")] == [0, 4]
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru", "lfu"])
+@pytest.mark.parametrize("share", [1.0, NEVER_OVER])
+def test_without_a_bound_leaves_go_in_the_order_of_the_policys_keys(policy: str, share: float) -> None:
+    cache, clock = make_cache(share, policy, num_blocks=24)
+    key, dice = make_policy(policy, 24).key, random.Random(1)
+    num_choices = 0
+    for _ in range(300):
+        publish_all(cache, clock, "".join(dice.choices("abcdefgh", k=dice.randint(1, 16))))
+        while cache.pool.num_free < 4:
+            entries = [node.eviction_entry for node in cache.nodes() if node.eviction_entry is not None]
+            num_choices += len(entries) > 1
+            expected = min(entries, key=lambda entry: (key(entry[-1]), entry[2]))[-1]  # of equals, the first to wait
+            before = {entry[-1]: entry[-1].num_blocks for entry in entries}
+            cache.evict(1)
+            after = {node: node.num_blocks for node in cache.nodes()}
+            assert [node for node in before if after.get(node) != before[node]] == [expected]
+    assert num_choices > 100
+
+
+@pytest.mark.parametrize("share", [1.0, NEVER_OVER])
+def test_without_a_bound_the_default_policy_goes_in_the_order_in_force(share: float) -> None:
+    cache, clock = make_cache(share, "adaptive", num_blocks=24)
+    policy, dice = cache._holdings.policy, random.Random(2)
+    assert isinstance(policy, BestOfThreeOrders)
+    num_choices = 0
+    for turn in range(900):
+        if turn % 100 == 0:
+            policy._trial.order = list(Order)[turn // 100 % 3]
+            policy.generation += 1
+        publish_all(cache, clock, "".join(dice.choices("abcdefgh", k=dice.randint(1, 16))))
+        while cache.pool.num_free < 4:
+            entries = [node.eviction_entry for node in cache.nodes() if node.eviction_entry is not None]
+            keys = {entry[-1]: entry[:3] if turn % 100 else (50, policy.key(entry[-1]), entry[2]) for entry in entries}
+            before = {node: node.num_blocks for node in keys}
+            cache.evict(1)
+            after = {node: node.num_blocks for node in cache.nodes()}
+            assert [node for node in before if after.get(node) != before[node]] == [min(keys, key=keys.__getitem__)]
+            num_choices += len(keys) > 1
+    assert num_choices > 300
+
+
+def flood() -> list[TraceRequest]:
+    """Twelve prompts that fill half of the pool and return; after three calm rounds, five pools of others between."""
+    paths: list[tuple[int, ...]] = []
+    for turn in range(6):
+        for hot in range(12):
+            paths.append(tuple(100 * hot + part for part in range(4)))
+            num_others = 1 if turn < 3 else 10
+            paths += [(10**6 + 10 * len(paths) + 10**4 * other, *range(3)) for other in range(num_others)]
+    return [TraceRequest(index * 1000, 4 * TOKENS_PER_ID, 1, path) for index, path in enumerate(paths)]
+
+
+def test_a_flood_pushes_out_what_returns_only_without_probation() -> None:
+    def hits(policy: str, share: float = 1.0) -> int:
+        capacity_tokens = 100 * TOKENS_PER_ID
+        return simulate(flood(), policy=policy, capacity_tokens=capacity_tokens, probation_share=share).cached_tokens
+
+    best = hits("optimal")
+    assert hits("adaptive", 0.5) >= 0.9 * best
+    assert hits("adaptive") <= 0.7 * best
