@@ -79,7 +79,7 @@ class Loader:
 
         Complexity: one match, and a hash of the tokens up to the first block that is nowhere.
         """
-        if not request.params.read_cache or request.is_revoked or self._elsewhere.is_empty:
+        if not request.params.read_cache or self._elsewhere.is_empty:
             return False
         namespace, tokens, size = request.namespace, request.prompt_tokens, self._cache.block_size
         first_block = self._cache.match(namespace, tokens).cached_tokens // size
@@ -124,8 +124,7 @@ class Loader:
         """
         start, size = lease.cached_tokens, self._cache.block_size
         wish = self._wishes.get(request)
-        if wish is None or request.is_revoked:
-            self.leave(request)
+        if wish is None:
             return start
         first = start // size
         found = wish.run[first - wish.first_block :] if first >= wish.first_block else ()

@@ -64,6 +64,22 @@ def test_a_partly_shared_block_is_replaced_by_the_whole_one() -> None:
     bench.cache.check()
 
 
+def test_a_partly_shared_block_is_replaced_also_for_a_request_that_writes_nothing() -> None:
+    """The copy of the shared part would come after what was loaded, and over it."""
+    bench = TieredBench(num_blocks=8)
+    bench.prefill(PROMPT)
+    bench.evict(4)
+    bench.prefill(range(6))
+    assert loaded(bench.prefill(PROMPT, write_cache=False)) == (6, 6, 0)
+
+
+def test_blocks_that_leave_for_a_loaded_prompt_are_saved_before_they_are_written_over() -> None:
+    bench = emptied(TieredBench())
+    bench.prefill(FLOOD)
+    assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+    assert loaded(bench.prefill(FLOOD)) == (0, 12, 0)  # the fake device compares what it has
+
+
 def test_each_block_comes_from_the_fastest_store_that_has_it() -> None:
     bench = emptied(TieredBench(host=2, disk=100))
     shelf = bench.elsewhere.shelves["host"]
