@@ -11,7 +11,7 @@ DEFAULT_MAX_TENANTS = 100  # told by statistics, unless more or fewer are asked 
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
-    """Blocks by state. `total == free + leased + published`; `pinned` and `retained` are parts of `published`.
+    """Blocks by state. `total == free + leased + published`; `pinned`, `retained`, `on_probation` are in `published`.
 
     Attributes:
         total: blocks of the pool.
@@ -21,6 +21,7 @@ class BlockStats:
         pinned: published blocks that leases keep from eviction.
         retained: published blocks with a retention priority above the default.
         retainable: the most blocks that may be retained.
+        on_probation: blocks of prompts that came once and that no lease uses, while there is a probation.
     """
 
     total: int
@@ -30,6 +31,7 @@ class BlockStats:
     pinned: int
     retained: int
     retainable: int
+    on_probation: int
 
     @property
     def in_use(self) -> int:
@@ -144,6 +146,7 @@ class EngineLoad:
         namespaces: namespaces with at least one cached token.
         held_leases: leases that outlive their request.
         evicted_blocks: total since the start.
+        evicted_probation_blocks: those of them that were on probation.
     """
 
     blocks: BlockStats
@@ -151,6 +154,7 @@ class EngineLoad:
     namespaces: int
     held_leases: int
     evicted_blocks: int
+    evicted_probation_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

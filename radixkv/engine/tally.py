@@ -87,6 +87,7 @@ class Tally:
                 pinned=self._cache.num_pinned_blocks,
                 retained=self._cache.num_retained_blocks,
                 retainable=self._cache.max_retained_blocks,
+                on_probation=self._cache.probation.num_blocks,
             ),
             requests=RequestStats(
                 waiting=self._scheduler.num_waiting,
@@ -101,6 +102,7 @@ class Tally:
             namespaces=self._cache.num_namespaces,
             held_leases=len(self._held_leases),
             evicted_blocks=self._cache.num_evicted_blocks,
+            evicted_probation_blocks=self._cache.probation.num_evicted_blocks,
         )
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> EngineStats:

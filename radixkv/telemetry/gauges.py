@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Half of the 10 s that Prometheus waits by default. The engine answers between two steps.
 _TIMEOUT_S = 5.0
-_EMPTY = EngineLoad(BlockStats(0, 0, 0, 0, 0, 0, 0), RequestStats(0, 0, 0, 0, 0, 0, 0, 0), 0, 0, 0)
+_EMPTY = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0)
 
 
 class EngineGauges(Collector):
@@ -114,7 +114,11 @@ def _families(load: EngineLoad) -> Iterable[Metric]:
     )
     yield GaugeMetricFamily("radixkv_pinned_blocks", "Published blocks that leases use.", blocks.pinned)
     yield GaugeMetricFamily("radixkv_retained_blocks", "Published blocks with a raised priority.", blocks.retained)
+    yield GaugeMetricFamily("radixkv_probation_blocks", "Published blocks on probation.", blocks.on_probation)
     yield CounterMetricFamily("radixkv_evicted_blocks", "Blocks that were evicted.", load.evicted_blocks)
+    yield CounterMetricFamily(
+        "radixkv_evicted_probation_blocks", "Evicted blocks that were on probation.", load.evicted_probation_blocks
+    )
     yield _by_label(
         "radixkv_unfinished_requests",
         "Requests that are not over.",

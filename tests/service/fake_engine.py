@@ -255,7 +255,9 @@ class FakeEngine:
 
     def _load(self) -> EngineLoad:
         return EngineLoad(
-            blocks=BlockStats(total=10, free=5, leased=2, published=3, pinned=1, retained=2, retainable=4),
+            blocks=BlockStats(
+                total=10, free=5, leased=2, published=3, pinned=1, retained=2, retainable=4, on_probation=3
+            ),
             requests=RequestStats(
                 waiting=0,
                 running=len(self._running),
@@ -269,6 +271,7 @@ class FakeEngine:
             namespaces=len(self._prompts),
             held_leases=len(self._leases),
             evicted_blocks=2**53 + 1,
+            evicted_probation_blocks=2**53,
         )
 
     def start(self) -> None:

@@ -52,7 +52,8 @@ def runner() -> GatedRunner:
 
 @pytest.fixture
 def engine(runner: GatedRunner, clock: FakeClock) -> Iterator[Engine]:
-    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(max_step_tokens=8, step_timeout_s=30))
+    cache = PrefixCache(NUM_BLOCKS, BLOCK_SIZE, probation_share=0.1)
+    engine = Engine(runner, cache, EngineConfig(max_step_tokens=8, step_timeout_s=30))
     engine.start()
     yield engine
     runner.gate.set()
@@ -65,6 +66,8 @@ def test_every_gauge_has_the_value_of_stats(engine: Engine) -> None:
     engine.prefill(PrefillParams(tokens(range(150, 180)), Caller("150"), hold_lease=True)).result(PATIENCE_S)
     load = engine.load().result(PATIENCE_S)
     assert (load.blocks.pinned, load.held_leases, load.evicted_blocks) == (7, 1, 9)
+    assert load.evicted_probation_blocks == 9
+    assert load.blocks.on_probation > 0
     assert scrape(engine) == {
         "radixkv_up": 1,
         "radixkv_healthy": 1,
@@ -73,7 +76,9 @@ def test_every_gauge_has_the_value_of_stats(engine: Engine) -> None:
         "radixkv_blocks.published": load.blocks.published,
         "radixkv_pinned_blocks": load.blocks.pinned,
         "radixkv_retained_blocks": load.blocks.retained,
+        "radixkv_probation_blocks": load.blocks.on_probation,
         "radixkv_evicted_blocks_total": load.evicted_blocks,
+        "radixkv_evicted_probation_blocks_total": load.evicted_probation_blocks,
         "radixkv_unfinished_requests.waiting": 0,
         "radixkv_unfinished_requests.running": 0,
         "radixkv_unfinished_requests.following": 0,

@@ -58,20 +58,23 @@ def test_a_stats_table_shows_every_number():
         device="d",
         uptime_s=101.0,
         block_size=102,
-        blocks=BlockStats(total=103, free=104, leased=105, published=106, pinned=107, retained=117, retainable=118),
+        blocks=BlockStats(
+            total=103, free=104, leased=105, published=106, pinned=107, retained=117, retainable=118, on_probation=123
+        ),
         requests=RequestStats(waiting=108, running=109, following=122, finished=110, failed=111, cancelled=112),
         tokens=TokenStats(prompt=400, cached=114, computed=115, written=116),
         namespaces=117,
         segments=118,
         held_leases=119,
         evicted_blocks=120,
+        evicted_probation_blocks=124,
         block_bytes=121,
         kv_dtype="int4",
         model_fingerprint="0a1b2c",
     )
     table = stats_table(stats)
     assert "0a1b2c" in table
-    for number in (*range(101, 113), 400, *range(114, 123)):
+    for number in (*range(101, 113), 400, *range(114, 125)):
         assert str(number) in table, number
     assert "(28.5 %)" in table
     assert "121 bytes each, int4" in table

@@ -54,6 +54,7 @@ def test_stats_print_a_table_or_json(capsys):
         "pinned": 1,
         "retained": 2,
         "retainable": 4,
+        "on_probation": 3,
     }
     assert stats["evicted_blocks"] == 2**53 + 1
 

@@ -177,13 +177,14 @@ def test_stats_carry_all_the_engine_said():
     assert (stats.model, stats.device, stats.epoch, stats.uptime_s) == ("fake", "cpu", 2**53 + 1, 1.5)
     blocks, requests, tokens = stats.blocks, stats.requests, stats.tokens
     assert (blocks.total, blocks.free, blocks.leased, blocks.published, blocks.pinned) == (10, 5, 2, 3, 1)
-    assert (blocks.retained, blocks.retainable) == (2, 4)
+    assert (blocks.retained, blocks.retainable, blocks.on_probation) == (2, 4, 3)
     assert [tenant.retained_blocks for tenant in stats.tenants] == [2, 0]
     assert (requests.waiting, requests.running) == (0, 0)
     assert (requests.finished, requests.failed, requests.cancelled) == (7, 8, 9)
     assert (tokens.prompt, tokens.cached, tokens.computed, tokens.written) == (100, 60, 40, 30)
     assert (stats.namespaces, stats.segments, stats.held_leases) == (1, 11, 1)
-    assert (stats.evicted_blocks, stats.block_bytes, stats.block_size) == (2**53 + 1, 4096, 16)
+    assert (stats.evicted_probation_blocks, stats.evicted_blocks) == (2**53, 2**53 + 1)
+    assert (stats.block_bytes, stats.block_size) == (4096, 16)
     assert (stats.kv_dtype, stats.model_fingerprint) == ("int8", "fake fingerprint")
 
 

@@ -69,7 +69,8 @@ def test_requests_that_follow_another_one_wait():
 
 
 def test_a_pool_beyond_the_numbers_of_the_message():
-    blocks = BlockStats(total=2**31 - 1, free=0, leased=2**31 - 1, published=0, pinned=0, retained=0, retainable=0)
+    zeros = dict.fromkeys(("free", "published", "pinned", "retained", "retainable", "on_probation"), 0)
+    blocks = BlockStats(total=2**31 - 1, leased=2**31 - 1, **zeros)
     load = loads_of(dataclasses.replace(with_blocks(), blocks=blocks))
     assert (load.num_used_tokens, load.max_total_num_tokens, load.token_usage) == (2**31 - 1, 2**31 - 1, 1.0)
 
