@@ -15,9 +15,11 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,15 +33,18 @@ from radixkv.api.result import GenerateResult, PrefillResult
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.graphs.recorder import GraphRecorder
-from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
+from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig, TiersConfig
 from radixkv.engine.core import EngineCore
 from radixkv.errors import OutOfBlocks
+from radixkv.invocation import InvocationMarks
 from radixkv.model.loading import load_model
 from radixkv.namespace import Namespace
+from radixkv.scheduling.load_or_compute import Choice, LoadOrCompute
 from radixkv.scheduling.request import Generation, Request
 from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.attention_trial import try_attention_here
 from radixkv.startup.build_engine import make_runner
+from radixkv.startup.tiers import open_stores
 from radixkv.storage.device_pool import KVStorage
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
 from tests.model.exact.random_adapters import random_adapter
@@ -50,6 +55,8 @@ MODELS: dict[str, PretrainedConfig] = {
     "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=3, n_head=4, n_positions=1024, initializer_range=0.2),
 }
 NUM_BLOCKS = 240
+HOST_BLOCKS = 40
+_STORE_PATIENCE_S = 60.0
 MAX_TOKENS = 900  # beyond the first unit of attention
 USUAL_TOKENS = 420  # beyond the first part
 
@@ -74,6 +81,14 @@ class Answer:
         return ""
 
 
+class _AlwaysLoad(LoadOrCompute):
+    """Loads what is stored, however long that takes."""
+
+    def choose(self, start_token: int, stores: Sequence[str]) -> Choice:
+        """Choose all."""
+        return Choice(len(stores), None, None)
+
+
 class Cases:
     """Cases of one model. Counts the events of its cases.
 
@@ -83,6 +98,8 @@ class Cases:
         kv_dtype: see `CacheConfig`.
         seed: of everything random.
         num_adapters: adapters that requests may have. The device has room for all but one.
+        disk_path: directory for blocks that leave the device; there is host memory for some of them as well. None for
+            no tiers.
     """
 
     def __init__(
@@ -95,6 +112,7 @@ class Cases:
         device: str = "cpu",
         weights: str = "auto",
         num_adapters: int = 0,
+        disk_path: Path | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.block_size = self.random.choice((16, 32))
@@ -113,8 +131,17 @@ class Cases:
         storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device, is_by_layer=is_by_layer)
         recorder = GraphRecorder(self.model, kernels, EngineConfig())
         self.runner = make_runner(self.model, storage, kernels, recorder)
+        tiers = TiersConfig()
+        if disk_path is not None:
+            host_bytes = HOST_BLOCKS * (storage.block_bytes + 1024)
+            tiers = TiersConfig(host_bytes, str(disk_path), 4 * NUM_BLOCKS * (storage.block_bytes + 8192))
+        stores = open_stores(tiers, self.runner, InvocationMarks())
         storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
-        self.cache = PrefixCache(NUM_BLOCKS, self.block_size)
+        listeners = [] if stores is None else [stores.elsewhere]
+        self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners)
+        self.offload = None if stores is None else stores.offload(self.cache)
+        if self.offload is not None:
+            self.offload._choice = self.offload._loader._choice = _AlwaysLoad(self.block_size)
         self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
         self.counts: Counter[str] = Counter()
 
@@ -135,6 +162,10 @@ class Cases:
         assert cold is not None
         if self.random.random() < 0.2:
             self.cache.evict(self.random.randint(1, 8))
+        if self.offload is not None and self.random.random() < 0.3:
+            self.cache.evict(NUM_BLOCKS)
+            self.offload.flush()
+            self.offload._saver.wait(_STORE_PATIENCE_S)
         tenants = self.random.choices(("mine", "others"), k=self.random.randint(0, 3))
         mates = [(self._prompt(), tenant, True, self._adapter()) for tenant in tenants]
         warm = self._ask([*mates, (prompt, "mine", True, adapter)])
@@ -148,6 +179,8 @@ class Cases:
         assert cold.result.usage.cached_tokens == 0
         self.counts["hits"] += usage.cached_tokens > 0
         self.counts["partial hits"] += 0 < usage.cached_tokens < usage.prompt_tokens - 1
+        self.counts["host hits"] += usage.host_tokens > 0
+        self.counts["disk hits"] += usage.disk_tokens > 0
         self.counts["hits inside a block"] += usage.cached_tokens % self.block_size > 0
         self.counts["greedy tokens flipped"] += warm.result.next_token_id != cold.result.next_token_id
         difference = cold.difference(warm)
@@ -161,18 +194,28 @@ class Cases:
         """Generate after a prompt, beside other requests. Returns the next turn, whose K/V come from decode steps."""
         count = self.random.choice((2, self.random.randint(2, 40)))
         prompt = prompt[: USUAL_TOKENS - count - 2]
-        core = EngineCore(self.runner, self.cache, EngineConfig(max_step_tokens=self.random.choice((33, 200))))
+        core = self._core(self.random.choice((33, 200)))
         mates = [self._prompt()[: USUAL_TOKENS - 40] for _ in range(self.random.randint(0, 3))]
         owners = [adapter, *(self._adapter() for _ in mates)]
         futures = [self._generate(core, *each, count, "mine") for each in zip((prompt, *mates), owners, strict=True)]
-        while core.has_work:
-            core.step()
-        self.cache.check()
+        self._finish(core, futures)
         if futures[0].exception(0) is not None:
             return prompt  # no room
         self.counts["turns"] += 1
         turn = [*prompt, *futures[0].result(0).token_ids, *self._fresh(self.random.randint(1, 30))]
         return turn[:USUAL_TOKENS]
+
+    def _core(self, max_step_tokens: int) -> EngineCore:
+        config = EngineConfig(max_step_tokens=max_step_tokens)
+        return EngineCore(self.runner, self.cache, config, offload=self.offload)
+
+    def _finish(self, core: EngineCore, futures: Sequence[Future[Any]]) -> None:
+        """Run all requests, also those that wait for stores."""
+        while not all(future.done() for future in futures):
+            core.step()
+            if not core.has_work:
+                time.sleep(0.0002)
+        self.cache.check()
 
     def _generate(
         self, core: EngineCore, ids: list[int], adapter: str, count: int, tenant: str
@@ -185,12 +228,9 @@ class Cases:
 
     def _ask(self, requests: list[tuple[list[int], str, bool, str]]) -> Answer | None:
         """Run requests together. Returns the last one's answer; None if there was no room for it."""
-        config = EngineConfig(max_step_tokens=self.random.choice((33, 64, 200, 1000)))
-        core = EngineCore(self.runner, self.cache, config)
+        core = self._core(self.random.choice((33, 64, 200, 1000)))
         futures = [self._submit(core, *request, holds=request is requests[-1]) for request in requests]
-        while core.has_work:
-            core.step()
-        self.cache.check()
+        self._finish(core, futures)
         try:
             result = futures[-1].result(0)
         except OutOfBlocks:
@@ -243,15 +283,19 @@ def run_cases(
     device: str = "cpu",
     weights: str = "auto",
     num_adapters: int = 0,
+    has_tiers: bool = False,
 ) -> tuple[Counter[str], str]:
     """Run cases of one model. Returns the counted events and the first difference."""
     first = ""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as disk:
         checkpoint = write_checkpoint(MODELS[model], Path(folder))
-        cases = Cases(checkpoint, dtype, kv_dtype, exactness, seed, device, weights, num_adapters)
+        disk_path = Path(disk) if has_tiers else None
+        cases = Cases(checkpoint, dtype, kv_dtype, exactness, seed, device, weights, num_adapters, disk_path)
         for index in range(num_cases):
             difference = cases.run()
             first = first or (difference and f"{model}, {kv_dtype}, seed {seed}, case {index}: {difference}")
+        if cases.offload is not None:
+            cases.offload.close()
     return cases.counts, first
 
 
@@ -280,6 +324,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="a row for each model, written after each")
     parser.add_argument("--adapters", type=int, default=0)
+    parser.add_argument("--tiers", action="store_true", help="save what is evicted, and load it again")
     options = parser.parse_args()
     start_s, counts, first, rows = time.perf_counter(), Counter[str](), "", []
     run = describe_run()
@@ -296,6 +341,7 @@ def main() -> int:
                 options.device,
                 options.weights,
                 options.adapters,
+                options.tiers,
             )
         except Exception as raised:  # noqa: BLE001 - the other models are tried
             traceback.print_exc()
