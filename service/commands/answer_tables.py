@@ -83,7 +83,7 @@ def purge_table(answer: PurgeResponse) -> str:
 
 
 def stats_table(stats: StatsResponse) -> str:
-    """Return a table of what the cache holds and what the service did; of one tenant if the answer has no more."""
+    """Return a table of what cache and tiers hold and what the service did; of one tenant if the answer has no more."""
     blocks = stats.blocks
     rows = [
         ("model", f"{stats.model} on {stats.device}"),
@@ -93,6 +93,10 @@ def stats_table(stats: StatsResponse) -> str:
     ]
     if stats.HasField("requests"):
         rows += _whole_process_rows(stats)
+    for tier in stats.tiers:
+        state = "" if tier.is_working else ", left alone after failures"
+        moved = f"{tier.loaded_blocks} loaded, {tier.missed_blocks} missed, {tier.saved_blocks} saved"
+        rows.append((f"tier {tier.tier}", f"{tier.blocks} blocks, {tier.used_bytes} bytes; {moved}{state}"))
     for tenant in stats.tenants:
         reused = percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
         held = f"{tenant.cached_blocks} blocks, {tenant.hit_tokens} cached tokens{reused}"

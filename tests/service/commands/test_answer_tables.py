@@ -80,6 +80,15 @@ def test_a_stats_table_shows_every_number():
     assert "121 bytes each, int4" in table
 
 
+def test_a_stats_table_shows_each_tier_and_whether_it_works():
+    stats = StatsResponse()
+    stats.tiers.add(tier="host", is_working=True, blocks=201, used_bytes=202, loaded_blocks=203, missed_blocks=204)
+    stats.tiers.add(tier="disk", saved_blocks=205)
+    host, disk = (line for line in stats_table(stats).splitlines() if line.startswith("tier "))
+    assert host.split(maxsplit=2)[2] == "201 blocks, 202 bytes; 203 loaded, 204 missed, 0 saved"
+    assert disk.endswith("205 saved, left alone after failures")
+
+
 def test_a_name_can_not_give_orders_to_a_terminal():
     stats = StatsResponse()
     stats.tenants.add(tenant="a\x1b[2J\nb")
