@@ -9,6 +9,7 @@ import pytest
 from radixkv.api.result import PrefillResult
 from radixkv.errors import DeadlineExceeded, StoreLate, StoreUnavailable
 from radixkv.namespace import Namespace
+from radixkv.storage.tiers.block_store import PutResult
 from tests.fake_runner import next_token, tokens
 
 from .tiered_bench import TieredBench
@@ -162,6 +163,19 @@ def test_what_a_store_has_lost_is_computed_and_stored_again() -> None:
     assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
     bench.evict(4)
     assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+
+
+def test_what_a_store_gave_up_and_took_in_one_call_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows which came first, so it is deleted."""
+    bench = TieredBench()
+    (store,) = bench.stores.values()
+    put = store.memory.put
+    monkeypatch.setattr(
+        store.memory, "put", lambda objects, _: PutResult(put(objects).outcomes, evicted=(objects[0].key,))
+    )
+    emptied(bench)
+    bench.run()
+    assert len(bench.elsewhere.shelves["host"]) == store.memory.size().num_objects == 2
 
 
 def test_after_a_gap_nothing_is_used() -> None:
