@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _FIRST_BUCKET_TOKENS = 512
-_FORGET = 0.05  # part of what is known that a new measurement replaces
+_FORGET = 0.1  # part of what is known that a load, or a step of that many tokens, replaces
 
 
 class Choice(NamedTuple):
@@ -39,13 +39,15 @@ class LoadOrCompute:
         self._num_queued_blocks: dict[str, int] = {}
 
     def note_step(self, seconds: float, parts: Sequence[tuple[int, int]]) -> None:
-        """Learn from a step that computed these ranges `[start, end)` of prompts."""
-        num_tokens = sum(end - start for start, end in parts)
+        """Learn from a step that computed these ranges `[start, end)` of requests; nothing of single tokens.
+
+        A step that decodes takes much longer for a token than one that computes a prompt.
+        """
+        token_s = seconds / sum(end - start for start, end in parts)
         for start, end in parts:
-            bucket, weight = _bucket(start), _FORGET ** (1 / max(1, end - start))
-            known = self._token_s.get(bucket)
-            measured = seconds / num_tokens
-            self._token_s[bucket] = measured if known is None else known * weight + measured * (1 - weight)
+            if end - start > 1:
+                bucket, weight = _bucket(start), (1 - _FORGET) ** ((end - start) / _FIRST_BUCKET_TOKENS)
+                self._token_s[bucket] = token_s + weight * (self._token_s.get(bucket, token_s) - token_s)
 
     def note_start(self, store: str, num_blocks: int) -> None:
         """Note that a load was given to a store."""

@@ -69,5 +69,21 @@ def test_new_measurements_replace_old_ones() -> None:
     assert choice.choose(0, ["host"]).num_blocks == 1
 
 
+def test_steps_that_decode_tell_nothing_of_prompts() -> None:
+    choice = measured(loads={"host": (0.0, 0.1)})
+    for _ in range(200):
+        choice.note_step(1.0, [(100, 101), (200, 201)])
+    assert choice.choose(0, ["host"]).num_blocks == 0
+
+
+def test_a_step_counts_by_its_tokens() -> None:
+    few, many = (measured(loads={"host": (0.0, 0.1)}) for _ in range(2))
+    for _ in range(10):
+        few.note_step(2 * 3e-3, [(0, 2)])
+        many.note_step(512 * 3e-3, [(0, 512)])
+    assert few.choose(0, ["host"]).num_blocks == 0
+    assert many.choose(0, ["host"]).num_blocks == 1
+
+
 def test_nothing_to_load_is_nothing_loaded() -> None:
     assert measured().choose(0, []) == Choice(0, None, None)

@@ -72,7 +72,7 @@ class Loader:
         self._loads: dict[bytes, Load] = {}  # by the key of the first block
         self._wishes: dict[Request, _Wish] = {}
         self._waiting: set[Request] = set()  # those that `ready` has not returned
-        self._ended: queue.SimpleQueue[tuple[Load, str, LoadedBlocks]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[Load, str, LoadedBlocks, float]] = queue.SimpleQueue()
 
     def begin(self, request: Request) -> bool:
         """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it.
@@ -102,11 +102,10 @@ class Loader:
         """Return the requests whose loads ended since the last call, in the order of their arrival."""
         ready: list[Request] = []
         while not self._ended.empty():
-            load, store, blocks = self._ended.get()
+            load, store, blocks, ended_s = self._ended.get()
             load.end_call(store, blocks)
             num_blocks = len(load.keys_of(store))
-            seconds = self._clock() - load.started_s if blocks.is_timed else None
-            self._choice.note_end(store, num_blocks, seconds)
+            self._choice.note_end(store, num_blocks, ended_s - load.started_s if blocks.is_timed else None)
             self._elsewhere.lost(store, blocks.lost)
             if load.is_ended:
                 ready += load.requests & self._waiting
@@ -177,7 +176,7 @@ class Loader:
     def _end(self, load: Load, store: str, loaded: Future[list[LoadedBlock | Miss]]) -> None:
         """Note the end of a call, on a thread of the store or, if it was cancelled, on the engine's."""
         blocks = LoadedBlocks.of(load.keys_of(store), None if loaded.cancelled() else loaded.result())
-        self._ended.put((load, store, blocks))
+        self._ended.put((load, store, blocks, self._clock()))
         self._wake()
 
     def _drop_if_unused(self, load: Load) -> None:
