@@ -18,6 +18,7 @@ from radixkv.cache.tree.node import Node
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
+from radixkv.planning.tiers import SimulatedTiers, TierRoom, TierUse, check_tiers
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens
 
 OPTIMAL = "optimal"
@@ -41,6 +42,7 @@ class Simulation:
         token_hit_rate: `cached_tokens / prompt_tokens`.
         evicted_tokens: evicted blocks times `block_size`.
         seconds: wall time of the replay.
+        tiers: the stores below the cache, whose hits are among `cached_tokens`.
     """
 
     policy: str
@@ -52,6 +54,12 @@ class Simulation:
     token_hit_rate: float
     evicted_tokens: int
     seconds: float
+    tiers: tuple[TierUse, ...] = ()
+
+    @property
+    def device_tokens(self) -> int:
+        """Prompt tokens that were reused and did not have to be loaded."""
+        return self.cached_tokens - sum(tier.cached_tokens for tier in self.tiers)
 
 
 class FarthestFuture(EvictionPolicy):
@@ -88,6 +96,7 @@ def simulate(
     capacity_tokens: int,
     block_size: int = TOKENS_PER_ID,
     probation_share: float = 1.0,
+    tiers: Sequence[TierRoom] = (),
     on_request: Callable[[], object] | None = None,
 ) -> Simulation:
     """Replay a trace in its order and on its clock; each prompt is leased, published and closed before the next.
@@ -96,20 +105,28 @@ def simulate(
     Only `optimal` gets room for the longest prompt beyond its capacity, and evicts down to its capacity after each
     request: an upper bound must not lose hits to the prompt that is being computed.
 
+    Tiers are asked as the engine asks them, but load and store in no time, and all that they have is loaded. With tiers
+    `optimal` is one cache with the room of all of them: nothing finds more in that room.
+
     Args:
         requests: the trace, at least one request.
         policy: one of `SIMULATED_POLICIES`.
         capacity_tokens: capacity of the cache, rounded down to whole blocks.
         block_size: tokens a block, at least 1.
         probation_share: the cache's, as `PrefixCache` describes; `optimal` has none.
+        tiers: stores below the cache, the fastest first.
         on_request: called after each request.
 
     Raises:
-        ConfigError: the policy is unknown, the block size is below 1, or the capacity is less than a block.
+        ConfigError: the policy is unknown, the block size is below 1, a capacity is less than a block, or two tiers
+            have one name.
     """
-    check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size)
+    check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size, tiers=tiers)
     start_s = time.perf_counter()
-    replay = _Replay(requests, policy, capacity_tokens // block_size, block_size, probation_share)
+    num_blocks = capacity_tokens // block_size
+    if policy == OPTIMAL and tiers:
+        num_blocks, tiers = _num_blocks_in_all(requests, num_blocks, block_size, tiers), ()
+    replay = _Replay(requests, policy, num_blocks, block_size, probation_share, tiers)
     for index in range(len(requests)):
         replay.step(index)
         if on_request is not None:
@@ -124,6 +141,7 @@ def simulate(
         replay.num_cached_tokens / replay.num_prompt_tokens,
         replay.cache.num_evicted_blocks * block_size,
         time.perf_counter() - start_s,
+        replay.tiers.uses(replay.num_prompt_tokens) if replay.tiers else (),
     )
 
 
@@ -131,9 +149,16 @@ class _Replay:
     """Replays requests through one cache with a virtual clock, and counts tokens."""
 
     def __init__(
-        self, requests: Sequence[TraceRequest], policy: str, num_blocks: int, block_size: int, probation_share: float
+        self,
+        requests: Sequence[TraceRequest],
+        policy: str,
+        num_blocks: int,
+        block_size: int,
+        probation_share: float,
+        tiers: Sequence[TierRoom],
     ) -> None:
         self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.tiers = SimulatedTiers(tiers, block_size) if tiers else None
         self._requests = requests
         self._num_kept_blocks = num_blocks
         self._namespace = Namespace("trace")
@@ -149,6 +174,7 @@ class _Replay:
             policy=self._future or make_policy(policy, num_blocks),
             probation_share=1.0 if self._future else probation_share,
             evicted_prefixes=0,
+            listeners=[self.tiers.elsewhere] if self.tiers else (),
             clock=lambda: self._now_s,
         )
 
@@ -160,6 +186,9 @@ class _Replay:
         self.num_prompt_tokens += request.input_length
         if request.input_length > self.cache.pool.num_blocks * self.cache.block_size:
             return
+        if self.tiers:
+            self._step_with(self.tiers, tokens)
+            return
         with self.cache.lease(self._namespace, tokens) as lease:
             lease.commit(lease.num_tokens)
             self.num_cached_tokens += lease.cached_tokens
@@ -167,6 +196,14 @@ class _Replay:
                 self._tell_future(self._future, lease, index)
         if self._future is not None:
             self.cache.evict(self.cache.pool.num_published - self._num_kept_blocks)
+
+    def _step_with(self, tiers: SimulatedTiers, tokens: bytes) -> None:
+        first_block = self.cache.match(self._namespace, tokens).cached_tokens // self.cache.block_size
+        run = tiers.elsewhere.find(self._namespace, tokens, first_block)
+        with self.cache.lease(self._namespace, tokens) as lease:
+            tiers.save()
+            lease.commit(lease.num_tokens)
+            self.num_cached_tokens += lease.cached_tokens + tiers.load(lease, first_block, run)
 
     def _tell_future(self, future: FarthestFuture, lease: PromptLease, index: int) -> None:
         last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]
@@ -178,7 +215,9 @@ class _Replay:
         future.note(known, next_uses[: known.size])
 
 
-def check_simulation(*, policy: str, capacity_tokens: int, block_size: int = TOKENS_PER_ID) -> None:
+def check_simulation(
+    *, policy: str, capacity_tokens: int, block_size: int = TOKENS_PER_ID, tiers: Sequence[TierRoom] = ()
+) -> None:
     """Check the arguments of `simulate` before anything is replayed.
 
     Raises:
@@ -190,6 +229,17 @@ def check_simulation(*, policy: str, capacity_tokens: int, block_size: int = TOK
         raise ConfigError(f"block_size: expected at least 1 token, got {block_size}")
     if capacity_tokens < block_size:
         raise ConfigError(f"capacity_tokens: expected at least a block of {block_size} tokens, got {capacity_tokens}")
+    check_tiers(tiers, block_size)
+
+
+def _num_blocks_in_all(
+    requests: Sequence[TraceRequest], num_blocks: int, block_size: int, tiers: Sequence[TierRoom]
+) -> int:
+    """Return the blocks of a cache with the room of a device and all tiers, but no more than all prompts have."""
+    most = sum(-(-request.input_length // block_size) for request in requests)
+    if any(tier.capacity_tokens is None for tier in tiers):
+        return most
+    return min(most, num_blocks + sum((tier.capacity_tokens or 0) // block_size for tier in tiers))
 
 
 def _next_uses(requests: Sequence[TraceRequest]) -> list[npt.NDArray[np.int32]]:

@@ -18,12 +18,12 @@ from radixkv import __version__
 from radixkv.errors import ConfigError, RadixKVError
 from radixkv.service.commands.adapters_command import add_adapters_command
 from radixkv.service.commands.client_commands import add_client_commands
-from radixkv.service.commands.plan_command import add_plan_command
+from radixkv.service.commands.planning.plan_command import add_plan_command
+from radixkv.service.commands.planning.simulate_command import add_simulate_command
 from radixkv.service.commands.public_command import add_public_command
 from radixkv.service.commands.seeing.segments_command import add_segments_command
 from radixkv.service.commands.seeing.top_command import add_top_command
 from radixkv.service.commands.serve_command import add_serve_command
-from radixkv.service.commands.simulate_command import add_simulate_command
 from radixkv.service.commands.token_command import add_token_command
 from radixkv.service.missing_package import MissingPackage, missing_package
 

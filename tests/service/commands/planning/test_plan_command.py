@@ -104,6 +104,50 @@ decoding 128 tokens after 35, one attention layer
     )
 
 
+TIERS = ("--tier", "host=16GB,disk=200GB,redis=unbounded")
+
+
+def test_tiers_tell_their_tokens_and_whether_loading_pays(capsys):
+    rates = ("--tier-gb-s", "host=25,redis=2.5", "--tier-ms", "disk=1,redis=20", "--prefill-tokens-per-s", "20000")
+    out = plan(capsys, *LLAMA_8B, *TIERS, *rates)
+    assert out.endswith(
+        """\
+tiers, blocks of 64 tokens
+         tokens     load a block                         compute it  same time at      loading pays
+  host   122,048    335.5 us, 25 GB/s                    3,200.0 us  190,735 tokens/s  always
+  disk   1,525,120  2,796.2 us, 3 GB/s + 1 ms a call     3,200.0 us  22,888 tokens/s   from 192 tokens on
+  redis  unbounded  3,355.4 us, 2.5 GB/s + 20 ms a call  3,200.0 us  19,073 tokens/s   never
+"""
+    )
+
+
+def test_json_of_tiers(capsys):
+    tree = plan_json(
+        capsys, *LLAMA_8B, "--tier", "host=16GB", "--tier", "disk=1k", "--params-b", "8", "--block-size", "16"
+    )
+    assert {name: value for name, value in tree.items() if name.startswith("tier_")} == {
+        "tier_host_capacity_tokens": 122_048,
+        "tier_host_load_us_per_block": pytest.approx(16 * 3.2768),
+        "tier_host_compute_us_per_block": pytest.approx(16 * 16.178, abs=0.1),
+        "tier_host_latency_us": 0.0,
+        "tier_host_break_even_tokens_per_s": pytest.approx(305_175.8, abs=0.1),
+        "tier_host_least_loaded_tokens": 16,
+        "tier_disk_capacity_tokens": 1000,
+        "tier_disk_load_us_per_block": pytest.approx(16 * 43.69, abs=0.1),
+        "tier_disk_compute_us_per_block": pytest.approx(16 * 16.178, abs=0.1),
+        "tier_disk_latency_us": 0.0,
+        "tier_disk_break_even_tokens_per_s": pytest.approx(22_888.2, abs=0.1),
+        "tier_disk_least_loaded_tokens": None,
+    }
+
+
+def test_without_a_rate_of_prefills_tiers_tell_the_rate_below_which_loading_pays(capsys):
+    out = plan(capsys, *LLAMA_8B, "--tier", "host=16GB")
+    assert re.search(r"^  host  122,048  209\.7 us, 40 GB/s  \? +305,176 tokens/s  below that rate$", out, re.MULTILINE)
+    tree = plan_json(capsys, *LLAMA_8B, "--tier", "host=16GB")
+    assert tree["tier_host_compute_us_per_block"] is tree["tier_host_least_loaded_tokens"] is None
+
+
 def test_json_is_flat_and_names_units(capsys):
     tree = plan_json(capsys, *LLAMA_8B, "--batch", "64", "--context", "8Ki", "--tp", "2", *CARD, "--block-size", "16")
     assert tree == {
@@ -301,6 +345,12 @@ def test_small_sizes_are_bytes(capsys):
         ((*LLAMA_8B, "--tp", "3"), "num_query_heads: expected a multiple of tp 3, got 32"),
         ((*LLAMA_8B, "--kv-heads", "5"), "num_query_heads: expected a multiple of num_kv_heads 5, got 32"),
         ((*LLAMA_8B, "--dtype", "fp7"), "dtype: expected one of fp32, bf16, fp16, fp8, int8, fp4, int4, got fp7"),
+        ((*LLAMA_8B, "--tier", "host=1kB"), "tier host: expected room for a block, 8389056 bytes, got 1000"),
+        (
+            (*LLAMA_8B, "--tier", "host=1GB", "--tier-ms", "hots=1"),
+            "--tier-ms: expected names of --tier, got hots",
+        ),
+        ((*LLAMA_8B, "--tier-gb-s", "disk=1"), "--tier-gb-s: expected names of --tier, got disk"),
         ((*LLAMA_8B, "--scales"), "scales: expected a dtype below 16 bits, got bf16"),
         (
             ("--model", "tiny"),

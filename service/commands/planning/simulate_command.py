@@ -15,8 +15,11 @@ from typing import Any
 from radixkv.config import CacheConfig
 from radixkv.errors import ConfigError
 from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, check_simulation, simulate
+from radixkv.planning.tiers import TierRoom
 from radixkv.planning.trace import TraceRequest, load_trace
 from radixkv.service.commands.argument_types import COUNTS, capacities, names, positive, share
+from radixkv.service.commands.planning.model_arguments import add_model_arguments, format_of, layout_of, model_of
+from radixkv.service.commands.planning.tier_arguments import add_tier_argument, rooms_of
 from radixkv.service.commands.tables import aligned
 from radixkv.service.missing_package import missing_package
 
@@ -42,6 +45,7 @@ def add_simulate_command(commands: argparse._SubParsersAction[Any]) -> None:
         default=1.0,
         help=f"cache.probation_share; {CacheConfig().probation_share} in the service; with 1 the policy decides alone",
     )
+    add_tier_argument(simulate, "stores for blocks that leave the cache")
     simulate.add_argument("--limit", metavar="N", type=positive, help="the first N requests only (default: all)")
     simulate.add_argument("--json", action="store_true", help="a list of objects, one for each policy and capacity")
     simulate.add_argument(
@@ -50,16 +54,22 @@ def add_simulate_command(commands: argparse._SubParsersAction[Any]) -> None:
         help="draw hit rate against capacity, below the optimum; needs matplotlib, which the extra `plot` brings "
         "(default: no picture)",
     )
+    add_model_arguments(simulate.add_argument_group("the model", "Only tiers whose size is in bytes need it."))
     simulate.set_defaults(command=_simulate)
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
+    def token_bytes_of(subject: str) -> int:
+        model = model_of(arguments)
+        return layout_of(model, subject).token_bytes(format_of(model, arguments))
+
     output = run_simulations(
         arguments.trace,
         capacities_tokens=arguments.capacity_tokens,
         policies=arguments.policy,
         block_size=arguments.block_size,
         probation_share=arguments.probation_share,
+        tiers=rooms_of(arguments.tiers, token_bytes_of, arguments.block_size),
         limit=arguments.limit,
         plot=arguments.plot,
         as_json=arguments.json,
@@ -74,6 +84,7 @@ def run_simulations(
     policies: Sequence[str],
     block_size: int,
     probation_share: float,
+    tiers: Sequence[TierRoom],
     limit: int | None,
     plot: str | None,
     as_json: bool,
@@ -86,6 +97,7 @@ def run_simulations(
         policies: names from `SIMULATED_POLICIES`.
         block_size: tokens a block.
         probation_share: the part of the cache beyond which prompts that came once go first.
+        tiers: stores below the cache, the fastest first.
         limit: number of requests to replay at most; None for all.
         plot: a PNG file to write, or None. The optimum is drawn also if it is not among the policies.
         as_json: a list of objects instead of a table.
@@ -97,39 +109,58 @@ def run_simulations(
         ConfigError: an argument makes no sense; raised before anything is replayed.
     """
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
-        check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size)
+        check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size, tiers=tiers)
     if plot is not None:
         _require_plottable(Path(plot))
     requests = load_trace(trace, limit=limit)
-    simulations = _simulate_all(requests, policies, capacities_tokens, block_size, probation_share)
+    simulations = _simulate_all(requests, policies, capacities_tokens, block_size, probation_share, tiers)
     if plot is not None:
-        from radixkv.service.commands.hit_rate_plot import draw_hit_rates
+        from radixkv.service.commands.planning.hit_rate_plot import draw_hit_rates
 
         unasked = [] if OPTIMAL in policies else [OPTIMAL]
-        bound = _simulate_all(requests, unasked, capacities_tokens, block_size, probation_share)
+        bound = _simulate_all(requests, unasked, capacities_tokens, block_size, probation_share, tiers)
         draw_hit_rates(Path(plot), [*simulations, *bound], Path(trace).name)
     if as_json:
-        return json.dumps([dataclasses.asdict(simulation) for simulation in simulations], indent=2)
+        return json.dumps([_object_of(simulation) for simulation in simulations], indent=2)
     return simulation_table(simulations)
 
 
 def simulation_table(simulations: Sequence[Simulation]) -> str:
-    """Return a table with a line for each policy and capacity."""
-    rows = [("policy", "capacity", "hit rate", "cached", "evicted", "time")]
+    """Return a table with a line for each policy and capacity; with tiers, also what each of them brought and took."""
+    names = list(dict.fromkeys(tier.tier for each in simulations for tier in each.tiers))
+    parts = ["device", *names] if names else []
+    written = [f"{name} written" for name in names]
+    rows = [("policy", "capacity", "hit rate", *parts, "cached", "evicted", *written, "time")]
     for each in simulations:
+        tiers = {tier.tier: tier for tier in each.tiers}
+        rates = {"device": each.device_tokens / each.prompt_tokens} if tiers else {}
+        rates |= {name: tier.token_hit_rate for name, tier in tiers.items()}
         rows.append(
             (
                 each.policy,
                 f"{each.capacity_tokens:,}",
                 f"{each.token_hit_rate:.4f}",
+                *(f"{rates[part]:.4f}" if part in rates else "-" for part in parts),
                 f"{each.cached_tokens:,}",
                 f"{each.evicted_tokens:,}",
+                *(f"{tiers[name].written_blocks:,}" if name in tiers else "-" for name in names),
                 f"{each.seconds:.1f} s",
             )
         )
     first = simulations[0]
     about = f"{first.requests:,} requests, {first.prompt_tokens:,} prompt tokens, blocks of {first.block_size}"
-    return "\n".join([about, "", *aligned(rows, is_right=True)])
+    notes = ["hit rates are of tokens, written are blocks"] if names else []
+    return "\n".join([about, *notes, "", *aligned(rows, is_right=True)])
+
+
+def _object_of(simulation: Simulation) -> dict[str, Any]:
+    """Return the fields of a simulation; those of tiers only where there are some."""
+    fields = dataclasses.asdict(simulation)
+    if not simulation.tiers:
+        del fields["tiers"]
+        return fields
+    device = {"device_tokens": simulation.device_tokens}
+    return fields | device | {"device_hit_rate": simulation.device_tokens / simulation.prompt_tokens}
 
 
 def _simulate_all(
@@ -138,6 +169,7 @@ def _simulate_all(
     capacities_tokens: Sequence[int],
     block_size: int,
     probation_share: float,
+    tiers: Sequence[TierRoom],
 ) -> list[Simulation]:
     simulations = []
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
@@ -149,6 +181,7 @@ def _simulate_all(
                 capacity_tokens=capacity_tokens,
                 block_size=block_size,
                 probation_share=probation_share,
+                tiers=tiers,
                 on_request=advance,
             )
         )

@@ -8,21 +8,18 @@ from typing import Any
 
 from radixkv.config import CacheConfig
 from radixkv.errors import ConfigError
-from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
-from radixkv.planning.plan import GB, GIB, BlockUse, DecodingCost, DeviceMemory, PrefixSharing
-from radixkv.service.commands import plan_report
+from radixkv.planning.checkpoint import Checkpoint
+from radixkv.planning.plan import GB, GIB, BlockUse, DecodingCost, DeviceMemory, PrefixSharing, recompute_us
 from radixkv.service.commands.argument_types import COUNTS, number, positive_number, whole
-from radixkv.service.commands.plan_report import Group
-from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat, KVLayout, LatentKV, attention_kinds
+from radixkv.service.commands.planning import plan_report
+from radixkv.service.commands.planning.model_arguments import add_model_arguments, format_of, layout_of, model_of
+from radixkv.service.commands.planning.plan_report import Group
+from radixkv.service.commands.planning.tier_arguments import add_tier_argument, rooms_of, tier_numbers
+from radixkv.service.commands.planning.tier_report import TierLink, tier_group
+from radixkv.storage.kv_layout import KVFormat, KVLayout, LatentKV, attention_kinds
 
-# The flag and the name in config.json, for each field of a Checkpoint that a layout needs.
-_NAMES = {
-    "num_layers": ("--layers", "num_hidden_layers"),
-    "num_kv_heads": ("--kv-heads", "num_key_value_heads"),
-    "head_dim": ("--head-dim", "head_dim"),
-    "mla_rank": ("--mla-rank", "kv_lora_rank"),
-    "rope_dim": ("--rope-dim", "qk_rope_head_dim"),
-}
+_DISK_GB_S = 3.0  # a drive on PCIe 3.0 or 4.0 x4
+_NETWORK_GB_S = 1.25  # 10 Gbit/s
 
 
 def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
@@ -33,38 +30,14 @@ def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
         description=f"Memory and concurrency of a K/V cache. {COUNTS} GB is 10^9 bytes and GiB is 2^30. "
         "The model comes from --model, from the flags, or from both: a flag wins.",
     )
-    _add_model(plan)
+    model = plan.add_argument_group("the model", "Sizes that are not given are those of --model.")
+    add_model_arguments(model)
+    model.add_argument("--tp", metavar="N", type=whole, default=1, help="ranks of tensor parallelism")
     _add_load(plan)
     _add_device(plan)
+    _add_tiers(plan)
     plan.add_argument("--json", action="store_true", help="one flat object, units in the names")
     plan.set_defaults(command=_plan)
-
-
-def _add_model(plan: argparse.ArgumentParser) -> None:
-    model = plan.add_argument_group("the model", "Sizes that are not given are those of --model.")
-    model.add_argument(
-        "--model", metavar="DIR|FILE", help="a directory with a config.json, or that file (default: none)"
-    )
-    model.add_argument("--layers", metavar="N", type=whole, help="layers of the model (default: the model's)")
-    model.add_argument("--query-heads", metavar="N", type=whole, help="query heads of a layer (default: the model's)")
-    model.add_argument(
-        "--kv-heads",
-        metavar="N",
-        type=whole,
-        help="K/V heads of a layer (default: the model's, or as many as query heads)",
-    )
-    model.add_argument("--head-dim", metavar="N", type=whole, help="numbers of a head (default: the model's)")
-    model.add_argument(
-        "--mla-rank", metavar="N", type=whole, help="numbers in a latent (default: the model's, or none)"
-    )
-    model.add_argument(
-        "--rope-dim", metavar="N", type=whole, help="numbers in the rotary key beside a latent (default: the model's)"
-    )
-    model.add_argument(
-        "--dtype", metavar="D", help="fp32, bf16, fp16, fp8, int8, fp4, int4 (default: the model's, or bf16)"
-    )
-    model.add_argument("--scales", action="store_true", help="count a float32 scale for each stored vector")
-    model.add_argument("--tp", metavar="N", type=whole, default=1, help="ranks of tensor parallelism")
 
 
 def _add_load(plan: argparse.ArgumentParser) -> None:
@@ -121,35 +94,45 @@ def _add_device(plan: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_tiers(plan: argparse.ArgumentParser) -> None:
+    tiers = plan.add_argument_group("the tiers", "Stores for blocks that leave the device.")
+    add_tier_argument(tiers, "stores; prints their tokens, and whether loading is faster than computing")
+    tiers.add_argument(
+        "--tier-gb-s",
+        metavar="NAME=X[,...]",
+        type=tier_numbers,
+        default={},
+        help="rates of tiers (default: host that of --pcie-gb-s, disk 3, others 1.25)",
+    )
+    tiers.add_argument(
+        "--tier-ms",
+        metavar="NAME=X[,...]",
+        type=tier_numbers,
+        default={},
+        help="time of a call beside (default: 0)",
+    )
+    tiers.add_argument(
+        "--prefill-tokens-per-s",
+        metavar="X",
+        type=positive_number,
+        help="measured rate of prefills (default: that of --params-b and --tflops, or none)",
+    )
+
+
 def _plan(arguments: argparse.Namespace) -> None:
     groups = _groups(arguments, _model(arguments))
     print(plan_report.json_of(groups) if arguments.json else plan_report.text_of(groups))
 
 
 def _model(arguments: argparse.Namespace) -> Checkpoint:
-    """Return the sizes in --model, replaced by those of the flags."""
-    model = Checkpoint(dtype="bf16") if arguments.model is None else read_checkpoint(arguments.model)
-    given = {
-        "num_layers": arguments.layers,
-        "num_query_heads": arguments.query_heads,
-        "num_kv_heads": arguments.kv_heads,
-        "head_dim": arguments.head_dim,
-        "mla_rank": arguments.mla_rank,
-        "rope_dim": arguments.rope_dim,
-        "dtype": arguments.dtype and FORMAT_OF_DTYPE.get(arguments.dtype, arguments.dtype),
-        "weights_bytes": arguments.weights_gb,
-    }
-    model = dataclasses.replace(model, **{name: value for name, value in given.items() if value is not None})
-    if model.num_kv_heads is None:
-        model = dataclasses.replace(model, num_kv_heads=model.num_query_heads)
-    return model
+    model = model_of(arguments)
+    if arguments.weights_gb is None:
+        return model
+    return dataclasses.replace(model, weights_bytes=arguments.weights_gb)
 
 
 def _groups(arguments: argparse.Namespace, model: Checkpoint) -> list[Group]:
-    layout = _layout(model)
-    if model.dtype is None:
-        raise ConfigError("dtype: expected --dtype, or float32, bfloat16 or float16 in the config.json, got neither")
-    kv_format = KVFormat(model.dtype, arguments.scales)
+    layout, kv_format = layout_of(model, "plan"), format_of(model, arguments)
     token_bytes, rank_token_bytes = layout.token_bytes(kv_format), layout.rank_token_bytes(kv_format, arguments.tp)
     groups = [
         plan_report.token_group(layout, kv_format, arguments.tp),
@@ -159,23 +142,10 @@ def _groups(arguments: argparse.Namespace, model: Checkpoint) -> list[Group]:
         plan_report.blocks_group(BlockUse(arguments.context, arguments.block_size), token_bytes),
         _sharing_group(arguments, token_bytes),
         _transfer_group(arguments, token_bytes),
+        _tier_group(arguments, token_bytes),
         _decoding_group(arguments, model),
     ]
     return [group for group in groups if group is not None]
-
-
-def _layout(model: Checkpoint) -> KVLayout:
-    is_latent = model.mla_rank is not None or model.rope_dim is not None
-    needed = ("num_layers", "mla_rank", "rope_dim") if is_latent else ("num_layers", "num_kv_heads", "head_dim")
-    sizes = [getattr(model, name) for name in needed]
-    missing = [_NAMES[name] for name, size in zip(needed, sizes, strict=True) if size is None]
-    if missing:
-        flags, fields = (", ".join(names) for names in zip(*missing, strict=True))
-        raise ConfigError(f"plan: expected {flags}, or a --model whose config.json has {fields}; got neither")
-    if is_latent:
-        return LatentKV(*sizes)
-    num_layers, num_kv_heads, head_dim = sizes
-    return HeadKV(num_layers, num_kv_heads, head_dim, model.num_query_heads)
 
 
 def _fit_group(arguments: argparse.Namespace, model: Checkpoint, rank_token_bytes: int) -> Group | None:
@@ -228,6 +198,25 @@ def _transfer_group(arguments: argparse.Namespace, token_bytes: int) -> Group | 
         hbm_bytes_per_s=arguments.hbm_gb_s * GB,
         flops_per_s=arguments.tflops * 1e12,
     )
+
+
+def _tier_group(arguments: argparse.Namespace, token_bytes: int) -> Group | None:
+    rooms = rooms_of(arguments.tiers, lambda subject: token_bytes, arguments.block_size)
+    for flag, numbers in (("--tier-gb-s", arguments.tier_gb_s), ("--tier-ms", arguments.tier_ms)):
+        unknown = set(numbers) - {room.name for room in rooms}
+        if unknown:
+            raise ConfigError(f"{flag}: expected names of --tier, got {min(unknown)}")
+    if not rooms:
+        return None
+    rates = {"host": arguments.pcie_gb_s, "disk": _DISK_GB_S, **arguments.tier_gb_s}
+    links = [
+        TierLink(rates.get(room.name, _NETWORK_GB_S) * GB, arguments.tier_ms.get(room.name, 0.0) / 1e3)
+        for room in rooms
+    ]
+    tokens_per_s = arguments.prefill_tokens_per_s
+    if tokens_per_s is None and arguments.params_b is not None:
+        tokens_per_s = 1e6 / recompute_us(arguments.params_b * 1e9, arguments.tflops * 1e12)
+    return tier_group(rooms, links, block_size=arguments.block_size, token_bytes=token_bytes, tokens_per_s=tokens_per_s)
 
 
 def _decoding_group(arguments: argparse.Namespace, model: Checkpoint) -> Group | None:

@@ -1,0 +1,171 @@
+"""Stores below the cache in a simulation: real decisions about blocks that have no bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_128_digest
+
+from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found, KeyedBlock
+from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.prompt_lease import PromptLease
+from radixkv.errors import ConfigError
+from radixkv.namespace import Namespace
+from radixkv.storage.tiers.block_object import object_bytes
+from radixkv.storage.tiers.slot_file import PAGE_BYTES
+from radixkv.tokens import TOKEN_BYTES
+
+_UNBOUNDED_BLOCKS = 2**62
+_HOST_ALIGNMENT = 64  # as in radixkv/storage/tiers/host_memory.py, which needs torch
+
+
+@dataclass(frozen=True, slots=True)
+class TierRoom:
+    """The room of a store.
+
+    Attributes:
+        name: such as `host`.
+        capacity_tokens: tokens that it holds; None for any number.
+    """
+
+    name: str
+    capacity_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What a simulation made of a store.
+
+    Attributes:
+        tier: name of the store.
+        capacity_tokens: its room; None without a bound.
+        cached_tokens: prompt tokens that were loaded from it.
+        token_hit_rate: these, as a share of all prompt tokens.
+        written_blocks: blocks that were written to it.
+        held_blocks: blocks that it held at the end.
+    """
+
+    tier: str
+    capacity_tokens: int | None
+    cached_tokens: int
+    token_hit_rate: float
+    written_blocks: int
+    held_blocks: int
+
+
+class SimulatedTiers:
+    """Stores that have at once what they are given, behind the real `Elsewhere`.
+
+    It does what the engine does for a request: find before the lease, save what the lease evicts, then load.
+
+    Args:
+        rooms: the stores, the fastest first. Rooms are rounded down to whole blocks.
+        block_size: tokens a block.
+
+    Attributes:
+        elsewhere: to listen to the cache.
+        cached_tokens, written_blocks: see `TierUse`, by name.
+    """
+
+    def __init__(self, rooms: Sequence[TierRoom], block_size: int) -> None:
+        self._rooms = rooms
+        self._block_size = block_size
+        shelves = [Shelf(room.name, _num_blocks(room, block_size)) for room in rooms]
+        self.elsewhere = Elsewhere(shelves, self._key_blocks, block_size)
+        self.cached_tokens: Counter[str] = Counter()
+        self.written_blocks: Counter[str] = Counter()
+
+    def save(self) -> None:
+        """Store what has left the cache since the last call."""
+        departures, _ = self.elsewhere.take_departures()
+        for each in departures:
+            for name in each.shelves:
+                self.written_blocks[name] += 1
+                self.elsewhere.stored(name, [each.block.key])
+
+    def load(self, lease: PromptLease, first_block: int, run: Sequence[Found]) -> int:
+        """Load what was found for a lease.
+
+        Args:
+            lease: its cached tokens are on the device.
+            first_block: index of the first block of `run` in the prompt.
+            run: what `Elsewhere.find` found before the lease.
+
+        Returns:
+            Tokens that were loaded.
+        """
+        start, size = lease.cached_tokens, self._block_size
+        first = start // size
+        found = run[first - first_block :] if first >= first_block else ()
+        if not found:
+            return 0
+        self.cached_tokens.update({name: size * num for name, num in Counter(each.shelf for each in found).items()})
+        self.cached_tokens[found[0].shelf] -= start - first * size  # the device has the beginning of that block
+        self.elsewhere.loaded([each.block.key for each in found])
+        return (first + len(found)) * size - start
+
+    def uses(self, num_prompt_tokens: int) -> tuple[TierUse, ...]:
+        """Return the counts of each store, in their order."""
+        return tuple(
+            TierUse(
+                room.name,
+                room.capacity_tokens,
+                self.cached_tokens[room.name],
+                self.cached_tokens[room.name] / num_prompt_tokens,
+                self.written_blocks[room.name],
+                len(self.elsewhere.shelves[room.name]),
+            )
+            for room in self._rooms
+        )
+
+    def _key_blocks(self, namespace: Namespace, tokens: bytes) -> Iterator[KeyedBlock]:
+        """Key the whole blocks of a prompt. All are of one namespace, and nobody looks for two with one key."""
+        size = self._block_size * TOKEN_BYTES
+        parent = b""
+        for start in range(0, len(tokens) - size + 1, size):
+            own = tokens[start : start + size]
+            key = xxh3_128_digest(parent + own)
+            yield KeyedBlock(key, parent, own, namespace)
+            parent = key
+
+
+def room_tokens(name: str, num_bytes: int, token_bytes: int, block_size: int) -> int:
+    """Return the tokens in whole blocks that a store has room for, in slots as `host` and `disk` cut them.
+
+    A slot has the block's key, tokens and checksum beside its K and V. On `disk` it takes whole pages.
+
+    >>> room_tokens("host", 16 * 10**9, token_bytes=131_072, block_size=64)
+    122048
+
+    Raises:
+        ConfigError: no block fits.
+    """
+    alignment = PAGE_BYTES if name == "disk" else _HOST_ALIGNMENT
+    slot_bytes = -(-object_bytes(block_size, block_size * token_bytes) // alignment) * alignment
+    if num_bytes < slot_bytes:
+        raise ConfigError(f"tier {name}: expected room for a block, {slot_bytes} bytes, got {num_bytes}")
+    return num_bytes // slot_bytes * block_size
+
+
+def check_tiers(rooms: Sequence[TierRoom], block_size: int) -> None:
+    """Check stores before anything is replayed.
+
+    Raises:
+        ConfigError: two have one name, or one has no room for a block.
+    """
+    names = [room.name for room in rooms]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"tier {name}: expected each tier once, got {names.count(name)}")
+    for room in rooms:
+        if not _num_blocks(room, block_size):
+            raise ConfigError(
+                f"tier {room.name}: expected room for at least a block of {block_size} tokens, "
+                f"got {room.capacity_tokens} tokens"
+            )
+
+
+def _num_blocks(room: TierRoom, block_size: int) -> int:
+    return _UNBOUNDED_BLOCKS if room.capacity_tokens is None else room.capacity_tokens // block_size

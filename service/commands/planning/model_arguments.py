@@ -1,0 +1,98 @@
+"""Options that tell the shape of a model's K/V: flags, a config.json, or both."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from radixkv.errors import ConfigError
+from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
+from radixkv.service.commands.argument_types import whole
+from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat, KVLayout, LatentKV
+
+# The flag and the name in config.json, for each field of a Checkpoint that a layout needs.
+_NAMES = {
+    "num_layers": ("--layers", "num_hidden_layers"),
+    "num_kv_heads": ("--kv-heads", "num_key_value_heads"),
+    "head_dim": ("--head-dim", "head_dim"),
+    "mla_rank": ("--mla-rank", "kv_lora_rank"),
+    "rope_dim": ("--rope-dim", "qk_rope_head_dim"),
+}
+
+
+def add_model_arguments(model: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the flags that a model's K/V follow from."""
+    model.add_argument(
+        "--model", metavar="DIR|FILE", help="a directory with a config.json, or that file (default: none)"
+    )
+    model.add_argument("--layers", metavar="N", type=whole, help="layers of the model (default: the model's)")
+    model.add_argument("--query-heads", metavar="N", type=whole, help="query heads of a layer (default: the model's)")
+    model.add_argument(
+        "--kv-heads",
+        metavar="N",
+        type=whole,
+        help="K/V heads of a layer (default: the model's, or as many as query heads)",
+    )
+    model.add_argument("--head-dim", metavar="N", type=whole, help="numbers of a head (default: the model's)")
+    model.add_argument(
+        "--mla-rank", metavar="N", type=whole, help="numbers in a latent (default: the model's, or none)"
+    )
+    model.add_argument(
+        "--rope-dim", metavar="N", type=whole, help="numbers in the rotary key beside a latent (default: the model's)"
+    )
+    model.add_argument(
+        "--dtype", metavar="D", help="fp32, bf16, fp16, fp8, int8, fp4, int4 (default: the model's, or bf16)"
+    )
+    model.add_argument("--scales", action="store_true", help="count a float32 scale for each stored vector")
+
+
+def model_of(arguments: argparse.Namespace) -> Checkpoint:
+    """Return the sizes in --model, replaced by those of the flags.
+
+    Raises:
+        ConfigError: the model can't be read.
+    """
+    model = Checkpoint(dtype="bf16") if arguments.model is None else read_checkpoint(arguments.model)
+    given = {
+        "num_layers": arguments.layers,
+        "num_query_heads": arguments.query_heads,
+        "num_kv_heads": arguments.kv_heads,
+        "head_dim": arguments.head_dim,
+        "mla_rank": arguments.mla_rank,
+        "rope_dim": arguments.rope_dim,
+        "dtype": arguments.dtype and FORMAT_OF_DTYPE.get(arguments.dtype, arguments.dtype),
+    }
+    model = dataclasses.replace(model, **{name: value for name, value in given.items() if value is not None})
+    if model.num_kv_heads is None:
+        model = dataclasses.replace(model, num_kv_heads=model.num_query_heads)
+    return model
+
+
+def layout_of(model: Checkpoint, subject: str) -> KVLayout:
+    """Return what a model stores for a token.
+
+    Raises:
+        ConfigError: a size is missing. The message begins with `subject`.
+    """
+    is_latent = model.mla_rank is not None or model.rope_dim is not None
+    needed = ("num_layers", "mla_rank", "rope_dim") if is_latent else ("num_layers", "num_kv_heads", "head_dim")
+    sizes = [getattr(model, name) for name in needed]
+    missing = [_NAMES[name] for name, size in zip(needed, sizes, strict=True) if size is None]
+    if missing:
+        flags, fields = (", ".join(names) for names in zip(*missing, strict=True))
+        raise ConfigError(f"{subject}: expected {flags}, or a --model whose config.json has {fields}; got neither")
+    if is_latent:
+        return LatentKV(*sizes)
+    num_layers, num_kv_heads, head_dim = sizes
+    return HeadKV(num_layers, num_kv_heads, head_dim, model.num_query_heads)
+
+
+def format_of(model: Checkpoint, arguments: argparse.Namespace) -> KVFormat:
+    """Return how a model's K/V are stored.
+
+    Raises:
+        ConfigError: nothing names a dtype, or it has no scales.
+    """
+    if model.dtype is None:
+        raise ConfigError("dtype: expected --dtype, or float32, bfloat16 or float16 in the config.json, got neither")
+    return KVFormat(model.dtype, arguments.scales)
