@@ -36,7 +36,7 @@ class TierRoom:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What a simulation made of a store.
+    """The use of a store in a simulation.
 
     Attributes:
         tier: name of the store.

@@ -17,7 +17,7 @@ _FAR_BLOCKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class TierLink:
-    """How fast a store is.
+    """The speed of a store.
 
     Attributes:
         bytes_per_s: its bandwidth.
