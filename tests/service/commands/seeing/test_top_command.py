@@ -87,7 +87,9 @@ def test_a_terminal_is_redrawn_and_left_as_it_was():
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 12, 70, 0, 0))
         command = [sys.executable, "-m", "radixkv.service", "top", "--address", address, "--interval", "0.05"]
         environment = {name: text for name, text in os.environ.items() if name not in ("LINES", "COLUMNS")}
-        process = subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=environment)
+        process = subprocess.Popen(
+            command, stdout=theirs, stderr=theirs, stdin=theirs, env=environment, preexec_fn=_end_at_interrupts
+        )
         os.close(theirs)
         try:
             drawn = read_until(ours, lambda text: text.count("\x1b[H") == 3)
@@ -103,6 +105,11 @@ def test_a_terminal_is_redrawn_and_left_as_it_was():
     lines = second.replace("\x1b[K", "").splitlines()
     assert len(lines) == 11, "the last line of the terminal stays free, or it would scroll"
     assert max(map(len, lines)) == 70
+
+
+def _end_at_interrupts() -> None:
+    """Let SIGINT end this process, also where the tests run in the background of a shell, which ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def read_until(terminal: int, is_enough) -> str:
