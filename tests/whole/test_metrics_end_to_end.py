@@ -99,7 +99,7 @@ COUNTS = {
     "blocks{state=published}": 7,
     "pinned_blocks": 0,
     "retained_blocks": 0,
-    "probation_blocks": 0,
+    "probation_blocks": 3,
     "evicted_blocks_total": 0,
     "evicted_probation_blocks_total": 0,
     "unfinished_requests{state=running}": 0,
