@@ -94,6 +94,22 @@ def test_a_restart_begins_with_what_was_cached(checkpoint: Path, tmp_path: Path)
         assert ask(served, 0).usage.cached_tokens == 0
 
 
+def test_a_disk_smaller_than_the_device_gets_what_was_used_last(checkpoint: Path, tmp_path: Path) -> None:
+    with engine(checkpoint, "tiers.host_bytes=1000000") as served:
+        assert served.offload is not None
+        size = served.offload.tiers["host"].size()
+        assert size.capacity_bytes is not None
+        assert size.max_objects is not None
+        block_bytes = size.capacity_bytes // size.max_objects
+    disk = (f"tiers.disk_path={tmp_path}", f"tiers.disk_bytes={7 * (block_bytes + 4096)}")
+    with engine(checkpoint, *disk) as served:
+        for seed in (1, 2):
+            ask(served, seed)
+    with engine(checkpoint, *disk) as served:
+        settle(served)
+        assert ask(served, 2).usage.disk_tokens == 80
+
+
 @pytest.mark.parametrize("setting", ["cache.block_size=32", "cache.kv_dtype=int8"])
 def test_blocks_of_another_format_are_not_found(checkpoint: Path, tmp_path: Path, setting: str) -> None:
     disk = f"tiers.disk_path={tmp_path}"

@@ -24,12 +24,12 @@ class Shelf:
         num_blocks: blocks that it has room for.
 
     Attributes:
-        name: see above.
+        name, num_blocks: see above.
     """
 
     def __init__(self, name: str, num_blocks: int) -> None:
         self.name = name
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
         self._owners: dict[bytes, Namespace] = {}  # of each block
         self._by_owner: dict[Namespace, set[bytes]] = {}
         self._on_device: OrderedDict[bytes, None] = OrderedDict()
@@ -62,7 +62,7 @@ class Shelf:
         Returns:
             The key of the block that goes for it; None if there is room.
         """
-        victim = next(iter(self)) if len(self) >= self._num_blocks else None
+        victim = next(iter(self)) if len(self) >= self.num_blocks else None
         if victim is not None:
             self.remove(victim)
         self._owners[key] = namespace
@@ -78,7 +78,7 @@ class Shelf:
     def add_found(self, blocks: Sequence[tuple[bytes, Namespace]]) -> None:
         """Take blocks that an earlier process left, the one that goes first at first. They go before those here."""
         for key, namespace in reversed(blocks):
-            if key not in self and len(self) < self._num_blocks:
+            if key not in self and len(self) < self.num_blocks:
                 self.add(key, namespace)
                 self.note_stored(key)
                 self._left_device.move_to_end(key, last=False)

@@ -149,13 +149,16 @@ class Offload:
         self._saver.flush()
         if "disk" not in self.tiers:
             return
+        num_left = self.elsewhere.shelves["disk"].num_blocks  # what comes after them would push them out
         nodes = sorted(self._cache.nodes(), key=lambda node: (-node.last_used_s, node.start_bytes))
         for node in nodes:
-            for start in range(0, node.num_blocks, _SAVED_AT_ONCE):
-                self.elsewhere.leave(node, start, min(node.num_blocks, start + _SAVED_AT_ONCE), ["disk"])
+            for start in range(0, min(node.num_blocks, num_left), _SAVED_AT_ONCE):
+                end = min(node.num_blocks, num_left, start + _SAVED_AT_ONCE)
+                self.elsewhere.leave(node, start, end, ["disk"])
                 self._saver.flush()
                 if not self._saver.wait(max(0.0, deadline_s - time.monotonic())):
                     return
+            num_left -= min(node.num_blocks, num_left)
 
 
 def _stats_of(tier: Tier) -> TierStats:
