@@ -281,6 +281,7 @@ class Engine:
                     self._core.try_step()
                 self._watchdog.step_ends()
         finally:
+            self._watchdog.step_ends()  # also if it raised
             self._gate.close()
             self._inbox.close()
             self._inbox.run_all()

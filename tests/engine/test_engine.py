@@ -373,9 +373,11 @@ def test_a_drain_does_not_wait_for_those_that_are_cancelled_meanwhile(runner: Ga
     engine.stop()
 
 
-def test_a_thread_that_dies_leaves_nobody_waiting(runner: GatedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_dies_leaves_nobody_waiting(
+    runner: GatedRunner, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(max_step_tokens=4))
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(max_step_tokens=4, step_timeout_s=1))
     runner.gate.clear()
     engine.start()
     futures = [engine.prefill(params(range(i, i + 8))) for i in range(3)]
@@ -387,6 +389,10 @@ def test_a_thread_that_dies_leaves_nobody_waiting(runner: GatedRunner, monkeypat
     engine._thread.join(PATIENCE_S)
     with pytest.raises(Draining):
         engine.prefill(params(range(4)))
+    clock.now_s += 2
+    time.sleep(0.2)  # the watchdog looks each 0.05 s
+    assert not caplog.records, "the step that raised is over"
+    engine.stop()
 
 
 def test_what_comes_during_a_step_is_in_the_next_one(engine: Engine, runner: GatedRunner) -> None:
