@@ -167,9 +167,12 @@ class TierStats:
         blocks, used_bytes, capacity_bytes: None where only the store's own server knows.
         loaded_blocks: blocks that it gave, whole and verified.
         loaded_bytes: their K and V.
+        load_s: seconds from the calls for blocks to the answers: with `loaded_bytes`, its bandwidth.
         missed_blocks: blocks that it was asked for and did not give: gone, late, damaged.
+        computed_blocks: blocks that it has and that were computed again, because that was supposed to be faster.
         saved_blocks: blocks that it took.
         refused_blocks: blocks that it was given and did not take.
+        dropped_blocks: blocks that it was not given because too many waited for it.
         evicted_blocks: blocks that it gave up for others.
     """
 
@@ -180,9 +183,12 @@ class TierStats:
     capacity_bytes: int | None
     loaded_blocks: int
     loaded_bytes: int
+    load_s: float
     missed_blocks: int
+    computed_blocks: int
     saved_blocks: int
     refused_blocks: int
+    dropped_blocks: int
     evicted_blocks: int
 
 

@@ -19,11 +19,21 @@ class TiersConfig:
         disk_path: directory for blocks on a local disk, which the next start of the same model finds. One process has
             it at a time.
         disk_bytes: room for blocks there. Without it, half of what is free there at the start.
+        redis_url: `redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://` for TLS, or `unix://PATH`: a Redis or Valkey for
+            all servers of one model.
+        mooncake_master: `HOST:PORT` of the master of a Mooncake Store for all servers of one model.
+        mooncake_bytes: memory that this server lends to that store.
+        secret_file: a file with a secret, the same on all servers that share a store. Without it, whoever can read a
+            store can test whether a prompt is there.
     """
 
     host_bytes: _Bytes | None = None
     disk_path: str | None = None
     disk_bytes: _Bytes | None = None
+    redis_url: str | None = None
+    mooncake_master: str | None = None
+    mooncake_bytes: _Bytes = 2**30
+    secret_file: str | None = None
 
     def __post_init__(self) -> None:
         require_fields("tiers", self)

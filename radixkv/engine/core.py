@@ -161,8 +161,8 @@ class EngineCore:
             self.num_failed_steps = 0 if all(step.is_finite) else self.num_failed_steps
 
     def seconds_to_rest(self) -> float | None:
-        """Seconds until a held lease expires; 0 while events wait to be published; None if there is neither."""
-        if self._events is not None and self._events.has_backlog:
+        """Seconds until a held lease expires; 0 while events or stores wait; None if there is nothing to wait for."""
+        if (self._events and self._events.has_backlog) or (self._offload and self._offload.has_departures):
             return 0.0
         expires_s = self.held_leases.next_expiry_s()
         return None if expires_s is None else max(0.0, expires_s - self._clock())

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 _FIRST_BUCKET_TOKENS = 512
 _FORGET = 0.1  # part of what is known that a load, or a step of that many tokens, replaces
+_DOUBT = 0.02  # part of a store's times that is forgotten each time it is left out, so that it is tried again
 
 
 class Choice(NamedTuple):
@@ -36,6 +37,7 @@ class LoadOrCompute:
         self._block_size = block_size
         self._token_s: dict[int, float] = {}  # seconds a token, by bucket
         self._loads: dict[str, _Line] = {}  # seconds by blocks, of each store
+        self._answers_s: dict[str, float] = {}  # seconds until each shared store says what it has
         self._num_queued_blocks: dict[str, int] = {}
 
     def note_step(self, seconds: float, parts: Sequence[tuple[int, int]]) -> None:
@@ -59,6 +61,19 @@ class LoadOrCompute:
         if seconds is not None:
             self._loads.setdefault(store, _Line()).learn(num_blocks, seconds)
 
+    def note_answer(self, store: str, seconds: float) -> None:
+        """Note that a shared store said what it has."""
+        known_s = self._answers_s.setdefault(store, seconds)
+        self._answers_s[store] = known_s + _FORGET * (seconds - known_s)
+
+    def is_worth_asking(self, store: str, start_token: int, num_tokens: int) -> bool:
+        """Whether these tokens take longer to compute than a shared store to say what it has of them."""
+        answer_s, token_s = self._answers_s.get(store), self._seconds_a_token(start_token)
+        if answer_s is None or token_s is None or answer_s <= token_s * num_tokens:
+            return True
+        self._answers_s[store] *= 1 - _DOUBT
+        return False
+
     def choose(self, start_token: int, stores: Sequence[str]) -> Choice:
         """Choose how many stored blocks are loaded, from the first on.
 
@@ -80,6 +95,9 @@ class LoadOrCompute:
                 best = Choice(index + 1, load_s, compute_s)
             elif compute_s - load_s >= best_gain_s:
                 best, best_gain_s = Choice(index + 1, load_s, compute_s), compute_s - load_s
+        if not best.num_blocks:
+            for store in counts:
+                self._loads[store].doubt()
         return best
 
     def _seconds_a_token(self, position: int) -> float | None:
@@ -109,6 +127,9 @@ class _Line:
     def learn(self, x: float, y: float) -> None:
         sums = (self._weight, 1.0), (self._x, x), (self._y, y), (self._xx, x * x), (self._xy, x * y)
         self._weight, self._x, self._y, self._xx, self._xy = (old * (1 - _FORGET) + new for old, new in sums)
+
+    def doubt(self) -> None:
+        self._y, self._xy = self._y * (1 - _DOUBT), self._xy * (1 - _DOUBT)
 
     def at(self, x: float) -> float:
         """Return the seconds at `x`: at least 0, and growing with it."""

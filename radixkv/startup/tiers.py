@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.elsewhere.shared_shelf import SharedShelf
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk
@@ -24,7 +25,7 @@ from radixkv.engine.offload.prompt_keys import PromptKeys
 from radixkv.errors import ConfigError, StoreError
 from radixkv.invocation import InvocationMarks
 from radixkv.storage.mover import PAYLOAD_LAYOUT, BlockMover
-from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
+from radixkv.storage.tiers.block_key import MAX_SECRET_BYTES, BlockFormat, BlockKeys
 from radixkv.storage.tiers.block_object import object_bytes
 from radixkv.storage.tiers.block_store import StoreBackend
 from radixkv.storage.tiers.by_name import StoreOptions, open_backend
@@ -75,19 +76,23 @@ class Stores:
             tiers.append(Tier(name, store, self.mover.payload_bytes, partial(_is_closed, circuit)))
             if isinstance(backend, DiskStore):
                 record = DiskRecord(backend, self.keys)
-        return Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, record=record)
+        return Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, record)
 
 
 def open_stores(config: TiersConfig, runner: Runner, marks: InvocationMarks) -> Stores | None:
     """Open the stores. One that can't be used is left out, which is logged. What is in the pool is lost.
 
+    Redis and Mooncake are not asked before the first request: while they are away, the service works without them.
+
     Returns:
         None if there is none.
 
     Raises:
-        ConfigError: a store has no room for a block, or lacks its packages.
+        ConfigError: a store has no room for a block, or lacks its packages; an address or the secret is not one.
     """
-    if config == TiersConfig():
+    if config.disk_path is None and config.disk_bytes is not None:
+        raise ConfigError("tiers.disk_path: expected a directory beside tiers.disk_bytes, got none")
+    if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master)):
         return None
     model, storage = runner.model, runner.storage
     mover = BlockMover(storage.pool)
@@ -100,29 +105,47 @@ def open_stores(config: TiersConfig, runner: Runner, marks: InvocationMarks) -> 
         payload_bytes=mover.payload_bytes,
         computed_by=_computed_by(runner, mover),
     )
-    num_bytes = object_bytes(storage.block_size, mover.payload_bytes)
+    keys = BlockKeys(block_format, _secret(config.secret_file))
+    backends: dict[str, StoreBackend] = {}
+    for name, options in _wanted(config, block_format).items():
+        try:
+            backends[name] = open_backend(name, options)
+        except StoreError as error:
+            _log.error("tier %s is off: %s", name, error)
+    if not backends:
+        return None
+    shelves = [_shelf(name, backend, block_format) for name, backend in backends.items()]
+    elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, storage.block_size)
+    waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_blocks * storage.block_bytes // _WAITING_SHARE)
+    return Stores(backends, keys, elsewhere, mover, waiting_bytes)
+
+
+def _wanted(config: TiersConfig, block_format: BlockFormat) -> dict[str, StoreOptions]:
+    """Return what to open, the fastest first."""
+    num_bytes = object_bytes(block_format.block_size, block_format.payload_bytes)
     wanted: dict[str, StoreOptions] = {}
     if config.host_bytes is not None:
         wanted["host"] = StoreOptions(block_format, num_bytes, config.host_bytes)
     if config.disk_path is not None:
         wanted["disk"] = StoreOptions(block_format, num_bytes, _disk_bytes(config), config.disk_path)
-    elif config.disk_bytes is not None:
-        raise ConfigError("tiers.disk_path: expected a directory beside tiers.disk_bytes, got none")
-    backends: dict[str, StoreBackend] = {}
-    for name, options in wanted.items():
-        try:
-            backends[name] = open_backend(name, options)
-        except StoreError as error:
-            _log.error("tier %s is off: %s", name, error)
-        else:
-            _log.info("tier %s: room for %d blocks", name, backends[name].size().max_objects)
-    if not backends:
-        return None
-    keys = BlockKeys(block_format)
-    shelves = [Shelf(name, _room(name, backend)) for name, backend in backends.items()]
-    elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, storage.block_size)
-    waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_blocks * storage.block_bytes // _WAITING_SHARE)
-    return Stores(backends, keys, elsewhere, mover, waiting_bytes)
+    if config.redis_url is not None:
+        wanted["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
+    if config.mooncake_master is not None:
+        wanted["mooncake"] = StoreOptions(block_format, num_bytes, config.mooncake_bytes, config.mooncake_master)
+    return wanted
+
+
+def _secret(path: str | None) -> bytes:
+    """Return a digest of what is in a file; nothing without one."""
+    if path is None:
+        return b""
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"tiers.secret_file: expected a file, got {error.strerror}") from error
+    if not secret:
+        raise ConfigError("tiers.secret_file: expected a secret in the file, got none")
+    return blake2b(secret, digest_size=MAX_SECRET_BYTES).digest()
 
 
 def _disk_bytes(config: TiersConfig) -> int:
@@ -139,11 +162,14 @@ def _is_closed(circuit: Circuit) -> bool:
     return circuit.state is CircuitState.CLOSED
 
 
-def _room(name: str, backend: StoreBackend) -> int:
+def _shelf(name: str, backend: StoreBackend, block_format: BlockFormat) -> Shelf:
+    """Return the books of a store: of a shared one, unless it knows its room."""
     num_blocks = backend.size().max_objects
     if num_blocks is None:
-        raise ConfigError(f"tier {name}: expected a store that knows its room, got another")
-    return num_blocks
+        _log.info("tier %s: shared with servers whose blocks have the format %s", name, block_format.fingerprint)
+        return SharedShelf(name)
+    _log.info("tier %s: room for %d blocks", name, num_blocks)
+    return Shelf(name, num_blocks)
 
 
 def _computed_by(runner: Runner, mover: BlockMover) -> str:

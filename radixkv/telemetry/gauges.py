@@ -142,13 +142,17 @@ def _tiers(tiers: Iterable[TierStats]) -> Iterable[Metric]:
         yield _by_label(f"radixkv_tier_{name}", documentation, "tier", known)
     outcomes = CounterMetricFamily("radixkv_tier_blocks", "Blocks, by what happened.", labels=["tier", "outcome"])
     for each in tiers:
-        for outcome in ("loaded", "missed", "saved", "refused", "evicted"):
+        for outcome in ("loaded", "missed", "computed", "saved", "refused", "dropped", "evicted"):
             outcomes.add_metric([each.tier, outcome], getattr(each, f"{outcome}_blocks"))
     yield outcomes
     loaded = CounterMetricFamily("radixkv_tier_loaded_bytes", "Bytes of loaded blocks.", labels=["tier"])
     for each in tiers:
         loaded.add_metric([each.tier], each.loaded_bytes)
     yield loaded
+    seconds = CounterMetricFamily("radixkv_tier_load_seconds", "Time of loads, to the answer.", labels=["tier"])
+    for each in tiers:
+        seconds.add_metric([each.tier], each.load_s)
+    yield seconds
 
 
 def _by_label(name: str, documentation: str, label: str, counts: dict[str, int]) -> Metric:

@@ -96,7 +96,8 @@ def stats_table(stats: StatsResponse) -> str:
     for tier in stats.tiers:
         state = "" if tier.is_working else ", left alone after failures"
         moved = f"{tier.loaded_blocks} loaded, {tier.missed_blocks} missed, {tier.saved_blocks} saved"
-        rows.append((f"tier {tier.tier}", f"{tier.blocks} blocks, {tier.used_bytes} bytes; {moved}{state}"))
+        held = f"{tier.blocks} blocks, {tier.used_bytes} bytes; " if tier.HasField("blocks") else ""
+        rows.append((f"tier {tier.tier}", f"{held}{moved}{state}"))
     for tenant in stats.tenants:
         reused = percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
         held = f"{tenant.cached_blocks} blocks, {tenant.hit_tokens} cached tokens{reused}"

@@ -459,7 +459,52 @@ OFFLOAD_MUTANTS = (
         "            if shelf is None:\n                break\n",
         "            if shelf is None:\n                continue\n",
     ),
-    Mutant("cache/elsewhere/elsewhere.py", "tokens[:-TOKEN_BYTES])):", "tokens)):"),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "for block in islice(self._key_blocks(namespace, tokens[:-TOKEN_BYTES])",
+        "for block in islice(self._key_blocks(namespace, tokens)",
+    ),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "        if self._shared:\n            self.leave(",
+        "        if False:\n            self.leave(",
+    ),
+    Mutant(
+        "cache/elsewhere/elsewhere.py", "leaf.num_blocks - num_new_blocks - 1)", "leaf.num_blocks - num_new_blocks)"
+    ),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "            if block.key not in shelf:\n                shelf.add",
+        "            if False:\n                shelf.add",
+    ),
+    Mutant(
+        "cache/elsewhere/shared_shelf.py",
+        "        super().add(key, namespace)\n        return None",
+        "        return super().add(key, namespace)",
+    ),
+    Mutant("engine/core.py", " or (self._offload and self._offload.has_departures):", ":"),
+    Mutant(
+        "engine/offload/lookups.py", "if found and not self._purger.is_purging(store, request.namespace):", "if found:"
+    ),
+    Mutant("engine/offload/lookups.py", "if not self._purger.is_purging(name, request.namespace)]", "]"),
+    Mutant("engine/offload/lookups.py", "        self._num_open.pop(request, None)\n", "        pass\n"),
+    Mutant(
+        "engine/offload/offload.py",
+        "            return False\n        return self._lookups",
+        "            pass\n        return self._lookups",
+    ),
+    Mutant("engine/offload/offload.py", "        self._purger.retry()\n", ""),
+    Mutant("engine/offload/purger.py", "for each in (*self._open, *self._failed)", "for each in self._open"),
+    Mutant(
+        "engine/offload/purger.py",
+        "each.store == store and namespace.is_among(",
+        "each.store == store and not namespace.is_among(",
+    ),
+    Mutant("engine/offload/purger.py", "            if not has_answered:\n", "            if False:\n"),
+    Mutant("engine/offload/prompt_keys.py", "self._keys.of_owner(parent, owner)", "parent"),
+    Mutant(
+        "engine/offload/saver.py", "                    if name in each.shelves:\n", "                    if True:\n"
+    ),
     Mutant("cache/elsewhere/elsewhere.py", "        for key in reversed(keys):\n", "        for key in keys:\n"),
     Mutant(
         "cache/elsewhere/elsewhere.py",

@@ -89,6 +89,9 @@ OFFLOAD_TESTS = (
     "tests/engine/offload/test_deleter.py",
     "tests/engine/offload/test_disk_record.py",
     "tests/engine/offload/test_offload.py",
+    "tests/engine/offload/test_lookups.py",
+    "tests/engine/offload/test_purger.py",
+    "tests/cache/elsewhere/test_shared_shelf.py",
     "tests/scheduling/test_load_or_compute.py",
 )
 CHECKS = (

@@ -33,6 +33,7 @@ NAMES = {
     "radixkv_tier_capacity_bytes": ("gauge", ("tier",)),
     "radixkv_tier_blocks_total": ("counter", ("outcome", "tier")),
     "radixkv_tier_loaded_bytes_total": ("counter", ("tier",)),
+    "radixkv_tier_load_seconds_total": ("counter", ("tier",)),
     "radixkv_healthy": ("gauge", ()),
     "radixkv_info": ("info", ("device", "model", "version")),
     "radixkv_requests_total": ("counter", ("kind", "outcome")),
@@ -97,7 +98,7 @@ def served() -> CollectorRegistry:
     metrics = Metrics()
     engine = FakeEngine()
     engine.events = FakeSource()
-    engine.offload = SimpleNamespace(stats=lambda: [TierStats("host", True, 1, 2, 3, 4, 5, 6, 7, 8, 9)])
+    engine.offload = SimpleNamespace(stats=lambda: [TierStats("host", True, 1, 2, 3, 4, 5, 0.5, 6, 7, 8, 9, 10, 11)])
     metrics.registry.register(EngineGauges(engine))
     RefusedCalls(metrics.registry)
     metrics.request_refused(QueueFull("full"))

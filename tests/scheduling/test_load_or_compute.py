@@ -87,3 +87,18 @@ def test_a_step_counts_by_its_tokens() -> None:
 
 def test_nothing_to_load_is_nothing_loaded() -> None:
     assert measured().choose(0, []) == Choice(0, None, None)
+
+
+def test_a_shared_store_is_asked_for_what_takes_longer_to_compute_than_its_answer() -> None:
+    choice = measured()
+    assert choice.is_worth_asking("redis", 0, 1)
+    choice.note_answer("redis", 0.1)
+    assert not choice.is_worth_asking("redis", 0, 64)
+    assert choice.is_worth_asking("redis", 0, 128)
+
+
+def test_what_is_left_out_is_tried_again_after_a_while() -> None:
+    choice = measured(loads={"disk": (0.0, 0.1)})
+    choice.note_answer("redis", 0.1)
+    assert any(choice.choose(0, ["disk"]).num_blocks for _ in range(100))
+    assert any(choice.is_worth_asking("redis", 0, 64) for _ in range(100))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from radixkv.engine.engine import Engine
 from radixkv.errors import ConfigError
 from radixkv.startup.build_engine import build_engine
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
+from tests.storage.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
 BLOCK_SIZE, POOL_TOKENS, PROMPT_TOKENS = 16, 256, 83  # five whole blocks of a pool of 16
 
@@ -150,6 +152,91 @@ def test_room_without_a_directory_is_refused(checkpoint: Path) -> None:
 def test_host_memory_below_a_block_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"tiers\.host_bytes: expected at least \d+ bytes, got 1000"):
         build_engine(config(checkpoint, "tiers.host_bytes=1000"))
+
+
+def redis(folder: Path, *settings: str) -> contextlib.AbstractContextManager[RedisServer]:
+    if SERVER is None:
+        pytest.skip(WHY_NOT)
+    folder.mkdir(exist_ok=True)
+    return redis_server(folder, *settings)
+
+
+def wait_for_redis(engine: Engine, num_blocks: int) -> None:
+    assert engine.offload is not None
+    counts = engine.offload.tiers["redis"].counts
+    wait_until(lambda: sum(counts().saved.values()) >= num_blocks)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_servers_that_share_a_redis_find_each_other_s_blocks(checkpoint: Path, tmp_path: Path, kv_dtype: str) -> None:
+    with redis(tmp_path) as server:
+        settings = (f"tiers.redis_url={server.url}", f"cache.kv_dtype={kv_dtype}")
+        with engine(checkpoint, *settings) as first, engine(checkpoint, *settings) as second:
+            before = ask(first, 1).logits
+            wait_for_redis(first, 5)
+            result = ask(second, 1)
+            assert (result.usage.remote_tokens, result.usage.cached_tokens) == (80, 80)
+            np.testing.assert_array_equal(result.logits, before)
+            np.testing.assert_array_equal(result.logits, cold_logits(second, 1))
+            assert second.purge(tenant="acme").result(PATIENCE_S).stored_blocks == {"redis": 5}
+        with engine(checkpoint, *settings) as third:
+            assert ask(third, 1).usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("setting", ["cache.block_size=32", "tiers.secret_file="])
+def test_servers_that_differ_share_nothing(checkpoint: Path, tmp_path: Path, setting: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("between us\n")
+    with redis(tmp_path / "redis") as server:
+        url = f"tiers.redis_url={server.url}"
+        with engine(checkpoint, url) as first:
+            ask(first, 1)
+            wait_for_redis(first, 5)
+        with engine(checkpoint, url, setting + str(secret) * setting.endswith("=")) as second:
+            assert ask(second, 1).usage.cached_tokens == 0
+            assert second.purge().result(PATIENCE_S).stored_blocks is not None
+        with engine(checkpoint, url) as third:
+            assert ask(third, 1).usage.remote_tokens == 80
+
+
+def test_a_redis_that_is_away_costs_nobody_an_answer(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with redis(tmp_path) as server, engine(checkpoint, f"tiers.redis_url={server.url}") as served:
+        server.stop()
+        for seed in range(6):
+            assert ask(served, seed).usage.computed_tokens == PROMPT_TOKENS
+        assert served.offload is not None
+        wait_until(lambda: not served.offload.stats()[0].is_working)
+        assert served.purge(tenant="acme").result(PATIENCE_S).stored_blocks == {"redis": None}
+    assert "store redis: switched off for a while after failures" in caplog.text
+
+
+def test_a_wrong_password_is_told_and_not_shown(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with redis(tmp_path, "--requirepass", "correct") as server:
+        url = server.url.replace("redis://", "redis://:hunter2@")
+        with engine(checkpoint, f"tiers.redis_url={url}") as served:
+            for seed in range(6):
+                assert ask(served, seed).usage.computed_tokens == PROMPT_TOKENS
+            assert served.offload is not None
+            wait_until(lambda: not served.offload.stats()[0].is_working)
+    assert "tiers.redis_url: expected an answer, got AuthenticationError" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["tiers.redis_url=http://x"], "tiers.redis_url: expected redis://HOST:PORT/DB, got something else"),
+        (["tiers.secret_file=/nowhere"], "tiers.secret_file: expected a file, got No such file or directory"),
+        (["tiers.secret_file=/dev/null"], "tiers.secret_file: expected a secret in the file, got none"),
+    ],
+)
+def test_bad_settings_of_shared_stores_are_refused(checkpoint: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_engine(config(checkpoint, "tiers.host_bytes=10000000", *settings))
 
 
 def test_without_tiers_there_are_no_stores(checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiers through gRPC, over the embedded model: two settings, a process that is killed, and one that begins warm."""
+"""Tiers through gRPC, over the embedded model: a process that is killed, one that begins warm, and two that share a Redis."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from radixkv.service.client import Client, logits_of
 from tests.patience import PATIENCE_S, wait_until
+from tests.storage.tiers.redis_server import SERVER, WHY_NOT, redis_server
 from tests.whole.test_end_to_end import serving
 
 _BLOCK, _POOL_TOKENS = 64, 1024
@@ -44,3 +46,17 @@ def test_what_left_the_device_is_there_after_kill_9(tmp_path: Path) -> None:
         deleted = {each.store: each.blocks for each in client.purge(everything=True).stores}
         assert deleted["disk"] >= 15
         assert client.prefill(_PROMPTS[0]).usage.cached_tokens == 0
+
+
+@pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
+def test_a_second_server_begins_with_what_the_first_one_put_into_redis(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as redis:
+        shared = ("--set", f"tiers.redis_url={redis.url}")
+        with serving(*shared) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
+            cold = logits_of(client.prefill(_PROMPTS[0], return_logits=True))
+            wait_until(lambda: saved_blocks(client) == {"redis": 5})
+        with serving(*shared) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
+            warm = client.prefill(_PROMPTS[0], return_logits=True)
+            assert warm.usage.remote_tokens == warm.usage.cached_tokens == 5 * _BLOCK
+            np.testing.assert_array_equal(logits_of(warm), cold)
+            assert {each.store: each.blocks for each in client.purge(everything=True).stores} == {"redis": 5}

@@ -69,7 +69,7 @@ class Elsewhere(Listener):
 
     Whole blocks only: a block that is filled in part is computed again. Every block that leaves is stored on every
     shelf that does not have it, used before or not: docs/LOG.md, "what is worth writing". A shelf without room gives up
-    what left the device longest ago.
+    what left the device longest ago. Shared stores get a block when it is published, so that other servers find it.
 
     Args:
         shelves: the stores, the fastest first.
@@ -84,6 +84,7 @@ class Elsewhere(Listener):
 
     def __init__(self, shelves: Sequence[Shelf], key_blocks: KeyBlocks, block_size: int) -> None:
         self.shelves = {shelf.name: shelf for shelf in shelves}
+        self._shared = [shelf.name for shelf in shelves if shelf.is_shared]
         self.trunk_of: Callable[[Namespace], bytes | None] = lambda namespace: None if namespace.trunk else b""
         self._key_blocks = key_blocks
         self._block_bytes = block_size * TOKEN_BYTES
@@ -94,6 +95,20 @@ class Elsewhere(Listener):
     def is_empty(self) -> bool:
         """Whether nothing is stored."""
         return not any(map(len, self.shelves.values()))
+
+    @property
+    def has_departures(self) -> bool:
+        """Whether blocks are to be stored; see `take_departures`."""
+        return bool(self._departures)
+
+    def inserted(self, leaf: Node, now_s: float) -> None:
+        """Note that shared stores are to have a new leaf."""
+        self.grown(leaf, leaf.num_blocks, now_s)
+
+    def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
+        """Note that shared stores are to have the blocks at the end of a leaf that are whole now."""
+        if self._shared:
+            self.leave(leaf, max(0, leaf.num_blocks - num_new_blocks - 1), leaf.num_blocks, self._shared)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Note which blocks are to be stored; see `leave`."""
@@ -135,14 +150,31 @@ class Elsewhere(Listener):
         Complexity: a hash of the tokens up to the first block that is nowhere.
         """
         found: list[Found] = []
-        for index, block in enumerate(self._key_blocks(namespace, tokens[:-TOKEN_BYTES])):
-            if index < num_cached_blocks:
-                continue
+        for block in islice(self._key_blocks(namespace, tokens[:-TOKEN_BYTES]), num_cached_blocks, None):
             shelf = next((name for name, shelf in self.shelves.items() if shelf.holds(block.key)), None)
             if shelf is None:
                 break
             found.append(Found(block, shelf))
         return found
+
+    def unknown(self, namespace: Namespace, tokens: bytes, num_cached_blocks: int) -> list[KeyedBlock]:
+        """List the blocks that follow the cached ones of a prompt, and of which no store is known to have them.
+
+        Args:
+            namespace, tokens, num_cached_blocks: as for `find`.
+
+        Complexity: a hash of all tokens.
+        """
+        blocks = islice(self._key_blocks(namespace, tokens[:-TOKEN_BYTES]), num_cached_blocks, None)
+        return [block for block in blocks if not any(shelf.holds(block.key) for shelf in self.shelves.values())]
+
+    def discovered(self, name: str, blocks: Iterable[KeyedBlock]) -> None:
+        """Note that a shared store has blocks."""
+        shelf = self.shelves[name]
+        for block in blocks:
+            if block.key not in shelf:
+                shelf.add(block.key, block.namespace)
+            shelf.note_stored(block.key)
 
     def loaded(self, keys: Sequence[bytes]) -> None:
         """Note that blocks are on the device again; keys in the order of the prompt."""

@@ -25,7 +25,10 @@ class Shelf:
 
     Attributes:
         name, num_blocks: see above.
+        is_shared: whether other servers use the store as well; see `SharedShelf`.
     """
+
+    is_shared = False
 
     def __init__(self, name: str, num_blocks: int) -> None:
         self.name = name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -46,7 +47,7 @@ class Loader:
         max_bytes: bound of what is loaded and not copied yet. What is beyond is computed.
 
     Attributes:
-        num_refused_blocks: stored blocks that were to be computed because that was supposed to be faster.
+        num_computed_blocks: blocks of each store that were computed again because that was supposed to be faster.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Loader:
         wake: Callable[[], None],
         max_bytes: int,
     ) -> None:
-        self.num_refused_blocks = 0
+        self.num_computed_blocks: Counter[str] = Counter()
         self._cache = cache
         self._elsewhere = elsewhere
         self._tiers = tiers
@@ -74,20 +75,22 @@ class Loader:
         self._waiting: set[Request] = set()  # those that `ready` has not returned
         self._ended: queue.SimpleQueue[tuple[Load, str, LoadedBlocks, float]] = queue.SimpleQueue()
 
-    def begin(self, request: Request) -> bool:
-        """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it.
+    def begin(self, request: Request, first_block: int) -> bool:
+        """Start to load what a request could use. Returns whether it is to wait until `ready` returns it.
 
-        Complexity: one match, and a hash of the tokens up to the first block that is nowhere.
+        Args:
+            request: not admitted yet.
+            first_block: whole blocks of its prompt that are on the device.
+
+        Complexity: a hash of the tokens up to the first block that is nowhere.
         """
-        if not request.params.read_cache or self._elsewhere.is_empty:
+        if self._elsewhere.is_empty:
             return False
-        namespace, tokens, size = request.namespace, request.prompt_tokens, self._cache.block_size
-        first_block = self._cache.match(namespace, tokens).cached_tokens // size
-        run = self._elsewhere.find(namespace, tokens, first_block)
+        run = self._elsewhere.find(request.namespace, request.prompt_tokens, first_block)
         load = self._loads.get(run[0].block.key) if run else None
         if load is None:
-            choice = self._choice.choose(first_block * size, [each.shelf for each in run])
-            self.num_refused_blocks += len(run) - choice.num_blocks
+            choice = self._choice.choose(first_block * self._cache.block_size, [each.shelf for each in run])
+            self.num_computed_blocks.update(each.shelf for each in run[choice.num_blocks :])
             run = run[: min(choice.num_blocks, self._num_free_blocks)]
             if not run:
                 return False
@@ -99,7 +102,7 @@ class Loader:
         return not load.is_ended
 
     def ready(self) -> list[Request]:
-        """Return the requests whose loads ended since the last call, in the order of their arrival."""
+        """Return the requests whose loads ended since the last call."""
         ready: list[Request] = []
         while not self._ended.empty():
             load, store, blocks, ended_s = self._ended.get()
@@ -111,7 +114,7 @@ class Loader:
                 ready += load.requests & self._waiting
                 self._drop_if_unused(load)
         self._waiting.difference_update(ready)
-        return sorted(ready, key=lambda request: request.arrival)
+        return ready
 
     def fill(self, request: Request, lease: PromptLease) -> int:
         """Copy what was loaded for a request into its blocks, and publish it.
@@ -133,9 +136,10 @@ class Loader:
             payloads = [wish.load.blocks[each.block.key].payload for each in found]
             self._mover.write(lease.block_ids[first : first + len(found)].tolist(), payloads)
             lease.copy = None
-            stores = [each.shelf for each in found]
-            request.loaded_tokens = {store: stores.count(store) * size for store in stores}
-            request.loaded_tokens[stores[0]] -= start - first * size
+            num_loaded = Counter(each.shelf for each in found)
+            num_tokens = {store: num_blocks * size for store, num_blocks in num_loaded.items()}
+            num_tokens[found[0].shelf] -= start - first * size
+            request.loaded_tokens = num_tokens
             if request.params.write_cache:
                 lease.commit(upto)
                 self._elsewhere.loaded([each.block.key for each in found])

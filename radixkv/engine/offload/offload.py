@@ -16,6 +16,8 @@ from radixkv.engine.offload.deleter import Deleter
 from radixkv.engine.offload.deletions import Deletion
 from radixkv.engine.offload.disk_record import DiskRecord
 from radixkv.engine.offload.loader import Loader
+from radixkv.engine.offload.lookups import Lookups
+from radixkv.engine.offload.purger import Purger
 from radixkv.engine.offload.saver import Saver
 from radixkv.errors import StoreError
 from radixkv.namespace import Namespace
@@ -23,6 +25,7 @@ from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.step_plan import Slice
 from radixkv.storage.mover import BlockMover
+from radixkv.storage.tiers.block_key import BlockKeys
 from radixkv.storage.tiers.block_store import PutOutcome
 from radixkv.storage.tiers.tier import Tier
 
@@ -44,6 +47,7 @@ class Offload:
         tiers: a store for each shelf.
         mover: copies blocks.
         max_bytes: bound of what waits to be stored, and of what was loaded and waits for its request.
+        keys: of the blocks in all stores.
         record: of the store `disk`, which outlives the process; None without one.
         clock: seconds, monotonic.
 
@@ -59,6 +63,7 @@ class Offload:
         tiers: Sequence[Tier],
         mover: BlockMover,
         max_bytes: int,
+        keys: BlockKeys,
         record: DiskRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,35 +75,39 @@ class Offload:
         self._deleter = Deleter(elsewhere, self.tiers)
         self._saver = Saver(elsewhere, self.tiers, self._deleter, mover, max_bytes, record)
         self._loader = Loader(cache, elsewhere, self.tiers, mover, self._choice, clock, lambda: self.wake(), max_bytes)
+        shared = {name: tier for name, tier in self.tiers.items() if elsewhere.shelves[name].is_shared}
+        self._purger = Purger(shared, keys)
+        self._lookups = Lookups(elsewhere, shared, self._purger, self._choice, clock, lambda: self.wake())
         self._found: queue.SimpleQueue[list[tuple[bytes, Namespace]]] = queue.SimpleQueue()
         self._reader = None if record is None else _reading(record, self._found)
 
     @property
-    def num_dropped_blocks(self) -> int:
-        """Blocks that were not saved because too many waited for stores."""
-        return self._saver.num_dropped_blocks
-
-    @property
-    def num_refused_blocks(self) -> int:
-        """Stored blocks that were to be computed because that was supposed to be faster."""
-        return self._loader.num_refused_blocks
+    def has_departures(self) -> bool:
+        """Whether `flush` has anything to copy."""
+        return self.elsewhere.has_departures
 
     def stats(self) -> list[TierStats]:
         """Count what the stores hold and did, the fastest first. Any thread may ask."""
-        return [_stats_of(tier) for tier in self.tiers.values()]
+        return [self._stats_of(tier) for tier in self.tiers.values()]
 
     def begin(self, request: Request) -> bool:
-        """Start to load what a new request could use; see `Loader.begin`."""
+        """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it."""
         self._take_found()
-        return self._loader.begin(request)
+        if not request.params.read_cache:
+            return False
+        return self._lookups.begin(request, self._num_cached_blocks(request), self._cache.block_size) or self._load(
+            request
+        )
 
     def ready(self) -> list[Request]:
-        """Return the requests that wait no more; see `Loader.ready`."""
-        return self._loader.ready()
+        """Return the requests that wait no more, in the order of their arrival."""
+        known = [request for request in self._lookups.ended() if not self._load(request)]
+        return sorted([*known, *self._loader.ready()], key=lambda request: request.arrival)
 
     def flush(self) -> None:
-        """Copy what has left the device; see `Saver.flush`."""
+        """Copy what has left the device, and what shared stores are to have; see `Saver.flush`."""
         self._deleter.retry()
+        self._purger.retry()
         self._saver.flush()
 
     def fill(self, request: Request, lease: PromptLease) -> int:
@@ -108,6 +117,7 @@ class Offload:
 
     def leave(self, request: Request) -> None:
         """Forget a request that is over."""
+        self._lookups.leave(request)
         self._loader.leave(request)
 
     def note_step(self, seconds: float, slices: Sequence[Slice]) -> None:
@@ -121,14 +131,16 @@ class Offload:
             yield
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> list[Deletion]:
-        """Forget what is stored of the namespaces with these names, None for any.
+        """Forget what is stored of the namespaces with these names, None for any; in shared stores of all servers.
 
         Requests that wait for some of it get nothing of it. What is on disk is known only if `reading` is over.
         """
         self._take_found()
         self._loader.forget(tenant, adapter, salt)
         keys = self.elsewhere.purge(tenant, adapter, salt)
-        return [Deletion(name, self._deleter.delete(name, gone)) for name, gone in keys.items()]
+        purges = self._purger.purge(tenant, adapter, salt)
+        own = [Deletion(name, self._deleter.delete(name, gone)) for name, gone in keys.items() if name not in purges]
+        return own + [Deletion(name, purged) for name, purged in purges.items()]
 
     def close(self) -> None:
         """Write what is on the device to the disk, as far as it can be done in 10 s, and close the stores."""
@@ -139,6 +151,12 @@ class Offload:
             _log.warning("tiers: expected to store all blocks within %s s, got fewer", CLOSE_LIMIT_S)
         for tier in self.tiers.values():
             tier.close()
+
+    def _load(self, request: Request) -> bool:
+        return self._loader.begin(request, self._num_cached_blocks(request))
+
+    def _num_cached_blocks(self, request: Request) -> int:
+        return self._cache.match(request.namespace, request.prompt_tokens).cached_tokens // self._cache.block_size
 
     def _take_found(self) -> None:
         while not self._found.empty():
@@ -160,23 +178,25 @@ class Offload:
                     return
             num_left -= min(node.num_blocks, num_left)
 
-
-def _stats_of(tier: Tier) -> TierStats:
-    size, counts = tier.size(), tier.counts()
-    saved = counts.saved.get(PutOutcome.STORED, 0)
-    return TierStats(
-        tier=tier.name,
-        is_working=tier.is_working(),
-        blocks=size.num_objects,
-        used_bytes=size.used_bytes,
-        capacity_bytes=size.capacity_bytes,
-        loaded_blocks=counts.loaded,
-        loaded_bytes=counts.loaded_bytes,
-        missed_blocks=sum(counts.misses.values()),
-        saved_blocks=saved,
-        refused_blocks=counts.failed_saves + sum(counts.saved.values()) - saved,
-        evicted_blocks=counts.evicted,
-    )
+    def _stats_of(self, tier: Tier) -> TierStats:
+        size, counts = tier.size(), tier.counts()
+        refused = sum(counts.saved.get(outcome, 0) for outcome in (PutOutcome.NO_ROOM, PutOutcome.TOO_LARGE))
+        return TierStats(
+            tier=tier.name,
+            is_working=tier.is_working(),
+            blocks=size.num_objects,
+            used_bytes=size.used_bytes,
+            capacity_bytes=size.capacity_bytes,
+            loaded_blocks=counts.loaded,
+            loaded_bytes=counts.loaded_bytes,
+            load_s=counts.load_s,
+            missed_blocks=sum(counts.misses.values()),
+            computed_blocks=self._loader.num_computed_blocks[tier.name],
+            saved_blocks=counts.saved.get(PutOutcome.STORED, 0),
+            refused_blocks=counts.failed_saves + refused,
+            dropped_blocks=self._saver.num_dropped_blocks[tier.name],
+            evicted_blocks=counts.evicted,
+        )
 
 
 def _reading(record: DiskRecord, found: queue.SimpleQueue[list[tuple[bytes, Namespace]]]) -> threading.Thread:

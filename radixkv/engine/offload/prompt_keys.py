@@ -42,8 +42,9 @@ class PromptKeys:
             digest = self._marks.digest_of(own)
             if digest:
                 num_plain, own = self._marks.num_plain(own), plain(own)
-                key = self._keys.child(parent, own + num_plain.to_bytes(4, "little") + digest.encode())
                 owner = namespace._replace(adapter=digest)
+                content = own + num_plain.to_bytes(4, "little") + digest.encode()
+                key = self._keys.child(self._keys.of_owner(parent, owner), content)
             else:
                 key, owner = self._keys.child(parent, own), namespace
             yield KeyedBlock(key, parent, own, owner)

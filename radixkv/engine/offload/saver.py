@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -41,7 +42,7 @@ class Saver:
         record: is told whose blocks the store `disk` gets; None without one.
 
     Attributes:
-        num_dropped_blocks: blocks that were not saved because too many copies waited.
+        num_dropped_blocks: blocks that each store was not given because too many copies waited.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Saver:
         max_bytes: int,
         record: DiskRecord | None = None,
     ) -> None:
-        self.num_dropped_blocks = 0
+        self.num_dropped_blocks: Counter[str] = Counter()
         self._elsewhere = elsewhere
         self._tiers = tiers
         self._deleter = deleter
@@ -77,7 +78,8 @@ class Saver:
                 continue
             if name == "disk" and self._record is not None:
                 for each in departures:
-                    self._record.note(each.block.namespace)
+                    if name in each.shelves:
+                        self._record.note(each.block.namespace)
             self._num_free_blocks -= len(objects)
             saved = tier.save(objects, given_up[name])
             saved.add_done_callback(partial(self._end, _Save(name, [each.key for each in objects], given_up[name])))
@@ -100,7 +102,7 @@ class Saver:
             if num_free_blocks >= 0:
                 kept.append(each)
                 continue
-            self.num_dropped_blocks += 1
+            self.num_dropped_blocks.update(each.shelves)
             for name in each.shelves:
                 self._elsewhere.lost(name, [each.block.key])
         return kept
@@ -129,7 +131,9 @@ class Saver:
         self._delete(name, [key for key in (*keys, *given_up) if key not in gone])
 
     def _delete(self, name: str, keys: Sequence[bytes]) -> None:
-        """Delete the blocks that the store should not have."""
+        """Delete the blocks that the store should not have. What is late in a shared one is found there."""
+        if self._elsewhere.shelves[name].is_shared:
+            return
         useless = [key for key in keys if key not in self._elsewhere.shelves[name]]
         if useless:
             self._deleter.delete(name, useless)

@@ -1,15 +1,18 @@
 """Keys of blocks outside the device: digests of everything that changes their K and V.
 
-    root  = digest(format, namespace, tokens of the public prefix before the tree)
-    block = digest(parent's key, tokens of the block)
+    root  = tags | digest(format, namespace, tokens of the public prefix before the tree)
+    block = tags | digest(parent's key, tokens of the block)
+    tags  = format 2 | tenant 3 | adapter 2 | salt 3 bytes, a digest of each name; the digests have 22 bytes
 
-Equal keys mean equal K and V on every server that has the same secret, today and after a restart.
+Equal keys mean equal K and V on every server that has the same secret, today and after a restart. By the tags a purge
+finds what other servers stored; two names with one tag lose their blocks together, no more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 from radixkv.errors import ConfigError, require_invariant
@@ -18,7 +21,9 @@ from radixkv.tokens import TOKEN_BYTES
 
 KEY_BYTES = 32
 MAX_SECRET_BYTES = 64
-_ROOT, _BLOCK, _FORMAT = b"radixkv root 1", b"radixkv block 1", b"radixkv format 1"
+_TAG_BYTES = {"format": 2, "tenant": 3, "adapter": 2, "salt": 3}
+_TAGS_BYTES = sum(_TAG_BYTES.values())
+_ROOT, _BLOCK, _FORMAT, _TAG = b"radixkv root 2", b"radixkv block 2", b"radixkv format 2", b"radixkv tag 2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,26 @@ class BlockFormat:
         return blake2b(_joined(*map(str, astuple(self))), digest_size=16, person=_FORMAT).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class KeyScope:
+    """The keys of all namespaces with some names.
+
+    Attributes:
+        tags: those at the start of such a key; None where any name will do.
+    """
+
+    tags: tuple[bytes | None, ...]
+
+    def hex_pattern(self, any_digit: str) -> str:
+        """Return the start of such keys in hexadecimal digits, with a pattern for any digit where any name will do."""
+        pairs = zip(self.tags, _TAG_BYTES.values(), strict=True)
+        return "".join(2 * size * any_digit if tag is None else tag.hex() for tag, size in pairs)
+
+
 class BlockKeys:
     """Makes the keys of one format.
 
-    Nobody finds two chains of tokens with one key: BLAKE2b with 256 bits. With a secret nobody who lacks it can compute
+    Nobody finds two chains of tokens with one key: BLAKE2b with 176 bits. With a secret nobody who lacks it can compute
     a key either, so whoever may read a shared store can't test which prompts are in it.
 
     >>> block_format = BlockFormat("model", "float32", "fp32", "by block", 16, 4096, "cpu")
@@ -73,6 +94,7 @@ class BlockKeys:
             raise ConfigError(f"secret of stores: expected at most {MAX_SECRET_BYTES} bytes, got {len(secret)}")
         self.format = block_format
         self._secret = secret
+        self._tag = lru_cache(maxsize=4096)(self._new_tag)
 
     def root(self, namespace: Namespace, trunk: bytes = b"") -> bytes:
         """Return the key that a namespace's first blocks have as their parent.
@@ -90,7 +112,7 @@ class BlockKeys:
         require_invariant("trunk", is_whole, f"expected {namespace.trunk_tokens} tokens, got {len(trunk)} bytes")
         salt = "" if namespace.tenant == PUBLIC_TENANT else namespace.salt  # there it is the serial
         names = (namespace.model, namespace.tenant, namespace.adapter, salt)
-        return self._digest(_ROOT, _joined(self.format.fingerprint, *names), trunk)
+        return self._tags_of(namespace) + self._digest(_ROOT, _joined(self.format.fingerprint, *names), trunk)
 
     def child(self, parent: bytes, tokens: bytes) -> bytes:
         """Return the key of a block.
@@ -101,7 +123,17 @@ class BlockKeys:
 
         Complexity: about 1 us for 64 tokens.
         """
-        return self._digest(_BLOCK, parent, tokens)
+        return parent[:_TAGS_BYTES] + self._digest(_BLOCK, parent, tokens)
+
+    def of_owner(self, parent: bytes, namespace: Namespace) -> bytes:
+        """Return a parent's key with the tags of another namespace, whose blocks follow it."""
+        return self._tags_of(namespace) + parent[_TAGS_BYTES:]
+
+    def scope(self, tenant: str | None, adapter: str | None, salt: str | None) -> KeyScope:
+        """Return the keys of the namespaces that `Namespace.is_among` these names; None for any."""
+        names = (("tenant", tenant), ("adapter", adapter), ("salt", salt))
+        tags = (None if name is None else self._tag(kind, name) for kind, name in names)
+        return KeyScope((self._tag("format", "private"), *tags))
 
     def chain(self, root: bytes, tokens: bytes) -> Iterator[bytes]:
         """Iterate over the keys of the whole blocks of a run of tokens, from its start."""
@@ -112,10 +144,22 @@ class BlockKeys:
             yield key
 
     def _digest(self, person: bytes, first: bytes, second: bytes) -> bytes:
-        digest = blake2b(len(first).to_bytes(8, "little"), digest_size=KEY_BYTES, key=self._secret, person=person)
+        size = KEY_BYTES - _TAGS_BYTES
+        digest = blake2b(len(first).to_bytes(8, "little"), digest_size=size, key=self._secret, person=person)
         digest.update(first)
         digest.update(second)
         return digest.digest()
+
+    def _tags_of(self, namespace: Namespace) -> bytes:
+        tag = self._tag
+        if namespace.tenant == PUBLIC_TENANT:  # no scope has its blocks, and its salt is its serial
+            return tag("format", "public") + tag("tenant", "") + tag("adapter", namespace.adapter) + tag("salt", "")
+        names = tag("tenant", namespace.tenant) + tag("adapter", namespace.adapter) + tag("salt", namespace.salt)
+        return tag("format", "private") + names
+
+    def _new_tag(self, kind: str, name: str) -> bytes:
+        data = _joined(self.format.fingerprint, kind, name)
+        return blake2b(data, digest_size=_TAG_BYTES[kind], key=self._secret, person=_TAG).digest()
 
 
 def _joined(*fields: str) -> bytes:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from radixkv.storage.tiers.block_key import KeyScope
 from radixkv.storage.tiers.block_object import BlockObject
 
 
@@ -111,6 +112,9 @@ class BlockStore(Protocol):
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """Forget objects. Return the number of those that were there."""
 
+    def purge(self, scope: KeyScope) -> Future[int]:
+        """Forget the objects of a shared store that have such keys, whoever stored them. Return their number."""
+
     def size(self) -> StoreSize:
         """Return what the store holds, without waiting."""
 
@@ -139,6 +143,10 @@ class StoreBackend(ABC):
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget objects. Return the number of those that were there."""
+
+    def purge(self, scope: KeyScope) -> int:
+        """Forget the objects that have such keys, whoever stored them. Only stores that servers share are asked."""
+        raise NotImplementedError
 
     @abstractmethod
     def size(self) -> StoreSize:

@@ -84,7 +84,7 @@ def _redis(options: StoreOptions) -> StoreBackend:
 def _mooncake(options: StoreOptions) -> StoreBackend:
     from radixkv.storage.tiers.mooncake import MooncakeStore  # the package is an extra
 
-    return MooncakeStore(options.place, options.object_bytes)
+    return MooncakeStore(options.place, options.object_bytes, lent_bytes=options.max_bytes or 0)
 
 
 _OURS: dict[str, OpenBackend] = {"host": _host, "disk": _disk, "redis": _redis, "mooncake": _mooncake}

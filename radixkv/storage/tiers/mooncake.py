@@ -10,6 +10,7 @@ from typing import Any
 from mooncake.store import MooncakeDistributedStore
 
 from radixkv.errors import ConfigError, StoreUnavailable
+from radixkv.storage.tiers.block_key import KeyScope
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 
@@ -74,6 +75,13 @@ class MooncakeStore(StoreBackend):
         """Forget objects, for all servers."""
         codes = self._client().batch_remove([_name(key) for key in keys], True) if keys else []
         return sum(_required(code, 0, _NOT_FOUND, _NOT_READY) == 0 for code in codes)
+
+    def purge(self, scope: KeyScope) -> int:
+        """Forget the objects that have such keys, for all servers."""
+        number: int = self._client().remove_by_regex(f"^{_PREFIX}{scope.hex_pattern('.')}", True)
+        if number < 0:
+            raise StoreUnavailable(f"tiers.mooncake_master: expected an answer, got Mooncake's code {number}")
+        return number
 
     def size(self) -> StoreSize:
         """Return nothing: only the master knows."""

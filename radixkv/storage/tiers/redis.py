@@ -12,11 +12,13 @@ from redis.exceptions import OutOfMemoryError, RedisError
 from redis.retry import Retry
 
 from radixkv.errors import ConfigError, StoreUnavailable
+from radixkv.storage.tiers.block_key import KeyScope
 from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject, read_head
 from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 
 _T = TypeVar("_T")
 _BATCH_BYTES = 16 << 20  # of one pipeline: what the server has to keep of answers, and this process of a put
+_SCANNED_KEYS = 1000
 _PREFIX = b"radixkv:1:"
 DEFAULT_TTL_S = 86_400.0
 
@@ -69,6 +71,20 @@ class RedisStore(StoreBackend):
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget objects, for all servers."""
         return sum(self._answered(lambda: self._pipelined("UNLINK", keys)))
+
+    def purge(self, scope: KeyScope) -> int:
+        """Forget the objects that have such keys, for all servers.
+
+        Complexity: O(keys in the whole database), a thousand at a time, between which the server does other work.
+        """
+        pattern, cursor, num_deleted = _PREFIX + scope.hex_pattern("?").encode() + b"*", 0, 0
+        while True:
+            scan = partial(self._client.execute_command, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCANNED_KEYS)
+            cursor, names = self._answered(scan)
+            if names:
+                num_deleted += self._answered(partial(self._client.execute_command, "UNLINK", *names))
+            if not int(cursor):
+                return num_deleted
 
     def size(self) -> StoreSize:
         """Return nothing: only the server knows."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from radixkv.errors import StoreBusy, StoreClosed, StoreError, StoreUnavailable
+from radixkv.storage.tiers.block_key import KeyScope
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import Loan, PutResult, StoreBackend, StoreSize
 
@@ -54,6 +55,10 @@ class ThreadedStore:
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """Forget objects. Return the number of those that were there."""
         return self._writes.submit(lambda: self._backend.delete(keys))
+
+    def purge(self, scope: KeyScope) -> Future[int]:
+        """Forget the objects that have such keys."""
+        return self._writes.submit(lambda: self._backend.purge(scope))
 
     def size(self) -> StoreSize:
         """Return what the store holds, without waiting."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from radixkv.errors import StoreBusy, StoreClosed, StoreError, StoreLate
+from radixkv.storage.tiers.block_key import KeyScope
 from radixkv.storage.tiers.block_object import BlockObject, ObjectFault, Wanted, open_object
 from radixkv.storage.tiers.block_store import BlockStore, Loan, PutOutcome, PutResult, StoreSize
 
@@ -52,6 +54,7 @@ class TierCounts:
     Attributes:
         loaded: blocks that were found and are whole.
         loaded_bytes: their payloads.
+        load_s: seconds from a call to its answer, of all calls that were answered.
         misses: blocks that were not, by reason.
         saved: objects by what became of them; those of failed calls are in `failed_saves`.
         failed_saves: objects of calls that failed.
@@ -60,6 +63,7 @@ class TierCounts:
 
     loaded: int
     loaded_bytes: int
+    load_s: float
     misses: dict[Miss, int]
     saved: dict[PutOutcome, int]
     failed_saves: int
@@ -91,6 +95,7 @@ class Tier:
         self._payload_bytes = payload_bytes
         self._lock = threading.Lock()
         self._loaded = self._loaded_bytes = self._failed_saves = self._evicted = 0
+        self._load_s = 0.0
         self._misses: Counter[Miss] = Counter()
         self._saved: Counter[PutOutcome] = Counter()
 
@@ -115,11 +120,15 @@ class Tier:
         What is there and can't be used is deleted, so that it is not read again.
         """
 
+        start_s = time.monotonic()
+
         def opened(loans: list[Loan | None]) -> list[LoadedBlock | Miss]:
             found = [self._open(loan, each) for loan, each in zip(loans, wanted, strict=True)]
             useless = [each.key for each, block in zip(wanted, found, strict=True) if isinstance(block, ObjectFault)]
             if useless:
                 self._store.delete(useless)
+            with self._lock:
+                self._load_s += time.monotonic() - start_s
             return self._count(found)
 
         def failed(error: StoreError) -> list[LoadedBlock | Miss]:
@@ -127,13 +136,20 @@ class Tier:
 
         return _then(self._store.get([each.key for each in wanted]), opened, failed, _release_all)
 
-    def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Return whether something is stored under each key. It may turn out to be no use when it is loaded."""
-        return _then(self._store.exists(keys), lambda found: found, lambda _: [False] * len(keys))
+    def exists(self, keys: Sequence[bytes]) -> Future[list[bool] | None]:
+        """Return whether something is stored under each key; None if the store could not be asked.
+
+        It may turn out to be no use when it is loaded.
+        """
+        return _then(self._store.exists(keys), lambda found: found, lambda _: None)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int | None]:
         """Forget blocks. Return the number of those that were there, None if the store could not be asked."""
         return _then(self._store.delete(keys), lambda number: number, lambda _: None)
+
+    def purge(self, scope: KeyScope) -> Future[int | None]:
+        """Forget what a shared store holds under such keys. Return as `delete` does."""
+        return _then(self._store.purge(scope), lambda number: number, lambda _: None)
 
     def size(self) -> StoreSize:
         """Return what the store holds."""
@@ -143,7 +159,8 @@ class Tier:
         """Return the counts."""
         with self._lock:
             misses, saved = dict(self._misses), dict(self._saved)
-            return TierCounts(self._loaded, self._loaded_bytes, misses, saved, self._failed_saves, self._evicted)
+            loaded = (self._loaded, self._loaded_bytes, self._load_s)
+            return TierCounts(*loaded, misses, saved, self._failed_saves, self._evicted)
 
     def close(self) -> None:
         """Close the store."""

@@ -252,7 +252,7 @@ def test_what_waits_to_be_stored_is_bounded() -> None:
     bench.submit(FLOOD)
     while bench.core.has_work:
         bench.core.step()
-    assert bench.offload.num_dropped_blocks == 1
+    assert bench.offload.stats()[0].dropped_blocks == 1
     bench.run()
     assert loaded(bench.prefill(PROMPT))[1] < 12
 

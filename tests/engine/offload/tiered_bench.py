@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.elsewhere.shared_shelf import SharedShelf
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
@@ -15,7 +17,7 @@ from radixkv.engine.core import EngineCore
 from radixkv.engine.offload.offload import Offload
 from radixkv.engine.offload.prompt_keys import PromptKeys
 from radixkv.invocation import InvocationMarks
-from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
+from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys, KeyScope
 from radixkv.storage.tiers.block_object import BlockObject, object_bytes
 from radixkv.storage.tiers.block_store import Loan, PutResult, StoreSize
 from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
@@ -24,6 +26,7 @@ from tests.core_bench import BLOCK_SIZE, Bench, Clock
 from tests.fake_runner import FakeRunner
 
 PAYLOAD_BYTES = 4096
+SHARED = ("redis", "mooncake")
 FORMAT = BlockFormat("fake", "float32", "fp32", "fake", BLOCK_SIZE, PAYLOAD_BYTES, "cpu")
 OBJECT_BYTES = object_bytes(BLOCK_SIZE, PAYLOAD_BYTES)
 
@@ -52,12 +55,14 @@ class SteppedStore:
     """Host memory that does what it is told when the test says so.
 
     Attributes:
+        num_blocks: blocks that it has room for.
         calls: what it was told and has not done.
-        fails: whether calls raise this.
+        error: raised by calls; None while it works.
     """
 
     def __init__(self, num_blocks: int) -> None:
         slot_bytes = -(-OBJECT_BYTES // 64) * 64
+        self.num_blocks = num_blocks
         self.memory = HostMemory(allocate_arena(num_blocks * slot_bytes), OBJECT_BYTES)
         self.calls: list[tuple[Future[Any], Callable[[], Any]]] = []
         self.error: Exception | None = None
@@ -85,11 +90,18 @@ class SteppedStore:
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         return self._later(lambda: self.memory.delete(keys))
 
+    def purge(self, scope: KeyScope) -> Future[int]:
+        return self._later(lambda: self.memory.delete(self._keys_of(scope)))
+
     def size(self) -> StoreSize:
         return self.memory.size()
 
     def close(self) -> None:
         self.run()
+
+    def _keys_of(self, scope: KeyScope) -> list[bytes]:
+        pattern = re.compile(scope.hex_pattern("."))
+        return [key for key in self.memory._table._entries if pattern.match(key.hex())]
 
     def _later(self, call: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -98,21 +110,28 @@ class SteppedStore:
 
 
 class TieredBench(Bench):
-    """A bench with stores by name, the fastest first, each with room for a number of blocks."""
+    """A bench with stores by name, the fastest first: room for a number of blocks, or the store of another bench."""
 
-    def __init__(self, num_blocks: int = 4, max_bytes: int = 1 << 20, **stores: int) -> None:
+    def __init__(self, num_blocks: int = 4, max_bytes: int = 1 << 20, **stores: int | SteppedStore) -> None:
         self.clock = Clock()
         self.has_news = False
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         stores = stores or {"host": 100}
-        self.stores = {name: SteppedStore(room) for name, room in stores.items()}
+        self.stores = {
+            name: store if isinstance(store, SteppedStore) else SteppedStore(store) for name, store in stores.items()
+        }
         marks = InvocationMarks()
-        shelves = [Shelf(name, room) for name, room in stores.items()]
-        self.elsewhere = Elsewhere(shelves, PromptKeys(BlockKeys(FORMAT), marks).blocks, BLOCK_SIZE)
+        shelves = [
+            SharedShelf(name) if name in SHARED else Shelf(name, store.num_blocks)
+            for name, store in self.stores.items()
+        ]
+        keys = BlockKeys(FORMAT)
+        self.elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, BLOCK_SIZE)
         self.cache = PrefixCache(num_blocks, BLOCK_SIZE, clock=self.clock, marks=marks, listeners=[self.elsewhere])
         self.elsewhere.trunk_of = self.cache.public.trunk_of
         tiers = [Tier(name, store, PAYLOAD_BYTES) for name, store in self.stores.items()]
-        self.offload = Offload(self.cache, self.elsewhere, tiers, FakeMover(self.runner), max_bytes, clock=self.clock)  # type: ignore[arg-type]
+        mover: Any = FakeMover(self.runner)
+        self.offload = Offload(self.cache, self.elsewhere, tiers, mover, max_bytes, keys, clock=self.clock)
         self.core = EngineCore(
             self.runner, self.cache, EngineConfig(), clock=self.clock, has_news=lambda: self.has_news,
             offload=self.offload,
@@ -133,5 +152,6 @@ class TieredBench(Bench):
                 store.run()
             self.core.step()
             self.cache.check()
-            if not self.core.has_work and not any(store.calls for store in self.stores.values()):
+            has_calls = any(store.calls for store in self.stores.values())
+            if not self.core.has_work and not has_calls and self.core.seconds_to_rest() is None:
                 return

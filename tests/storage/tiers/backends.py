@@ -58,3 +58,4 @@ BACKENDS: dict[str, Callable[[int], contextlib.AbstractContextManager[StoreBacke
     "redis": shared_redis,
     "mooncake": shared_mooncake,
 }
+SHARED = ("redis", "mooncake")

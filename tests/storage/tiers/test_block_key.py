@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -43,6 +44,28 @@ def test_a_part_of_a_block_has_a_key_of_its_own() -> None:
     assert KEYS.child(bytes(32), tokens_of(1)[:-4]) != KEYS.child(bytes(32), tokens_of(1))
 
 
+def test_keys_begin_with_the_names_of_their_namespace() -> None:
+    def start(namespace: Namespace) -> str:
+        return KEYS.child(KEYS.root(namespace), tokens_of(1)).hex()
+
+    def pattern(*names: str | None) -> re.Pattern[str]:
+        return re.compile(KEYS.scope(*names).hex_pattern("."))
+
+    assert pattern("alice", "adapter", "salt").match(start(NAMESPACE))
+    assert pattern(None, None, None).match(start(NAMESPACE))
+    for names in (("bob", None, None), (None, "", None), (None, None, "s"), ("alice", "adapter", "")):
+        assert not pattern(*names).match(start(NAMESPACE))
+    assert not pattern(None, None, None).match(start(Namespace("model", PUBLIC_TENANT, salt="1")))
+
+
+def test_what_an_invoked_adapter_computes_begins_with_its_name() -> None:
+    base, invoked = NAMESPACE._replace(adapter=""), NAMESPACE
+    parent = KEYS.child(KEYS.root(base), tokens_of(1))
+    key = KEYS.child(KEYS.of_owner(parent, invoked), tokens_of(2))
+    assert key[:10] == KEYS.root(invoked)[:10] != parent[:10]
+    assert key[10:] != KEYS.child(KEYS.root(invoked), tokens_of(2))[10:]
+
+
 def test_another_secret_makes_other_keys() -> None:
     assert BlockKeys(FORMAT, b"other").root(NAMESPACE) != KEYS.root(NAMESPACE) != BlockKeys(FORMAT).root(NAMESPACE)
 
@@ -50,7 +73,7 @@ def test_another_secret_makes_other_keys() -> None:
 def test_keys_are_the_same_tomorrow() -> None:
     """Whatever changes this loses what every shared and every persistent store holds."""
     key = KEYS.child(KEYS.root(NAMESPACE), tokens_of(1))
-    assert key.hex() == "65b15916a794144a5a28e561dc9b281d7706654756e539b8c5b667458cfd8992"
+    assert key.hex() == "a87496d0d5617f08bb54197f046c6f3c57266d71bac4a6cba156ea42cfe8dcdb"
 
 
 def test_a_public_prefix_is_known_by_its_tokens_and_not_by_its_serial() -> None:

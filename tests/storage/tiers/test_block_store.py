@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.storage.tiers.block_key import BlockKeys
 from radixkv.storage.tiers.block_object import open_object
 from radixkv.storage.tiers.block_store import BlockStore, Loan, PutOutcome
 from radixkv.storage.tiers.threaded_store import ThreadedStore
 from tests.patience import PATIENCE_S
 
-from .backends import BACKENDS
-from .blocks import PAYLOAD_BYTES, block, key_of, payload_of, stored, wanted
+from .backends import BACKENDS, SHARED
+from .blocks import FORMAT, KEYS, PAYLOAD_BYTES, block, key_of, payload_of, stored, tokens_of, wanted
 
 STORED, ALREADY_THERE = PutOutcome.STORED, PutOutcome.ALREADY_THERE
 
@@ -134,3 +137,25 @@ def test_a_store_is_closed_once_and_again(store: BlockStore) -> None:
     store.close()
     store.close()
     assert isinstance(store.get([key_of(1)]).exception(PATIENCE_S), Exception)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_purge_forgets_what_is_stored_under_some_names(name: str) -> None:
+    """Two tenants, two adapters, with and without a salt; and a public prefix, which no purge has."""
+    namespaces = [
+        Namespace("model", tenant, adapter, salt) for tenant in "ab" for adapter in ("", "x") for salt in ("", "s")
+    ]
+    public = Namespace("model", PUBLIC_TENANT, salt="1")
+    keys = {each: KEYS.child(KEYS.root(each), tokens_of(1)) for each in [*namespaces, public]}
+    objects = [replace(block(1), key=key) for key in keys.values()]
+    with BACKENDS[name](64) as backend:
+        store = ThreadedStore(backend)
+        for names in (("a", None, None), (None, "x", None), (None, None, "s"), ("b", "", "s"), (None, None, None)):
+            store.put(objects).result(PATIENCE_S)
+            other = BlockKeys(FORMAT, b"other").scope(*names)
+            assert store.purge(other).result(PATIENCE_S) == 0
+            gone = {each for each in namespaces if each.is_among(*names)}
+            assert store.purge(KEYS.scope(*names)).result(PATIENCE_S) == len(gone)
+            are_there = store.exists(list(keys.values())).result(PATIENCE_S)
+            assert dict(zip(keys, are_there, strict=True)) == {each: each not in gone for each in keys}
+        store.close()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from radixkv.errors import StoreBusy, StoreClosed, StoreLate, StoreUnavailable
+from radixkv.storage.tiers.block_key import KeyScope
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import BlockStore, Loan, PutResult, StoreSize
 from radixkv.storage.tiers.guard.alarm_clock import Alarms
@@ -57,6 +58,7 @@ class GuardedStore:
         circuit: decides when the store is left alone; it has the same time.
         limit_s: time limit of a load and of a question.
         write_limit_s: time limit of a put and of a deletion, which nobody waits for.
+        purge_limit_s: time limit of a purge, for which a store may look at all its keys.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class GuardedStore:
         *,
         limit_s: float = 0.5,
         write_limit_s: float = 10.0,
+        purge_limit_s: float = 60.0,
     ) -> None:
         self._name, self._store, self._alarms, self._circuit = name, store, alarms, circuit
-        self._limit_s, self._write_limit_s = limit_s, write_limit_s
+        self._limit_s, self._write_limit_s, self._purge_limit_s = limit_s, write_limit_s, purge_limit_s
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("answered", "late", "failed", "busy", "refused", "cancelled"), 0)
 
@@ -89,6 +92,10 @@ class GuardedStore:
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """Forget objects. Return the number of those that were there."""
         return self._call(lambda: self._store.delete(keys), self._write_limit_s)
+
+    def purge(self, scope: KeyScope) -> Future[int]:
+        """Forget the objects that have such keys."""
+        return self._call(lambda: self._store.purge(scope), self._purge_limit_s)
 
     def size(self) -> StoreSize:
         """Return what the store holds, without waiting."""

@@ -1,0 +1,110 @@
+"""Asks shared stores what they have, while the requests that want it wait."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+from radixkv.cache.elsewhere.elsewhere import Elsewhere, KeyedBlock
+from radixkv.engine.offload.purger import Purger
+from radixkv.scheduling.load_or_compute import LoadOrCompute
+from radixkv.scheduling.request import Request
+from radixkv.storage.tiers.tier import Tier
+
+
+class _Question(NamedTuple):
+    """Blocks that a store was asked for on behalf of a request."""
+
+    request: Request
+    store: str
+    blocks: Sequence[KeyedBlock]
+    started_s: float
+
+
+class Lookups:
+    """Finds blocks that other servers stored.
+
+        begin ──▶ stores: exists? ──▶ ended: `Elsewhere` knows what there is, and loads can begin
+
+    A store's time limit bounds the wait. Nobody asks where computing is supposed to be faster than the answer.
+
+    Args:
+        elsewhere: tells what has to be asked for, and is told the answers.
+        tiers: the shared stores, by name.
+        purger: tells which answers are not to be believed.
+        choice: knows how long answers and computing take.
+        clock: seconds, monotonic.
+        wake: called on a store's thread when an answer came, so that `ended` is asked.
+    """
+
+    def __init__(
+        self,
+        elsewhere: Elsewhere,
+        tiers: Mapping[str, Tier],
+        purger: Purger,
+        choice: LoadOrCompute,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        self._elsewhere = elsewhere
+        self._tiers = tiers
+        self._purger = purger
+        self._choice = choice
+        self._clock = clock
+        self._wake = wake
+        self._num_open: dict[Request, int] = {}  # answers that a request waits for
+        self._answers: queue.SimpleQueue[tuple[_Question, list[bool] | None, float]] = queue.SimpleQueue()
+
+    def begin(self, request: Request, num_cached_blocks: int, block_size: int) -> bool:
+        """Ask for what a new request could use and nobody knows of. Returns whether it is to wait for `ended`.
+
+        Args:
+            request: not admitted yet.
+            num_cached_blocks: whole blocks of it that are on the device.
+            block_size: tokens a block.
+
+        Complexity: a hash of all its tokens.
+        """
+        stores = [name for name in self._tiers if not self._purger.is_purging(name, request.namespace)]
+        if not stores:
+            return False
+        blocks = self._elsewhere.unknown(request.namespace, request.prompt_tokens, num_cached_blocks)
+        start, num_tokens = num_cached_blocks * block_size, len(blocks) * block_size
+        stores = [name for name in stores if self._choice.is_worth_asking(name, start, num_tokens)]
+        if not blocks or not stores:
+            return False
+        self._num_open[request] = len(stores)
+        keys = [each.key for each in blocks]
+        for store in stores:
+            question = _Question(request, store, blocks, self._clock())
+            self._tiers[store].exists(keys).add_done_callback(partial(self._end, question))
+        return True
+
+    def ended(self) -> list[Request]:
+        """Return the requests whose answers have come since the last call."""
+        ended: list[Request] = []
+        while not self._answers.empty():
+            (request, store, blocks, started_s), are_there, ended_s = self._answers.get()
+            if are_there is not None:
+                self._choice.note_answer(store, ended_s - started_s)
+                found = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
+                if found and not self._purger.is_purging(store, request.namespace):
+                    self._elsewhere.discovered(store, found)
+            if request in self._num_open:
+                self._num_open[request] -= 1
+                if not self._num_open[request]:
+                    del self._num_open[request]
+                    ended.append(request)
+        return ended
+
+    def leave(self, request: Request) -> None:
+        """Forget a request."""
+        self._num_open.pop(request, None)
+
+    def _end(self, question: _Question, are_there: Future[list[bool] | None]) -> None:
+        """Note an answer, on a thread of the store."""
+        self._answers.put((question, None if are_there.cancelled() else are_there.result(), self._clock()))
+        self._wake()
