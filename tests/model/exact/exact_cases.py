@@ -33,7 +33,7 @@ from radixkv.api.result import GenerateResult, PrefillResult
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.graphs.recorder import GraphRecorder
-from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig, TiersConfig
+from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
 from radixkv.engine.core import EngineCore
 from radixkv.errors import OutOfBlocks
 from radixkv.invocation import InvocationMarks
@@ -48,6 +48,7 @@ from radixkv.startup.tiers import open_stores
 from radixkv.storage.device_pool import KVStorage
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
 from tests.model.exact.random_adapters import random_adapter
+from tests.model.exact.stores import STORES, Places, open_places
 
 MODELS: dict[str, PretrainedConfig] = {
     **CONFIGS,
@@ -88,6 +89,10 @@ class _AlwaysLoad(LoadOrCompute):
         """Choose all."""
         return Choice(len(stores), None, None)
 
+    def is_worth_asking(self, store: str, start_token: int, num_tokens: int) -> bool:
+        """Ask always."""
+        return True
+
 
 class Cases:
     """Cases of one model. Counts the events of its cases.
@@ -98,8 +103,7 @@ class Cases:
         kv_dtype: see `CacheConfig`.
         seed: of everything random.
         num_adapters: adapters that requests may have. The device has room for all but one.
-        disk_path: directory for blocks that leave the device; there is host memory for some of them as well. None for
-            no tiers.
+        places: of stores for blocks that leave the device; host memory has room for some of them.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class Cases:
         device: str = "cpu",
         weights: str = "auto",
         num_adapters: int = 0,
-        disk_path: Path | None = None,
+        places: Places | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.block_size = self.random.choice((16, 32))
@@ -131,17 +135,15 @@ class Cases:
         storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device, is_by_layer=is_by_layer)
         recorder = GraphRecorder(self.model, kernels, EngineConfig())
         self.runner = make_runner(self.model, storage, kernels, recorder)
-        tiers = TiersConfig()
-        if disk_path is not None:
-            host_bytes = HOST_BLOCKS * (storage.block_bytes + 1024)
-            tiers = TiersConfig(host_bytes, str(disk_path), 4 * NUM_BLOCKS * (storage.block_bytes + 8192))
+        tiers = (places or Places({})).config(HOST_BLOCKS, 4 * NUM_BLOCKS, storage.block_bytes)
         stores = open_stores(tiers, self.runner, InvocationMarks())
         storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
         listeners = [] if stores is None else [stores.elsewhere]
         self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners)
         self.offload = None if stores is None else stores.offload(self.cache)
         if self.offload is not None:
-            self.offload._choice = self.offload._loader._choice = _AlwaysLoad(self.block_size)
+            choice = _AlwaysLoad(self.block_size)
+            self.offload._choice = self.offload._loader._choice = self.offload._lookups._choice = choice
         self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
         self.counts: Counter[str] = Counter()
 
@@ -181,6 +183,7 @@ class Cases:
         self.counts["partial hits"] += 0 < usage.cached_tokens < usage.prompt_tokens - 1
         self.counts["host hits"] += usage.host_tokens > 0
         self.counts["disk hits"] += usage.disk_tokens > 0
+        self.counts["remote hits"] += usage.remote_tokens > 0
         self.counts["hits inside a block"] += usage.cached_tokens % self.block_size > 0
         self.counts["greedy tokens flipped"] += warm.result.next_token_id != cold.result.next_token_id
         difference = cold.difference(warm)
@@ -283,14 +286,13 @@ def run_cases(
     device: str = "cpu",
     weights: str = "auto",
     num_adapters: int = 0,
-    has_tiers: bool = False,
+    stores: Sequence[str] = (),
 ) -> tuple[Counter[str], str]:
     """Run cases of one model. Returns the counted events and the first difference."""
     first = ""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as disk:
+    with tempfile.TemporaryDirectory() as folder, open_places(stores) as places:
         checkpoint = write_checkpoint(MODELS[model], Path(folder))
-        disk_path = Path(disk) if has_tiers else None
-        cases = Cases(checkpoint, dtype, kv_dtype, exactness, seed, device, weights, num_adapters, disk_path)
+        cases = Cases(checkpoint, dtype, kv_dtype, exactness, seed, device, weights, num_adapters, places)
         for index in range(num_cases):
             difference = cases.run()
             first = first or (difference and f"{model}, {kv_dtype}, seed {seed}, case {index}: {difference}")
@@ -324,7 +326,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="a row for each model, written after each")
     parser.add_argument("--adapters", type=int, default=0)
-    parser.add_argument("--tiers", action="store_true", help="save what is evicted, and load it again")
+    parser.add_argument("--tiers", action="append", choices=STORES, default=[], help="may be repeated")
     options = parser.parse_args()
     start_s, counts, first, rows = time.perf_counter(), Counter[str](), "", []
     run = describe_run()
