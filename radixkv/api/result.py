@@ -204,8 +204,16 @@ class GenerationFuture(Future[GenerateResult]):
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Says what a prefill of the same prompt would reuse now, and why not more."""
+    """Says what a prefill of the same prompt would reuse now, and why not more.
+
+    Attributes:
+        cached_tokens: those on the device.
+        prompt_tokens: all.
+        miss_reason: of what is not on the device.
+        stored_tokens: those after them that stores below the device are known to have. Shared stores are not asked.
+    """
 
     cached_tokens: int
     prompt_tokens: int
     miss_reason: MissReason
+    stored_tokens: int = 0

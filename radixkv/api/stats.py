@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from radixkv.api.result import Usage
@@ -122,7 +123,10 @@ class TimeStats:
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """The blocks of one tenant, its totals and its bounds; see `TenantUsage` and `Quota`."""
+    """The blocks of one tenant, its totals and its bounds; see `TenantUsage` and `Quota`.
+
+    `stored_blocks` are those in each store below the device, of shared ones those that are known.
+    """
 
     tenant: str
     cached_blocks: int
@@ -134,6 +138,7 @@ class TenantStats:
     retained_blocks: int
     floor_blocks: int
     ceiling_blocks: int | None
+    stored_blocks: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
-from radixkv.api.result import FinishReason, GenerateResult, HeldLease, PrefillResult, Retained, Timing
+from radixkv.api.result import FinishReason, GenerateResult, HeldLease, PrefillResult, ProbeResult, Retained, Timing
 from radixkv.api.retention import DEFAULT_PRIORITY, Grant
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
+from radixkv.engine.offload.offload import Offload
 from radixkv.engine.sampler import Prediction
+from radixkv.namespace import Namespace, PromptKey
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Request
+from radixkv.tokens import TOKEN_BYTES
 
 
 class Answers:
@@ -20,11 +24,21 @@ class Answers:
     Args:
         cache: grants retention.
         held_leases: takes the leases that outlive their request.
+        offload: knows what is stored below the device; None if nothing is.
     """
 
-    def __init__(self, cache: PrefixCache, held_leases: HeldLeases) -> None:
+    def __init__(self, cache: PrefixCache, held_leases: HeldLeases, offload: Offload | None = None) -> None:
         self._cache = cache
         self._held_leases = held_leases
+        self._offload = offload
+
+    def probe(self, namespace: Namespace, tokens: bytes, former: Sequence[PromptKey]) -> ProbeResult:
+        """Say what a prefill of a prompt would reuse now. Changes nothing."""
+        cached_tokens = self._cache.match(namespace, tokens).cached_tokens
+        miss_reason = self._cache.explain(namespace, tokens, cached_tokens, former)
+        offload = self._offload
+        stored_tokens = 0 if offload is None else offload.stored_tokens(namespace, tokens, cached_tokens)
+        return ProbeResult(cached_tokens, len(tokens) // TOKEN_BYTES, miss_reason, stored_tokens)
 
     def prefill(self, request: Request, lease: PromptLease, prediction: Prediction, now_s: float) -> PrefillResult:
         """Answer a prefill. If its caller asked to hold the lease, `held_leases` owns it afterwards."""

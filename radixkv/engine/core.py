@@ -102,14 +102,14 @@ class EngineCore:
         self._scheduler = scheduler = Scheduler(config.step_tokens, config.max_running_requests, weights)
         self._flights = flights = SingleFlight(cache.block_size)
         self._early_ends = early_ends = EarlyEnds()
-        self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock)
+        self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock, offload)
         self._on_end = on_end
         self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, self._leave, clock)
         fill = None if offload is None else offload.fill
         self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail, on_start, fill)
         self._growth = Growth(scheduler, flights, tally, observer)
         self._steps_ahead = StepsAhead(runner, scheduler, early_ends, held_leases, has_news, clock)
-        self._answers = answers = Answers(cache, held_leases)
+        self._answers = answers = Answers(cache, held_leases, offload)
         self._delivery = Delivery(answers, endings, scheduler, flights, early_ends, tally, clock, cache.block_size)
 
     @property
@@ -185,9 +185,7 @@ class EngineCore:
 
     def probe(self, namespace: Namespace, tokens: bytes, former: Sequence[PromptKey] = ()) -> ProbeResult:
         """Say what a prefill of this prompt would reuse now; see `Request.former`. Changes nothing."""
-        cached_tokens = self.cache.match(namespace, tokens).cached_tokens
-        miss_reason = self.cache.explain(namespace, tokens, cached_tokens, former)
-        return ProbeResult(cached_tokens, len(tokens) // TOKEN_BYTES, miss_reason)
+        return self._answers.probe(namespace, tokens, former)
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
         """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`."""

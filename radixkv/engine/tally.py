@@ -18,6 +18,7 @@ from radixkv.api.stats import (
 )
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import TenantUsage
+from radixkv.engine.offload.offload import Offload
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
@@ -35,6 +36,7 @@ class Tally:
         block_bytes: device bytes of one block, scales included.
         kv_dtype: how K and V are stored.
         clock: seconds, never going back.
+        offload: knows what is stored below the device; None if nothing is.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Tally:
         block_bytes: int,
         kv_dtype: str,
         clock: Callable[[], float],
+        offload: Offload | None = None,
     ) -> None:
         self._cache = cache
+        self._offload = offload
         self._scheduler = scheduler
         self._held_leases = held_leases
         self._block_bytes = block_bytes
@@ -127,22 +131,22 @@ class Tally:
             segments=len(self._cache.segments),
             block_bytes=self._block_bytes,
             kv_dtype=self._kv_dtype,
-            tenants=tuple(_tenant_stats(name, usage) for name, usage in told),
+            tenants=tuple(self._tenant_stats(name, usage) for name, usage in told),
             known_tenants=len(tenants),
             first_tokens=TimeStats(_BOUNDS_S, tuple(self._first_tokens), self._first_tokens_s),
         )
 
-
-def _tenant_stats(tenant: str, usage: TenantUsage) -> TenantStats:
-    return TenantStats(
-        tenant=tenant,
-        cached_blocks=usage.num_cached_blocks,
-        pinned_blocks=usage.num_pinned_blocks,
-        leased_blocks=usage.num_leased_blocks,
-        evicted_blocks=usage.num_evicted_blocks,
-        hit_tokens=usage.num_hit_tokens,
-        miss_tokens=usage.num_miss_tokens,
-        retained_blocks=usage.num_retained_blocks,
-        floor_blocks=usage.quota.floor_blocks,
-        ceiling_blocks=usage.quota.ceiling_blocks,
-    )
+    def _tenant_stats(self, tenant: str, usage: TenantUsage) -> TenantStats:
+        return TenantStats(
+            tenant=tenant,
+            cached_blocks=usage.num_cached_blocks,
+            pinned_blocks=usage.num_pinned_blocks,
+            leased_blocks=usage.num_leased_blocks,
+            evicted_blocks=usage.num_evicted_blocks,
+            hit_tokens=usage.num_hit_tokens,
+            miss_tokens=usage.num_miss_tokens,
+            retained_blocks=usage.num_retained_blocks,
+            floor_blocks=usage.quota.floor_blocks,
+            ceiling_blocks=usage.quota.ceiling_blocks,
+            stored_blocks={} if self._offload is None else self._offload.stored_blocks(tenant),
+        )

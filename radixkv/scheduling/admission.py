@@ -127,15 +127,19 @@ class Admitter:
             request.scheduled_s = self._clock()
         if not request.has_computed:
             request.cached_tokens, request.public_tokens = cached_tokens, lease.public_tokens
-            request.miss_reason = (
-                self._cache.explain(request.namespace, request.tokens, cached_tokens, request.former)
-                if request.params.read_cache
-                else MissReason.READ_DISABLED
-            )
+            request.miss_reason = self._explain(request, cached_tokens)
         else:
             request.recomputed_tokens += max(0, request.computed_upto - cached_tokens)
         request.computed_upto = cached_tokens
         self._on_start(request)
+
+    def _explain(self, request: Request, cached_tokens: int) -> MissReason:
+        """Tell why the tokens after those that are reused have to be computed."""
+        if not request.params.read_cache:
+            return MissReason.READ_DISABLED
+        if cached_tokens < request.stored_upto:
+            return MissReason.NOT_LOADED
+        return self._cache.explain(request.namespace, request.tokens, cached_tokens, request.former)
 
     def _end(self, request: Request, error: CapacityError) -> Admission:
         """Refuse a request that only held leases or other tenants' floors keep from its blocks, or its own lease.

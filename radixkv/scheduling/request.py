@@ -98,6 +98,7 @@ class Request:
         cached_tokens: prompt tokens that it reused; set at each admission until it has computed a token.
         public_tokens: those of them that came from a public prefix.
         loaded_tokens: those of them that were loaded, by store.
+        stored_upto: tokens at its start that were on the device or in stores when it was looked up there.
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.
         written_tokens: tokens that it made matchable for others.
@@ -122,6 +123,7 @@ class Request:
     cached_tokens: int = 0
     public_tokens: int = 0
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    stored_upto: int = 0
     has_computed: bool = False
     computed_upto: int = 0
     written_tokens: int = 0

@@ -68,6 +68,8 @@ class Stores:
     def offload(self, cache: PrefixCache) -> Offload:
         """Put them below a cache that `elsewhere` listens to."""
         self.elsewhere.trunk_of = cache.public.trunk_of
+        for shelf in self.elsewhere.shelves.values():
+            shelf.share_of = partial(_share_of, cache)
         alarms = AlarmClock()
         tiers, record = [], None
         for name, backend in self.backends.items():
@@ -156,6 +158,12 @@ def _disk_bytes(config: TiersConfig) -> int:
     ours = sum(file.stat().st_blocks * _STAT_BLOCK_BYTES for file in path.glob("*/*")) if path.is_dir() else 0
     parent = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     return (shutil.disk_usage(parent).free + ours) // 2
+
+
+def _share_of(cache: PrefixCache, tenant: str) -> float | None:
+    """Return the part of each store that a tenant may have: that of the device."""
+    ceiling_blocks = cache.tenants.quota_of(tenant).ceiling_blocks
+    return None if ceiling_blocks is None else ceiling_blocks / cache.pool.num_blocks
 
 
 def _is_closed(circuit: Circuit) -> bool:

@@ -272,7 +272,14 @@ class TimeStats(_message.Message):
     def __init__(self, bounds_s: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum_s: _Optional[float] = ...) -> None: ...
 
 class TenantStats(_message.Message):
-    __slots__ = ("tenant", "cached_blocks", "pinned_blocks", "leased_blocks", "evicted_blocks", "hit_tokens", "miss_tokens", "floor_blocks", "ceiling_blocks", "retained_blocks")
+    __slots__ = ("tenant", "cached_blocks", "pinned_blocks", "leased_blocks", "evicted_blocks", "hit_tokens", "miss_tokens", "floor_blocks", "ceiling_blocks", "retained_blocks", "stored_blocks")
+    class StoredBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +290,7 @@ class TenantStats(_message.Message):
     FLOOR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CEILING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     cached_blocks: int
     pinned_blocks: int
@@ -293,7 +301,8 @@ class TenantStats(_message.Message):
     floor_blocks: int
     ceiling_blocks: int
     retained_blocks: int
-    def __init__(self, tenant: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., miss_tokens: _Optional[int] = ..., floor_blocks: _Optional[int] = ..., ceiling_blocks: _Optional[int] = ..., retained_blocks: _Optional[int] = ...) -> None: ...
+    stored_blocks: _containers.ScalarMap[str, int]
+    def __init__(self, tenant: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., miss_tokens: _Optional[int] = ..., floor_blocks: _Optional[int] = ..., ceiling_blocks: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., stored_blocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class BlockStats(_message.Message):
     __slots__ = ("total", "free", "leased", "published", "pinned", "retained", "retainable", "on_probation")

@@ -26,6 +26,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXPIRED: _ClassVar[MissReason]
     READ_DISABLED: _ClassVar[MissReason]
     ADAPTER_CHANGED: _ClassVar[MissReason]
+    NOT_LOADED: _ClassVar[MissReason]
 UNFINISHED: FinishReason
 STOP: FinishReason
 LENGTH: FinishReason
@@ -36,6 +37,7 @@ EVICTED: MissReason
 EXPIRED: MissReason
 READ_DISABLED: MissReason
 ADAPTER_CHANGED: MissReason
+NOT_LOADED: MissReason
 
 class PrefillRequest(_message.Message):
     __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "retention", "top_logprobs", "return_logits", "hold_lease", "priority")
@@ -269,14 +271,16 @@ class ProbeRequest(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class ProbeResponse(_message.Message):
-    __slots__ = ("cached_tokens", "prompt_tokens", "miss_reason")
+    __slots__ = ("cached_tokens", "prompt_tokens", "miss_reason", "stored_tokens")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    STORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     prompt_tokens: int
     miss_reason: MissReason
-    def __init__(self, cached_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ...) -> None: ...
+    stored_tokens: int
+    def __init__(self, cached_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., stored_tokens: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_id", "tenant")

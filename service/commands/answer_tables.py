@@ -79,7 +79,11 @@ def generate_table(answer: GenerateResponse) -> str:
 
 def purge_table(answer: PurgeResponse) -> str:
     """Return a table of the blocks that a purge freed."""
-    return _table([("blocks freed", str(answer.freed_blocks)), ("  still in use", str(answer.pinned_blocks))])
+    rows = [("blocks freed", str(answer.freed_blocks)), ("  still in use", str(answer.pinned_blocks))]
+    for store in answer.stores:
+        deleted = f"{store.blocks} blocks" if store.HasField("blocks") else "could not be asked, and is asked again"
+        rows.append((f"deleted in {store.store}", deleted))
+    return _table(rows)
 
 
 def stats_table(stats: StatsResponse) -> str:
@@ -100,7 +104,8 @@ def stats_table(stats: StatsResponse) -> str:
         rows.append((f"tier {tier.tier}", f"{held}{moved}{state}"))
     for tenant in stats.tenants:
         reused = percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
-        held = f"{tenant.cached_blocks} blocks, {tenant.hit_tokens} cached tokens{reused}"
+        below = "".join(f", {number} in {name}" for name, number in sorted(tenant.stored_blocks.items()) if number)
+        held = f"{tenant.cached_blocks} blocks{below}, {tenant.hit_tokens} cached tokens{reused}"
         rows.append((f"tenant {tenant.tenant or '(none)'}", held))
     if stats.known_tenants > len(stats.tenants):
         rows.append((f"{stats.known_tenants - len(stats.tenants)} smaller tenants", "by name: --tenant"))

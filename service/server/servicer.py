@@ -139,6 +139,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             cached_tokens=result.cached_tokens,
             prompt_tokens=result.prompt_tokens,
             miss_reason=result.miss_reason.value,
+            stored_tokens=result.stored_tokens,
         )
 
     async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802

@@ -51,8 +51,8 @@ LIMITS = Limits(
     model_fingerprint="fake fingerprint",
 )
 TENANTS = (
-    TenantStats("a", 3, 2, 1, 4, 60, 40, 2, 0, None),
-    TenantStats("b", 0, 0, 0, 0, 0, 0, 0, 5, 9),
+    TenantStats("a", 3, 2, 1, 4, 60, 40, 2, 0, None, {"disk": 7}),
+    TenantStats("b", 0, 0, 0, 0, 0, 0, 0, 5, 9, {}),
 )
 
 

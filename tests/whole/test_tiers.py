@@ -1,4 +1,4 @@
-"""Tiers through gRPC, over the embedded model: a process that is killed, one that begins warm, and two that share a Redis."""
+"""Tiers through gRPC, over the embedded model: a server that is killed, one that begins warm, two with one Redis."""
 
 from __future__ import annotations
 

@@ -87,6 +87,7 @@ class Loader:
         if self._elsewhere.is_empty:
             return False
         run = self._elsewhere.find(request.namespace, request.prompt_tokens, first_block)
+        request.stored_upto = (first_block + len(run)) * self._cache.block_size
         load = self._loads.get(run[0].block.key) if run else None
         if load is None:
             choice = self._choice.choose(first_block * self._cache.block_size, [each.shelf for each in run])
@@ -158,6 +159,7 @@ class Loader:
         """Let requests with these names, None for any, have nothing of what is loaded for them."""
         for request, wish in self._wishes.items():
             if request.is_among(tenant, adapter, salt):
+                request.stored_upto = 0
                 self._wishes[request] = wish._replace(run=())
 
     def close(self) -> None:

@@ -99,6 +99,17 @@ class Offload:
             request
         )
 
+    def stored_blocks(self, tenant: str) -> dict[str, int]:
+        """Count a tenant's blocks in each store, of shared ones those that are known."""
+        return {name: shelf.num_by_tenant[tenant] for name, shelf in self.elsewhere.shelves.items()}
+
+    def stored_tokens(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> int:
+        """Count the tokens after the cached ones that stores are known to have."""
+        size = self._cache.block_size
+        first_block = cached_tokens // size
+        found = self.elsewhere.find(namespace, tokens, first_block)
+        return max(0, (first_block + len(found)) * size - cached_tokens)
+
     def ready(self) -> list[Request]:
         """Return the requests that wait no more, in the order of their arrival."""
         known = [request for request in self._lookups.ended() if not self._load(request)]

@@ -67,3 +67,33 @@ def test_what_is_not_there_is_forgotten_without_effect() -> None:
     shelf.remove(b"a")
     assert len(shelf) == 0
     assert shelf.namespaces == []
+
+
+def test_a_tenant_with_its_share_gives_up_its_own() -> None:
+    shelf = Shelf("host", 6)
+    shelf.share_of = {"acme": 0.5, "other": None}.get
+    for key in (b"o", b"p"):
+        shelf.add(key, OTHER)
+    assert [shelf.add(key, ACME) for key in (b"a", b"b", b"c")] == [None] * 3
+    shelf.note_loaded(b"b")
+    assert shelf.add(b"d", ACME) == b"b", "it is on the device as well"
+    assert shelf.add(b"e", ACME) == b"a"
+    assert shelf.num_by_tenant == {"acme": 3, "other": 2}
+    assert shelf.add(b"q", OTHER) is None
+    assert shelf.add(b"r", OTHER) == b"o", "without a share the oldest of all goes"
+    shelf.remove_all(ACME)
+    assert shelf.num_by_tenant == {"other": 3}
+
+
+def test_of_an_earlier_process_a_tenant_gets_no_more_than_its_share() -> None:
+    shelf = Shelf("disk", 4)
+    shelf.share_of = lambda tenant: 0.5
+    shelf.add_found([(b"a", ACME), (b"b", ACME), (b"c", ACME), (b"o", OTHER)])
+    assert list(shelf) == [b"b", b"c", b"o"]
+    assert shelf.add(b"d", ACME) == b"b"
+
+
+def test_a_share_of_less_than_a_block_is_a_block() -> None:
+    shelf = Shelf("host", 4)
+    shelf.share_of = lambda tenant: 0.1
+    assert [shelf.add(key, ACME) for key in (b"a", b"b")] == [None, b"a"]

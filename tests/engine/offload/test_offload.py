@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import PrefillResult
 from radixkv.errors import DeadlineExceeded, StoreLate, StoreUnavailable
 from radixkv.namespace import Namespace
@@ -38,9 +39,19 @@ def test_an_evicted_prompt_is_loaded_and_not_computed() -> None:
     bench = emptied(TieredBench())
     result = bench.prefill(PROMPT)
     assert loaded(result) == (0, 12, 0)
+    assert result.miss_reason is MissReason.NONE
     assert bench.runner.steps[-1] == [(12, 13)]
     assert result.next_token_id == next_token(tokens(PROMPT))
     assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 12
+
+
+def test_a_probe_tells_what_is_stored() -> None:
+    bench = TieredBench(num_blocks=6)
+    bench.prefill(PROMPT)
+    bench.evict(3)  # of four blocks
+    result = bench.core.probe(NAMESPACE, tokens(PROMPT))
+    assert (result.cached_tokens, result.stored_tokens, result.miss_reason) == (4, 8, MissReason.EVICTED)
+    assert bench.core.probe(NAMESPACE, tokens(range(6))).stored_tokens == 0
 
 
 def test_without_stores_it_is_computed() -> None:
@@ -142,6 +153,7 @@ def test_what_a_store_does_not_answer_is_computed(error: Exception) -> None:
     store.error = error
     result = bench.prefill(PROMPT)
     assert loaded(result) == (0, 0, 0)
+    assert result.miss_reason is MissReason.NOT_LOADED
     assert result.next_token_id == next_token(tokens(PROMPT))
 
 
@@ -231,6 +243,7 @@ def test_a_purge_while_blocks_are_loaded_leaves_nothing_of_them() -> None:
     bench.core.purge(tenant="", adapter=None, salt=None)
     bench.run()
     assert loaded(future.result(0)) == (0, 0, 0)
+    assert future.result(0).miss_reason is MissReason.EVICTED
     assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
 
 
@@ -260,7 +273,9 @@ def test_what_waits_to_be_stored_is_bounded() -> None:
 def test_what_is_loaded_at_a_time_is_bounded() -> None:
     bench = emptied(TieredBench(max_bytes=4 * 4096))
     bench.offload._loader._num_free_blocks = 2
-    assert loaded(bench.prefill(PROMPT)) == (0, 8, 0)
+    result = bench.prefill(PROMPT)
+    assert loaded(result) == (0, 8, 0)
+    assert result.miss_reason is MissReason.NOT_LOADED
     assert bench.offload._loader._num_free_blocks == 2
 
 

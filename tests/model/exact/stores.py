@@ -16,7 +16,7 @@ _MOONCAKE_BYTES = 512 << 20
 
 
 class Places:
-    """Where the stores are. `redis` and `mooncake` run until the end of `open_places`.
+    """Places of stores. Servers run until the end of `open_places`.
 
     Args:
         places: by store; a folder, a URL, an address.

@@ -2,8 +2,17 @@ import json
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from radixkv.service.commands.answer_tables import json_of, prefill_table, stats_table
-from radixkv.v1.cache_pb2 import BlockStats, RequestStats, StatsResponse, TokenStats
+from radixkv.service.commands.answer_tables import json_of, prefill_table, purge_table, stats_table
+from radixkv.v1.cache_pb2 import (
+    BlockStats,
+    DeletedBlocks,
+    PurgeResponse,
+    RequestStats,
+    StatsResponse,
+    TenantStats,
+    TierStats,
+    TokenStats,
+)
 from radixkv.v1.prefill_pb2 import DIVERGED, PrefillResponse, Timing, TokenLogprob, Usage
 
 ANSWER = PrefillResponse(
@@ -100,3 +109,21 @@ def test_a_name_can_not_give_orders_to_a_terminal():
 
 def test_a_table_of_nothing_divides_by_nothing():
     assert "%" not in stats_table(StatsResponse())
+
+
+def test_a_stats_table_tells_what_is_stored_below_the_device():
+    tiers = [TierStats(tier="host", is_working=True, blocks=4, used_bytes=5), TierStats(tier="redis", loaded_blocks=6)]
+    tenant = TenantStats(tenant="acme", cached_blocks=3, stored_blocks={"host": 4, "redis": 0})
+    table = stats_table(StatsResponse(tiers=tiers, tenants=[tenant]))
+    assert "4 blocks, 5 bytes; 0 loaded" in table
+    assert "6 loaded, 0 missed, 0 saved, left alone after failures" in table
+    assert "3 blocks, 4 in host, 0 cached tokens" in table
+
+
+def test_a_purge_table_tells_what_stores_have_deleted():
+    stores = [DeletedBlocks(store="disk", blocks=0), DeletedBlocks(store="redis")]
+    lines = purge_table(PurgeResponse(freed_blocks=2, stores=stores)).splitlines()
+    assert [line.split(maxsplit=3) for line in lines[2:]] == [
+        ["deleted", "in", "disk", "0 blocks"],
+        ["deleted", "in", "redis", "could not be asked, and is asked again"],
+    ]
