@@ -25,6 +25,8 @@ class TiersConfig:
         mooncake_bytes: memory that this server lends to that store.
         secret_file: a file with a secret, the same on all servers that share a store. Without it, whoever can read a
             store can test whether a prompt is there.
+        encryption_key_file: a file with 64 hexadecimal digits, from which each tenant's key is derived: blocks are
+            encrypted on disk and in shared stores, not in host memory.
     """
 
     host_bytes: _Bytes | None = None
@@ -34,6 +36,7 @@ class TiersConfig:
     mooncake_master: str | None = None
     mooncake_bytes: _Bytes = 2**30
     secret_file: str | None = None
+    encryption_key_file: str | None = None
 
     def __post_init__(self) -> None:
         require_fields("tiers", self)

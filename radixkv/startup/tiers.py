@@ -33,6 +33,7 @@ from radixkv.storage.tiers.disk import DiskStore
 from radixkv.storage.tiers.guard.alarm_clock import AlarmClock
 from radixkv.storage.tiers.guard.circuit import Circuit, CircuitState
 from radixkv.storage.tiers.guard.guarded_store import GuardedStore
+from radixkv.storage.tiers.sealing import KEY_BYTES, TenantCiphers
 from radixkv.storage.tiers.threaded_store import ThreadedStore
 from radixkv.storage.tiers.tier import Tier
 
@@ -45,6 +46,7 @@ _STAT_BLOCK_BYTES = 512
 # The prompt that is computed to learn how this process computes.
 _TRIED_BLOCKS = 2
 _STRIDE = 7919
+_IN_PROCESS = ("host",)  # stores that nobody else can read
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Stores:
         elsewhere: knows where blocks are; to listen to the cache.
         mover: copies blocks.
         max_waiting_bytes: see `Offload`.
+        ciphers: seal what leaves this process; None for none.
     """
 
     backends: dict[str, StoreBackend]
@@ -64,6 +67,7 @@ class Stores:
     elsewhere: Elsewhere
     mover: BlockMover
     max_waiting_bytes: int
+    ciphers: TenantCiphers | None
 
     def offload(self, cache: PrefixCache) -> Offload:
         """Put them below a cache that `elsewhere` listens to."""
@@ -75,7 +79,8 @@ class Stores:
         for name, backend in self.backends.items():
             circuit = Circuit(alarms.now_s)
             store = GuardedStore(name, ThreadedStore(backend, name=name), alarms, circuit)
-            tiers.append(Tier(name, store, self.mover.payload_bytes, partial(_is_closed, circuit)))
+            ciphers = None if name in _IN_PROCESS else self.ciphers
+            tiers.append(Tier(name, store, self.mover.payload_bytes, partial(_is_closed, circuit), ciphers))
             if isinstance(backend, DiskStore):
                 record = DiskRecord(backend, self.keys)
         return Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, record)
@@ -107,7 +112,7 @@ def open_stores(config: TiersConfig, runner: Runner, marks: InvocationMarks) -> 
         payload_bytes=mover.payload_bytes,
         computed_by=_computed_by(runner, mover),
     )
-    keys = BlockKeys(block_format, _secret(config.secret_file))
+    keys, ciphers = BlockKeys(block_format, _secret(config.secret_file)), _ciphers(config.encryption_key_file)
     backends: dict[str, StoreBackend] = {}
     for name, options in _wanted(config, block_format).items():
         try:
@@ -119,12 +124,13 @@ def open_stores(config: TiersConfig, runner: Runner, marks: InvocationMarks) -> 
     shelves = [_shelf(name, backend, block_format) for name, backend in backends.items()]
     elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, storage.block_size)
     waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_blocks * storage.block_bytes // _WAITING_SHARE)
-    return Stores(backends, keys, elsewhere, mover, waiting_bytes)
+    return Stores(backends, keys, elsewhere, mover, waiting_bytes, ciphers)
 
 
 def _wanted(config: TiersConfig, block_format: BlockFormat) -> dict[str, StoreOptions]:
     """Return what to open, the fastest first."""
-    num_bytes = object_bytes(block_format.block_size, block_format.payload_bytes)
+    of_block = partial(object_bytes, block_format.block_size, block_format.payload_bytes)
+    num_bytes = max(of_block(is_sealed=False), of_block(is_sealed=True))
     wanted: dict[str, StoreOptions] = {}
     if config.host_bytes is not None:
         wanted["host"] = StoreOptions(block_format, num_bytes, config.host_bytes)
@@ -148,6 +154,21 @@ def _secret(path: str | None) -> bytes:
     if not secret:
         raise ConfigError("tiers.secret_file: expected a secret in the file, got none")
     return blake2b(secret, digest_size=MAX_SECRET_BYTES).digest()
+
+
+def _ciphers(path: str | None) -> TenantCiphers | None:
+    """Return the ciphers of the key in a file; None without one."""
+    if path is None:
+        return None
+    try:
+        key = bytes.fromhex(Path(path).read_text("ascii").strip())
+    except OSError as error:
+        raise ConfigError(f"tiers.encryption_key_file: expected a file, got {error.strerror}") from error
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigError("tiers.encryption_key_file: expected 64 hexadecimal digits in the file, got something else")
+    return TenantCiphers(key)
 
 
 def _disk_bytes(config: TiersConfig) -> int:

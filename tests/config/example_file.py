@@ -38,6 +38,7 @@ EXAMPLES = {
     "tiers.redis_url": "redis://10.0.0.5:6379/0",
     "tiers.mooncake_master": "10.0.0.6:50051",
     "tiers.secret_file": "/etc/radixkv/store.secret",
+    "tiers.encryption_key_file": "/etc/radixkv/store.key",
     "default_tenant.ceiling_tokens": 65_536,
     "default_tenant.max_retained_tokens": 16_384,
     "default_tenant.max_held_tokens": 32_768,

@@ -519,7 +519,7 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("engine/core.py", "        self._save()\n        return start_step", "        return start_step"),
     Mutant("engine/offload/deleter.py", "if key not in self._elsewhere.shelves[name]]", "]"),
-    Mutant("engine/offload/disk_record.py", "if self._keys.child(head.parent, tokens) == head.key:", "if True:"),
+    Mutant("engine/offload/disk_record.py", "return self._keys.child(head.parent, tokens) == head.key", "return True"),
     Mutant("engine/offload/loader.py", "self._wishes[request] = wish._replace(run=())", "pass"),
     Mutant("engine/offload/loader.py", "            lease.copy = None\n", ""),
     Mutant("engine/offload/loader.py", "            if request.params.write_cache:\n", "            if True:\n"),

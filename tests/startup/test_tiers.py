@@ -112,6 +112,40 @@ def test_a_disk_smaller_than_the_device_gets_what_was_used_last(checkpoint: Path
         assert ask(served, 2).usage.disk_tokens == 80
 
 
+def test_an_encrypted_disk_is_read_with_its_key_alone(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "key").write_text("5a" * 32 + "\n")
+    (tmp_path / "other").write_text("a5" * 32)
+    disk = f"tiers.disk_path={tmp_path}/disk"
+    key = f"tiers.encryption_key_file={tmp_path}/key"
+    with engine(checkpoint, disk, key) as served:
+        before = ask(served, 1).logits
+    assert all(prompt(1)[:64] not in path.read_bytes() for path in (tmp_path / "disk").glob("*/*"))
+    with engine(checkpoint, disk, key) as served:
+        settle(served)
+        result = ask(served, 1)
+        assert result.usage.disk_tokens == 80
+        np.testing.assert_array_equal(result.logits, before)
+    for settings in ([disk], [disk, f"tiers.encryption_key_file={tmp_path}/other"]):
+        with engine(checkpoint, *settings) as served:
+            settle(served)
+            result = ask(served, 1)
+            assert result.usage.cached_tokens == 0
+            np.testing.assert_array_equal(result.logits, before)
+        assert "expected whole blocks of this model, got one that is unsealed" in caplog.text
+        caplog.clear()
+
+
+def test_a_purge_reaches_an_encrypted_disk_of_an_earlier_process(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("5a" * 32)
+    settings = (f"tiers.disk_path={tmp_path}/disk", f"tiers.encryption_key_file={tmp_path}/key")
+    with engine(checkpoint, *settings) as served:
+        ask(served, 1)
+    with engine(checkpoint, *settings) as served:
+        assert served.purge(tenant="acme").result(PATIENCE_S).stored_blocks == {"disk": 5}
+
+
 @pytest.mark.parametrize("setting", ["cache.block_size=32", "cache.kv_dtype=int8"])
 def test_blocks_of_another_format_are_not_found(checkpoint: Path, tmp_path: Path, setting: str) -> None:
     disk = f"tiers.disk_path={tmp_path}"
@@ -231,6 +265,8 @@ def test_a_wrong_password_is_told_and_not_shown(
     [
         (["tiers.redis_url=http://x"], "tiers.redis_url: expected redis://HOST:PORT/DB, got something else"),
         (["tiers.secret_file=/nowhere"], "tiers.secret_file: expected a file, got No such file or directory"),
+        (["tiers.encryption_key_file=/nowhere"], "tiers.encryption_key_file: expected a file, got No such file"),
+        (["tiers.encryption_key_file=/dev/null"], "tiers.encryption_key_file: expected 64 hexadecimal digits"),
         (["tiers.secret_file=/dev/null"], "tiers.secret_file: expected a secret in the file, got none"),
     ],
 )

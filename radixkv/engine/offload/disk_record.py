@@ -7,6 +7,7 @@ import time
 
 from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_key import BlockKeys
+from radixkv.storage.tiers.block_object import ObjectHead
 from radixkv.storage.tiers.disk import DiskStore
 
 _log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class DiskRecord:
         found: list[bytes] = []
         for head, tokens in self._disk.heads():
             found.append(head.key)
-            if self._keys.child(head.parent, tokens) == head.key:
+            if self._follows(head, tokens):
                 parents[head.key] = head.parent
         owners = self._owners(parents)
         useless = [key for key in found if key not in owners]
@@ -57,6 +58,15 @@ class DiskRecord:
         took_s = time.perf_counter() - start_s
         _log.info("found %d blocks on disk in %.2f s, and deleted %d", len(owners), took_s, len(useless))
         return [(key, owners[key]) for key in parents if key in owners]
+
+    def _follows(self, head: ObjectHead, tokens: bytes) -> bool:
+        """Whether a block follows its parent, both of one namespace. Of a sealed one the tags tell no more than that.
+
+        A sealed head that was changed opens nothing.
+        """
+        if head.is_sealed:
+            return self._keys.have_one_namespace(head.key, head.parent)
+        return self._keys.child(head.parent, tokens) == head.key
 
     def _owners(self, parents: dict[bytes, bytes]) -> dict[bytes, Namespace]:
         """Follow each block to the beginning of its prompt. Complexity: O(blocks)."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from radixkv.cache.elsewhere.elsewhere import Found
 from radixkv.scheduling.request import Request
 from radixkv.storage.tiers.block_object import ObjectFault, Wanted
-from radixkv.storage.tiers.tier import Absence, LoadedBlock, Miss
+from radixkv.storage.tiers.tier import Absence, LoadedBlock, Miss, Tier
 
 
 class LoadedBlocks(NamedTuple):
@@ -67,9 +67,11 @@ class Load:
         """List the keys of the blocks that a store has."""
         return [each.block.key for each in self.run if each.shelf == store]
 
-    def wanted_of(self, store: str) -> list[Wanted]:
+    def wanted_of(self, tier: Tier) -> list[Wanted]:
         """List the blocks that a store has, as it is asked for them."""
-        return [Wanted(each.block.key, each.block.tokens) for each in self.run if each.shelf == store]
+        cipher = tier.cipher_of(self.run[0].block.namespace.tenant)
+        blocks = (each.block for each in self.run if each.shelf == tier.name)
+        return [Wanted(block.key, block.tokens, cipher=cipher) for block in blocks]
 
     def end_call(self, store: str, outcome: LoadedBlocks) -> None:
         """Take what a call brought."""

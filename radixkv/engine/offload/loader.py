@@ -172,7 +172,7 @@ class Loader:
         self._loads[run[0].block.key] = load
         self._num_free_blocks -= len(run)
         for store in load.stores:
-            wanted = load.wanted_of(store)
+            wanted = load.wanted_of(self._tiers[store])
             self._choice.note_start(store, len(wanted))
             future = self._tiers[store].load(wanted)
             load.futures.append(future)

@@ -73,7 +73,7 @@ class Saver:
         payloads = self._mover.read([each.block_id for each in departures]) if departures else []
         for name, tier in self._tiers.items():
             pairs = zip(departures, payloads, strict=True)
-            objects = [_object(each, payload) for each, payload in pairs if name in each.shelves]
+            objects = [_object(each, payload, tier) for each, payload in pairs if name in each.shelves]
             if not objects and not given_up[name]:
                 continue
             if name == "disk" and self._record is not None:
@@ -139,6 +139,8 @@ class Saver:
             self._deleter.delete(name, useless)
 
 
-def _object(departure: Departure, payload: memoryview) -> BlockObject:
-    block = departure.block
-    return BlockObject(block.key, block.parent, generation=0, tokens=block.tokens, payload=payload)
+def _object(departure: Departure, payload: memoryview, tier: Tier) -> BlockObject:
+    block, generation = departure.block, 0
+    return BlockObject(
+        block.key, block.parent, generation, block.tokens, payload, tier.cipher_of(block.namespace.tenant)
+    )

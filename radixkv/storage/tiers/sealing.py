@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,32 @@ if TYPE_CHECKING:  # the package is an extra
 
 SALT_BYTES = 24
 TAG_BYTES = 16
-_KEY_BYTES, _NONCE_BYTES = 32, 12
-_PERSON = b"radixkv seal 1"
+KEY_BYTES, _NONCE_BYTES = 32, 12
+_PERSON, _TENANT_PERSON = b"radixkv seal 1", b"radixkv tenant 1"
+
+
+class TenantCiphers:
+    """Makes a cipher for each tenant, with a key of its own.
+
+    Args:
+        key: 32 secret bytes, from which the tenants' keys are derived.
+
+    Raises:
+        ConfigError: as `BlockCipher` does.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        BlockCipher(key)
+        self._key = key
+        self._of = lru_cache(maxsize=4096)(self._new)
+
+    def of(self, tenant: str) -> BlockCipher:
+        """Return the cipher of a tenant."""
+        return self._of(tenant)
+
+    def _new(self, tenant: str) -> BlockCipher:
+        data = tenant.encode("utf-8", "surrogatepass")
+        return BlockCipher(blake2b(data, digest_size=KEY_BYTES, key=self._key, person=_TENANT_PERSON).digest())
 
 
 class NotSealedByUs(Exception):
@@ -35,8 +60,8 @@ class BlockCipher:
     """
 
     def __init__(self, key: bytes) -> None:
-        if len(key) != _KEY_BYTES:
-            raise ConfigError(f"key of a tenant's objects: expected {_KEY_BYTES} bytes, got {len(key)}")
+        if len(key) != KEY_BYTES:
+            raise ConfigError(f"key of a tenant's objects: expected {KEY_BYTES} bytes, got {len(key)}")
         try:
             import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
         except ImportError as error:
@@ -76,5 +101,5 @@ class BlockCipher:
     def _once(self, salt: bytes) -> tuple[AESGCM, bytes]:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        derived = blake2b(salt, digest_size=_KEY_BYTES + _NONCE_BYTES, key=self._key, person=_PERSON).digest()
-        return AESGCM(derived[:_KEY_BYTES]), derived[_KEY_BYTES:]
+        derived = blake2b(salt, digest_size=KEY_BYTES + _NONCE_BYTES, key=self._key, person=_PERSON).digest()
+        return AESGCM(derived[:KEY_BYTES]), derived[KEY_BYTES:]

@@ -16,6 +16,7 @@ from radixkv.errors import StoreBusy, StoreClosed, StoreError, StoreLate
 from radixkv.storage.tiers.block_key import KeyScope
 from radixkv.storage.tiers.block_object import BlockObject, ObjectFault, Wanted, open_object
 from radixkv.storage.tiers.block_store import BlockStore, Loan, PutOutcome, PutResult, StoreSize
+from radixkv.storage.tiers.sealing import BlockCipher, TenantCiphers
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -81,16 +82,23 @@ class Tier:
         store: where objects go. It is closed with the tier.
         payload_bytes: bytes of K and V of a block; an object of another size is foreign.
         is_working: tells whether the store is used, or left alone for a while.
+        ciphers: seal what is stored; None stores it in the clear.
 
     Attributes:
         name, is_working: see above.
     """
 
     def __init__(
-        self, name: str, store: BlockStore, payload_bytes: int, is_working: Callable[[], bool] = lambda: True
+        self,
+        name: str,
+        store: BlockStore,
+        payload_bytes: int,
+        is_working: Callable[[], bool] = lambda: True,
+        ciphers: TenantCiphers | None = None,
     ) -> None:
         self.name = name
         self.is_working = is_working
+        self._ciphers = ciphers
         self._store = store
         self._payload_bytes = payload_bytes
         self._lock = threading.Lock()
@@ -98,6 +106,10 @@ class Tier:
         self._load_s = 0.0
         self._misses: Counter[Miss] = Counter()
         self._saved: Counter[PutOutcome] = Counter()
+
+    def cipher_of(self, tenant: str) -> BlockCipher | None:
+        """Return what seals the objects of a tenant; None if they are stored in the clear."""
+        return None if self._ciphers is None else self._ciphers.of(tenant)
 
     def save(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> Future[PutResult | None]:
         """Store blocks; see `BlockStore.put`. The result is None if the store failed."""

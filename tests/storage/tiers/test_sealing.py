@@ -7,7 +7,7 @@ from xxhash import xxh3_128
 
 from radixkv.errors import ConfigError
 from radixkv.storage.tiers.block_object import ObjectFault, open_object
-from radixkv.storage.tiers.sealing import BlockCipher, NotSealedByUs
+from radixkv.storage.tiers.sealing import BlockCipher, NotSealedByUs, TenantCiphers
 
 from .blocks import PAYLOAD_BYTES, payload_of, stored, tokens_of, wanted
 
@@ -51,3 +51,14 @@ def test_without_the_package_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     with pytest.raises(ConfigError, match="expected the package cryptography"):
         BlockCipher(bytes(32))
+
+
+def test_each_tenant_has_a_key_of_its_own() -> None:
+    ciphers = TenantCiphers(bytes(32))
+    salt = bytes(24)
+    sealed = {ciphers.of(tenant).seal(salt, b"", b"", memoryview(b"payload")) for tenant in ("", "a", "b")}
+    assert len(sealed) == 3
+    again = TenantCiphers(bytes(32)).of("a").seal(salt, b"", b"", memoryview(b"payload"))
+    assert again in sealed
+    with pytest.raises(ConfigError, match="expected 32 bytes, got 31"):
+        TenantCiphers(bytes(31))
