@@ -502,9 +502,6 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("engine/offload/purger.py", "            if not has_answered:\n", "            if False:\n"),
     Mutant("engine/offload/prompt_keys.py", "self._keys.of_owner(parent, owner)", "parent"),
-    Mutant(
-        "engine/offload/saver.py", "                    if name in each.shelves:\n", "                    if True:\n"
-    ),
     Mutant("cache/elsewhere/elsewhere.py", "        for key in reversed(keys):\n", "        for key in keys:\n"),
     Mutant(
         "cache/elsewhere/elsewhere.py",

@@ -73,13 +73,13 @@ class Saver:
         payloads = self._mover.read([each.block_id for each in departures]) if departures else []
         for name, tier in self._tiers.items():
             pairs = zip(departures, payloads, strict=True)
-            objects = [_object(each, payload, tier) for each, payload in pairs if name in each.shelves]
-            if not objects and not given_up[name]:
+            wanted = [(each, payload) for each, payload in pairs if name in each.shelves]
+            if not wanted and not given_up[name]:
                 continue
             if name == "disk" and self._record is not None:
-                for each in departures:
-                    if name in each.shelves:
-                        self._record.note(each.block.namespace)
+                for each, _ in wanted:
+                    self._record.note(each.block.namespace)
+            objects = [_object(each, payload, tier) for each, payload in wanted]
             self._num_free_blocks -= len(objects)
             saved = tier.save(objects, given_up[name])
             saved.add_done_callback(partial(self._end, _Save(name, [each.key for each in objects], given_up[name])))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from radixkv.engine.offload.prompt_keys import PromptKeys
@@ -71,4 +73,6 @@ def test_what_an_invoked_adapter_computed_has_its_name_and_plain_tokens() -> Non
     marks = InvocationMarks()
     blocks = list(PromptKeys(BlockKeys(FORMAT), marks).blocks(NAMESPACE, invoked(marks, "law", 6)))
     assert [each.namespace.adapter for each in blocks] == ["", "law", "law"]
+    law = re.compile(BlockKeys(FORMAT).scope(None, "law", None).hex_pattern("."))
+    assert [bool(law.match(each.key.hex())) for each in blocks] == [False, True, True], "a purge finds them"
     assert b"".join(each.tokens for each in blocks) == PROMPT[:48]
