@@ -55,9 +55,10 @@ def imported_names(name: str) -> frozenset[str]:
     return frozenset(imports(modules()[name].read_text(encoding="utf-8"), package_of(name)))
 
 
-def imported_modules(name: str) -> set[str]:
+@cache
+def imported_modules(name: str) -> frozenset[str]:
     """Return our own modules that a module imports, by their full names."""
-    return {each for each in imported_names(name) if each in modules() and each != name}
+    return frozenset(each for each in imported_names(name) if each in modules() and each != name)
 
 
 def reachable(names: set[str]) -> set[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from .house import ROOT, imports, is_generated, modules, reachable
 
 # Modules that are tested through another one: through a face, or together with their neighbors.
@@ -157,31 +155,42 @@ SOURCES = sorted(
 
 
 @cache
+def names_in(path: Path) -> frozenset[str]:
+    """The names that a file of tests imports."""
+    return frozenset(imports(path.read_text(encoding="utf-8"), ".".join(path.relative_to(ROOT).parent.parts)))
+
+
+@cache
+def helpers_of(path: Path) -> frozenset[Path]:
+    """The files of helpers that a file of tests imports."""
+    files = (ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in names_in(path))
+    return frozenset(file for file in files if file.is_file())
+
+
+@cache
 def loaded_by(file: Path) -> frozenset[str]:
     """Modules of ours that are loaded by what a test file and the helpers that it imports import."""
     names: set[str] = set()
-    left, seen = [file], set()
+    left: list[Path] = [file]
+    seen: set[Path] = set()
     while left:
         path = left.pop()
-        if path in seen or not path.is_file():
-            continue
-        seen.add(path)
-        package = ".".join(path.relative_to(ROOT).parent.parts)
-        for name in imports(path.read_text(encoding="utf-8"), package):
-            names.add(name)
-            left.append(ROOT.joinpath(*name.split(".")).with_suffix(".py"))
+        if path not in seen:
+            seen.add(path)
+            names |= names_in(path)
+            left += helpers_of(path)
     return frozenset(reachable(names))
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_module_is_tested_where_it_is_looked_for(name: str) -> None:
-    if name in TESTED_IN:
-        file = ROOT / "tests" / TESTED_IN[name]
-        assert not own_test(name).exists(), "its test is where it is looked for: it needs no line in the table"
-    else:
-        file = own_test(name)
-    assert file.exists(), f"expected {file.relative_to(ROOT)}, or a line in the table"
-    assert name in loaded_by(file)
+def test_a_module_is_tested_where_it_is_looked_for() -> None:
+    files = {name: ROOT / "tests" / TESTED_IN[name] if name in TESTED_IN else own_test(name) for name in SOURCES}
+    missing = {name: str(file.relative_to(ROOT)) for name, file in files.items() if not file.exists()}
+    assert missing == {}, "expected these files, or lines in the table"
+    assert [name for name, file in files.items() if name not in loaded_by(file)] == []
+
+
+def test_a_module_with_a_test_file_of_its_own_needs_no_line_in_the_table() -> None:
+    assert [name for name in TESTED_IN if own_test(name).exists()] == []
 
 
 def test_the_table_names_modules() -> None:
