@@ -8,6 +8,9 @@ The corrections touch private API of triton 3.6 and 3.9; `test_interpreter.py` h
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +33,10 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send every launch and device call to the interpreter until the test ends."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(JITFunction, "run", _run_interpreted)
-    monkeypatch.setattr(JITFunction, "__call__", lambda self, *args, **kwargs: _interpreted(self)(*args, **kwargs))
+    monkeypatch.setattr(JITFunction, "__call__", _call_interpreted)
+    monkeypatch.setattr(interpreter, "_patch_lang", _patch_lang)
+    monkeypatch.setattr(interpreter, "_patch_builtin", _patch_builtin)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", _get_np_dtype)
     monkeypatch.setattr(interpreter, "_convert_float", _convert_float)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _create_dot)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_lang_tensor)
@@ -40,17 +46,26 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@cache
 def _interpreted(function: Any) -> Any:
-    return interpreter.InterpretedFunction(function.fn)
+    return interpreter.InterpretedFunction(function)
 
 
 def _run_interpreted(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    _interpreted(function).run(*args, grid=grid, warmup=warmup, **kwargs)
+    _interpreted(function.fn).run(*args, grid=grid, warmup=warmup, **kwargs)
+
+
+def _call_interpreted(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a device function. The original replaces the language again for each call, and leaves it so."""
+    return _interpreted(function.fn).rewrite()(*args, **kwargs)
 
 
 _original_convert_float = interpreter._convert_float
 _original_create_dot = interpreter.InterpreterBuilder.create_dot
+_original_patch_lang = interpreter._patch_lang
 _original_patch_lang_tensor = interpreter._patch_lang_tensor
+# The original makes its table again for each value.
+_dtype_of_scalars = cache(interpreter._get_np_dtype)
 
 
 def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
@@ -72,6 +87,27 @@ def _create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
     sums = interpreter.TensorHandle(d.data[..., :, np.newaxis, :], d.dtype)  # [..., M, 1, N]
     product = _original_create_dot(self, rows, columns, sums, *options)
     return interpreter.TensorHandle(product.data[..., 0, :], product.dtype)
+
+
+def _get_np_dtype(kind: Any) -> Any:
+    element = kind.element_ty if isinstance(kind, tl.block_type) else kind
+    return np.dtype(np.uint64) if isinstance(element, tl.pointer_type) else _dtype_of_scalars(element)
+
+
+def _patch_lang(_: Any) -> Any:
+    """Replace the language once for a launch, in both modules that kernels and the functions they call have it from."""
+    return _original_patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    for name, member in _builtins(package):
+        interpreter._patch_attr(package, name, member, builder, scope)
+
+
+@cache
+def _builtins(package: Any) -> list[tuple[str, Any]]:
+    """List the functions to replace in a package. It is asked first when none of them is replaced."""
+    return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
