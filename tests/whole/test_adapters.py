@@ -21,7 +21,7 @@ from tests.cache.walk.reusable_tokens import count_reusable_tokens
 from tests.model.adapters.made_by_peft import load_adapted, write_adapter
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, load_eager, write_checkpoint
 from tests.patience import PATIENCE_S, wait_until
-from tests.whole.test_end_to_end import serving
+from tests.whole.forked_server import serving
 
 Oracles = dict[str, PreTrainedModel]  # by directory; the model itself is ""
 

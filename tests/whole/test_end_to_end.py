@@ -31,13 +31,14 @@ from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, P
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, load_eager, write_checkpoint
 from tests.patience import PATIENCE_S, wait_until
+from tests.whole.forked_server import serving
 
 BYTES = 256  # token ids that every model of these tests knows
 
 
 @contextmanager
-def serving(*arguments: str, log: Path = Path(os.devnull)) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `radixkv serve`; yields the process and its address. What it logs is written to a file."""
+def serving_by_command(*arguments: str, log: Path = Path(os.devnull)) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run the command `radixkv serve`; yields the process and its address. What it logs is written to a file."""
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *arguments]
     with (
         log.open("w", encoding="utf-8") as stderr,
@@ -55,7 +56,7 @@ def serving(*arguments: str, log: Path = Path(os.devnull)) -> Iterator[tuple[sub
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with serving() as (_, address):
+    with serving_by_command() as (_, address):
         yield address
 
 
@@ -337,7 +338,7 @@ def test_logits_over_the_wire_agree_with_transformers(tmp_path: Path) -> None:
 def test_sigterm_lets_a_running_request_finish_and_exits_0(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with (
-        serving("--set", f"server.drain_timeout_s={PATIENCE_S}", log=log) as (process, address),
+        serving_by_command("--set", f"server.drain_timeout_s={PATIENCE_S}", log=log) as (process, address),
         Client(address, timeout_s=PATIENCE_S) as client,
     ):
         running = client.generate([3] * 100, max_new_tokens=500, ignore_eos=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,27 +21,19 @@ from xxhash import xxh3_64_intdigest
 from radixkv.service.client import Client
 from radixkv.v1.events_pb2 import EventBatch
 from tests.patience import PATIENCE_S
+from tests.whole.forked_server import ServerProcess, serving
 
 ANYWHERE = "tcp://127.0.0.1:*"
 
 
 @contextmanager
-def served(log: Path, *settings: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def served(log: Path, *settings: str) -> Iterator[tuple[ServerProcess, str]]:
     """Run `radixkv serve`; yields the process and its address."""
     options = [part for setting in settings for part in ("--set", setting)]
-    command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *options]
-    with (
-        log.open("w") as stderr,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line, log.read_text()
-            yield process, line.removeprefix("listening on ").strip()
-        finally:
-            process.terminate()
-            assert process.wait(PATIENCE_S) == 0, log.read_text()
+    with serving(*options, log=log) as (process, address):
+        yield process, address
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0, log.read_text()
 
 
 def hashes_of(prompt: list[int], size: int = 16) -> list[int]:
@@ -97,7 +90,7 @@ def test_events_say_what_is_cached(tmp_path: Path) -> None:
         client.purge(everything=True)
         numbers = [batch.sequence_number for batch in read_until_clear(batches, known)]
         assert numbers == [*range(numbers[0], numbers[-1] + 1)]
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         with pytest.raises(grpc.RpcError) as ended:
             list(batches)
         # The server cancels what has not ended a second after the last answer, which a busy machine may take.

@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.service.client import Client, logits_of
 from tests.patience import PATIENCE_S
-from tests.whole.test_end_to_end import serving
+from tests.whole.forked_server import serving
 
 _BLOCK = 64
 _SYSTEM = [index * 7 % 251 for index in range(8 * _BLOCK + 5)]

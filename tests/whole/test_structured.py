@@ -16,7 +16,7 @@ from radixkv.service.client import Client, Tokenizer
 from radixkv.service.commands.cli import main
 from radixkv.v1.prefill_pb2 import LENGTH, STOP, GenerateResponse
 from tests.patience import PATIENCE_S
-from tests.whole.test_end_to_end import serving
+from tests.whole.forked_server import serving
 
 PROMPT = "You are a helpful assistant. Hello"
 IM_END = 511  # a special token of the embedded model's tokenizer; the model itself has no end of sequence

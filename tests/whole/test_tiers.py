@@ -12,7 +12,7 @@ import pytest
 from radixkv.service.client import Client, logits_of
 from tests.patience import PATIENCE_S, wait_until
 from tests.storage.tiers.redis_server import SERVER, WHY_NOT, redis_server
-from tests.whole.test_end_to_end import serving
+from tests.whole.forked_server import serving
 
 _BLOCK, _POOL_TOKENS = 64, 1024
 _PROMPTS = [[(index * 7 + number) % 251 for index in range(5 * _BLOCK + 3)] for number in range(8)]
