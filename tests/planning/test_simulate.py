@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import pytest
@@ -193,8 +193,10 @@ def test_the_default_is_no_regret(make: object, every_ms: float) -> None:
 
 
 @pytest.mark.parametrize("make", TRAFFIC, ids=lambda make: make.__name__)
-def test_no_policy_beats_the_optimum(make: object) -> None:
-    assert max(rate(make, policy) for policy in EVICTION_POLICIES) <= rate(make, OPTIMAL)
+def test_no_policy_beats_the_optimum(make: Callable[[random.Random], list[tuple[int, ...]]]) -> None:
+    requests = trace(make(random.Random(0))[:800])
+    rates = {policy: hit_rate(requests, policy, 100) for policy in (*EVICTION_POLICIES, OPTIMAL)}
+    assert max(rates.values()) == rates[OPTIMAL]
 
 
 def test_the_default_keeps_a_part_of_a_loop() -> None:
@@ -207,7 +209,7 @@ def test_the_default_keeps_what_goes_on() -> None:
 
 
 def test_a_simulation_is_deterministic() -> None:
-    requests = trace(chats(random.Random(1)))
+    requests = trace(chats(random.Random(1))[:1000])
     assert hit_rate(requests, "adaptive", 100) == hit_rate(requests, "adaptive", 100)
 
 

@@ -57,8 +57,8 @@ INTERESTING = {
     "steps without memory",
 }
 
-# Seeds of worlds in which much is public: they find soon what only those can find.
-_MUCH_IS_PUBLIC = (20, 23, 37)
+# Seeds that notice most of the broken engines, short walks first. In the worlds of the last three much is public.
+_TELLING = (5, 2, 16, 38, 4, 37, 23, 20)
 
 # Walks that failed once, and why.
 FOUND: dict[str, tuple[World, list[Event]]] = {
@@ -127,7 +127,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("first", range(0, 200, 100))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (100, 200, 300))])
 def test_every_request_is_answered_as_if_it_were_alone(first: int) -> None:
     events = Counter[str]()
     for seed in range(first, first + 100):
@@ -168,7 +168,7 @@ def test_the_same_seed_is_the_same_walk() -> None:
 @pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)
 def test_an_engine_is_seen_to_be_broken_that(breaks: Breaks, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch)
-    seeds = (*_MUCH_IS_PUBLIC, *range(100))
+    seeds = (*_TELLING, *range(100))
     failures = (fails(make_world(seed), make_script(make_world(seed), seed)) for seed in seeds)
     failure = next(filter(None, failures), "")
     assert failure
