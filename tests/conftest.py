@@ -12,7 +12,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TQDM_DISABLE"] = "1"
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="radixkv-tests-")  # what an earlier run tried proves nothing
+if "PYTEST_XDIST_WORKER" not in os.environ:  # what an earlier run tried proves nothing; the workers of a run share
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="radixkv-tests-")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

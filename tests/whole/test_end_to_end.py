@@ -92,13 +92,14 @@ def test_the_bytes_of_the_logits_do_not_depend_on_the_cache(client: Client, tena
     assert_the_cache_changes_no_logit(client, tenant)
 
 
-def test_nor_do_they_over_a_quantized_pool() -> None:
-    settings = ("--set", "cache.kv_dtype=int4", "--set", "model.dtype=bfloat16")
+def test_nor_do_they_over_a_quantized_pool(tmp_path: Path) -> None:
+    directory = write_checkpoint(LlamaConfig(**{**SHAPE, "max_position_embeddings": 2048}), tmp_path)
+    settings = ("--model", str(directory), "--set", "cache.kv_dtype=int4", "--set", "model.dtype=bfloat16")
     with serving(*settings) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
         assert_the_cache_changes_no_logit(client, "acme")
         stats = client.stats()
         assert stats.kv_dtype == "int4"
-        assert stats.block_bytes == stats.block_size * 4 * 2 * 2 * (32 // 2 + 4)
+        assert stats.block_bytes == stats.block_size * 3 * 2 * 2 * (16 // 2 + 4)
 
 
 def test_a_thousand_simultaneous_cold_requests_compute_their_prefix_once(tmp_path: Path) -> None:
