@@ -1,0 +1,257 @@
+"""One life of an engine with host memory and a disk below it, in a process that may be killed at any moment.
+
+It tells what it does through a pipe, a line at a time: what was written before a kill arrives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import random
+import threading
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
+from radixkv.api.sampling import Sampling
+from radixkv.config import Config
+from radixkv.engine.engine import Engine
+from radixkv.startup.build_engine import build_engine
+from radixkv.storage.tiers.block_store import Loan
+from radixkv.storage.tiers.disk import DiskStore
+from radixkv.storage.tiers.host_memory import HostMemory
+from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
+from tests.patience import PATIENCE_S, wait_until
+
+BLOCK_SIZE, POOL_BLOCKS, HOST_BLOCKS, DISK_BLOCKS = 16, 20, 30, 100
+BLOCK_BYTES = 12_288  # float32 K and V of 16 tokens, three layers, two heads of 16 numbers
+CALLERS = (Caller("acme"), Caller("acme", salt="apart"), Caller("globex"))
+NUM_DOCUMENTS, NUM_QUESTIONS, AT_ONCE = 4, 3, 4
+CANCELLED_SHARE, PURGED_SHARE = 0.05, 0.25
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, and a digest of its answer when it was computed alone, without anything cached.
+
+    Attributes:
+        tokens: the prompt.
+        sampling: of a generation; None for a prefill, whose answer is its logits.
+    """
+
+    caller: Caller
+    tokens: bytes
+    sampling: Sampling | None
+    digest: str = ""
+
+
+class Pipe:
+    """The way from a life to those who watch it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def say(self, *words: object) -> None:
+        """Write a line, whole or not at all."""
+        os.write(self._descriptor, (" ".join(map(str, words)) + "\n").encode())
+
+
+def config(folder: Path, *, has_tiers: bool) -> Config:
+    """Return the settings of a life in a folder, whose pool holds a small part of all prompts."""
+    settings = [f"model.path={folder / 'model'}", "model.device=cpu", f"cache.block_size={BLOCK_SIZE}"]
+    settings.append(f"cache.capacity_tokens={POOL_BLOCKS * BLOCK_SIZE}")
+    if has_tiers:
+        settings.append(f"tiers.host_bytes={HOST_BLOCKS * (BLOCK_BYTES + 1024)}")
+        settings += [f"tiers.disk_path={folder / 'disk'}", f"tiers.disk_bytes={DISK_BLOCKS * (BLOCK_BYTES + 4096)}"]
+    return Config.load(None, settings)
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """Write a checkpoint, and cases with the answers of an engine without tiers that reuses nothing."""
+    write_checkpoint(CONFIGS["llama"], folder / "model")
+    engine = build_engine(config(folder, has_tiers=False))
+    engine.start()
+    cases = []
+    for case in _first_turns(random.Random(seed)):
+        answered, answer = _alone(engine, case)
+        cases.append(answered)
+        if case.sampling is not None:  # the next turn begins with this one's prompt and answer
+            cases.append(_alone(engine, replace(case, tokens=case.tokens + answer + case.tokens[:28]))[0])
+    engine.stop()
+    (folder / "cases").write_bytes(pickle.dumps(cases))
+
+
+def read_cases(folder: Path) -> list[Case]:
+    """Return the cases that `prepare` wrote."""
+    cases: list[Case] = pickle.loads((folder / "cases").read_bytes())
+    return cases
+
+
+def live(folder: Path, cases: list[Case], num_requests: int, purged: set[int], seed: int, pipe: Pipe) -> None:
+    """Start, serve, purge perhaps, check that nothing is left behind, stop. Raises whatever goes wrong.
+
+    Args:
+        num_requests: to serve.
+        purged: numbers of callers of whom nothing may be cached.
+    """
+    torch.set_num_threads(1)
+    chance, loans = random.Random(seed), OpenLoans()
+    _tell_of_the_disk(pipe)
+    engine = build_engine(config(folder, has_tiers=True))
+    assert engine.offload is not None
+    assert set(engine.offload.tiers) == {"host", "disk"}
+    engine.start()
+    pipe.say("ready")
+    if purged or chance.random() < 0.5:  # else it serves while it reads the disk
+        engine.purge(tenant="nobody").result(PATIENCE_S)
+    for number in sorted(purged):
+        _require_nothing_cached(engine, cases, CALLERS[number])
+        pipe.say("used", number)
+    _serve(engine, cases, chance.choices(range(len(cases)), k=num_requests), chance, pipe)
+    pipe.say("served")
+    if chance.random() < PURGED_SHARE:
+        number = chance.randrange(len(CALLERS))
+        caller = CALLERS[number]
+        engine.purge(tenant=caller.tenant, salt=caller.salt).result(PATIENCE_S)
+        pipe.say("purged", number)
+    _check(engine, loans)
+    pipe.say("checked")
+    engine.stop()
+    assert not engine.is_alive
+    pipe.say("stopped")
+
+
+class OpenLoans:
+    """Counts the loans of host memory and disk that are not given back."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self._lock = threading.RLock()  # a loan may end in the middle of a call of this thread
+        for store in (HostMemory, DiskStore):
+            store.get = self._counted(store.get)  # type: ignore[method-assign]
+
+    def _counted(self, get: Any) -> Any:
+        def counted(store: object, keys: object) -> list[Loan | None]:
+            lent = get(store, keys)
+            self._add(sum(loan is not None for loan in lent))
+            return [None if loan is None else Loan(loan.data, partial(self._end, loan)) for loan in lent]
+
+        return counted
+
+    def _end(self, loan: Loan) -> None:
+        loan.release()
+        self._add(-1)
+
+    def _add(self, number: int) -> None:
+        with self._lock:
+            self.num_open += number
+
+
+def _first_turns(chance: random.Random) -> list[Case]:
+    """Draw prompts that begin with one of some documents, or a part of it, of all callers."""
+    draw = np.random.default_rng(chance.getrandbits(32))
+    documents = [draw.integers(0, VOCAB_SIZE, length) for length in (48, 83, 112, 144)]
+    cases = []
+    for document in documents:
+        for number in range(NUM_QUESTIONS):
+            cut = len(document) if chance.random() < 0.7 else chance.randrange(20, len(document))
+            question = draw.integers(0, VOCAB_SIZE, chance.randrange(1, 30))
+            tokens = np.concatenate((document[:cut], question)).astype("<u4").tobytes()
+            sampling = Sampling(chance.randrange(2, 24), temperature=0.8 * (number % 2), seed=number, ignore_eos=True)
+            cases += [Case(caller, tokens, sampling if number else None) for caller in CALLERS]
+    return cases
+
+
+def _alone(engine: Engine, case: Case) -> tuple[Case, bytes]:
+    params = PrefillParams(case.tokens, case.caller, read_cache=False, write_cache=False)
+    answer = _bytes_of(_begin(engine, case, params).result(PATIENCE_S))
+    return replace(case, digest=_digest(answer)), answer
+
+
+def _begin(engine: Engine, case: Case, params: PrefillParams) -> Future[Any]:
+    if case.sampling is None:
+        return engine.prefill(replace(params, return_logits=True))
+    return engine.generate(params, case.sampling, lambda _: None)
+
+
+def _bytes_of(result: Any) -> bytes:
+    """Return the logits of a prefill, or the token ids of a generation."""
+    if hasattr(result, "logits"):
+        return bytes(result.logits.tobytes())
+    return np.asarray(result.token_ids).astype("<u4").tobytes()
+
+
+def _digest(answer: bytes) -> str:
+    return blake2b(answer, digest_size=16).hexdigest()
+
+
+def _serve(engine: Engine, cases: list[Case], order: list[int], chance: random.Random, pipe: Pipe) -> None:
+    """Send some requests at a time, and tell each answer and where its blocks came from."""
+    open_calls: deque[tuple[int, Future[Any]]] = deque()
+
+    def end_one() -> None:
+        number, future = open_calls.popleft()
+        if future.cancelled():
+            return
+        result = future.result(PATIENCE_S)
+        usage = result.usage
+        pipe.say("answer", number, _digest(_bytes_of(result)), usage.host_tokens, usage.disk_tokens)
+
+    for number in order:
+        case = cases[number]
+        future = _begin(engine, case, PrefillParams(case.tokens, case.caller))
+        open_calls.append((number, future))
+        if chance.random() < CANCELLED_SHARE:
+            future.cancel()
+        if len(open_calls) == AT_ONCE:
+            end_one()
+    while open_calls:
+        end_one()
+
+
+def _require_nothing_cached(engine: Engine, cases: list[Case], caller: Caller) -> None:
+    """Check that no prompt of a caller finds anything, on the device or below it. Nothing is published."""
+    for case in cases:
+        if case.caller == caller:
+            params = PrefillParams(case.tokens, caller, write_cache=False)
+            assert engine.prefill(params).result(PATIENCE_S).usage.cached_tokens == 0, "expected nothing of a purge"
+
+
+def _check(engine: Engine, loans: OpenLoans) -> None:
+    """Check every invariant, and that all blocks are free or published and all loans given back."""
+
+    def is_idle() -> bool:  # what was cancelled ends with its step
+        requests = engine.load().result(PATIENCE_S).requests
+        return requests.running == requests.waiting == requests.following == 0
+
+    wait_until(is_idle)
+    engine.check().result(PATIENCE_S)
+    blocks = engine.load().result(PATIENCE_S).blocks
+    assert blocks.leased == blocks.pinned == 0, f"blocks: expected none in use, got {blocks}"
+    assert blocks.free + blocks.published == blocks.total, f"blocks: expected free or published ones, got {blocks}"
+    wait_until(lambda: loans.num_open == 0)
+
+
+def _tell_of_the_disk(pipe: Pipe) -> None:
+    """Tell when the disk was opened, and what it held once that was read, as the log does."""
+
+    class Telling(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.msg.startswith("tier %s: room") and record.args[0] == "disk":  # type: ignore[index]
+                pipe.say("opened")
+            if record.msg.startswith("found %d blocks on disk"):
+                pipe.say("found", record.args[0], record.args[2])  # type: ignore[index]
+
+    logger = logging.getLogger("radixkv")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Telling())
