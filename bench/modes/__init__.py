@@ -1,1 +1,1 @@
-"""Traffic through four ways of keeping K and V."""
+"""Traffic through ways of keeping K and V."""

@@ -1,11 +1,11 @@
-"""Sends one traffic through four ways of keeping K and V, and shows where more cache is not faster.
+"""Sends one traffic through ways of keeping K and V, and shows where more cache is not faster.
 
-python -m bench.modes [--json FILE] [--plot FILE.png]
+python -m bench.modes [--redis URL] [--mooncake HOST:PORT] [--json FILE] [--plot FILE.png]
 
     no cache                  every token computes the whole sequence
     K/V within a request      a prompt once, then one row a token; nothing is kept between requests
     prefix cache              what prompts share is computed once, as long as it is on the device
-    and below it, a store     what leaves the device is kept in host memory, or on disk
+    and below it, a store     what leaves the device is kept in host memory, on disk, in Redis, in Mooncake
 
 On the embedded model, engines in one process, without gRPC. Each prompt goes through all modes before the next one;
 answers must be equal.
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.modes.mode import Answer, Mode, all_modes, memory_bytes
+from bench.modes.mode import Answer, Mode, all_modes, close, memory_bytes
 from bench.modes.picture import draw_modes
 from bench.modes.traffic import TRAFFICS, Traffic, traffics
 from bench.parts.environment import describe_run
@@ -35,7 +35,7 @@ _HEADER = f"{'':26} {'TTFT p50':>11} {'request':>11} {'hit rate':>9} {'K/V memor
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all modes. Returns 1 if answers differ."""
-    parser = argparse.ArgumentParser(description="Compare four ways of keeping K and V.")
+    parser = argparse.ArgumentParser(description="Compare ways of keeping K and V.")
     parser.add_argument("--documents", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3, help="questions to each document")
     parser.add_argument("--document-tokens", type=int, default=2048)
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--traffic", choices=TRAFFICS, action="append", help="may be repeated; default: all")
+    parser.add_argument("--redis", metavar="URL", help="a running server")
+    parser.add_argument("--mooncake", metavar="HOST:PORT", help="a running master")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
@@ -51,7 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.documents, options.rounds, options.document_tokens, options.question_tokens, options.new_tokens
     )
     kinds = [each for each in kinds if each.name in (options.traffic or TRAFFICS)]
-    rows = [row for traffic in kinds for row in _measure(traffic, options.device, options.seed)]
+    rows = [
+        row
+        for traffic in kinds
+        for row in _measure(traffic, options.device, options.seed, options.redis, options.mooncake)
+    ]
     if options.json is not None:
         command = shlex.join(["python", "-m", "bench.modes", *(sys.argv[1:] if arguments is None else arguments)])
         write_json(options.json, {"run": describe_run(), "command": command, "rows": rows})
@@ -60,11 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row["different_answers"] for row in rows))
 
 
-def _measure(traffic: Traffic, device: str, seed: int) -> list[dict[str, Any]]:
+def _measure(
+    traffic: Traffic, device: str, seed: int, redis_url: str | None, mooncake_master: str | None
+) -> list[dict[str, Any]]:
     """Send a traffic through all modes, and print and return a row for each."""
     print(f"{traffic.name}: {traffic.documents} documents of {traffic.document_tokens:,} tokens, "
           f"{traffic.rounds} questions each, a pool of {traffic.pool_tokens:,} tokens\n{_HEADER}")  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, _engines(all_modes(Path(folder)), traffic, device) as engines:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _engines(all_modes(Path(folder), redis_url, mooncake_master), traffic, device) as engines,
+    ):
         vocab_size = engines[0][1].limits.vocab_size
         answers: list[list[Answer]] = [
             [mode.ask(engine, prompt, traffic.new_tokens) for mode, engine in engines]
@@ -84,7 +95,7 @@ def _engines(modes: Sequence[Mode], traffic: Traffic, device: str) -> Iterator[l
         engines = []
         for mode in modes:
             engine = mode.open(traffic, device)
-            stack.callback(engine.stop)
+            stack.callback(close, engine)
             engines.append((mode, engine))
         yield engines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 _DISK_BYTES = 20_000_000_000
 _HOST_BYTES = 8_000_000_000
+_MOONCAKE_BYTES = 1 << 30
 _TIMEOUT_S = 600.0
 
 
@@ -59,27 +61,50 @@ class Mode:
         return engine
 
 
-def all_modes(disk_path: Path) -> list[Mode]:
-    """Return the modes; the last two keep what leaves the device, in host memory and on disk."""
-    return [
+def all_modes(folder: Path, redis_url: str | None = None, mooncake_master: str | None = None) -> list[Mode]:
+    """Return the modes; those after the prefix cache keep what leaves the device, each in a store of its own.
+
+    Args:
+        folder: an empty directory, for the disk and for a secret, with which nothing of other runs is found.
+        redis_url, mooncake_master: of stores that run; None to leave them out.
+    """
+    secret = folder / "secret"
+    secret.write_text(secrets.token_hex(), encoding="utf-8")
+    modes = [
         Mode("no cache", (), _recompute),
         Mode("K/V within a request", (), _generate_alone),
         Mode("prefix cache", (), _generate),
         Mode("prefix cache, host memory", (f"tiers.host_bytes={_HOST_BYTES}",), _generate),
         Mode(
             "prefix cache, disk",
-            (f"tiers.disk_path={disk_path}", f"tiers.disk_bytes={_DISK_BYTES}"),
+            (f"tiers.disk_path={folder}", f"tiers.disk_bytes={_DISK_BYTES}"),
             _generate,
         ),
     ]
+    shared = {
+        "Redis": None if redis_url is None else (f"tiers.redis_url={redis_url}",),
+        "Mooncake": None
+        if mooncake_master is None
+        else (f"tiers.mooncake_master={mooncake_master}", f"tiers.mooncake_bytes={_MOONCAKE_BYTES}"),
+    }
+    for name, settings in shared.items():
+        if settings is not None:
+            modes.append(Mode(f"prefix cache, {name}", (*settings, f"tiers.secret_file={secret}"), _generate))
+    return modes
 
 
 def memory_bytes(engine: Engine) -> int:
-    """Count the bytes of K and V that an engine holds, on the device and below it."""
+    """Count the bytes of K and V that an engine holds, on the device and below it; in Redis or Mooncake none."""
     stats = engine.stats().result(_TIMEOUT_S)
     blocks = stats.load.blocks
     below = () if engine.offload is None else engine.offload.stats()
     return (blocks.total - blocks.free) * stats.block_bytes + sum(each.used_bytes or 0 for each in below)
+
+
+def close(engine: Engine) -> None:
+    """Stop an engine, and leave nothing of it in a store."""
+    engine.purge().result(_TIMEOUT_S)
+    engine.stop()
 
 
 def _recompute(engine: Engine, prompt: bytes, new_tokens: int) -> Answer:

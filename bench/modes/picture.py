@@ -15,7 +15,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from bench.parts.picture import QUIET, STYLE
 
-_COLORS = ("#8a8f98", "#57606a", "#1769aa", "#a57fc4", "#d9480f")
+_COLORS = ("#8a8f98", "#57606a", "#1769aa", "#a57fc4", "#d9480f", "#2f9e8f", "#b8860b")
 
 
 def draw_modes(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -48,7 +48,7 @@ _AT_ONCE_S = 0.03
 
 @dataclass
 class Report:
-    """What was seen."""
+    """Counts of what lives did."""
 
     seed: int
     kills: Counter[str] = field(default_factory=Counter)  # by moment

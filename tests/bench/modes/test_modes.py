@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ import pytest
 from bench.modes.__main__ import main
 from bench.modes.mode import all_modes
 from bench.modes.traffic import traffics
+from tests.storage.tiers.mooncake_master import WHY_NOT, free_port, mooncake_master
+from tests.storage.tiers.redis_server import SERVER, redis_server
 
 _QUARTER = "a quarter fits"
 _SMALL = [
@@ -24,21 +28,37 @@ _SMALL = [
 ]
 
 
+@contextlib.contextmanager
+def shared_stores(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
+    """Start what is installed; yields options of the command, and names."""
+    options, names = [], []
+    with contextlib.ExitStack() as stack:
+        if SERVER is not None:
+            options += ["--redis", stack.enter_context(redis_server(folder)).url]
+            names.append("Redis")
+        if WHY_NOT is None:
+            options += ["--mooncake", stack.enter_context(mooncake_master(free_port()))]
+            names.append("Mooncake")
+        yield options, names
+
+
 def test_all_modes_give_the_same_answers_and_reuse_what_they_should(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, picture = tmp_path / "modes.json", tmp_path / "modes.png"
-    assert main([*_SMALL, "--new-tokens", "2", "--json", str(table), "--plot", str(picture)]) == 0
+    with shared_stores(tmp_path) as (options, names):
+        assert main([*_SMALL, *options, "--new-tokens", "2", "--json", str(table), "--plot", str(picture)]) == 0
     result = json.loads(table.read_text(encoding="utf-8"))
     assert result["command"].startswith("python -m bench.modes --traffic")
     assert {row["traffic"] for row in result["rows"]} == {_QUARTER}
     assert {row["different_answers"] for row in result["rows"]} == {0}
     rates = {row["mode"]: row["hit_rate"] for row in result["rows"]}
-    assert len(rates) == 5
+    assert len(rates) == 5 + len(names)
     assert rates["no cache"] == rates["K/V within a request"] == 0
     whole = 192 / (2 * 201)  # each document's whole blocks, in one round of two
     assert rates["prefix cache"] < 0.5 * whole
-    assert rates["prefix cache"] < rates["prefix cache, host memory"] <= whole
+    for store in ("host memory", *names):
+        assert rates["prefix cache"] < rates[f"prefix cache, {store}"] <= whole
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "a quarter fits: 4 documents" in capsys.readouterr().out
 
@@ -54,3 +74,5 @@ def test_traffic_asks_about_each_document_in_each_round() -> None:
 
 def test_modes_differ_by_name(tmp_path: Path) -> None:
     assert len({mode.name for mode in all_modes(tmp_path)}) == 5
+    shared = all_modes(tmp_path, "redis://localhost:6379/0", "localhost:50051")
+    assert [mode.name for mode in shared[5:]] == ["prefix cache, Redis", "prefix cache, Mooncake"]

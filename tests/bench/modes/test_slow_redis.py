@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from bench.modes.slow_redis import SlowRedis
+from radixkv.errors import StoreUnavailable
+from radixkv.storage.tiers.block_store import PutOutcome
+from radixkv.storage.tiers.redis import RedisStore
+from tests.patience import PATIENCE_S
+from tests.storage.tiers.blocks import OBJECT_BYTES, block, key_of
+
+
+@pytest.fixture
+def prompt_store() -> Iterator[RedisStore]:
+    with SlowRedis(0.0) as server:
+        store = RedisStore(server.url, OBJECT_BYTES, timeout_s=PATIENCE_S)
+        yield store
+        store.close()
+
+
+def test_it_has_nothing_whatever_it_was_given(prompt_store: RedisStore) -> None:
+    assert prompt_store.put([block(1), block(2)]).outcomes == (PutOutcome.STORED,) * 2
+    assert prompt_store.get([key_of(1), key_of(2)]) == [None, None]
+    assert prompt_store.exists([key_of(1), key_of(2)]) == [False, False]
+    assert prompt_store.delete([key_of(1)]) == 0
+
+
+def test_one_that_never_answers_hears_what_it_is_asked() -> None:
+    with SlowRedis(None) as server:
+        store = RedisStore(server.url, OBJECT_BYTES, timeout_s=0.2)
+        with pytest.raises(StoreUnavailable, match="got TimeoutError"):
+            store.exists([key_of(1)])
+        assert server.num_commands > 0
+        store.close()
