@@ -105,8 +105,7 @@ class EngineCore:
         self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock, offload)
         self._on_end = on_end
         self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, self._leave, clock)
-        fill = None if offload is None else offload.fill
-        self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail, on_start, fill)
+        self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail, on_start, offload)
         self._growth = Growth(scheduler, flights, tally, observer)
         self._steps_ahead = StepsAhead(runner, scheduler, early_ends, held_leases, has_news, clock)
         self._answers = answers = Answers(cache, held_leases, offload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.kept_blocks import Path
@@ -19,10 +20,20 @@ class Admission(enum.Enum):
     """The outcome of one try to admit a request."""
 
     ADMITTED = "it has its blocks and runs"
-    FOLLOWS = "it waits for what a running request computes; those behind it may go ahead"
+    FOLLOWS = "it waits for what a running request computes, or a store has; those behind it may go ahead"
     ENDED = "it was refused"
     NO_ROOM = "it waits for blocks, and nobody behind it may have them"
     OVER_QUOTA = "it waits for blocks of its own tenant; other tenants go on"
+
+
+class BlockLoads(Protocol):
+    """Loads of stored blocks, as requests that get their blocks see them."""
+
+    def begin_again(self, request: Request) -> bool:
+        """Start to load what a paused request could use. Returns whether it is to wait."""
+
+    def fill(self, request: Request, lease: PromptLease) -> int:
+        """Copy what was loaded into the blocks of a lease. Returns the tokens whose K and V exist then."""
 
 
 class Admitter:
@@ -35,7 +46,7 @@ class Admitter:
         clock: seconds, never going back.
         refuse: ends a request for which there is no room.
         on_start: called with each request that got its blocks.
-        fill: copies what was loaded for a request into the blocks of its lease. Returns the tokens whose K and V exist.
+        loads: brings stored blocks; None if there are none.
     """
 
     def __init__(
@@ -46,7 +57,7 @@ class Admitter:
         clock: Callable[[], float],
         refuse: Callable[[Request, CapacityError], None],
         on_start: Callable[[Request], None],
-        fill: Callable[[Request, PromptLease], int] | None = None,
+        loads: BlockLoads | None = None,
     ) -> None:
         self._cache = cache
         self._flights = flights
@@ -54,7 +65,7 @@ class Admitter:
         self._clock = clock
         self._refuse = refuse
         self._on_start = on_start
-        self._fill = fill
+        self._loads = loads
 
     def look(self, request: Request) -> tuple[int, int]:
         """Count the tokens that a request could reuse now, and the nodes that hold them. Complexity: one match."""
@@ -107,6 +118,9 @@ class Admitter:
             return self._end(request, error)
         except OutOfBlocks as error:
             return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
+        if request.is_paused and self._loads is not None and self._loads.begin_again(request):
+            lease.close()  # others may have the blocks meanwhile
+            return Admission.FOLLOWS
         self._start(request, lease)
         # A last token alone is not worth waiting for: each request computes its own, which is its answer.
         if params.read_cache and params.write_cache and not request.is_revoked and request.num_left > 1:
@@ -122,7 +136,7 @@ class Admitter:
     def _start(self, request: Request, lease: PromptLease) -> None:
         """Let a request continue after the cached tokens of its lease, and what was loaded."""
         request.lease, request.num_nodes = lease, lease.num_nodes
-        cached_tokens = lease.cached_tokens if self._fill is None else self._fill(request, lease)
+        cached_tokens = lease.cached_tokens if self._loads is None else self._loads.fill(request, lease)
         if request.scheduled_s is None:
             request.scheduled_s = self._clock()
         if not request.has_computed:

@@ -543,6 +543,16 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("engine/offload/saver.py", "            self._delete(name, (*keys, *given_up))\n", ""),
     Mutant("engine/offload/saver.py", " - set(keys)", ""),
+    Mutant("scheduling/admission.py", "            lease.close()  # others may have the blocks meanwhile\n", ""),
+    Mutant("scheduling/admission.py", "        if cached_tokens < request.stored_upto:\n", "        if False:\n"),
+    Mutant("engine/offload/loader.py", "            if not request.has_computed:\n", "            if True:\n"),
+    Mutant("engine/offload/loader.py", "                request.stored_upto = 0\n", ""),
+    Mutant("engine/offload/offload.py", "        if request in self._resuming or not", "        if not"),
+    Mutant("cache/elsewhere/shelf.py", "        if self._has_its_share(namespace.tenant):\n", "        if False:\n"),
+    Mutant("cache/elsewhere/shelf.py", " and not self._has_its_share(namespace.tenant)\n", "\n"),
+    Mutant(
+        "engine/offload/disk_record.py", "return self._keys.have_one_namespace(head.key, head.parent)", "return True"
+    ),
     Mutant(
         "scheduling/load_or_compute.py",
         "line.at(num_blocks + self._num_queued_blocks.get(store, 0))",

@@ -86,7 +86,7 @@ class Loader:
         """
         if self._elsewhere.is_empty:
             return False
-        run = self._elsewhere.find(request.namespace, request.prompt_tokens, first_block)
+        run = self._elsewhere.find(request.namespace, request.tokens, first_block)
         request.stored_upto = (first_block + len(run)) * self._cache.block_size
         load = self._loads.get(run[0].block.key) if run else None
         if load is None:
@@ -140,7 +140,8 @@ class Loader:
             num_loaded = Counter(each.shelf for each in found)
             num_tokens = {store: num_blocks * size for store, num_blocks in num_loaded.items()}
             num_tokens[found[0].shelf] -= start - first * size
-            request.loaded_tokens = num_tokens
+            if not request.has_computed:
+                request.loaded_tokens = num_tokens
             if request.params.write_cache:
                 lease.commit(upto)
                 self._elsewhere.loaded([each.block.key for each in found])

@@ -78,6 +78,7 @@ class Offload:
         shared = {name: tier for name, tier in self.tiers.items() if elsewhere.shelves[name].is_shared}
         self._purger = Purger(shared, keys)
         self._lookups = Lookups(elsewhere, shared, self._purger, self._choice, clock, lambda: self.wake())
+        self._resuming: set[Request] = set()  # those that were paused, and for which `begin_again` was called
         self._found: queue.SimpleQueue[list[tuple[bytes, Namespace]]] = queue.SimpleQueue()
         self._reader = None if record is None else _reading(record, self._found)
 
@@ -98,6 +99,16 @@ class Offload:
         return self._lookups.begin(request, self._num_cached_blocks(request), self._cache.block_size) or self._load(
             request
         )
+
+    def begin_again(self, request: Request) -> bool:
+        """Start to load what has left the device since a request was paused, once for each pause.
+
+        Shared stores are not asked for what is not known to be there. Returns as `begin` does.
+        """
+        if request in self._resuming or not request.params.read_cache:
+            return False
+        self._resuming.add(request)
+        return self._load(request)
 
     def stored_blocks(self, tenant: str) -> dict[str, int]:
         """Count a tenant's blocks in each store, of shared ones those that are known."""
@@ -123,11 +134,13 @@ class Offload:
 
     def fill(self, request: Request, lease: PromptLease) -> int:
         """Copy what was loaded for a request into its blocks; see `Loader.fill`."""
+        self._resuming.discard(request)
         self.flush()
         return self._loader.fill(request, lease)
 
     def leave(self, request: Request) -> None:
         """Forget a request that is over."""
+        self._resuming.discard(request)
         self._lookups.leave(request)
         self._loader.leave(request)
 
@@ -167,7 +180,7 @@ class Offload:
         return self._loader.begin(request, self._num_cached_blocks(request))
 
     def _num_cached_blocks(self, request: Request) -> int:
-        return self._cache.match(request.namespace, request.prompt_tokens).cached_tokens // self._cache.block_size
+        return self._cache.match(request.namespace, request.tokens).cached_tokens // self._cache.block_size
 
     def _take_found(self) -> None:
         while not self._found.empty():

@@ -13,10 +13,10 @@ from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_store import PutResult
 from tests.fake_runner import next_token, tokens
 
-from .tiered_bench import TieredBench
+from .tiered_bench import BLOCK_SIZE, TieredBench
 
 NAMESPACE = Namespace("fake")
-WITHOUT_LOADS = (5,)  # seeds of small stores
+WITHOUT_LOADS = (5, 10)  # seeds of small stores
 PROMPT, FLOOD = range(13), range(100, 115)  # three whole blocks and a token; all four blocks of the device
 
 
@@ -218,6 +218,35 @@ def test_a_deadline_ends_a_request_that_waits_for_a_store() -> None:
     bench.run()
 
 
+def test_what_a_paused_generation_lost_is_loaded_and_not_computed_again() -> None:
+    bench = TieredBench(num_blocks=8)
+    futures = [bench.generate(range(first, first + 9), 16) for first in (0, 100)]
+    bench.run()
+    pauses = bench.core.tally.load().requests.pauses
+    assert pauses
+    for first, future in zip((0, 100), futures, strict=True):
+        result = future.result(0)
+        ids = [*range(first, first + 9), *result.token_ids]
+        assert all(ids[end] == next_token(tokens(ids[:end])) for end in range(9, len(ids)))
+        assert result.usage.recomputed_tokens <= pauses * BLOCK_SIZE, "the last block, which is filled in part"
+        assert result.usage.host_tokens == 0, "nothing of its prompt was cached when it began"
+    assert bench.offload.tiers["host"].counts().loaded
+
+
+def test_a_generation_may_be_cancelled_while_it_waits_again() -> None:
+    bench = TieredBench(num_blocks=8)
+    futures = [bench.generate(range(first, first + 9), 16) for first in (0, 100)]
+    while not bench.offload._loader._wishes:
+        for store in bench.stores.values():
+            store.run()
+        bench.core.step()
+    futures[1].cancel()
+    bench.run()
+    assert futures[0].result(0).usage.generated_tokens == 16
+    assert not bench.offload._resuming
+    assert not bench.offload._loader._wishes
+
+
 def test_a_request_that_may_not_read_loads_nothing() -> None:
     bench = emptied(TieredBench())
     assert loaded(bench.prefill(PROMPT, read_cache=False)) == (0, 0, 0)
@@ -284,7 +313,7 @@ def test_random_traffic_reads_only_what_is_its_own(seed: int) -> None:
     """The fake device raises where a position holds anything but K and V of this prefix."""
     rng = random.Random(seed)
     bench = TieredBench(num_blocks=rng.choice([4, 6, 9]), host=rng.choice([1, 3, 8]), disk=rng.choice([8, 20]))
-    futures = []
+    futures, generations = [], []
     num_loaded = 0
     for _ in range(200):
         for store in bench.stores.values():
@@ -302,6 +331,9 @@ def test_random_traffic_reads_only_what_is_its_own(seed: int) -> None:
             bench.core.purge(tenant=rng.choice(["a", "b", None]), adapter=None, salt=None)
         elif choice < 0.55:
             bench.cache.evict(rng.randrange(4))
+        elif choice < 0.65:
+            ids = [*range(rng.choice([0, 4, 8])), rng.randrange(3)]
+            generations.append((ids, bench.generate(ids, rng.randrange(1, 10), tenant=rng.choice("ab"))))
         bench.core.step()
         bench.cache.check()
     for store in bench.stores.values():
@@ -312,6 +344,9 @@ def test_random_traffic_reads_only_what_is_its_own(seed: int) -> None:
         if not future.cancelled() and future.exception() is None:
             assert future.result(0).next_token_id == next_token(tokens(ids))
             num_loaded += sum(loaded(future.result(0))[1:])
+    for ids, future in generations:
+        answer = [*ids, *future.result(0).token_ids] if future.exception(0) is None else ids
+        assert all(answer[end] == next_token(tokens(answer[:end])) for end in range(len(ids), len(answer)))
     assert num_loaded or seed in WITHOUT_LOADS
     bench.core.purge(tenant=None, adapter=None, salt=None)
     bench.run()
