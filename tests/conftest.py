@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import subprocess
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,3 +23,15 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
     """Give the teardown of a failed test a limit: those of pyproject.toml end with the failure."""
     faulthandler.dump_traceback_later(float(item.config.getini("faulthandler_timeout")), exit=True)
     return (yield)
+
+
+@pytest.fixture(scope="module")
+def forked_servers() -> Iterator[None]:
+    """Fork the servers that benchmarks start, instead of starting Python anew for each."""
+    from bench.parts import server_process
+    from tests.forked_process import ForkedProcess
+
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "TimeoutExpired")}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(server_process, "subprocess", SimpleNamespace(Popen=ForkedProcess, **names))
+        yield

@@ -9,6 +9,8 @@ import pytest
 
 from bench import batching
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 
 def test_it_measures_levels_in_turn_over_grpc(tmp_path, capsys):
     file = tmp_path / "batching.json"

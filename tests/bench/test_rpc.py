@@ -11,6 +11,8 @@ from bench import rpc
 from bench.parts.null_service import NEXT_TOKEN_ID
 from radixkv.v1 import prefill_pb2
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 
 def test_it_measures_both_servers_in_turn(tmp_path, capsys):
     file = tmp_path / "rpc.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,19 +19,20 @@ from xxhash import xxh3_64_intdigest
 
 from radixkv.service.client import Client
 from radixkv.v1.events_pb2 import EventBatch
+from tests.forked_process import ForkedProcess
 from tests.patience import PATIENCE_S
-from tests.whole.forked_server import ServerProcess, serving
+from tests.whole.forked_server import serving
 
 ANYWHERE = "tcp://127.0.0.1:*"
 
 
 @contextmanager
-def served(log: Path, *settings: str) -> Iterator[tuple[ServerProcess, str]]:
+def served(log: Path, *settings: str) -> Iterator[tuple[ForkedProcess, str]]:
     """Run `radixkv serve`; yields the process and its address."""
     options = [part for setting in settings for part in ("--set", setting)]
     with serving(*options, log=log) as (process, address):
         yield process, address
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         assert process.wait(PATIENCE_S) == 0, log.read_text()
 
 
@@ -90,7 +90,7 @@ def test_events_say_what_is_cached(tmp_path: Path) -> None:
         client.purge(everything=True)
         numbers = [batch.sequence_number for batch in read_until_clear(batches, known)]
         assert numbers == [*range(numbers[0], numbers[-1] + 1)]
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         with pytest.raises(grpc.RpcError) as ended:
             list(batches)
         # The server cancels what has not ended a second after the last answer, which a busy machine may take.

@@ -27,9 +27,13 @@ from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import Client
 from tests.patience import PATIENCE_S, wait_until
 
-pytestmark = pytest.mark.skipif(
-    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="the gateway is built for Linux on x86-64 alone"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        (sys.platform, platform.machine()) != ("linux", "x86_64"),
+        reason="the gateway is built for Linux on x86-64 alone",
+    ),
+    pytest.mark.usefixtures("forked_servers"),
+]
 
 SETTINGS = ("gateway.enabled=true", "gateway.tenant=gate", "cache.capacity_tokens=16384", "server.drain_timeout_s=1")
 MODEL = "tiny"

@@ -35,7 +35,10 @@ from radixkv.model.tiny_files import write_tiny_files
 from radixkv.service.client import Client
 from tests.patience import PATIENCE_S, wait_until
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="needs vllm-router")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="needs vllm-router"),
+    pytest.mark.usefixtures("forked_servers"),
+]
 
 ANSWER = bytes.fromhex("0a020801 120b 1801 220105 42040801 1001")  # vllm.GenerateResponse: token 5, finished by length
 EARLY = np.random.default_rng(5).integers(0, 256, (4, 320)).tolist()

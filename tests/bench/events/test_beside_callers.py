@@ -10,6 +10,8 @@ import pytest
 
 from bench.events.beside_callers import main, resident_mib
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 
 def test_three_passes_on_one_server_are_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "events.json"

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from bench.hostile import credentials
+
+pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
 def test_it_measures_four_arms_in_turn(tmp_path, capsys):

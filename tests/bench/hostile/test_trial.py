@@ -6,9 +6,13 @@ import asyncio
 import os
 import sys
 
+import pytest
+
 from bench.hostile.attacks.attack import Target
 from bench.hostile.trial import measure, resident_mb
 from bench.parts.server_process import ServerProcess
+
+pytestmark = pytest.mark.usefixtures("forked_servers")
 
 MOST_MB = 800  # beyond idle; without bounds, large messages alone took 2,700
 

@@ -13,6 +13,8 @@ from bench.parts.server_process import ServerProcess
 from radixkv.service.client import Client
 from tests.service.serving import becomes_true
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 SETTINGS = (*LARGE_POOL, "engine.held_lease_ttl_s=0.5", "server.send_timeout_s=0.2")
 RIGHT = {"OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "CANCELLED", "status 0", "status 3", "status 8"}
 FIGURES = {"connections", "calls", "frames"}

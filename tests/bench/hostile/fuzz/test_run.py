@@ -1,8 +1,12 @@
 import asyncio
 import sys
 
+import pytest
+
 from bench.hostile.fuzz.run import Fuzzed, fuzz
 from bench.parts.server_process import ServerProcess
+
+pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
 def test_mutated_messages_and_raw_bytes_get_right_statuses_only():

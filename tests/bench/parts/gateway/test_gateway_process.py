@@ -12,6 +12,8 @@ from bench.parts.gateway.gateway_process import GatewayProcess, num_healthy_serv
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 HAS_GATEWAY = (sys.platform, platform.machine()) == ("linux", "x86_64")
 needs_gateway = pytest.mark.skipif(not HAS_GATEWAY, reason="the gateway is built for Linux on x86-64 alone")
 

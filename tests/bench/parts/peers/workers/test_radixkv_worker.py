@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bench.parts.peers.workers.loop import Options
 from bench.parts.peers.workers.radixkv_worker import RadixKV
 from bench.parts.peers.workers.task import Task
+
+pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
 def test_it_answers_through_the_server() -> None:

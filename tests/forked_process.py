@@ -1,0 +1,113 @@
+"""Python programs in processes that are forked from one which has imported the libraries: that is most of a start."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import IO, Any
+
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(
+    [
+        "radixkv.service.server.metrics_port",
+        "radixkv.service.server.optional_services",
+        "radixkv.service.server.server",
+        "radixkv.startup.build_engine",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
+
+
+class ForkedProcess:
+    """A program that runs: what `subprocess.Popen` is of `python -m MODULE`, with its output piped and no input.
+
+    Args:
+        command: `[sys.executable, "-m", MODULE, ...]`.
+        stderr: file that gets its standard error.
+        start_new_session: whether a Ctrl-C at the terminal does not reach it.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, stderr: IO[Any], start_new_session: bool = False, **_: object
+    ) -> None:
+        python, option, *program = command
+        assert (python, option) == (sys.executable, "-m")
+        printed, stdout = _FORKED.Pipe(duplex=False)
+        errors = Connection(os.dup(stderr.fileno()), readable=False)
+        place = (os.getcwd(), dict(os.environ))
+        self._process = _FORKED.Process(
+            target=_run, args=(program, stdout, errors, start_new_session, place), daemon=True
+        )
+        self._process.start()
+        for each in (stdout, errors):
+            each.close()
+        with printed:
+            self.stdout = os.fdopen(os.dup(printed.fileno()), encoding="utf-8")
+
+    def __enter__(self) -> ForkedProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stdout.close()
+        self.wait()
+
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, or minus the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while it runs."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end. Returns the exit status. Raises TimeoutExpired if it has not come in time."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("forked process", timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(
+    program: list[str], stdout: Connection, errors: Connection, has_session: bool, place: tuple[str, dict[str, str]]
+) -> None:
+    """Be the program, with these files as standard output and error, in this folder and environment."""
+    if has_session:
+        os.setsid()
+    folder, environment = place
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, each in enumerate((stdout, errors), start=1):
+        os.dup2(each.fileno(), number)
+        each.close()
+    sys.argv = program
+    runpy.run_module(program[0], run_name="__main__", alter_sys=True)
