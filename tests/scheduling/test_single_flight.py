@@ -17,6 +17,8 @@ from radixkv.scheduling.single_flight import SingleFlight
 from tests.core_bench import BLOCK_SIZE, Bench
 from tests.fake_runner import next_token, tokens
 
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 40))]
+
 
 def fresh(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(256) for _ in range(count)]
@@ -219,7 +221,7 @@ def test_tokens_decide_and_not_their_fingerprints(monkeypatch: pytest.MonkeyPatc
     assert not flights.follow(request([*range(8), 99], tenant="another"), 4)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_any_crowd_computes_each_shared_block_once(seed: int) -> None:
     """Prompts that branch at blocks only, cancelled ones among them; nothing is evicted."""
     rng = random.Random(seed)
@@ -243,7 +245,7 @@ def test_any_crowd_computes_each_shared_block_once(seed: int) -> None:
     assert not bench.core._flights._leaders
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_crowd_that_is_cancelled_purged_and_failed_leaves_nobody_behind(seed: int) -> None:
     rng = random.Random(seed)
     bench = Bench(num_blocks=100, max_step_tokens=rng.choice((5, 16, 64)), max_running_requests=rng.choice((2, 8)))
