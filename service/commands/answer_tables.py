@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from radixkv.service.commands.tables import aligned, percent
 from radixkv.v1.cache_pb2 import PurgeResponse, StatsResponse
-from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, PrefillResponse, Timing
+from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, PrefillResponse, Timing, Usage
 
 # Protobuf's JSON writes these as strings, for languages whose only number is a double.
 _64_BIT = frozenset(
@@ -47,7 +47,7 @@ def prefill_table(answer: PrefillResponse, next_token_text: str | None = None) -
         ("request", answer.request_id),
         ("next token", f"{answer.next_token_id}{quoted}"),
         ("prompt", f"{usage.prompt_tokens} tokens"),
-        ("  cached", f"{usage.cached_tokens} tokens{percent(usage.cached_tokens, usage.prompt_tokens)}"),
+        ("  cached", _cached(usage)),
         ("  computed", f"{usage.computed_tokens} tokens"),
         ("written", f"{usage.written_tokens} tokens"),
         ("miss reason", MissReason.Name(answer.miss_reason)),
@@ -66,7 +66,7 @@ def generate_table(answer: GenerateResponse) -> str:
     rows = [
         ("request", answer.request_id),
         ("prompt", f"{usage.prompt_tokens} tokens"),
-        ("  cached", f"{usage.cached_tokens} tokens{percent(usage.cached_tokens, usage.prompt_tokens)}"),
+        ("  cached", _cached(usage)),
         ("  computed", f"{usage.computed_tokens} tokens"),
         ("generated", f"{usage.generated_tokens} tokens, {FinishReason.Name(answer.finish_reason)}"),
         ("written", f"{usage.written_tokens} tokens"),
@@ -110,6 +110,13 @@ def stats_table(stats: StatsResponse) -> str:
     if stats.known_tenants > len(stats.tenants):
         rows.append((f"{stats.known_tenants - len(stats.tenants)} smaller tenants", "by name: --tenant"))
     return _table(rows)
+
+
+def _cached(usage: Usage) -> str:
+    """Return how many tokens were reused, and which of them were not on the device."""
+    tiers = {"host memory": usage.host_tokens, "disk": usage.disk_tokens, "shared stores": usage.remote_tokens}
+    loaded = "".join(f", {number} from {tier}" for tier, number in tiers.items() if number)
+    return f"{usage.cached_tokens} tokens{percent(usage.cached_tokens, usage.prompt_tokens)}{loaded}"
 
 
 def _whole_process_rows(stats: StatsResponse) -> list[tuple[str, str]]:
