@@ -1,7 +1,7 @@
 """Configuration: frozen dataclasses, read from TOML and then from `section.key=value` settings.
 
 Face: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `EventsConfig`, `GatewayConfig`,
-`AdapterConfig`, `TenantConfig`, `TiersConfig`.
+`AdapterConfig`, `StoreConfig`, `TenantConfig`, `TiersConfig`.
 """
 
 from radixkv.config.cache_section import EVICTION_POLICIES, KV_DTYPES, MAX_BLOCKS, CacheConfig
@@ -14,7 +14,7 @@ from radixkv.config.sections import (
     ServerConfig,
 )
 from radixkv.config.tenant_section import TenantConfig
-from radixkv.config.tiers_section import TiersConfig
+from radixkv.config.tiers_section import StoreConfig, TiersConfig
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -28,6 +28,7 @@ __all__ = [
     "GatewayConfig",
     "ModelConfig",
     "ServerConfig",
+    "StoreConfig",
     "TenantConfig",
     "TiersConfig",
 ]

@@ -13,14 +13,14 @@ from radixkv.config.cache_section import CacheConfig
 from radixkv.config.model_section import AdapterConfig, ModelConfig
 from radixkv.config.reading import read_file, read_setting, require_known, section_with, table
 from radixkv.config.tenant_section import TenantConfig
-from radixkv.config.tiers_section import TiersConfig
+from radixkv.config.tiers_section import StoreConfig, TiersConfig
 from radixkv.errors import ConfigError
 
 _MAX_INT32 = 2**31 - 1
 _YEAR_S = 366 * 24 * 3600  # clocks and time stamps overflow far beyond it
 
 # Sections that have a name of their own below theirs.
-_NAMED = {"adapters": AdapterConfig, "tenants": TenantConfig}
+_NAMED = {"adapters": AdapterConfig, "stores": StoreConfig, "tenants": TenantConfig}
 
 _Count = Annotated[int, Range(0)]
 _PositiveCount = Annotated[int, Range(1)]
@@ -185,6 +185,7 @@ class Config:
     """The whole configuration, a section for each owner.
 
     Attributes:
+        stores: sections `stores.NAME`, by name.
         adapters: sections `adapters.NAME`, by name.
         tenants: sections `tenants.NAME`, by name.
         default_tenant: the bounds of each tenant that has no section of its own.
@@ -197,11 +198,14 @@ class Config:
     events: EventsConfig = EventsConfig()
     gateway: GatewayConfig = GatewayConfig()
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    stores: Mapping[str, StoreConfig] = field(default_factory=dict)
     adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     default_tenant: TenantConfig = field(default_factory=TenantConfig)
 
     def __post_init__(self) -> None:
+        for name, store in self.stores.items():
+            store.require(f"stores.{name}")
         for name, adapter in self.adapters.items():
             adapter.require(f"adapters.{name}")
         if 0 < self.model.max_adapters < len(self.adapters):

@@ -1,4 +1,4 @@
-"""The section of the stores below the device."""
+"""The sections of the stores below the device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from radixkv.config.bounds import Range, require_fields
+from radixkv.errors import ConfigError
 
 _Bytes = Annotated[int, Range(1, 2**63 - 1)]
 
@@ -40,3 +41,33 @@ class TiersConfig:
 
     def __post_init__(self) -> None:
         require_fields("tiers", self)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """A store of another package, below those of `tiers`, from a section `stores.NAME`.
+
+    NAME is that of an entry point of the group `radixkv.stores`.
+
+    Attributes:
+        place: what it is told: a directory, a URL, an address.
+        max_bytes: room that it is told. Without it, it has a bound of its own.
+    """
+
+    place: str = ""
+    max_bytes: _Bytes | None = None
+
+    def require(self, path: str) -> None:
+        """Refuse values out of range; `Config` calls this, since only it knows the section's name.
+
+        Args:
+            path: `stores.NAME`.
+
+        Raises:
+            ConfigError: the message names the key.
+        """
+        require_fields(path, self)
+        if path.removeprefix("stores.") in ("", "host", "disk", "redis", "mooncake"):
+            raise ConfigError(
+                f"{path}: expected the name of another package's store; ours have keys in the section tiers"
+            )

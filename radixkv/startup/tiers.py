@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -18,7 +19,7 @@ from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
-from radixkv.config import TiersConfig
+from radixkv.config import StoreConfig, TiersConfig
 from radixkv.engine.offload.disk_record import DiskRecord
 from radixkv.engine.offload.offload import Offload
 from radixkv.engine.offload.prompt_keys import PromptKeys
@@ -86,10 +87,18 @@ class Stores:
         return Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, record)
 
 
-def open_stores(config: TiersConfig, runner: Runner, marks: InvocationMarks) -> Stores | None:
+def open_stores(
+    config: TiersConfig, runner: Runner, marks: InvocationMarks, others: Mapping[str, StoreConfig] | None = None
+) -> Stores | None:
     """Open the stores. One that can't be used is left out, which is logged. What is in the pool is lost.
 
     Redis and Mooncake are not asked before the first request: while they are away, the service works without them.
+
+    Args:
+        config: our stores.
+        runner: whose blocks are stored.
+        marks: tell what invoked adapters computed.
+        others: stores of other packages, by the names of their entry points.
 
     Returns:
         None if there is none.
@@ -99,7 +108,7 @@ def open_stores(config: TiersConfig, runner: Runner, marks: InvocationMarks) -> 
     """
     if config.disk_path is None and config.disk_bytes is not None:
         raise ConfigError("tiers.disk_path: expected a directory beside tiers.disk_bytes, got none")
-    if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master)):
+    if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others)):
         return None
     model, storage = runner.model, runner.storage
     mover = BlockMover(storage.pool)
@@ -114,7 +123,7 @@ def open_stores(config: TiersConfig, runner: Runner, marks: InvocationMarks) -> 
     )
     keys, ciphers = BlockKeys(block_format, _secret(config.secret_file)), _ciphers(config.encryption_key_file)
     backends: dict[str, StoreBackend] = {}
-    for name, options in _wanted(config, block_format).items():
+    for name, options in _wanted(config, others or {}, block_format).items():
         try:
             backends[name] = open_backend(name, options)
         except StoreError as error:
@@ -127,7 +136,9 @@ def open_stores(config: TiersConfig, runner: Runner, marks: InvocationMarks) -> 
     return Stores(backends, keys, elsewhere, mover, waiting_bytes, ciphers)
 
 
-def _wanted(config: TiersConfig, block_format: BlockFormat) -> dict[str, StoreOptions]:
+def _wanted(
+    config: TiersConfig, others: Mapping[str, StoreConfig], block_format: BlockFormat
+) -> dict[str, StoreOptions]:
     """Return what to open, the fastest first."""
     of_block = partial(object_bytes, block_format.block_size, block_format.payload_bytes)
     num_bytes = max(of_block(is_sealed=False), of_block(is_sealed=True))
@@ -140,6 +151,8 @@ def _wanted(config: TiersConfig, block_format: BlockFormat) -> dict[str, StoreOp
         wanted["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
     if config.mooncake_master is not None:
         wanted["mooncake"] = StoreOptions(block_format, num_bytes, config.mooncake_bytes, config.mooncake_master)
+    for name, store in others.items():
+        wanted[name] = StoreOptions(block_format, num_bytes, store.max_bytes, store.place)
     return wanted
 
 
@@ -195,6 +208,8 @@ def _shelf(name: str, backend: StoreBackend, block_format: BlockFormat) -> Shelf
     """Return the books of a store: of a shared one, unless it knows its room."""
     num_blocks = backend.size().max_objects
     if num_blocks is None:
+        if type(backend).purge is StoreBackend.purge:
+            raise ConfigError(f"store {name}: expected `purge`, since it does not know its room, got none")
         _log.info("tier %s: shared with servers whose blocks have the format %s", name, block_format.fingerprint)
         return SharedShelf(name)
     _log.info("tier %s: room for %d blocks", name, num_blocks)

@@ -45,6 +45,11 @@ EXAMPLES = {
     "default_tenant.max_calls_per_s": 100.0,
     "default_tenant.max_computed_tokens_per_s": 20_000.0,
 }
+STORE = """\
+# A store of another package below the device, by the name of its entry point.
+# [stores.shelf]
+# place = "10.0.0.7:9000"
+# max_bytes = 200000000000"""
 ADAPTER = """\
 # An adapter that is loaded at start, by name: a directory as peft writes it.
 # [adapters.law]
@@ -60,9 +65,9 @@ _KEY = re.compile(r"^(\w+): (.*)$")
 
 def example_file() -> str:
     """Return the text of the file."""
-    sections = [each for each in dataclasses.fields(Config) if each.name not in ("adapters", "tenants")]
+    sections = [each for each in dataclasses.fields(Config) if each.name not in ("stores", "adapters", "tenants")]
     parts = [_section(section.name, getattr(Config(), section.name)) for section in sections]
-    return "\n\n".join([HEAD, *parts, ADAPTER, TENANT]) + "\n"
+    return "\n\n".join([HEAD, *parts, STORE, ADAPTER, TENANT]) + "\n"
 
 
 def meanings(section: type) -> dict[str, str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,10 @@ from radixkv.config import Config
 from radixkv.engine.engine import Engine
 from radixkv.errors import ConfigError
 from radixkv.startup.build_engine import build_engine
+from radixkv.storage.tiers import by_name
+from radixkv.storage.tiers.block_store import StoreBackend, StoreSize
+from radixkv.storage.tiers.by_name import StoreOptions
+from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.storage.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis_server
@@ -273,6 +279,55 @@ def test_a_wrong_password_is_told_and_not_shown(
 def test_bad_settings_of_shared_stores_are_refused(checkpoint: Path, settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_engine(config(checkpoint, "tiers.host_bytes=10000000", *settings))
+
+
+def open_shelf(options: StoreOptions) -> StoreBackend:
+    """A plug-in, as another package would have one."""
+    return HostMemory(allocate_arena(options.max_bytes or 0), options.object_bytes)
+
+
+class Nameless(HostMemory):
+    """Says no room, and can't be purged."""
+
+    def size(self) -> StoreSize:
+        return StoreSize(None, None, None)
+
+
+def open_nameless(options: StoreOptions) -> StoreBackend:
+    return Nameless(allocate_arena(options.max_bytes or 0), options.object_bytes)
+
+
+@pytest.fixture
+def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [EntryPoint(name, f"{__name__}:open_{name}", by_name.ENTRY_POINTS) for name in ("shelf", "nameless")]
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[open_shelf.__module__])
+    monkeypatch.setattr(by_name, "entry_points", lambda **wanted: EntryPoints(points).select(**wanted))
+
+
+@pytest.mark.usefixtures("plug_ins")
+def test_a_store_of_another_package_is_below_the_device(checkpoint: Path) -> None:
+    with engine(checkpoint, "stores.shelf.max_bytes=10000000") as served:
+        for seed in range(12):
+            ask(served, seed)
+        settle(served)
+        result = ask(served, 0)
+        assert result.usage.remote_tokens == 80
+        np.testing.assert_array_equal(result.logits, cold_logits(served, 0))
+
+
+@pytest.mark.usefixtures("plug_ins")
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("stores.nameless.max_bytes=10000000", "store nameless: expected `purge`, since it does not know its room"),
+        ("stores.drawer.place=x", "store: expected one of disk, host, mooncake, nameless, redis, shelf, got 'drawer'"),
+        ("stores.redis.place=x", "stores.redis: expected the name of another package's store"),
+        ("stores.shelf.max_bytes=0", "stores.shelf.max_bytes: expected 1 to"),
+    ],
+)
+def test_bad_stores_of_other_packages_are_refused(checkpoint: Path, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_engine(config(checkpoint, setting))
 
 
 def test_without_tiers_there_are_no_stores(checkpoint: Path) -> None:

@@ -63,7 +63,9 @@ def test_a_prefill_table_says_what_was_reused_and_why():
 
 def test_a_table_says_what_was_not_on_the_device():
     usage = Usage(prompt_tokens=8, cached_tokens=6, device_tokens=1, host_tokens=2, remote_tokens=3)
-    assert "6 tokens (75.0 %), 2 from host memory, 3 from shared stores\n" in prefill_table(PrefillResponse(usage=usage))
+    assert "6 tokens (75.0 %), 2 from host memory, 3 from shared stores\n" in prefill_table(
+        PrefillResponse(usage=usage)
+    )
 
 
 def test_a_stats_table_shows_every_number():
