@@ -44,6 +44,7 @@ MOMENTS = {
 WHOLE_SHARE = 0.08  # lives that nobody kills
 REQUESTS = 40  # of a life
 _AT_ONCE_S = 0.03
+_TOLD_KILLS = 100  # after each such number it says how far it is
 
 
 @dataclass
@@ -224,6 +225,8 @@ class Campaign:
         is_killed, is_whole = status == -signal.SIGKILL and life.moment != "", status == 0
         if is_killed:
             report.kills[life.moment] += 1
+            if (num_kills := sum(report.kills.values())) % _TOLD_KILLS == 0:
+                print(f"{num_kills} kills, {report.answers} answers, {report.different} different", file=sys.stderr)
         elif is_whole:
             report.whole_lives += 1
             for moment, (after, before) in MOMENTS.items():
