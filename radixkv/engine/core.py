@@ -160,11 +160,13 @@ class EngineCore:
             self.num_failed_steps = 0 if all(step.is_finite) else self.num_failed_steps
 
     def seconds_to_rest(self) -> float | None:
-        """Seconds until a held lease expires; 0 while events or stores wait; None if there is nothing to wait for."""
-        if (self._events and self._events.has_backlog) or (self._offload and self._offload.has_departures):
+        """Seconds until there is something to do without requests; None if there will be nothing."""
+        if self._events is not None and self._events.has_backlog:
             return 0.0
         expires_s = self.held_leases.next_expiry_s()
-        return None if expires_s is None else max(0.0, expires_s - self._clock())
+        until_expiry_s = None if expires_s is None else max(0.0, expires_s - self._clock())
+        until_flush_s = None if self._offload is None else self._offload.seconds_to_rest()
+        return min((each for each in (until_expiry_s, until_flush_s) if each is not None), default=None)
 
     def close(self, error: RadixKVError) -> None:
         """Fail every unfinished request with `error` and close every held lease."""

@@ -482,7 +482,12 @@ OFFLOAD_MUTANTS = (
         "        super().add(key, namespace)\n        return None",
         "        return super().add(key, namespace)",
     ),
-    Mutant("engine/core.py", " or (self._offload and self._offload.has_departures):", ":"),
+    Mutant("engine/core.py", "None if self._offload is None else self._offload.seconds_to_rest()", "None"),
+    Mutant(
+        "engine/offload/offload.py",
+        "_RETRY_PERIOD_S if self._deleter.has_failed or self._purger",
+        "_RETRY_PERIOD_S if self._purger",
+    ),
     Mutant(
         "engine/offload/lookups.py", "if found and not self._purger.is_purging(store, request.namespace):", "if found:"
     ),
@@ -519,7 +524,16 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/disk_record.py", "return self._keys.child(head.parent, tokens) == head.key", "return True"),
     Mutant("engine/offload/loader.py", "self._wishes[request] = wish._replace(run=())", "pass"),
     Mutant("engine/offload/loader.py", "            lease.copy = None\n", ""),
-    Mutant("engine/offload/loader.py", "            if request.params.write_cache:\n", "            if True:\n"),
+    Mutant(
+        "engine/offload/loader.py",
+        "if request.params.write_cache and not request.is_revoked:",
+        "if not request.is_revoked:",
+    ),
+    Mutant(
+        "engine/offload/loader.py",
+        "if request.params.write_cache and not request.is_revoked:",
+        "if request.params.write_cache:",
+    ),
     Mutant(
         "engine/offload/loader.py",
         "found = found[: wish.load.num_there(found)]",

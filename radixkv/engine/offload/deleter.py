@@ -32,6 +32,11 @@ class Deleter:
         deleted.add_done_callback(partial(self._end, name, keys))
         return deleted
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a store is to be asked again."""
+        return not self._failed.empty()
+
     def retry(self) -> None:
         """Ask again what could not be asked. Complexity: O(calls that failed since the last time)."""
         for _ in range(self._failed.qsize()):

@@ -142,7 +142,7 @@ class Loader:
             num_tokens[found[0].shelf] -= start - first * size
             if not request.has_computed:
                 request.loaded_tokens = num_tokens
-            if request.params.write_cache:
+            if request.params.write_cache and not request.is_revoked:
                 lease.commit(upto)
                 self._elsewhere.loaded([each.block.key for each in found])
         self.leave(request)

@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 10.0
 _READING_SLICE_S = 0.001
+_RETRY_PERIOD_S = 1.0
 _SAVED_AT_ONCE = 64  # blocks
 
 
@@ -82,10 +83,11 @@ class Offload:
         self._found: queue.SimpleQueue[list[tuple[bytes, Namespace]]] = queue.SimpleQueue()
         self._reader = None if record is None else _reading(record, self._found)
 
-    @property
-    def has_departures(self) -> bool:
-        """Whether `flush` has anything to copy."""
-        return self.elsewhere.has_departures
+    def seconds_to_rest(self) -> float | None:
+        """Seconds until `flush` is to be called although nothing is written; None if it need not be."""
+        if self.elsewhere.has_departures:
+            return 0.0
+        return _RETRY_PERIOD_S if self._deleter.has_failed or self._purger.has_failed else None
 
     def stats(self) -> list[TierStats]:
         """Count what the stores hold and did, the fastest first. Any thread may ask."""

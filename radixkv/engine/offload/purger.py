@@ -44,6 +44,12 @@ class Purger:
         """Tell each store. Returns the number of blocks that it had, None if it could not be asked."""
         return {store: self._start(_Purge(store, tenant, adapter, salt)) for store in self._tiers}
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a store is to be asked again."""
+        self._note_ended()
+        return bool(self._failed)
+
     def is_purging(self, store: str, namespace: Namespace) -> bool:
         """Whether a store may still hold what is to be forgotten of a namespace. Complexity: O(open purges)."""
         self._note_ended()

@@ -124,6 +124,19 @@ def test_without_an_answer_it_is_computed(error: Exception) -> None:
     assert remote(second.prefill(PROMPT)) == 12
 
 
+def test_a_request_that_was_purged_publishes_nothing_of_what_others_computed_since() -> None:
+    first, second, store = two_servers()
+    future = second.submit(PROMPT)
+    ask, store.calls = store.calls, []
+    second.core.purge(tenant="", adapter=None, salt=None)
+    store.run()
+    first.prefill(PROMPT)
+    store.calls = ask
+    second.run()
+    assert remote(future.result(0)) == 12
+    assert second.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
+
+
 def test_who_is_cancelled_or_late_waits_for_no_answer() -> None:
     bench = TieredBench(redis=SteppedStore(100))
     late, cancelled = bench.submit(PROMPT, deadline_s=5.0), bench.submit(FLOOD)

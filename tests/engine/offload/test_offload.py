@@ -266,6 +266,19 @@ def test_nothing_of_a_purged_namespace_is_loaded() -> None:
     assert store.memory.size().num_objects == 0
 
 
+def test_what_a_store_could_not_delete_is_deleted_later_also_if_no_request_comes() -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    store.error = StoreUnavailable("gone")
+    bench.core.purge(tenant="", adapter=None, salt=None)
+    store.run()
+    assert bench.core.seconds_to_rest() == 1.0
+    store.error = None
+    bench.run()
+    assert store.memory.size().num_objects == 0
+    assert bench.core.seconds_to_rest() is None
+
+
 def test_a_purge_while_blocks_are_loaded_leaves_nothing_of_them() -> None:
     bench = emptied(TieredBench())
     future = bench.submit(PROMPT)

@@ -60,8 +60,10 @@ def test_a_store_that_can_not_be_asked_is_asked_again(error: Exception) -> None:
     assert second.offload._purger.is_purging("redis", Namespace("fake", "acme"))
     assert not second.offload._purger.is_purging("redis", Namespace("fake", "other"))
     assert not second.offload._purger.is_purging("redis", Namespace("fake", PUBLIC_TENANT))
+    assert second.core.seconds_to_rest() == 1.0, "also if no request comes"
     store.error = None
     assert remote(second.prefill(PROMPT, tenant="acme")) == 0
     second.run()
+    assert second.core.seconds_to_rest() is None
     assert not second.offload._purger.is_purging("redis", Namespace("fake", "acme"))
     assert remote(second.prefill(PROMPT, tenant="other")) == 12
