@@ -97,11 +97,11 @@ def test_nonsense_is_refused(arguments: dict[str, object], message: str) -> None
 
 def shared_prompt(_: random.Random) -> list[tuple[int, ...]]:
     """One system prompt, then a question that nobody asks again."""
-    return [(1, 2, 3, 4, 100 + index, 10_000 + index) for index in range(2000)]
+    return [(1, 2, 3, 4, 100 + index, 10_000 + index) for index in range(1200)]
 
 
 def one_shots(_: random.Random) -> list[tuple[int, ...]]:
-    return [tuple(range(10 * index, 10 * index + 4)) for index in range(2000)]
+    return [tuple(range(10 * index, 10 * index + 4)) for index in range(1200)]
 
 
 def loop(_: random.Random) -> list[tuple[int, ...]]:
@@ -112,7 +112,7 @@ def loop(_: random.Random) -> list[tuple[int, ...]]:
 def popular_documents(dice: random.Random) -> list[tuple[int, ...]]:
     """Documents by a Zipf law, each with a question of its own."""
     weights = [1 / (rank + 1) for rank in range(200)]
-    documents = dice.choices(range(200), weights, k=3000)
+    documents = dice.choices(range(200), weights, k=1800)
     return [(10 * document, 10 * document + 1, 10 * document + 2, 10_000 + i) for i, document in enumerate(documents)]
 
 
@@ -120,7 +120,7 @@ def chats(dice: random.Random) -> list[tuple[int, ...]]:
     """Conversations: a third of the first questions get an answer, two thirds of the later ones do."""
     paths: list[tuple[int, ...]] = []
     waiting: list[tuple[int, tuple[int, ...]]] = []
-    for index in range(4000):
+    for index in range(2400):
         due = [each for each in waiting if each[0] <= index]
         if due:
             waiting.remove(due[0])
@@ -155,15 +155,15 @@ def chats_and_batches(dice: random.Random) -> list[tuple[int, ...]]:
     """Conversations, and after every 400 of their prompts a batch of 80 with one instruction."""
     batches = [
         [(10**8 + batch, *(10**6 + 10 * (80 * batch + index) + offset for offset in range(4))) for index in range(80)]
-        for batch in range(10)
+        for batch in range(6)
     ]
     talk = chats(dice)
-    return [path for batch in range(10) for path in (*talk[400 * batch : 400 * batch + 400], *batches[batch])]
+    return [path for batch in range(6) for path in (*talk[400 * batch : 400 * batch + 400], *batches[batch])]
 
 
 def two_rhythms(dice: random.Random) -> list[tuple[int, ...]]:
     """One tenant goes round twelve documents, another asks popular ones; in turn."""
-    rounds = [(10**6 + 10 * (index % 12), 10**6 + 10 * (index % 12) + 1) for index in range(2000)]
+    rounds = [(10**6 + 10 * (index % 12), 10**6 + 10 * (index % 12) + 1) for index in range(1200)]
     return [path for pair in zip(rounds, popular_documents(dice), strict=False) for path in pair]
 
 
