@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _FIRST_BUCKET_TOKENS = 512
 _FORGET = 0.1  # part of what is known that a load, or a step of that many tokens, replaces
-_DOUBT = 0.02  # part of a store's times that is forgotten each time it is left out, so that it is tried again
+_DOUBT = 0.02  # part of a store's times that is forgotten each time it is left out
 
 
 class Choice(NamedTuple):
@@ -69,10 +69,15 @@ class LoadOrCompute:
     def is_worth_asking(self, store: str, start_token: int, num_tokens: int) -> bool:
         """Whether these tokens take longer to compute than a shared store to say what it has of them."""
         answer_s, token_s = self._answers_s.get(store), self._seconds_a_token(start_token)
-        if answer_s is None or token_s is None or answer_s <= token_s * num_tokens:
-            return True
-        self._answers_s[store] *= 1 - _DOUBT
-        return False
+        return answer_s is None or token_s is None or answer_s <= token_s * num_tokens
+
+    def doubt(self, stores: Iterable[str]) -> None:
+        """Note that stores were left out because they are slow. After a while they seem faster, and are tried again."""
+        for store in stores:
+            if store in self._answers_s:
+                self._answers_s[store] *= 1 - _DOUBT
+            if store in self._loads:
+                self._loads[store].doubt()
 
     def choose(self, start_token: int, stores: Sequence[str]) -> Choice:
         """Choose how many stored blocks are loaded, from the first on.
@@ -95,9 +100,6 @@ class LoadOrCompute:
                 best = Choice(index + 1, load_s, compute_s)
             elif compute_s - load_s >= best_gain_s:
                 best, best_gain_s = Choice(index + 1, load_s, compute_s), compute_s - load_s
-        if not best.num_blocks:
-            for store in counts:
-                self._loads[store].doubt()
         return best
 
     def _seconds_a_token(self, position: int) -> float | None:

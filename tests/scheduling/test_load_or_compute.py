@@ -100,5 +100,8 @@ def test_a_shared_store_is_asked_for_what_takes_longer_to_compute_than_its_answe
 def test_what_is_left_out_is_tried_again_after_a_while() -> None:
     choice = measured(loads={"disk": (0.0, 0.1)})
     choice.note_answer("redis", 0.1)
-    assert any(choice.choose(0, ["disk"]).num_blocks for _ in range(100))
-    assert any(choice.is_worth_asking("redis", 0, 64) for _ in range(100))
+    assert not choice.choose(0, ["disk"]).num_blocks
+    for _ in range(40):
+        choice.doubt(["disk", "redis", "host"])
+    assert choice.choose(0, ["disk"]).num_blocks
+    assert choice.is_worth_asking("redis", 0, 64)

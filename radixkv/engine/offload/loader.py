@@ -92,6 +92,8 @@ class Loader:
         if load is None:
             choice = self._choice.choose(first_block * self._cache.block_size, [each.shelf for each in run])
             self.num_computed_blocks.update(each.shelf for each in run[choice.num_blocks :])
+            if not choice.num_blocks:
+                self._choice.doubt({each.shelf for each in run})
             run = run[: min(choice.num_blocks, self._num_free_blocks)]
             if not run:
                 return False

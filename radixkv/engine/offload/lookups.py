@@ -73,12 +73,13 @@ class Lookups:
             return False
         blocks = self._elsewhere.unknown(request.namespace, request.prompt_tokens, num_cached_blocks)
         start, num_tokens = num_cached_blocks * block_size, len(blocks) * block_size
-        stores = [name for name in stores if self._choice.is_worth_asking(name, start, num_tokens)]
-        if not blocks or not stores:
+        asked = [name for name in stores if self._choice.is_worth_asking(name, start, num_tokens)]
+        if not blocks or not asked:
+            self._choice.doubt(stores if blocks else ())
             return False
-        self._num_open[request] = len(stores)
+        self._num_open[request] = len(asked)
         keys = [each.key for each in blocks]
-        for store in stores:
+        for store in asked:
             question = _Question(request, store, blocks, self._clock())
             self._tiers[store].exists(keys).add_done_callback(partial(self._end, question))
         return True
