@@ -78,7 +78,7 @@ def test_a_stale_block_is_a_miss_and_deleted(tier: Tier) -> None:
     tier.save([block(1, generation=2)]).result(PATIENCE_S)
     assert tier.load([wanted(1, least_generation=3)]).result(PATIENCE_S) == [ObjectFault.STALE]
     assert tier.delete([]).result(PATIENCE_S) == 0  # the deletions before it are done
-    assert tier.exists([key_of(1)]).result(PATIENCE_S) is None
+    assert tier.exists([key_of(1)]).result(PATIENCE_S) == [False]
 
 
 def test_a_damaged_block_is_a_miss_told_once(caplog: pytest.LogCaptureFixture) -> None:
