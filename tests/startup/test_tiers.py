@@ -24,12 +24,20 @@ from radixkv.startup.build_engine import build_engine
 from radixkv.storage.tiers import by_name
 from radixkv.storage.tiers.block_store import StoreBackend, StoreSize
 from radixkv.storage.tiers.by_name import StoreOptions
+from radixkv.storage.tiers.guard.guarded_store import GuardedStore
 from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.storage.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
 BLOCK_SIZE, POOL_TOKENS, PROMPT_TOKENS = 16, 256, 83  # five whole blocks of a pool of 16
+
+
+@pytest.fixture(autouse=True)
+def patient_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a store may take longer than half a second, which would be a miss."""
+    limits = {**(GuardedStore.__init__.__kwdefaults__ or {}), "limit_s": PATIENCE_S}
+    monkeypatch.setattr(GuardedStore.__init__, "__kwdefaults__", limits)
 
 
 @pytest.fixture(scope="module")
