@@ -1,4 +1,4 @@
-"""Makes the answers of computed requests: usage, timing, retention and held leases."""
+"""Makes answers: usage, timing, retention and held leases of computed requests, and what a probe finds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 
 class Answers:
-    """Turns requests into results.
+    """Turns requests and probes into results.
 
     Args:
         cache: grants retention.

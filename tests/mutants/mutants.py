@@ -495,8 +495,8 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/lookups.py", "        self._num_open.pop(request, None)\n", "        pass\n"),
     Mutant(
         "engine/offload/offload.py",
-        "            return False\n        return self._lookups",
-        "            pass\n        return self._lookups",
+        "if not request.params.read_cache or self.elsewhere.is_empty:",
+        "if self.elsewhere.is_empty:",
     ),
     Mutant("engine/offload/offload.py", "        self._purger.retry()\n", ""),
     Mutant("engine/offload/purger.py", "for each in (*self._open, *self._failed)", "for each in self._open"),

@@ -93,8 +93,8 @@ class Elsewhere(Listener):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is stored."""
-        return not any(map(len, self.shelves.values()))
+        """Whether nothing is stored, as far as can be known without asking shared stores."""
+        return not self._shared and not any(map(len, self.shelves.values()))
 
     @property
     def has_departures(self) -> bool:

@@ -84,8 +84,6 @@ class Loader:
 
         Complexity: a hash of the tokens up to the first block that is nowhere.
         """
-        if self._elsewhere.is_empty:
-            return False
         run = self._elsewhere.find(request.namespace, request.tokens, first_block)
         request.stored_upto = (first_block + len(run)) * self._cache.block_size
         load = self._loads.get(run[0].block.key) if run else None

@@ -38,6 +38,7 @@ class Lookups:
         choice: knows how long answers and computing take.
         clock: seconds, monotonic.
         wake: called on a store's thread when an answer came, so that `ended` is asked.
+        block_size: tokens a block.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Lookups:
         choice: LoadOrCompute,
         clock: Callable[[], float],
         wake: Callable[[], None],
+        block_size: int,
     ) -> None:
         self._elsewhere = elsewhere
         self._tiers = tiers
@@ -55,24 +57,24 @@ class Lookups:
         self._choice = choice
         self._clock = clock
         self._wake = wake
+        self._block_size = block_size
         self._num_open: dict[Request, int] = {}  # answers that a request waits for
         self._answers: queue.SimpleQueue[tuple[_Question, list[bool] | None, float]] = queue.SimpleQueue()
 
-    def begin(self, request: Request, num_cached_blocks: int, block_size: int) -> bool:
+    def begin(self, request: Request, first_block: int) -> bool:
         """Ask for what a new request could use and nobody knows of. Returns whether it is to wait for `ended`.
 
         Args:
             request: not admitted yet.
-            num_cached_blocks: whole blocks of it that are on the device.
-            block_size: tokens a block.
+            first_block: whole blocks of its prompt that are on the device.
 
         Complexity: a hash of all its tokens.
         """
         stores = [name for name in self._tiers if not self._purger.is_purging(name, request.namespace)]
         if not stores:
             return False
-        blocks = self._elsewhere.unknown(request.namespace, request.prompt_tokens, num_cached_blocks)
-        start, num_tokens = num_cached_blocks * block_size, len(blocks) * block_size
+        blocks = self._elsewhere.unknown(request.namespace, request.prompt_tokens, first_block)
+        start, num_tokens = first_block * self._block_size, len(blocks) * self._block_size
         asked = [name for name in stores if self._choice.is_worth_asking(name, start, num_tokens)]
         if not blocks or not asked:
             self._choice.doubt(stores if blocks else ())

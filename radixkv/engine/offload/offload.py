@@ -78,7 +78,9 @@ class Offload:
         self._loader = Loader(cache, elsewhere, self.tiers, mover, self._choice, clock, lambda: self.wake(), max_bytes)
         shared = {name: tier for name, tier in self.tiers.items() if elsewhere.shelves[name].is_shared}
         self._purger = Purger(shared, keys)
-        self._lookups = Lookups(elsewhere, shared, self._purger, self._choice, clock, lambda: self.wake())
+        self._lookups = Lookups(
+            elsewhere, shared, self._purger, self._choice, clock, lambda: self.wake(), cache.block_size
+        )
         self._resuming: set[Request] = set()  # those that were paused, and for which `begin_again` was called
         self._found: queue.SimpleQueue[list[tuple[bytes, Namespace]]] = queue.SimpleQueue()
         self._reader = None if record is None else _reading(record, self._found)
@@ -96,11 +98,10 @@ class Offload:
     def begin(self, request: Request) -> bool:
         """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it."""
         self._take_found()
-        if not request.params.read_cache:
+        if not request.params.read_cache or self.elsewhere.is_empty:
             return False
-        return self._lookups.begin(request, self._num_cached_blocks(request), self._cache.block_size) or self._load(
-            request
-        )
+        first_block = self._num_cached_blocks(request)
+        return self._lookups.begin(request, first_block) or self._loader.begin(request, first_block)
 
     def begin_again(self, request: Request) -> bool:
         """Start to load what has left the device since a request was paused, once for each pause.
