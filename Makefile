@@ -4,13 +4,14 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo demo-intro gateway-demo test stress exact campaign mutants check bench gpu proto clean
+.PHONY: help demo demo-intro gateway-demo fleet-demo test stress exact campaign mutants check bench gpu proto clean
 
 help:
 	@echo "The first target installs about 3 GB into $(VENV), more where torch comes with CUDA."
 	@echo
 	@echo "make demo      replay 1,000 requests with and without the cache, draw build/demo/ttft.png; about 3 minutes"
 	@echo "make gateway-demo  two servers behind the SMG gateway, OpenAI's client, and a server that is killed; 20 seconds"
+	@echo "make fleet-demo  a fleet of two on Ray, which it installs (0.5 GB), and a replica that is killed; 2 minutes"
 	@echo "make test      run the tests"
 	@echo "make check     lint, format check, types"
 	@echo "make stress    random walks against oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
@@ -38,6 +39,10 @@ demo: demo-intro $(STAMP)
 
 gateway-demo: $(STAMP)
 	@$(PY) -m bench.gateway_demo
+
+fleet-demo: $(STAMP)
+	@$(PY) -c "import ray" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[ray]'
+	@$(PY) -m bench.fleet.demo
 
 # Files of tests side by side. A process that dies ends the run. Tests of two threads share cores with other processes:
 # threads that spin while they wait would take three times as long.

@@ -1,10 +1,13 @@
 """Measures what quantization costs in quality: the same texts over each dtype of pool, and how many tokens fit.
 
-python -m bench.kv_dtype --json bench/results/kv_dtype.json
-python -m bench.kv_dtype --weights int8      # also weights of 8 bits, over a pool of the model's own dtype
+python -m bench.kv_dtype --weights int8 --json bench/results/kv_dtype.json
 
-The texts are drawn from the model itself over a pool of its own dtype, so that they are what it expects. Use
-`--models DIR` to measure your own model: random weights have no outliers, and their attention has no structure.
+With `--weights int8` also weights of 8 bits, over a pool of the model's own dtype. Where radixkv refuses to serve them,
+because the processor's sums may be cut off, `tiny` and `random` multiply in another way, with the same numbers.
+
+`tiny` reads documents that it was not trained on. Texts of other models are drawn from the model itself over a pool of
+its own dtype, so that they are what it expects. Use `--models DIR` to measure your own model: random weights have no
+outliers, and their attention has no structure.
 """
 
 from __future__ import annotations
@@ -12,39 +15,54 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy, kl_div
 from tqdm import trange
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from bench.parts.environment import describe_run
+from bench.perplexity.rounded_linear import round_linears
+from bench.training.corpus import held_out_documents
+from bench.training.tokenizer import load_tokenizer
 from radixkv.config import KV_DTYPES, ModelConfig
 from radixkv.errors import ConfigError
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.int8_linear import adds_integers_exactly
 from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
+from radixkv.model.tiny_model import build_tiny_model
 from radixkv.storage.device_pool import KVStorage
 
 BLOCK_SIZE = 64
 
-Row = dict[str, float | int | str]
+Row = dict[str, float | int | str | None]
 
 
 def build_model(name: str, num_layers: int, weights: str = "auto") -> Model:
     """Load a model. `random` has layers of Qwen3 0.6B, head dim 128, and weights wide enough to prefer some tokens.
 
-    Other names are paths, as `model.path` takes them.
+    Other names are paths, as `model.path` takes them. `tiny` and `random` have weights of 8 bits on any processor.
     """
-    if name != "random":
+    if name not in ("tiny", "random"):
         return load_model(ModelConfig(path=name, device="cpu", weights=weights))
+    module = build_tiny_model(ATTENTION_NAME) if name == "tiny" else _random_module(num_layers)
+    if weights == "int8" and not adds_integers_exactly():
+        round_linears(module)
+        return Model(name, module, torch.device("cpu"), is_exact=False)
+    return Model(name, module, torch.device("cpu"), weights=weights)
+
+
+def _random_module(num_layers: int) -> PreTrainedModel:
     config = Qwen3Config(
         vocab_size=8192,
         hidden_size=1024,
@@ -56,8 +74,7 @@ def build_model(name: str, num_layers: int, weights: str = "auto") -> Model:
         initializer_range=0.1,
     )
     torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-    return Model("random", module, torch.device("cpu"), weights=weights)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
 
 
 class Text:
@@ -72,7 +89,7 @@ class Text:
     def __init__(self, model: Model, kv_dtype: str, max_tokens: int) -> None:
         self._model = model
         num_blocks = -(-max_tokens // BLOCK_SIZE)
-        self._storage = KVStorage(num_blocks, BLOCK_SIZE, model.kv_shape.stored_as(kv_dtype), model.device)
+        self.storage = KVStorage(num_blocks, BLOCK_SIZE, model.kv_shape.stored_as(kv_dtype), model.device)
         self._block_ids = np.arange(num_blocks, dtype=np.int32)
         self._num_tokens = 0
 
@@ -80,7 +97,7 @@ class Text:
         """Compute the next tokens, int64 `[n]`. Returns the logits after each, float32 `[n, vocab_size]`."""
         start, self._num_tokens = self._num_tokens, self._num_tokens + ids.numel()
         batch = PagedBatch.build([ids.numel()], [self._num_tokens], [self._block_ids], BLOCK_SIZE)
-        step = PagedStep(self._storage.pool, batch, TorchKernels())
+        step = PagedStep(self.storage.pool, batch, TorchKernels())
         positions = torch.arange(start, self._num_tokens)
         return self._model.forward(ids, positions, step, torch.arange(ids.numel()))[0]
 
@@ -96,6 +113,33 @@ def draw_text(model: Model, num_tokens: int, seed: int) -> torch.Tensor:
     return ids
 
 
+def held_out_texts(num_texts: int, num_tokens: int) -> list[torch.Tensor]:
+    """Return pieces of the held-out documents, in turn and from all their parts, int64 `[num_tokens]`."""
+    tokenizer = load_tokenizer()
+    documents = [torch.tensor(tokenizer.encode(document.text)) for document in held_out_documents()]
+    texts = []
+    for index in range(num_texts):
+        ids = documents[index % len(documents)]
+        start = (ids.numel() - num_tokens) * index // num_texts
+        texts.append(ids[start : start + num_tokens])
+    return texts
+
+
+def texts_for(model: Model, num_texts: int, num_tokens: int) -> list[torch.Tensor]:
+    """Return what a model reads."""
+    if model.name == "tiny":
+        return held_out_texts(num_texts, num_tokens)
+    return [draw_text(model, num_tokens, seed) for seed in range(num_texts)]
+
+
+def tokens_a_byte(model: Model, texts: Sequence[torch.Tensor]) -> float | None:
+    """Return how many predicted tokens stand for a byte of the embedded model's texts; None for other models'."""
+    if model.name != "tiny":
+        return None
+    tokenizer = load_tokenizer()
+    return sum(ids.numel() - 1 for ids in texts) / sum(len(tokenizer.decode(ids[1:]).encode()) for ids in texts)
+
+
 def logits_of(model: Model, kv_dtype: str, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits after each token, `[num_tokens, vocab_size]`, computed at once.
 
@@ -109,22 +153,23 @@ def logits_of(model: Model, kv_dtype: str, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def compare(own: Iterable[torch.Tensor], got: Iterable[torch.Tensor], texts: Iterable[torch.Tensor]) -> Row:
+def compare(own: Sequence[torch.Tensor], got: Sequence[torch.Tensor], texts: Sequence[torch.Tensor]) -> Row:
     """Compare logits over a pool of the model's own dtype with logits over another pool."""
-    expected, logits = torch.cat(list(own)), torch.cat(list(got))  # [num_tokens, vocab_size]
-    apart = (logits - expected).abs()
+    expected, logits = torch.cat(tuple(own)), torch.cat(tuple(got))  # [num_tokens, vocab_size]
+    apart, own_perplexity = (logits - expected).abs(), _perplexity(expected, texts)
+    perplexity = _perplexity(logits, texts)
     return {
         "max_logit_difference": apart.max().item(),
         "mean_logit_difference": apart.mean().item(),
         "kl": kl_div(logits.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="batchmean").item(),
         "top1_agreement": (logits.argmax(-1) == expected.argmax(-1)).float().mean().item(),
-        "perplexity": _perplexity(logits, texts),
+        "perplexity": perplexity,
+        "perplexity_change": perplexity / own_perplexity - 1,
     }
 
 
-def _perplexity(logits: torch.Tensor, texts: Iterable[torch.Tensor]) -> float:
+def _perplexity(logits: torch.Tensor, texts: Sequence[torch.Tensor]) -> float:
     """Return the perplexity of each text's tokens except its first."""
-    texts = list(texts)
     by_text = torch.split(logits, [ids.numel() for ids in texts])
     losses = [cross_entropy(rows[:-1], ids[1:]) for rows, ids in zip(by_text, texts, strict=True)]
     return float(torch.stack(losses).mean().exp())
@@ -135,12 +180,13 @@ def measure(model: Model, num_texts: int, num_tokens: int, rounded: Model | None
 
     Args:
         model: the model.
-        num_texts, num_tokens: texts that are drawn from it, and their length.
+        num_texts, num_tokens: texts that it reads, and their length.
         rounded: the same model with other weights; it adds a row, over a pool of its own dtype.
     """
-    texts = [draw_text(model, num_tokens, seed) for seed in range(num_texts)]
+    texts = texts_for(model, num_texts, num_tokens)
     own = [logits_of(model, "auto", ids) for ids in texts]
     bf16_bytes = dataclasses.replace(model.kv_shape, dtype=torch.bfloat16).token_bytes
+    density = tokens_a_byte(model, texts)
     rows: list[Row] = []
     for kv_dtype in KV_DTYPES:
         try:
@@ -154,7 +200,7 @@ def measure(model: Model, num_texts: int, num_tokens: int, rounded: Model | None
         rows += [
             {
                 "model": model.name,
-                "weights": computed.weights,
+                "weights": "int8" if computed is rounded else "auto",
                 "head_dim": shape.head_dim,
                 "kv_dtype": f"auto ({shape.format.name})" if kv_dtype == "auto" else kv_dtype,
                 "token_bytes": shape.token_bytes,
@@ -164,6 +210,8 @@ def measure(model: Model, num_texts: int, num_tokens: int, rounded: Model | None
             }
             for computed, got in compared
         ]
+    for row in rows:
+        row["bits_a_byte"] = None if density is None else math.log2(cast(float, row["perplexity"])) * density
     return rows
 
 
@@ -185,13 +233,13 @@ def main() -> None:
         rows += measure(build_model(name, options.layers), options.texts, options.tokens, rounded)
     print(
         f"{'model':>8} {'weights':>7} {'pool':>11} {'fits':>5}",
-        f"{'max':>8} {'mean':>8} {'KL':>9} {'top-1':>7} {'perplexity':>10}",
+        f"{'max':>8} {'mean':>8} {'KL':>9} {'top-1':>7} {'perplexity':>10} {'change':>8}",
     )
     for row in rows:
         print(
             f"{row['model']:>8} {row['weights']:>7} {row['kv_dtype']:>11} {row['tokens_over_bf16']:5.2f}",
             f"{row['max_logit_difference']:8.4f} {row['mean_logit_difference']:8.4f} {row['kl']:9.2e}",
-            f"{row['top1_agreement']:7.2%} {row['perplexity']:10.3f}",
+            f"{row['top1_agreement']:7.2%} {row['perplexity']:10.3f} {row['perplexity_change']:+8.2%}",
         )
     if options.json:
         command = shlex.join(["python", "-m", "bench.kv_dtype", *sys.argv[1:]])

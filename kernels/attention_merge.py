@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from radixkv.kernels.attention_plan import AttentionPlan
+from radixkv.kernels.attention_softmax import keys_share
 
 _MERGE_ROWS = 16
 
@@ -32,12 +33,13 @@ class Partials:
         rows = torch.empty(plan.num_partial_rows, num_kv_heads, head_dim, dtype=torch.float32, device=device)
         return cls(rows, rows.new_empty(rows.shape[:-1]))
 
-    def merge_into(self, output: torch.Tensor, plan: AttentionPlan) -> None:
+    def merge_into(self, output: torch.Tensor, plan: AttentionPlan, sinks: torch.Tensor | None) -> None:
         """Merge the split tiles into the output, in one launch. Does nothing if the plan splits no tile.
 
         Args:
             output: `[num_tokens, num_query_heads, head_dim]`, contiguous.
             plan: the plan that these partial results were allocated for.
+            sinks: see `Scoring`. A row's sink is counted here, once, not in each split.
         """
         if not plan.num_partial_rows:
             return
@@ -47,6 +49,7 @@ class Partials:
             self.lses,
             output,
             plan.merges,
+            sinks,
             NUM_KV_HEADS=num_kv_heads,
             GROUP_SIZE=plan.group_size,
             HEAD_DIM=head_dim,
@@ -64,6 +67,7 @@ def _merge_partials(  # type: ignore[no-untyped-def]
     partial_lses,
     output,
     merges,
+    sinks,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -102,7 +106,10 @@ def _merge_partials(  # type: ignore[no-untyped-def]
         part = tl.load(partials + part_rows[:, None] * HEAD_DIM + dims[None, :], mask=is_number, other=0.0)
         acc += part * share[:, None]
         total += share
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    total = tl.where(total > 0, total, 1.0)
+    acc = acc / total[:, None]
+    if sinks is not None:
+        acc *= keys_share(shift + tl.log2(total), sinks, kv_head * GROUP_SIZE + rows % GROUP_SIZE)[:, None]
 
     out_rows = (first_token + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + kv_head * GROUP_SIZE
     out_offsets = (out_rows + rows % GROUP_SIZE) * HEAD_DIM

@@ -26,6 +26,18 @@ def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
 
 
 @triton.jit
+def keys_share(lses, sinks, heads):  # type: ignore[no-untyped-def]
+    """Find what share of the softmax sum keys have beside a sink, float32 `[rows]`. Once a row, after its last key.
+
+    Args:
+        lses: float32 `[rows]`, base-2 logarithms of the sums of the keys' weights.
+        sinks: pointer to the sinks, see `Scoring`.
+        heads: int32 `[rows]`, the query heads of the rows.
+    """
+    return 1.0 / (1.0 + tl.exp2(tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634 - lses))
+
+
+@triton.jit
 def softmax_step(  # type: ignore[no-untyped-def]
     scores, positions, query_positions, row_max, row_sum, window, scale, softcap
 ):

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
+from radixkv.kernels.cpu_attention_merge import merge, shares
 from radixkv.kernels.cpu_attention_work import ROWS_MULTIPLE, SUM_MULTIPLE, Demand, Group, Strip, Tails
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize
-from radixkv.kernels.row_pieces import ELEMENTS_A_CALL, VECTOR_ELEMENTS
+from radixkv.kernels.row_pieces import VECTOR_ELEMENTS
 from radixkv.kernels.scoring import Scoring
 
 # The fused attention shares out blocks of this many rows or more among threads: fewer are one block.
@@ -124,13 +125,16 @@ def _attend_group(rows: torch.Tensor, pool: KVPool, layer: int, group: Group, sc
         `[num_kv_heads, num_rows, head_dim]` in float32, or in the queries' dtype if there was nothing to merge.
     """
     tail, tail_lse = _attend_tails(rows, pool, layer, group, scoring)
-    if not group.strips:
+    if not group.strips and scoring.sinks is None:
         return tail
     num_kv_heads, num_rows = tail_lse.shape
+    num_last = 1 if scoring.sinks is None else 2  # the tail, and a sink as a piece without values
     # Zeros behind the rows fill up whole vectors.
-    lses = tail_lse.new_zeros(group.num_pieces + 1, num_kv_heads, num_rows + -num_rows % VECTOR_ELEMENTS)
-    lses[:-1, :, :num_rows] = float("-inf")
-    lses[-1, :, :num_rows] = tail_lse
+    lses = tail_lse.new_zeros(group.num_pieces + num_last, num_kv_heads, num_rows + -num_rows % VECTOR_ELEMENTS)
+    lses[:-num_last, :, :num_rows] = float("-inf")
+    lses[-num_last, :, :num_rows] = tail_lse
+    if scoring.sinks is not None:
+        lses[-1, :, :num_rows] = scoring.sinks.view(num_kv_heads, -1).repeat(1, group.num_tokens)
     partials = []
     for strip in group.strips:
         first, end = strip.first_row, strip.end_row
@@ -139,58 +143,8 @@ def _attend_group(rows: torch.Tensor, pool: KVPool, layer: int, group: Group, sc
         partial, lse = _attend(filled.expand(strip.num_units, -1, -1, -1), key, value, None, scoring)
         lses[strip.first_piece : strip.first_piece + strip.num_units, :, first:end] = lse[..., : end - first]
         partials.append(partial[:, :, : end - first])
-    return _merge(group.strips, partials, tail, _shares(lses)[:, :, :num_rows, None])
-
-
-def _shares(lses: torch.Tensor) -> torch.Tensor:
-    """Turn logarithms of the sums of weights into shares of the softmax sum, in place.
-
-    Args:
-        lses: `[num_pieces, num_kv_heads, num_rows]`, -inf where a row has no piece; the last piece is everybody's.
-    """
-    shares = lses.sub_(lses.amax(0))
-    for piece in torch.split(shares.view(-1), ELEMENTS_A_CALL):
-        piece.exp_()
-    total = shares[0].clone()
-    for share in shares[1:].unbind():
-        total.add_(share)
-    return shares.div_(total)
-
-
-def _merge(
-    strips: Sequence[Strip], partials: Sequence[torch.Tensor], tail: torch.Tensor, shares: torch.Tensor
-) -> torch.Tensor:
-    """Add up partial results, weighted by their share of the softmax sum, in the order of their positions.
-
-    Products and sums are separate operations: a processor may round both at once or one by one, depending on the place
-    of a number in the tensor.
-
-    Args:
-        strips, partials: in order; each partial `[num_units, num_kv_heads, rows of the strip, head_dim]`, may be
-            overwritten.
-        tail: `[num_kv_heads, num_rows, head_dim]`, the last piece of each row; may be overwritten.
-        shares: float32 `[num_pieces, num_kv_heads, num_rows, 1]`.
-
-    Returns:
-        Float32 `[num_kv_heads, num_rows, head_dim]`.
-    """
-    num_rows = tail.shape[1]
-    merged: torch.Tensor | None = None
-    for strip, partial in zip(strips, partials, strict=True):
-        first, end = strip.first_row, strip.end_row
-        pieces = partial.float().mul_(shares[strip.first_piece : strip.first_piece + strip.num_units, :, first:end])
-        first_piece, *others = pieces.unbind()
-        if merged is None and end - first == num_rows:
-            merged = first_piece
-        else:
-            if merged is None:
-                # The only number that changes nothing it is added to, not even -0.0.
-                merged = shares.new_full(tail.shape, -0.0)
-            merged[:, first:end].add_(first_piece)
-        for piece in others:
-            merged[:, first:end].add_(piece)
-    assert merged is not None, "a group without strips has nothing to merge"
-    return merged.add_(tail.float().mul_(shares[-1]))
+    all_shares = shares(lses)[: group.num_pieces + 1, :, :num_rows, None]
+    return merge(group.strips, partials, tail, all_shares)
 
 
 def _attend_tails(
@@ -226,8 +180,8 @@ def _strip_kv(pool: KVPool, layer: int, strip: Strip, dtype: torch.dtype) -> tup
         kv = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, num_kv_heads, num_tokens, head_dim], a view
     else:
         kv = _copied(pool, layer, strip.block_ids, dtype)
-    key, value = torch.unflatten(kv, 2, (strip.num_units, strip.unit_tokens)).transpose(1, 2)
-    return key, value
+    kv = torch.unflatten(kv, 2, (strip.num_units, strip.unit_tokens)).transpose(1, 2)
+    return kv[0], kv[-1]  # the same in a latent pool
 
 
 def _tail_kv(pool: KVPool, layer: int, tails: Tails, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,12 +190,15 @@ def _tail_kv(pool: KVPool, layer: int, tails: Tails, dtype: torch.dtype) -> tupl
     if tails.unwritten is not None:
         kv.index_fill_(2, tails.unwritten, 0)
     kv = torch.unflatten(kv, 2, (tails.num_tiles, -1))[:, :, :, tails.first_key : tails.first_key + tails.num_keys]
-    key, value = kv.transpose(1, 2)
-    return key, value
+    kv = kv.transpose(1, 2)
+    return kv[0], kv[-1]
 
 
 def _copied(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy blocks of one layer into a contiguous `[2, num_kv_heads, num_tokens, head_dim]` of `dtype`."""
+    """Copy blocks of one layer into a contiguous `[2, num_kv_heads, num_tokens, head_dim]` of `dtype`.
+
+    The first dimension is that of the pool's values: 1 in a latent pool.
+    """
     # One index_select over the permuted view writes the final layout at once: 1.1 ms for 8 heads x 2112 tokens x 128
     # in float32 (0.46 in bfloat16), against 3.5 to 3.8 ms (1.8) for indexing and then transposing.
     by_head = pool.values[:, layer].permute(1, 2, 0, 3, 4)  # [2, num_kv_heads, num_blocks, block_size, stored_dim]
@@ -286,6 +243,7 @@ def _attend_softcapped(
         Rows in float32, and zeros: these rows have no other piece.
     """
     assert scoring.softcap is not None
+    assert scoring.sinks is None, "no piece tells its sum of weights here"
     rows = torch.empty(query.shape, dtype=torch.float32)
     num_copies = 2 if query.shape[1] == 1 and torch.get_num_threads() > 1 else 1  # as in `_attend`
     step = max(1, _SOFTCAP_SCORES // (query.shape[1] * key.shape[2]) // ROWS_MULTIPLE) * ROWS_MULTIPLE

@@ -11,12 +11,13 @@ adjacent blocks are adjacent in each head, so that a CPU attends over them where
 
 from __future__ import annotations
 
+import math
 import mmap
 from dataclasses import dataclass
 
 import torch
 
-from radixkv.kernels.quantization import is_quantized, stored_dim, stored_dtype
+from radixkv.kernels.quantization import INT4, is_quantized, stored_dim, stored_dtype
 
 _SCALE_BYTES = torch.float32.itemsize
 
@@ -35,10 +36,13 @@ class KVPool:
         blocks: uint8, the bytes of each block: by block a contiguous `[num_blocks, block_bytes]`, by layer a strided
             `[num_blocks, num_layers, 2, num_kv_heads, bytes]`.
         values: `[num_blocks, num_layers, 2, num_kv_heads, block_size, stored_dim]`; dim 2: 0 is K, 1 is V. Two int4
-            share a byte, so `stored_dim` is half of `head_dim` there.
+            share a byte, so `stored_dim` is half of `head_dim` there. In a latent pool dim 2 has size 1: a vector is
+            key and value at once.
         scales: float32 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, one for each stored vector; None if
-            the dtype is not quantized.
+            the dtype is not quantized. In a latent pool dim 2 has size 1.
         is_by_layer: whether the memory is ordered by layer.
+        is_rotated: whether vectors are rotated before they are stored, see `reference.rotate`; int4 is. Whoever reads
+            and writes vectors rotates them; kernels know nothing of it.
     """
 
     dtype: torch.dtype
@@ -47,6 +51,7 @@ class KVPool:
     values: torch.Tensor
     scales: torch.Tensor | None
     is_by_layer: bool = False
+    is_rotated: bool = False
 
     @classmethod
     def allocate(
@@ -61,18 +66,19 @@ class KVPool:
         device: torch.device | str = "cpu",
         is_zeroed: bool = True,
         is_by_layer: bool = False,
+        is_latent: bool = False,
     ) -> KVPool:
         """Allocate blocks of zeros, or uninitialized blocks if `is_zeroed` is false.
 
         A quantized pool is ordered by block, also if `is_by_layer` is true. On a CPU a page of zeros takes memory once
-        something is written into it.
+        something is written into it. With `is_latent` one vector a head is stored, which is key and value at once.
 
         Raises:
             MemoryError, RuntimeError: the device does not have enough memory.
             ValueError: the dtype is not one that a pool stores, or is int4 with an odd `head_dim`.
         """
-        size = (num_layers, 2, num_kv_heads, block_size)
-        num_vectors = num_layers * 2 * num_kv_heads * block_size
+        size = (num_layers, 1 if is_latent else 2, num_kv_heads, block_size)
+        num_vectors = math.prod(size)
         value_bytes = num_vectors * stored_dim(head_dim, dtype) * stored_dtype(dtype).itemsize
         scale_bytes = num_vectors * _SCALE_BYTES if is_quantized(dtype) else 0
         block_bytes = value_bytes + scale_bytes
@@ -82,19 +88,24 @@ class KVPool:
             fill = torch.zeros if is_zeroed else torch.empty
             memory = fill(num_blocks * block_bytes, dtype=torch.uint8, device=device)
         if is_by_layer and not is_quantized(dtype):
-            per_block = (num_layers, 2, num_kv_heads, num_blocks, block_size * head_dim)
+            per_block = (*size[:-1], num_blocks, block_size * head_dim)
             by_layer = memory.view(dtype).view(per_block).permute(3, 0, 1, 2, 4)
             values = torch.unflatten(by_layer, 4, (block_size, head_dim))
             return cls(dtype, head_dim, by_layer.view(torch.uint8), values, None, is_by_layer=True)
         blocks = memory.view(num_blocks, block_bytes)
         values = blocks[:, :value_bytes].view(stored_dtype(dtype)).view(num_blocks, *size, stored_dim(head_dim, dtype))
         scales = blocks[:, value_bytes:].view(torch.float32).view(num_blocks, *size) if scale_bytes else None
-        return cls(dtype, head_dim, blocks, values, scales)
+        return cls(dtype, head_dim, blocks, values, scales, is_rotated=dtype == INT4)
 
     @property
     def num_layers(self) -> int:
         """Layers that store K and V."""
         return self.values.shape[1]
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether a stored vector is key and value at once."""
+        return self.values.shape[2] == 1
 
     @property
     def num_kv_heads(self) -> int:

@@ -11,11 +11,12 @@ import triton.language as tl
 from radixkv.kernels import specialized_attention
 from radixkv.kernels.attention_merge import Partials, partial_rows
 from radixkv.kernels.attention_plan import AttentionPlan
-from radixkv.kernels.attention_softmax import base_2, softmax_step
+from radixkv.kernels.attention_softmax import base_2, keys_share, softmax_step
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import INT4
 from radixkv.kernels.scoring import Scoring
+from radixkv.kernels.stored_numbers import stored_numbers
 
 
 def paged_attention(
@@ -70,8 +71,19 @@ def paged_attention(
     partials = Partials.allocate(plan, num_kv_heads, head_dim, query.device)
     attend = specialized_attention.launch if is_specialized else _launch
     base_2_scale, base_2_softcap = base_2(scoring.scale, scoring.softcap)
-    attend(query, pool, layer, batch, plan, output, partials, scale=base_2_scale, softcap=base_2_softcap)
-    partials.merge_into(output, plan)
+    attend(
+        query,
+        pool,
+        layer,
+        batch,
+        plan,
+        output,
+        partials,
+        scale=base_2_scale,
+        softcap=base_2_softcap,
+        sinks=scoring.sinks,
+    )
+    partials.merge_into(output, plan, scoring.sinks)
     return output
 
 
@@ -107,6 +119,7 @@ def _launch(
     *,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     head_dim = query.shape[-1]
     padded_dim = triton.next_power_of_2(head_dim)
@@ -134,6 +147,7 @@ def _launch(
         plan.window,
         scale,
         softcap,
+        sinks,
         NUM_KV_HEADS=pool.num_kv_heads,
         GROUP_SIZE=plan.group_size,
         BLOCK_SIZE=pool.block_size,
@@ -169,6 +183,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     window,
     scale,
     softcap,
+    sinks,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -232,7 +247,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             key_pointers = values + starts[:, None] + stored_dims[None, :]
             scale_rows = block_ids * scale_stride + key_rows
         k = tl.load(key_pointers, mask=is_stored_dim[None, :], other=0.0)
-        k = _numbers(k, q.dtype, NUMBERS_PER_VALUE, TILE_ROWS)
+        k = stored_numbers(k, q.dtype, NUMBERS_PER_VALUE, TILE_ROWS)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [TILE_ROWS, TILE_KEYS]
         is_written = positions < kv_end
         if scales is not None:
@@ -252,49 +267,20 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         if scales is not None:
             weights = weights * value_scales[None, :]
         weight_dtype = tl.bfloat16 if scales is not None and q.dtype == tl.float16 else q.dtype
-        v = _numbers(v, weight_dtype, NUMBERS_PER_VALUE, TILE_ROWS)
+        v = stored_numbers(v, weight_dtype, NUMBERS_PER_VALUE, TILE_ROWS)
         acc = tl.dot(weights.to(weight_dtype), v, acc * rescale[:, None], input_precision="ieee")
 
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / safe_sum[:, None]
+    if sinks is not None:  # before `partial` is loaded: after it, float32 with 64 dimensions spills
+        shares = keys_share(row_max + tl.log2(safe_sum), sinks, heads)
     partial = tl.load(item + 7)  # here, since it would take a register during the loop
     if partial < 0:
+        if sinks is not None:
+            acc *= shares[:, None]
         out_offsets = (token_rows * (NUM_KV_HEADS * GROUP_SIZE) + heads) * HEAD_DIM
         tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=is_number)
     else:
         part_rows = partial_rows(joined, is_joined, partial, TILE_ROWS).to(tl.int64) * NUM_KV_HEADS + kv_head
         tl.store(partial_lses + part_rows, row_max + tl.log2(safe_sum), mask=is_row)  # -inf where nothing was seen
         tl.store(partials + part_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_number)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _numbers(values, dtype: tl.constexpr, NUMBERS_PER_VALUE: tl.constexpr, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Turn what the pool stores, `[rows, dims // NUMBERS_PER_VALUE]`, into `dtype` `[rows, dims]`, exactly.
-
-    Through float32, since the interpreter does not convert integers to bfloat16.
-    """
-    if NUMBERS_PER_VALUE == 8:
-        halves = tl.join(values, values >> 16)
-        evens = tl.join(_nibble(halves, 0), _nibble(halves, 8))
-        odds = tl.join(_nibble(halves, 4), _nibble(halves, 12))
-        values = tl.reshape(tl.join(evens, odds), (values.shape[0], values.shape[1] * NUMBERS_PER_VALUE))
-    else:
-        if NUMBERS_PER_VALUE == 2:
-            values = tl.interleave((values << 4) >> 4, values >> 4)
-        if values.dtype == dtype:
-            return values
-        values = values.to(tl.float32)
-    if TILE_ROWS == 16:
-        # A sum of one number, through which the compiler does not look: else small products load V in smaller pieces.
-        values = tl.sum(tl.reshape(values, (values.shape[0], values.shape[1], 1)), 2)
-    return values.to(dtype)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _nibble(words, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the signed four bits from a bit on, as float32.
-
-    They become the last digits of a float between 2^23 and 2^24: two instructions, where a conversion takes four.
-    """
-    bits = (words & (15 << SHIFT)) ^ (0x4B000000 + (8 << SHIFT))
-    return bits.to(tl.float32, bitcast=True) * (1.0 / (1 << SHIFT)) - (8388608.0 / (1 << SHIFT) + 8.0)

@@ -103,6 +103,15 @@ def dequantize(
     return values.float().mul_(scales[..., None]).to(dtype)
 
 
+def rotated_part(head_dim: int) -> int:
+    """Return the length of the parts of a vector that are rotated, each by itself: the largest power of two that fits.
+
+    >>> [rotated_part(head_dim) for head_dim in (64, 80, 96, 576)]
+    [64, 16, 32, 64]
+    """
+    return head_dim & -head_dim
+
+
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
     """Pack int8 numbers from -8 to 7 in pairs, `[..., 2 n]` into int8 `[..., n]`. Even places get the low four bits."""
     return (values[..., 0::2] & 15) | (values[..., 1::2] << 4)

@@ -8,13 +8,13 @@ from torch.nn import functional
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.norm_style import TORCH, NormStyle
-from radixkv.kernels.quantization import dequantize, quantize
+from radixkv.kernels.quantization import dequantize, quantize, rotated_part
 from radixkv.kernels.scoring import Scoring
 
 
 def write_kv(
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     slots: torch.Tensor,
     pool: KVPool,
     layer: int,
@@ -26,24 +26,54 @@ def write_kv(
 
     Args:
         key: `[num_tokens, num_kv_heads, head_dim]`, rounded or quantized to the pool's dtype on the way.
-        value: like `key`.
+        value: like `key`; None for a latent pool, where a key is its value.
         slots: int64 `[num_tokens]`, `block_id * block_size + offset`, all different.
         pool: the K/V.
         layer: index into the pool's layers.
         largest: float32 `[num_tokens, num_kv_heads]`, the largest magnitude in K and V of all layers so far, NaN if
             one was NaN. Updated in place with the magnitudes of this layer. None to leave that out.
     """
+    written = (key,) if value is None else (key, value)
     if largest is not None:
-        magnitudes = torch.maximum(key.abs().amax(dim=-1), value.abs().amax(dim=-1))
-        torch.maximum(largest, magnitudes, out=largest)
+        for vectors in written:
+            torch.maximum(largest, vectors.abs().amax(dim=-1), out=largest)
     block_ids, offsets = slots // pool.block_size, slots % pool.block_size
-    for k_or_v, vectors in enumerate((key, value)):
+    for k_or_v, vectors in enumerate(written):
         if pool.scales is None:
             stored = vectors.to(pool.dtype)
         else:
             stored, scales = quantize(vectors, pool.dtype)
             pool.scales[block_ids, layer, k_or_v, :, offsets] = scales
         pool.values[block_ids, layer, k_or_v, :, offsets] = stored
+
+
+def rotate(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Multiply vectors by a Hadamard matrix, scaled so that their lengths and products stay, part by part.
+
+    What is large in one number of a vector is spread over all of its part, so a scale for the vector costs the others
+    less. Rotating twice undoes it.
+
+    Source: the fast Walsh-Hadamard transform; before quantizing: QuaRot, https://arxiv.org/abs/2404.00456.
+
+    >>> rotate(torch.tensor([[[8.0, 0.0, 0.0, 0.0]]]), torch.float32)
+    tensor([[[4., 4., 4., 4.]]])
+
+    Args:
+        vectors: `[num_tokens, num_heads, head_dim]`, floating point.
+        dtype: of the result; the sums are float32.
+
+    Returns:
+        A new tensor like `vectors`. A vector's bits depend on it alone.
+    """
+    part = rotated_part(vectors.shape[-1])
+    factor: float = part**-0.5
+    numbers, half = vectors.float(), 1
+    while half < part:
+        pairs = torch.unflatten(numbers, -1, (-1, 2, half))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        numbers = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        half *= 2
+    return (numbers * factor).to(dtype)
 
 
 def paged_attention(
@@ -76,10 +106,10 @@ def paged_attention(
         positions = torch.arange(kv_len, device=query.device)
         block_ids = batch.block_tables[i].long()[positions // batch.block_size]
         where = (block_ids, layer, slice(None), slice(None), positions % batch.block_size)
-        kv = pool.values[where]  # [kv_len, 2, num_kv_heads, stored_dim]
+        kv = pool.values[where]  # [kv_len, 2, num_kv_heads, stored_dim]; 1 in a latent pool
         kv = kv.float() if pool.scales is None else dequantize(kv, pool.scales[where], pool.dtype)
         key = kv[:, 0].repeat_interleave(group_size, dim=1)  # [kv_len, num_query_heads, head_dim]
-        value = kv[:, 1].repeat_interleave(group_size, dim=1)
+        value = kv[:, -1].repeat_interleave(group_size, dim=1)
 
         scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key) * scoring.scale
         if scoring.softcap is not None:
@@ -88,7 +118,11 @@ def paged_attention(
         visible = positions <= query_positions
         if scoring.window is not None:
             visible &= positions > query_positions - scoring.window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~visible, float("-inf"))  # [num_query_heads, num_rows, kv_len]
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :kv_len]
         output[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
     return output
 
@@ -118,7 +152,7 @@ def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: 
     """
     assert pool.scales is not None
     size = (block_ids.shape[0], 1, pool.num_kv_heads, pool.block_size, pool.head_dim)
-    plain = KVPool.allocate(*size, dtype=dtype, device=pool.blocks.device)
+    plain = KVPool.allocate(*size, dtype=dtype, device=pool.blocks.device, is_latent=pool.is_latent)
     where = (block_ids.long(), layer)
     plain.values[:, 0] = dequantize(pool.values[where], pool.scales[where], pool.dtype, dtype)
     return plain

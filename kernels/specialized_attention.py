@@ -18,7 +18,7 @@ import triton.language as tl
 
 from radixkv.kernels.attention_merge import Partials, partial_rows
 from radixkv.kernels.attention_plan import AttentionPlan
-from radixkv.kernels.attention_softmax import softmax_step
+from radixkv.kernels.attention_softmax import keys_share, softmax_step
 from radixkv.kernels.attention_splits import KEY_ALIGNMENT_TOKENS
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
@@ -72,6 +72,7 @@ def launch(
     *,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Compute each item of the plan, and write it into the output or into the partial results.
 
@@ -87,6 +88,7 @@ def launch(
         output: contiguous, like `query`; written.
         partials: memory for the plan's partial results; written.
         scale, softcap: from `base_2`.
+        sinks: see `Scoring`.
     """
     num_tokens, _, head_dim = query.shape
     num_kv_heads = pool.num_kv_heads
@@ -110,6 +112,7 @@ def launch(
         plan.window,
         scale,
         softcap,
+        sinks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP_SIZE=plan.group_size,
         BLOCK_SIZE=pool.block_size,
@@ -158,6 +161,7 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     window,
     scale,
     softcap,
+    sinks,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -228,7 +232,12 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     out_rows = (first_token + rows // GROUP_SIZE).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + kv_head * GROUP_SIZE
     out_offsets = (out_rows + rows % GROUP_SIZE) * HEAD_DIM
     is_whole = (rows < tl.where(partial < 0, num_rows, 0))[:, None] & is_dim
-    tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=is_whole)
+    attended = acc
+    if sinks is not None:
+        attended = (
+            acc * keys_share(row_max + tl.log2(safe_sum), sinks, kv_head * GROUP_SIZE + rows % GROUP_SIZE)[:, None]
+        )
+    tl.store(output + out_offsets[:, None] + dims[None, :], attended.to(output.dtype.element_ty), mask=is_whole)
     is_split = rows < tl.where(partial < 0, 0, num_rows)
     part_rows = partial_rows(joined_rows + rows * 3, is_joined, partial, TILE_ROWS).to(tl.int64)
     part_rows = part_rows * NUM_KV_HEADS + kv_head

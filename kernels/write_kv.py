@@ -15,7 +15,7 @@ _TILE_TOKENS = 16
 
 def write_kv(
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     slots: torch.Tensor,
     pool: KVPool,
     layer: int,
@@ -35,8 +35,10 @@ def write_kv(
             nothing to it.
 
     Raises:
-        ValueError: the last dimension of `key` or `value` is strided.
+        ValueError: the last dimension of `key` or `value` is strided, or the pool is latent.
     """
+    if value is None or pool.is_latent:
+        raise ValueError("pool: expected one of keys and values, got a latent one")
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         raise ValueError("key, value: expected a contiguous last dimension, got a strided one")
     num_tokens = key.shape[0]

@@ -15,6 +15,7 @@
     │   ├── UnknownTokenizer
     │   └── SwitchedOff
     ├── CapacityError                the service is full now; `retry_after_s` says when to come back
+    │   ├── NoReplica
     │   ├── OutOfBlocks
     │   ├── OutOfMemory
     │   ├── QueueFull
@@ -29,6 +30,8 @@
     │   ├── Draining
     │   ├── EventsLost
     │   └── StepHangs
+    ├── KVSourceError                K/V can't be fetched from another server now
+    │   └── KVFormatDiffers
     ├── ConfigError                  the service can't start like this
     │   └── UnsupportedModel
     ├── StoreError                   a store of blocks can't do this; requests go on without it
@@ -114,6 +117,10 @@ class CapacityError(RadixKVError):
         self.retry_after_s = retry_after_s
 
 
+class NoReplica(CapacityError):
+    """No replica of the fleet may take the request."""
+
+
 class OutOfBlocks(CapacityError):
     """Not enough free or evictable blocks, or no more that leases may keep."""
 
@@ -168,6 +175,14 @@ class EventsLost(LifecycleError):
 
 class StepHangs(LifecycleError):
     """A forward pass does not come back."""
+
+
+class KVSourceError(RadixKVError):
+    """Another server can't be reached, or does not send K/V as it should."""
+
+
+class KVFormatDiffers(KVSourceError):
+    """The K/V of another server is of no use here: its model, its dtypes or its block size are others."""
 
 
 class ConfigError(RadixKVError):

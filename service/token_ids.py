@@ -13,6 +13,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from radixkv.v1.cache_pb2 import RegisterPublicPrefixRequest, RetainRequest
+from radixkv.v1.fleet_pb2 import RouteRequest
 from radixkv.v1.prefill_pb2 import PrefillRequest, ProbeRequest
 
 MAX_TOKEN_ID = 2**32 - 1
@@ -20,7 +21,7 @@ _FIELD_NUMBER = 1
 _LENGTH_DELIMITED = 2
 
 Prompt = TypeVar("Prompt", PrefillRequest, ProbeRequest, RetainRequest)
-Tokens = TypeVar("Tokens", PrefillRequest, ProbeRequest, RetainRequest, RegisterPublicPrefixRequest)
+Tokens = TypeVar("Tokens", PrefillRequest, ProbeRequest, RetainRequest, RegisterPublicPrefixRequest, RouteRequest)
 
 
 def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:

@@ -24,6 +24,7 @@ class FakeRunner:
     """
 
     is_asynchronous = True
+    compression_refusal = "a model without attention"
 
     def __init__(self, num_blocks: int, block_size: int, max_tokens: int | None = None) -> None:
         self.model = SimpleNamespace(

@@ -51,6 +51,7 @@ class NullRunner:
         self._row[0, NEXT_TOKEN_ID] = 1.0
 
     is_asynchronous = False
+    compression_refusal = "a model without attention"
 
     def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
         """Compute nothing."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from radixkv.api.compression import Compression
 from radixkv.api.params import MAX_URGENCY, PrefillParams
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
-from radixkv.errors import BeyondCeiling, InvalidRequest, PromptTooLong
+from radixkv.errors import BeyondCeiling, InvalidRequest, PromptTooLong, SwitchedOff
 from radixkv.tokens import TOKEN_BYTES
 
 
@@ -41,6 +42,8 @@ class Limits:
         default_ceiling_tokens: the same, of a tenant that is not there.
         pool_tokens: tokens that the block pool holds.
         model_fingerprint: digest of all that K and V depend on besides tokens and the adapter.
+        max_model_tokens: the longest sequence that the model computes; None for any length.
+        compression_refusal: why generations can't drop K/V; empty if they can.
     """
 
     model: str
@@ -54,6 +57,8 @@ class Limits:
     default_ceiling_tokens: int | None
     pool_tokens: int
     model_fingerprint: str = ""
+    max_model_tokens: int | None = None
+    compression_refusal: str = ""
 
     @classmethod
     def of_pool(
@@ -68,6 +73,7 @@ class Limits:
         ceiling_blocks: Mapping[str, int | None],
         default_ceiling_blocks: int | None = None,
         model_fingerprint: str = "",
+        compression_refusal: str = "",
     ) -> Limits:
         """Work out the limits of a model over a new block pool.
 
@@ -78,7 +84,7 @@ class Limits:
             block_size: tokens a block.
             ceiling_blocks: the most blocks that a tenant may hold, by tenant; None for no bound.
             default_ceiling_blocks: the same, of a tenant that is not there.
-            model_fingerprint: see the attributes.
+            model_fingerprint, compression_refusal: see the attributes.
         """
         # A generation goes on in a copy of the block in which its prompt ends.
         return cls(
@@ -95,6 +101,8 @@ class Limits:
             default_ceiling_tokens=None if default_ceiling_blocks is None else default_ceiling_blocks * block_size,
             pool_tokens=num_blocks * block_size,
             model_fingerprint=model_fingerprint,
+            max_model_tokens=max_model_tokens,
+            compression_refusal=compression_refusal,
         )
 
     def require_retention(self, tokens: bytes, retention: Retention) -> None:
@@ -145,12 +153,15 @@ class Limits:
         """Refuse a generation that is wrong, or could never be served.
 
         Raises:
-            InvalidRequest, PromptTooLong, BeyondCeiling: the message names the field.
+            InvalidRequest, PromptTooLong, BeyondCeiling, SwitchedOff: the message names the field.
         """
         sampling.validate(self.vocab_size)
         params.require_generable()
         self._require_params(params)
         num_tokens, max_new_tokens = params.num_tokens, sampling.max_new_tokens
+        if sampling.compression is not None:
+            self._require_compressed(params, max_new_tokens, sampling.compression)
+            return
         if num_tokens + max_new_tokens > self.max_sequence_tokens:
             raise PromptTooLong(
                 f"token_ids, max_new_tokens: expected at most {self.max_sequence_tokens} tokens together, got "
@@ -161,6 +172,30 @@ class Limits:
             raise BeyondCeiling(
                 f"token_ids, max_new_tokens: expected at most {most + 1} tokens together, by this tenant's ceiling, "
                 f"got {num_tokens} and {max_new_tokens}"
+            )
+
+    def _require_compressed(self, params: PrefillParams, max_new_tokens: int, compression: Compression) -> None:
+        """Refuse a generation whose prompt and private blocks never fit beside each other, or whose positions end."""
+        if self.compression_refusal:
+            raise SwitchedOff(f"compression: expected a model that allows it, got {self.compression_refusal}")
+        num_tokens, most = params.num_tokens, self.max_model_tokens
+        if most is not None and num_tokens + max_new_tokens > most:
+            raise PromptTooLong(
+                f"token_ids, max_new_tokens: expected at most {most} tokens together, got {num_tokens} and "
+                f"{max_new_tokens}"
+            )
+        num_entries = compression.most_entries(num_tokens, max_new_tokens)
+        needed = sum(-(-count // self.block_size) * self.block_size for count in (num_tokens, num_entries))
+        if needed > self.pool_tokens:
+            raise PromptTooLong(
+                f"token_ids, compression.max_tokens: expected at most {self.pool_tokens} tokens of K/V beside each "
+                f"other, in whole blocks, got {num_tokens} and {num_entries}"
+            )
+        ceiling = self._ceiling_tokens(params.caller.tenant)
+        if ceiling is not None and needed > ceiling:
+            raise BeyondCeiling(
+                f"token_ids, compression.max_tokens: expected at most {ceiling} tokens of K/V beside each other, in "
+                f"whole blocks, by this tenant's ceiling, got {num_tokens} and {num_entries}"
             )
 
     def _require_params(self, params: PrefillParams) -> None:

@@ -182,6 +182,9 @@ class GeneratedTokens:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+OnTokens = Callable[[GeneratedTokens], None]
+
+
 class GenerationFuture(Future[GenerateResult]):
     """The answer to a generation. Cancelling it throws the answer away; `finish` ends it early and keeps the answer."""
 

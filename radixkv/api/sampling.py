@@ -7,6 +7,7 @@ import math
 import secrets
 from dataclasses import dataclass, field
 
+from radixkv.api.compression import Compression
 from radixkv.api.constraint import Constraint
 from radixkv.api.params import PrefillParams
 from radixkv.errors import InvalidRequest
@@ -55,6 +56,7 @@ class Sampling:
         stop_token_ids: each of them ends the generation, and is its last token.
         ignore_eos: whether to go on after the model's own end-of-sequence tokens.
         constraint: what the answer must follow; the generation ends when nothing more may come. None for nothing.
+        compression: what K/V are kept while it goes on. None for all.
     """
 
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
@@ -73,6 +75,7 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    compression: Compression | None = None
 
     def of_answer(self, index: int) -> Sampling:
         """Return the options of one of several answers to a prompt: each draws with a seed of its own.
@@ -138,6 +141,8 @@ class Sampling:
             raise InvalidRequest(f"stop_token_ids: expected ids below the vocabulary size {vocab_size}, got more")
         if self.min_tokens and len(self.stop_token_ids) >= vocab_size:
             raise InvalidRequest("min_tokens: expected a token that is not in stop_token_ids, got none")
+        if self.compression is not None:
+            self.compression.validate()
 
     def _validate_bias(self, vocab_size: int) -> None:
         if len(self.logit_bias) > MAX_BIASED_TOKENS:

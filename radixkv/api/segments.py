@@ -1,4 +1,4 @@
-"""Cached segments, as operators see them: their size and their use, never their tokens."""
+"""Cached segments and stored namespaces, as operators see them: their size and their use, never their tokens."""
 
 from __future__ import annotations
 
@@ -61,3 +61,31 @@ class SegmentPage(NamedTuple):
     num_places: int
     num_segments: int
     num_compared: int
+
+
+class StoredNamespace(NamedTuple):
+    """Blocks of a namespace in a store below the device.
+
+    Attributes:
+        namespace: the isolation boundary; `adapter` is the one that computed the blocks.
+        num_blocks: whole blocks.
+    """
+
+    namespace: Namespace
+    num_blocks: int
+
+
+class StoredPage(NamedTuple):
+    """Some of the namespaces of which a store holds blocks.
+
+    Attributes:
+        namespaces: those of the page.
+        next_place: where the next page begins; None after the last one.
+        num_compared: namespaces that were looked at for this page.
+        num_namespaces: namespaces of all tenants.
+    """
+
+    namespaces: tuple[StoredNamespace, ...]
+    next_place: int | None
+    num_compared: int
+    num_namespaces: int

@@ -134,6 +134,11 @@ class Lease:
         return len(self.tokens) // TOKEN_BYTES
 
     @property
+    def num_dropped_tokens(self) -> int:
+        """None; see `PromptLease`."""
+        return 0
+
+    @property
     def known_node(self) -> Node | None:
         """The deepest pinned node that begins within what this lease knows to be in the tree; None without one."""
         node = self.node

@@ -104,7 +104,7 @@ class PrefixCache:
         self.probation = probation = Probation(probation_share, num_blocks)
         self._lines, counting = make_lines(policy, self.tenants, probation)
         own = (self._retained, self.kept, policy, *counting, self._lost, self.segments)
-        self._changes = Changes((*own, *listeners))
+        self._changes = Changes((*listeners, *own))  # listeners still see the priority of what is evicted
         self._holdings = Holdings(
             block_size=block_size,
             trees=self._trees,

@@ -15,7 +15,7 @@ class PromptLease(Protocol):
     """A lease, whatever the place in which it publishes. Positions count from the beginning of the prompt.
 
     `Lease` is one in a tree that begins with the prompt, and says what everything means; `HungLease` is one in a tree
-    that hangs below a public prefix.
+    that hangs below a public prefix; `PrivateLease` goes on in blocks that are never published.
     """
 
     copy: BlockCopy | None
@@ -31,6 +31,10 @@ class PromptLease(Protocol):
     @property
     def num_tokens(self) -> int:
         """Length in tokens, extensions included."""
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        """Tokens whose K/V are not in the blocks any more: 0, but for a `PrivateLease`."""
 
     @property
     def cached_tokens(self) -> int:

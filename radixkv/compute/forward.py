@@ -14,7 +14,7 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.staging import to_device
 from radixkv.model.adapters.adapter_range import AdapterRange
-from radixkv.model.attention.interface import AttentionKernels
+from radixkv.model.attention.interface import AttentionKernels, QueryWatcher, WatchedRows
 from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.model import Model
 from radixkv.tokens import TOKEN_BYTES
@@ -37,6 +37,8 @@ class Chunk:
         wants_all_logits: whether those after each of its tokens are returned, whatever `wants_logits` says.
         adapter: digest of the adapter; empty for the base model.
         adapter_from: position from which on tokens are computed with the adapter; those before are the base model's.
+        num_dropped: tokens before the chunk whose K/V are not in the blocks any more: these hold those of the others.
+        watcher: looks at the chunk's queries; None for nobody.
     """
 
     tokens: bytes | bytearray
@@ -48,6 +50,8 @@ class Chunk:
     wants_all_logits: bool = False
     adapter: str = ""
     adapter_from: int = 0
+    num_dropped: int = 0
+    watcher: QueryWatcher | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -69,12 +73,14 @@ class StepLayout:
         logit_rows: int64 `[n]`, the rows whose logits are returned.
         batch: the requests of the tokens, and the places of their K/V.
         adapters: the rows that are computed with an adapter.
+        watched: the rows whose queries somebody looks at.
     """
 
     positions: torch.Tensor
     logit_rows: torch.Tensor
     batch: PagedBatch
     adapters: Sequence[AdapterRange] = ()
+    watched: Sequence[WatchedRows] = ()
 
     def to(self, device: torch.device) -> StepLayout:
         """Return the same layout with its tensors on a device; see `to_device`."""
@@ -83,6 +89,7 @@ class StepLayout:
             to_device(self.logit_rows, device),
             self.batch.to(device),
             self.adapters,
+            self.watched,
         )
 
 
@@ -95,7 +102,7 @@ def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepLayout:
     """
     batch = PagedBatch.build(
         query_lens=[chunk.num_tokens for chunk in chunks],
-        kv_lens=[chunk.end for chunk in chunks],
+        kv_lens=[chunk.end - chunk.num_dropped for chunk in chunks],
         block_tables=[chunk.block_ids for chunk in chunks],
         block_size=block_size,
     )
@@ -103,11 +110,19 @@ def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepLayout:
     logit_rows = [
         row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logit_rows, end)
     ]
+    positions = batch.positions  # among what is in the blocks
+    if any(chunk.num_dropped for chunk in chunks):
+        positions += np.repeat([chunk.num_dropped for chunk in chunks], batch.query_lens)
     return StepLayout(
-        torch.from_numpy(batch.positions),
+        torch.from_numpy(positions),
         torch.tensor(logit_rows, dtype=torch.int64),
         batch,
         _adapter_ranges(chunks, batch.query_starts),
+        [
+            WatchedRows(end - chunk.num_tokens, end, chunk.watcher)
+            for chunk, end in zip(chunks, ends, strict=True)
+            if chunk.watcher is not None
+        ],
     )
 
 
@@ -153,6 +168,6 @@ def compute_step(
         input_ids: int64 `[num_tokens]` on the model's device.
         layout: the layout of these tokens, on the model's device.
     """
-    step = PagedStep(pool, layout.batch, kernels)
+    step = PagedStep(pool, layout.batch, kernels, layout.watched)
     logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters)
     return StepOutputs(logits, torch.cat((is_finite & step.is_finite, logits.argmax(dim=-1))))

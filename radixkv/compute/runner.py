@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -13,10 +14,12 @@ from radixkv.blocks import BlockCopy
 from radixkv.compute.forward import Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
 from radixkv.compute.graphs.graphs import StepGraphs
 from radixkv.kernels.staging import to_device
-from radixkv.model.attention.interface import AttentionKernels
+from radixkv.model.attention.interface import AttentionKernels, QueryWatcher
+from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.fingerprint import fingerprint_cached
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
+from radixkv.storage.mover import payload_layout
 
 
 class StepResult(NamedTuple):
@@ -66,7 +69,9 @@ class Runner:
     @property
     def fingerprint(self) -> str:
         """The fingerprint of what is cached: of the model and the pool; see `radixkv.model.fingerprint`."""
-        return fingerprint_cached(self.model.fingerprint, self.storage.kv_dtype, self.storage.block_size)
+        storage = self.storage
+        stored_as = f"{storage.kv_dtype}: {payload_layout(storage.pool)}"
+        return fingerprint_cached(self.model.fingerprint, stored_as, storage.block_size)
 
     @property
     def has_graphs(self) -> bool:
@@ -78,6 +83,15 @@ class Runner:
         return Runner(self.model, self.storage, self._kernels)
 
     @property
+    def compression_refusal(self) -> str:
+        """Reason why generations can't drop K/V; empty if they can."""
+        if self.model.device.type != "cpu":
+            return f"a model on {self.model.device.type}, where it is not tested yet"
+        if any(kind.window is not None for kind in self.model.attention_kinds):
+            return "a model with sliding windows, whose own rule says what is seen"
+        return ""
+
+    @property
     def is_asynchronous(self) -> bool:
         """Whether the device computes a step that was started while the host does something else."""
         return self.model.device.type == "cuda"
@@ -86,14 +100,15 @@ class Runner:
         """Do the work of a step that does not need its tokens. The step before may still be computed.
 
         A recorded step is planned and written to pinned memory. Of any other step the tables are made. Steps with rows
-        of adapters are not recorded: products of other shapes add to them.
+        of adapters are not recorded: products of other shapes add to them. Nor are those that somebody watches.
 
         Returns:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
         """
         layout = lay_out(chunks, self.storage.block_size)
         copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
-        recorded = None if self._graphs is None or layout.adapters else self._graphs.prepare(layout)
+        is_own = self._graphs is None or layout.adapters or layout.watched
+        recorded = None if is_own or self._graphs is None else self._graphs.prepare(layout)
         return functools.partial(self._start, layout, copies, recorded or functools.partial(self._compute, layout))
 
     def start(self, chunks: Sequence[Chunk]) -> Wait:
@@ -106,6 +121,20 @@ class Runner:
             whether all its numbers are finite.
         """
         return self.prepare(chunks)(pack_tokens(chunks))
+
+    def observe(self, chunk: Chunk, num_tokens: int, watcher: QueryWatcher) -> None:
+        """Compute the last tokens of a chunk once more, for somebody who looks at their queries. Changes nothing.
+
+        Args:
+            chunk: its K/V exist, those of its own tokens too.
+            num_tokens: tokens to compute.
+            watcher: sees each layer.
+        """
+        last = dataclasses.replace(chunk, start=chunk.end - num_tokens, copy=None, wants_logits=False)
+        layout = lay_out([dataclasses.replace(last, watcher=watcher)], self.storage.block_size).to(self.model.device)
+        step = PagedStep(self.storage.pool, layout.batch, self._kernels, layout.watched, is_reading=True)
+        input_ids = to_device(pack_tokens([last]), self.model.device)
+        self.model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters)
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
         """Start a step and wait for it; see `start`."""

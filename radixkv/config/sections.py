@@ -10,17 +10,19 @@ from typing import Annotated, Any
 
 from radixkv.config.bounds import OneOf, Range, require_fields
 from radixkv.config.cache_section import CacheConfig
+from radixkv.config.fleet_section import FleetConfig
 from radixkv.config.model_section import AdapterConfig, ModelConfig
 from radixkv.config.reading import read_file, read_setting, require_known, section_with, table
 from radixkv.config.tenant_section import TenantConfig
 from radixkv.config.tiers_section import StoreConfig, TiersConfig
+from radixkv.config.transfer_section import KVSourceConfig, TransferConfig
 from radixkv.errors import ConfigError
 
 _MAX_INT32 = 2**31 - 1
 _YEAR_S = 366 * 24 * 3600  # clocks and time stamps overflow far beyond it
 
 # Sections that have a name of their own below theirs.
-_NAMED = {"adapters": AdapterConfig, "stores": StoreConfig, "tenants": TenantConfig}
+_NAMED = {"adapters": AdapterConfig, "kv_sources": KVSourceConfig, "stores": StoreConfig, "tenants": TenantConfig}
 
 _Count = Annotated[int, Range(0)]
 _PositiveCount = Annotated[int, Range(1)]
@@ -186,6 +188,7 @@ class Config:
 
     Attributes:
         stores: sections `stores.NAME`, by name.
+        kv_sources: sections `kv_sources.NAME`, by name.
         adapters: sections `adapters.NAME`, by name.
         tenants: sections `tenants.NAME`, by name.
         default_tenant: the bounds of each tenant that has no section of its own.
@@ -197,8 +200,11 @@ class Config:
     server: ServerConfig = ServerConfig()
     events: EventsConfig = EventsConfig()
     gateway: GatewayConfig = GatewayConfig()
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
     stores: Mapping[str, StoreConfig] = field(default_factory=dict)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    kv_sources: Mapping[str, KVSourceConfig] = field(default_factory=dict)
     adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     default_tenant: TenantConfig = field(default_factory=TenantConfig)
@@ -206,6 +212,8 @@ class Config:
     def __post_init__(self) -> None:
         for name, store in self.stores.items():
             store.require(f"stores.{name}")
+        for name, source in self.kv_sources.items():
+            source.require(f"kv_sources.{name}")
         for name, adapter in self.adapters.items():
             adapter.require(f"adapters.{name}")
         if 0 < self.model.max_adapters < len(self.adapters):

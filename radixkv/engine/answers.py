@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from radixkv.api.result import FinishReason, GenerateResult, HeldLease, PrefillResult, ProbeResult, Retained, Timing
-from radixkv.api.retention import DEFAULT_PRIORITY, Grant
+from radixkv.api.retention import DEFAULT_PRIORITY, Grant, Retention
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.offload.offload import Offload
@@ -70,10 +70,12 @@ class Answers:
             retained=self._retain(request, request.lease, now_s),
         )
 
-    def retained(self, grant: Grant, now_s: float) -> Retained:
-        """Return a grant with its end in Unix time."""
-        ends_s = grant.expires_s
-        return Retained(grant, None if ends_s is None else time.time() + ends_s - now_s)
+    def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, now_s: float) -> Retained:
+        """Set the priority of what is cached and stored of a range, whatever it was before."""
+        grant = self._cache.retain(namespace, tokens, retention)
+        if self._offload is not None:
+            grant = self._offload.retain(namespace, tokens, retention, grant)
+        return _retained(grant, now_s)
 
     def _retain(self, request: Request, lease: PromptLease | None, now_s: float) -> Retained | None:
         """Retain the range that the request asks for.
@@ -102,13 +104,19 @@ class Answers:
                 grant = grant.joined(
                     self._cache.retain(request.namespace, request.prompt_tokens, part, only_raise=only_raise)
                 )
-        return self.retained(grant, now_s)
+        return _retained(grant, now_s)
 
     def _hold(self, request: Request, lease: PromptLease, now_s: float) -> HeldLease:
         block_ids = lease.block_ids
         lease_id, expires_s = self._held_leases.hold(lease, request.tenant, now_s)
         request.lease = None  # `held_leases` owns it
         return HeldLease(lease_id, time.time() + expires_s - now_s, block_ids)
+
+
+def _retained(grant: Grant, now_s: float) -> Retained:
+    """Return a grant with its end in Unix time."""
+    ends_s = grant.expires_s
+    return Retained(grant, None if ends_s is None else time.time() + ends_s - now_s)
 
 
 def _timing(request: Request, now_s: float) -> Timing:

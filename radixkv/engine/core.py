@@ -16,6 +16,7 @@ from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.answers import Answers
+from radixkv.engine.compression.compressions import Compressions
 from radixkv.engine.delivery import Delivery
 from radixkv.engine.early_ends import EarlyEnds
 from radixkv.engine.endings import Endings
@@ -86,7 +87,6 @@ class EngineCore:
         events: TreeFeed | None = None,
         offload: Offload | None = None,
     ) -> None:
-        storage = runner.storage
         self.cache = cache
         self.held_leases = held_leases = HeldLeases(
             cache.kept, config.held_lease_ttl_s, config.max_held_leases, config.max_tenant_held_leases
@@ -95,8 +95,7 @@ class EngineCore:
         self.num_failed_steps = 0
         self._events = events
         self._offload = offload
-        self._runner = runner
-        self._clock = clock
+        self._runner, self._clock, storage = runner, clock, runner.storage
         self._under_way: Step | None = None  # the step that was started ahead
         self._budget = StepBudget(config.step_tokens)
         self._scheduler = scheduler = Scheduler(config.step_tokens, config.max_running_requests, weights)
@@ -106,6 +105,7 @@ class EngineCore:
         self._on_end = on_end
         self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, self._leave, clock)
         self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail, on_start, offload)
+        self._compressions = Compressions(runner, scheduler, endings.fail)
         self._growth = Growth(scheduler, flights, tally, observer)
         self._steps_ahead = StepsAhead(runner, scheduler, early_ends, held_leases, has_news, clock)
         self._answers = answers = Answers(cache, held_leases, offload)
@@ -190,7 +190,7 @@ class EngineCore:
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
         """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`."""
-        return self._answers.retained(self.cache.retain(namespace, tokens, retention), self._clock())
+        return self._answers.retain(namespace, tokens, retention, self._clock())
 
     def purge(self, *, tenant: str | None, adapter: str | None, salt: str | None) -> Purged:
         """Forget namespaces at once, without waiting for stores; see `purging`."""
@@ -224,13 +224,14 @@ class EngineCore:
     def _begin(self) -> Step | None:
         """Start a step of the running requests and those that are admitted now; None if nothing is to be computed."""
         self._sweep()
+        self._compressions.settle()
         self._growth.extend_leases()
         self._growth.free_slot()
         self._scheduler.max_step_tokens = self._budget.num_tokens
         self._scheduler.resume(() if self._offload is None else self._offload.ready())
         slices = self._scheduler.next_step(self._admitter)
         self._save()
-        return start_step(self._runner, slices, self._clock()) if slices else None
+        return start_step(self._runner, slices, self._clock(), self._compressions.watcher_of) if slices else None
 
     def _start_ahead(self, next_step: NextStep, computed: list[Computed]) -> None:
         """Start a prepared step, and do then what else belongs to the start of a step."""

@@ -13,10 +13,11 @@ from typing import Any
 from radixkv.api.caller import ANONYMOUS, Caller
 from radixkv.api.limits import Limits
 from radixkv.api.params import PrefillParams
-from radixkv.api.result import GeneratedTokens, GenerationFuture, PrefillResult, ProbeResult, Retained
+from radixkv.api.result import GenerationFuture, OnTokens, PrefillResult, ProbeResult, Retained
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.api.stats import DEFAULT_MAX_TENANTS, EngineLoad, EngineStats
+from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.cache.listing.segment_source import SegmentSource
 from radixkv.cache.namespaces.purge import Purged
 from radixkv.cache.prefix_cache import PrefixCache
@@ -30,6 +31,7 @@ from radixkv.engine.observer import Observer
 from radixkv.engine.offload.deletions import when_deleted
 from radixkv.engine.offload.offload import CLOSE_LIMIT_S, Offload
 from radixkv.engine.public.public_registry import PublicRegistry
+from radixkv.engine.transfer.transfer import Transfer
 from radixkv.engine.watchdog import Watchdog
 from radixkv.errors import Draining, LifecycleError, RadixKVError, StepHangs
 from radixkv.events.readers import EventSource
@@ -68,7 +70,7 @@ class Engine:
         eos_token_ids: the model's own tokens that end a generation.
         events: the log of what is cached; None if nothing listens.
         segments: what is cached, a page at a time.
-        offload: the stores below the device; None without any.
+        offload, transfer: the stores below the device, and what gives and takes K/V; None without any.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Engine:
             num_blocks=cache.pool.num_blocks, block_size=cache.block_size,
             ceiling_blocks={tenant: usage.quota.ceiling_blocks for tenant, usage in cache.tenants.with_quota.items()},
             default_ceiling_blocks=cache.tenants.default_quota.ceiling_blocks, model_fingerprint=runner.fingerprint,
+            compression_refusal=runner.compression_refusal,
         )  # fmt: skip
         self.eos_token_ids = model.eos_token_ids
         self._gate, self._inbox = Gate(config, rates), Inbox(config.max_waiting_calls, config.max_tenant_calls)
@@ -97,13 +100,15 @@ class Engine:
             runner, cache, config, on_end=self._leave, on_start=self._gate.note_start, observers=observers,
             weights=weights, has_news=lambda: not self._inbox.is_empty, events=events, offload=offload,
         )  # fmt: skip
-        self.offload = offload
-        if offload is not None:
-            offload.wake = lambda: self._inbox.put(lambda: None)
         self.events = None if events is None else EventSource(events, cache.nodes, self._call)
         self.segments = SegmentSource(cache, lambda look, tenant: self._call(look, Asker.of_scope(tenant), tenant))
+        self.offload = offload
+        if offload is not None:
+            offload.wake, self.segments.stores = lambda: self._inbox.put(lambda: None), offload.stored
         thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
         self.adapters = Adapters(runner.fingerprint, adapters, cache, thread)
+        parts = None if offload is None else offload.transfer
+        self.transfer = Transfer.of(parts, self._core.held_leases, self.adapters, self._call)
         self.public = PublicRegistry(cache.public, self.limits, self.adapters, thread, self._submit)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
@@ -123,9 +128,7 @@ class Engine:
     @property
     def cancellation(self) -> LifecycleError:
         """Why the engine cancels futures: because it stops, or else because a step takes too long."""
-        if self._gate.is_closed:
-            return Draining("engine: stopped before the answer was known")
-        return self._hanging()
+        return Draining("engine: stopped before the answer was known") if self._gate.is_closed else self._hanging()
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -149,11 +152,12 @@ class Engine:
         return future
 
     def generate(
-        self, params: PrefillParams, sampling: Sampling, on_tokens: Callable[[GeneratedTokens], None]
+        self, params: PrefillParams, sampling: Sampling, on_tokens: OnTokens, fetched: Fetched | None = None
     ) -> GenerationFuture:
         """Queue a prompt, `params`, and the generation after it.
 
         Args:
+            fetched: blocks of the prompt from another server, if the engine has a `transfer`.
             sampling: how tokens are chosen, and when to stop.
             on_tokens: called on the engine's thread with every new token but the last, which comes with the result. It
                 must be quick; if it raises, the request fails.
@@ -163,10 +167,8 @@ class Engine:
         future = GenerationFuture()
         with self._reporting_refusal(), self.adapters.using(params.caller, params.tokens) as prompt:
             self.limits.require_generation(params, sampling)
-            stops = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
-            generation = Generation(sampling, stops, on_tokens)
-            params = sampling.prompt_params(params)
-            self._submit(prompt.request(params, future, generation))
+            generation = Generation.of(sampling, self.eos_token_ids, on_tokens)
+            self._submit(prompt.request(sampling.prompt_params(params), future, generation, fetched))
         return future
 
     def probe(self, tokens: bytes, caller: Caller = ANONYMOUS) -> Future[ProbeResult]:

@@ -45,13 +45,17 @@ class Growth:
             self._pause(youngest)
 
     def _make_room_for(self, request: Request, error: CapacityError) -> None:
-        """Pause the youngest of the requests that hold the blocks in question; it may be `request` itself."""
+        """Pause the youngest of the requests that hold the blocks in question; it may be `request` itself.
+
+        A compressed generation is never paused. It needs no more blocks, so it ends, and gives back what it has.
+        """
         self._pause(
             max(
                 (
                     running
                     for running in self._scheduler.running
-                    if isinstance(error, OutOfBlocks) or running.tenant == request.tenant
+                    if running.compression is None
+                    and (isinstance(error, OutOfBlocks) or running.tenant == request.tenant)
                 ),
                 key=lambda holder: holder.arrival,
             )

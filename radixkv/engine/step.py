@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from radixkv.api.result import TokenLogprobs
+from radixkv.compute.compression.kept_entries import KeptEntries
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner, Wait
 from radixkv.engine.sampler import Prediction, allowed_tokens, predict, read_logprobs
 from radixkv.errors import RadixKVError
 from radixkv.invocation import plain
+from radixkv.scheduling.request import Request
 from radixkv.scheduling.step_plan import Slice
 
 
@@ -92,9 +94,13 @@ class Step:
         ]
 
 
-def start_step(runner: Runner, slices: Sequence[Slice], now_s: float) -> Step:
-    """Start a forward pass over at least one slice."""
-    return Step(slices, now_s, lambda: runner.start([_chunk(part) for part in slices]))
+def start_step(
+    runner: Runner, slices: Sequence[Slice], now_s: float, watcher_of: Callable[[Request], KeptEntries | None]
+) -> Step:
+    """Start a forward pass over at least one slice, given who looks at the queries of a request; None for nobody."""
+    return Step(
+        slices, now_s, lambda: runner.start([_watched(chunk_of(part), watcher_of(part.request)) for part in slices])
+    )
 
 
 class NextStep:
@@ -112,7 +118,7 @@ class NextStep:
         self.slices = [Slice(part.request, part.end, part.end + 1) for part in step.slices]
         # The step before makes the copy of a block that is needed.
         self._launch = runner.prepare(
-            [dataclasses.replace(_chunk(part), copy=None, wants_logits=True) for part in self.slices]
+            [dataclasses.replace(chunk_of(part), copy=None, wants_logits=True) for part in self.slices]
         )
 
     def start(self, computed: Sequence[Computed], now_s: float) -> Step:
@@ -131,7 +137,8 @@ def _started(start: Callable[[], Wait]) -> Wait:
         return functools.partial(_raise, error)
 
 
-def _chunk(part: Slice) -> Chunk:
+def chunk_of(part: Slice) -> Chunk:
+    """Return what is to be computed for a slice."""
     request, start, end = part
     lease, invocation = request.open_lease, request.invocation
     return Chunk(
@@ -144,7 +151,12 @@ def _chunk(part: Slice) -> Chunk:
         wants_all_logits=request.wants_all_logits,
         adapter=request.adapter,
         adapter_from=0 if invocation is None else invocation.start,
+        num_dropped=lease.num_dropped_tokens,
     )
+
+
+def _watched(chunk: Chunk, watcher: KeptEntries | None) -> Chunk:
+    return chunk if watcher is None else dataclasses.replace(chunk, watcher=watcher)
 
 
 def _num_logit_rows(part: Slice) -> int:

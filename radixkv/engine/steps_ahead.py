@@ -89,4 +89,6 @@ def _decodes_on(request: Request, num_coming: int = 0) -> bool:
     generation = request.generation
     if generation is None or not request.is_decoding or generation.finish_reason is not None:
         return False
+    if request.compression is not None:  # something is dropped first
+        return False
     return len(generation.token_ids) + num_coming < generation.sampling.max_new_tokens

@@ -110,13 +110,22 @@ class _Products(Generic[T]):
         self.functions: dict[Callable[..., Any], Callable[..., Any]] = {
             functional.linear: self._linear,
             torch.addmm: self._addmm,
+            torch.matmul: self._matmul,
+            torch.Tensor.matmul: self._matmul,
+            torch.Tensor.__matmul__: self._matmul,
         }
+        self._weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._multiply(input, weight, bias, self._attempt_of(weight, bias))
 
     def _addmm(self, input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
         return self._linear(mat1, mat2.t(), input)
+
+    def _matmul(self, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if other.dim() != 2 or other.untyped_storage().data_ptr() not in self._weights:
+            return torch.matmul(input, other)
+        return self._linear(input, other.t())
 
     def _attempt_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> T:
         key = (weight.shape, weight.dtype, weight.stride(), weight.data_ptr() % 16, bias is None)

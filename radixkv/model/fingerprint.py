@@ -45,12 +45,12 @@ def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) 
     return digest.hexdigest()
 
 
-def fingerprint_cached(model: str, kv_dtype: str, block_size: int) -> str:
+def fingerprint_cached(model: str, stored_as: str, block_size: int) -> str:
     """Digest what cached blocks depend on besides tokens, tenant, adapter and salt.
 
     Args:
         model: of `fingerprint_model`.
-        kv_dtype: how K and V are stored.
+        stored_as: how K and V are stored.
         block_size: tokens a block.
     """
-    return xxh3_128(json.dumps([model, kv_dtype, block_size]).encode()).hexdigest()
+    return xxh3_128(json.dumps([model, stored_as, block_size]).encode()).hexdigest()

@@ -14,6 +14,7 @@ from radixkv.config import ModelConfig
 from radixkv.config.model_directory import check_servable
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
 from radixkv.kernels.int8_linear import adds_integers_exactly
+from radixkv.model.architecture import check_architecture
 from radixkv.model.attention.paged_step import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.on_gpu import require_triton
@@ -59,8 +60,7 @@ def _load(config: ModelConfig, device: torch.device) -> Model:
     check_servable(config.path)
     directory = Path(config.path)
     try:
-        module = _load_module(directory, _dtype(config))
-        _refuse_masks_we_do_not_make(module)
+        module = _load_module(directory, _dtype(config), device)
         return _model(directory.resolve().name, module, device, config)
     except RadixKVError:
         raise
@@ -80,17 +80,13 @@ def _model(name: str, module: PreTrainedModel, device: torch.device, config: Mod
     )
 
 
-def _load_module(directory: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def _load_module(directory: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
     disable_progress_bar()  # a service's log is no terminal
     hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
     model_class = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     if model_class is None:
         raise UnsupportedModel(f"model_type {hf_config.model_type}: expected a causal language model")
-    if not (model_class.is_backend_compatible() and model_class._can_set_attn_implementation()):
-        raise UnsupportedModel(
-            f"{model_class.__name__}: its attention does not go through transformers' attention interface, so it would "
-            "ignore the cache"
-        )
+    check_architecture(model_class, hf_config, device)
     module, info = AutoModelForCausalLM.from_pretrained(
         directory,
         config=hf_config,
@@ -105,19 +101,6 @@ def _load_module(directory: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     if wrong:
         raise ConfigError(f"model.path: the weights in {directory} do not fit its config.json: {', '.join(wrong)}")
     return module
-
-
-def _refuse_masks_we_do_not_make(module: PreTrainedModel) -> None:
-    """Refuse masks other than causal ones with or without a sliding window: they would get lost without an error."""
-    config = module.config.get_text_config()
-    name = type(module).__name__
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if others:
-        kinds = ", ".join(sorted(others))
-        raise UnsupportedModel(f"{name}: expected layers of full or sliding attention, got {kinds}")
-    for key in ("attention_chunk_size", "use_bidirectional_attention"):
-        if getattr(config, key, None):
-            raise UnsupportedModel(f"{name}: its config.json sets {key}, which our attention does not do")
 
 
 def _dtype(config: ModelConfig) -> torch.dtype | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,8 +17,10 @@ from radixkv.model.adapters.adapted_layers import AdaptedLayers, Products
 from radixkv.model.adapters.adapter_files import AdapterFiles
 from radixkv.model.adapters.adapter_range import AdapterRange
 from radixkv.model.adapters.low_rank_products import LowRankProducts
+from radixkv.model.architecture import check_windows
 from radixkv.model.attention.interface import AttentionKind, AttentionStep, AttentionUse
-from radixkv.model.attention.paged_step import PaddedStep
+from radixkv.model.attention.latent_parts import LatentParts
+from radixkv.model.attention.paged_step import PaddedStep, RunningPass
 from radixkv.model.exactness import make_exact, padded_tokens
 from radixkv.model.fingerprint import fingerprint_model
 from radixkv.model.on_gpu import fuse_modules, low_rank_kernels
@@ -57,6 +59,7 @@ class Model:
         max_tokens: tokens of the longest sequence that the model is made for; None if its configuration does not say.
         eos_token_ids: tokens that end a generation.
         weights: as given.
+        latent: its layers with latent attention.
         adapted: its layers, to which adapters may add; None if none may be loaded.
         fingerprint: see `fingerprint_model`.
     """
@@ -82,6 +85,7 @@ class Model:
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self.weights = weights
         self.adapted: AdaptedLayers[Any] | None = None
+        self.latent = LatentParts(module, is_exact=is_exact)
         choices = ProductChoices(is_exact=is_exact, weights=weights)
         is_packed = device.type == "cpu" and is_fused is None
         if is_packed:
@@ -89,13 +93,17 @@ class Model:
         if max_adapters:
             products = _low_rank_products(device, is_exact=is_exact)
             self.adapted = AdaptedLayers(module, products, max_adapters, adapter_bytes)
-        self._unfused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._undone: list[Callable[[], AbstractContextManager[None]]] = [self.latent.undone]
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
-            self._unfused = fuse_modules(module)
+            self._undone.append(fuse_modules(module))
         elif is_packed:
-            self._unfused = JoinedParts(module, is_exact=is_exact).undone
+            self._undone.append(JoinedParts(module, is_exact=is_exact).undone)
         self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
         self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
+        self._running = RunningPass()
+        for part in module.modules():
+            if hasattr(part, "layer_idx"):
+                part.running_pass = self._running
         for part in module.modules():  # heads call `base_model`, or a decoder in it
             if isinstance(part, PreTrainedModel) and part is not module:
                 part.register_forward_hook(self._keep_hidden_states)
@@ -104,6 +112,7 @@ class Model:
         self.max_tokens = _max_tokens(config)
         self.eos_token_ids = _eos_token_ids(module)
         self.kv_shape, self.attention_kinds = _probe_attention(self, int(config.num_hidden_layers))
+        check_windows(type(module).__name__, config, (kind.window for kind in self.attention_kinds), self.max_tokens)
 
     @torch.inference_mode()
     def forward(
@@ -136,7 +145,7 @@ class Model:
             padding = (0, padded_tokens(num_tokens, self.device) - num_tokens)
             input_ids, position_ids = pad(input_ids, padding), pad(position_ids, padding)
             step = PaddedStep(step, num_tokens)
-        with self._mode, self._with_adapters(adapters):
+        with self._mode, self._with_adapters(adapters), self._running.with_step(step):
             output = self.module(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],
@@ -172,9 +181,13 @@ class Model:
         if self.adapted is not None:
             self.adapted.try_out(files)
 
-    def unfused(self) -> AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def unfused(self) -> Iterator[None]:
         """Let `module` run as transformers wrote it, inside the `with` block."""
-        return self._unfused()
+        with contextlib.ExitStack() as stack:
+            for undone in self._undone:
+                stack.enter_context(undone())
+            yield
 
     def _with_adapters(self, ranges: Sequence[AdapterRange]) -> AbstractContextManager[object]:
         if not ranges:
@@ -220,20 +233,23 @@ class _ShapeProbe:
     """A step without a pool that records what each layer would store in one."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}
+        self.shapes: dict[int, tuple[int, int, int | None, torch.dtype]] = {}
         self.kinds: dict[AttentionKind, None] = {}
+        self.is_repeated = False  # whether a layer attended more than once
 
     def attend(
         self,
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         scoring: Scoring,
     ) -> torch.Tensor:
-        self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2], key.dtype)
-        self.kinds[AttentionKind(query.shape[1], scoring.window, scoring.softcap)] = None
-        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+        self.is_repeated |= layer in self.shapes
+        value_dim = None if value is None else value.shape[2]
+        self.shapes[layer] = (key.shape[1], key.shape[2], value_dim, key.dtype)
+        self.kinds[AttentionKind(query.shape[1], scoring.window, scoring.softcap, scoring.sinks is not None)] = None
+        return query.new_zeros(*query.shape[:2], key.shape[2] if value_dim is None else value_dim)
 
 
 def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[AttentionKind, ...]]:
@@ -246,6 +262,8 @@ def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[Atte
     name = type(model.module).__name__
     ids = torch.zeros(2, dtype=torch.int64, device=model.device)
     model.forward(ids, torch.arange(2, device=model.device), probe, torch.ones(1, dtype=torch.int64, device=ids.device))
+    if probe.is_repeated:
+        raise UnsupportedModel(f"{name}: expected each layer to attend once a token, got layers that attend again")
     if sorted(probe.shapes) != list(range(num_layers)):
         raise UnsupportedModel(
             f"{name}: expected {num_layers} layers to call attention, got {len(probe.shapes)}; the others keep state "
@@ -255,6 +273,6 @@ def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[Atte
     num_kv_heads, head_dim, value_dim, dtype = next(iter(shapes))
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedModel(f"{name}: expected K/V of float32, bfloat16 or float16, got {dtype}")
-    if len(shapes) > 1 or head_dim != value_dim:
+    if len(shapes) > 1 or value_dim not in (None, head_dim):
         raise UnsupportedModel(f"{name}: expected one K/V shape in all layers, got {sorted(map(str, shapes))}")
-    return KVShape(num_layers, num_kv_heads, head_dim, dtype), tuple(probe.kinds)
+    return KVShape(num_layers, num_kv_heads, head_dim, dtype, is_latent=value_dim is None), tuple(probe.kinds)

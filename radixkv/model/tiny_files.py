@@ -15,9 +15,9 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 131_072,
-    "initializer_range": 0.08,  # wide enough that every token changes the answer
-    "tie_word_embeddings": False,
-    "eos_token_id": None,  # it was not trained to end
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "eos_token_id": [509, 511],  # the ends of a document and of a turn
 }
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # the last ids
 
@@ -25,21 +25,26 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Pairs that become one token, the first ones first; `_` is a space. Learned from the prose of this repository.
+# Pairs that become one token, the first ones first; `_` is a space. Learned by `python -m bench.training.merges`.
 _MERGES = """
-    _+t _+a h+e _+o r+e _+s _+i e+s e+r _+w _t+he n+d _+b a+t _+c e+n _+f _+p t+s i+n e+d _+m _+. _+l o+r o+n _a+nd _o+f
-    i+t r+o _+n _o+n _t+h _+re a+c _i+n _+e _+- _t+o _s+t a+d _+, l+o a+n a+s _i+s d+e in+g _+h _+r _c+o i+c _n+o a+r
-    l+l _w+h it+h _th+at i+on c+k e+p q+u .+. s+t v+er _+A _w+ith k+en u+n m+p _f+or _b+e o+u m+e l+e _+d _+g _+T _on+e
-    _+: _p+ro _st+ep _+k _m+o t+h _to+ken lo+ck u+s _a+re _b+lock _i+t es+t a+l i+x c+h _i+ts _a+t a+y _a+n en+t es+ts
-    er+s _re+qu l+d ac+h in+e u+t _l+e _s+er e+l k+v i+s p+y _f+i ad+ix _r+adix _radix+kv _+ro _s+o _l+o _no+t _token+s
-    o+re _T+he e+t t+er '+s _mo+de i+ts v+ic g+h _s+h v+e _+de _o+r ..+.. _wh+at i+m _r+un a+p he+r _b+y en+g _e+ach s+e
-    u+l _s+e _n+e c+e _block+s a+k _a+s a+me nd+s ac+he es+s l+y o+l _+eng _co+mp _h+as a+re f+ore u+m w+s _f+ro _e+x
-    _requ+ests c+o t+her u+r _t+w _p+l _mode+l n+el t+i _+W _t+r _be+fore vic+e _eng+ine _fro+m c+t y+th _c+h lo+at
-    ent+ion a+ll er+nel _wh+o at+ion _c+ache _k+ernel _w+he a+in t+ention _a+ll _pro+mp _th+re ac+t _step+s g+e i+le
-    _o+ver f+ter i+l _+he _a+l _w+a _b+en _ben+ch o+p on+g ou+t _d+o r+st _t+en or+t ar+t _requ+est _tw+o u+p w+n
-    _a+fter _s+ame _w+e _p+o _on+ly as+t _fi+rst a+m at+e _m+e _k+e _+O a+nd _+C _+N _+R _+S _+qu _the+m us+e i+gh _w+as
-    _c+all _e+ver th+ing _comp+ut yth+on i+es p+e s+w
+    _+t h+e _+a _t+he i+n _+s n+d _+w _+o r+e h+a o+u _+b _a+nd _o+f e+r _+m i+t i+s _+f o+n _+c e+n l+l o+r e+d
+    _t+o _+he _+h in+g e+s _+d _+n _+in _+p _b+e a+r _+ha a+s a+n a+t _t+h _+l o+m ha+t o+t _+u _+I _+y _+g _+e l+e
+    _t+hat v+e l+d s+e i+m u+t e+t i+d s+t _f+or a+y g+h v+er _n+ot it+h c+h _he+r o+w c+e _w+as _+it en+t _y+ou
+    _h+is A+nd i+r _+re l+y _s+ha i+on he+r _w+ith t+o _w+h _u+n gh+t _a+s _+is r+i _s+a o+d _h+im _+M _sha+ll _o+n
+    t+h _w+e _+L _a+n r+a i+ll e+l _s+he _+k _a+ll ou+ld a+d a+m t+er _the+m _un+to _the+y o+re _ha+ve _m+e u+r a+l
+    _ha+d a+in _th+ou a+k _wh+i es+s _+J _m+y r+o T+he c+t _s+e _a+t _whi+ch _c+om O+R OR+D _L+ORD es+t i+f _+S
+    ver+y _s+u _u+p a+nd r+om _s+o i+l re+d _+G _s+t _w+ill _b+ut _the+re _f+rom or+d _sa+id a+b _c+on _the+ir _+E
+    -+- _w+he at+ion _b+y v+en '+s _g+o _m+an _+H p+e i+ght _y+e _we+re _+B u+s _+A _d+e et+h se+l ou+r f+ore _d+o
+    _th+y _n+e u+l _a+l a+ll ar+t an+t _M+r i+c _a+re .+" ar+d i+ve q+u o+s _a+g _th+is _n+o in+e h+i _G+od o+k am+e
+    _+C _m+u _a+m p+p ak+e _you+r a+h _+v _whe+n re+n _the+e g+e _k+n at+her _o+ut ha+n _s+ay a+u _+W as+t l+i er+s
+    on+g re+s r+ou _+very ing+s _a+f sel+f _d+ay _s+on _e+x _f+e p+le _s+h p+t _ag+ain _a+b _on+e _o+r _l+o _s+p
+    _w+ould e+m _c+ould it+y _an+y _I+s
 """
+
+
+def merges() -> list[tuple[str, str]]:
+    """Return the pairs that become one token, the first ones first; `_` is a space."""
+    return [(left, right) for left, right in (pair.split("+") for pair in _MERGES.split())]
 
 
 def write_tiny_files(directory: Path) -> None:
@@ -69,8 +74,8 @@ def write_tiny_files(directory: Path) -> None:
 def _tokenizer() -> dict[str, Any]:
     """A byte-level BPE in the format of tokenizer.json."""
     letters = _letters_of_bytes()
-    merges = [pair.replace("_", letters[ord(" ")]).split("+") for pair in _MERGES.split()]
-    pieces = [*letters, *("".join(pair) for pair in merges)]
+    pairs = [[part.replace("_", letters[ord(" ")]) for part in pair] for pair in merges()]
+    pieces = [*letters, *("".join(pair) for pair in pairs)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     special = [
         {
@@ -102,7 +107,7 @@ def _tokenizer() -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "vocab": {piece: token_id for token_id, piece in enumerate((*pieces, *SPECIAL_TOKENS))},
-            "merges": merges,
+            "merges": pairs,
         },
     }
 

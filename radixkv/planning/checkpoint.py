@@ -32,7 +32,7 @@ class Checkpoint:
     """The sizes that a model's files name. A field is None where the files say nothing.
 
     Attributes:
-        num_layers: `num_hidden_layers`.
+        num_layers: `num_hidden_layers`; of LongCat-Flash twice its `num_layers`.
         num_query_heads: `num_attention_heads`.
         num_kv_heads: `num_key_value_heads`; the number of query heads if only that is there.
         head_dim: `head_dim`, or `hidden_size` divided by the query heads; `v_head_dim` of latent attention.
@@ -74,7 +74,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     num_query_heads = fields.size("num_attention_heads", "n_head")
     mla_rank = fields.size("kv_lora_rank")
     return Checkpoint(
-        num_layers=fields.size("num_hidden_layers", "n_layer"),
+        num_layers=_num_layers(fields),
         num_query_heads=num_query_heads,
         num_kv_heads=_num_kv_heads(fields) or num_query_heads,
         head_dim=_head_dim(fields, num_query_heads) if mla_rank is None else fields.size("v_head_dim"),
@@ -116,6 +116,13 @@ class _Fields:
 def _dtype(*places: dict[str, Any]) -> str | None:
     named = [place[name] for place in places for name in ("dtype", "torch_dtype") if place.get(name) is not None]
     return FORMAT_OF_DTYPE.get(str(named[0]).removeprefix("torch.")) if named else None
+
+
+def _num_layers(fields: _Fields) -> int | None:
+    if fields.values.get("model_type") == "longcat_flash":  # each layer attends twice, and stores K/V twice
+        num_pairs = fields.size("num_layers")
+        return None if num_pairs is None else 2 * num_pairs
+    return fields.size("num_hidden_layers", "n_layer")
 
 
 def _num_kv_heads(fields: _Fields) -> int | None:

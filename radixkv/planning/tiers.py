@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128_digest
 
-from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found, KeyedBlock
+from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found
+from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.errors import ConfigError

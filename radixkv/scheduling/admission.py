@@ -9,6 +9,7 @@ from typing import Protocol
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.kept_blocks import Path
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.private.private_lease import with_private_blocks
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
 from radixkv.scheduling.held_leases import HeldLeases
@@ -102,16 +103,9 @@ class Admitter:
                 self._held_leases.require_room(request, self._path_of(request), running)
             except CapacityError as error:
                 return self._end(request, error)
-        num_growing = 0 if is_passing else sum(other.generation is not None for other in running)
+        num_growing = 0 if is_passing else sum(_grows(other) for other in running)
         try:
-            lease = self._cache.lease(
-                request.namespace,
-                request.tokens,
-                read=params.read_cache,
-                num_spared_blocks=num_growing,
-                num_expected_tokens=request.num_expected_tokens,
-                is_resumed=request.has_computed,
-            )
+            lease = self._lease(request, num_growing)
         except QuotaExceeded as error:
             if any(other.tenant == request.tenant for other in running):
                 return Admission.OVER_QUOTA
@@ -126,6 +120,21 @@ class Admitter:
         if params.read_cache and params.write_cache and not request.is_revoked and request.num_left > 1:
             self._flights.lead(request)
         return Admission.ADMITTED
+
+    def _lease(self, request: Request, num_spared_blocks: int) -> PromptLease:
+        """Take a request's blocks: those of its prompt, and private ones if it will need any."""
+        num_private_tokens = request.num_private_tokens
+        lease = self._cache.lease(
+            request.namespace,
+            request.tokens,
+            read=request.params.read_cache,
+            num_spared_blocks=num_spared_blocks + -(-num_private_tokens // self._cache.block_size),
+            num_expected_tokens=request.num_expected_tokens,
+            is_resumed=request.has_computed,
+        )
+        if not num_private_tokens:
+            return lease
+        return with_private_blocks(self._cache.leases, request.namespace, lease, num_private_tokens)
 
     def _path_of(self, request: Request) -> Path:
         """Look up what a request that will hold its lease shares."""
@@ -169,6 +178,17 @@ class Admitter:
         return Admission.ENDED
 
     def _can_fit(self, request: Request) -> bool:
-        """Whether there will be room when the running requests end. Other tenants' floors may keep too many blocks."""
-        num_kept_blocks = self._cache.tenants.num_blocks_kept_from(request.tenant)
-        return request.num_tokens <= (self._cache.pool.num_blocks - num_kept_blocks) * self._cache.block_size
+        """Whether there will be room when the running requests end.
+
+        Other tenants' floors, and public prefixes that are not this prompt's, may keep too many blocks.
+        """
+        place = self._cache.places.of(request.namespace, request.tokens, read=request.params.read_cache)
+        num_kept_blocks = self._cache.tenants.num_blocks_kept_from(request.tenant) + self._cache.public.num_kept_blocks
+        size = self._cache.block_size
+        num_own_blocks = -(-(request.num_tokens - place.start_tokens) // size) + -(-request.num_private_tokens // size)
+        return num_own_blocks <= self._cache.pool.num_blocks - num_kept_blocks
+
+
+def _grows(request: Request) -> bool:
+    """Whether a running request may want one more block. A compressed generation has all of its own."""
+    return request.generation is not None and request.compression is None

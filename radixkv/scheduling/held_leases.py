@@ -14,6 +14,7 @@ from radixkv.scheduling.request import Request
 
 class _Held(NamedTuple):
     lease: PromptLease
+    num_tokens: int
     tenant: str
     expires_s: float
 
@@ -71,9 +72,18 @@ class HeldLeases:
 
     def hold(self, lease: PromptLease, tenant: str, now_s: float) -> tuple[str, float]:
         """Keep a lease open. Returns its id, and the time at which it expires by the clock of `now_s`."""
-        lease_id = secrets.token_hex(16)
+        lease_id, num_tokens = secrets.token_hex(16), lease.num_tokens
         lease.keep()
-        return lease_id, self._add(lease_id, _Held(lease, tenant, now_s + self._ttl_s))
+        return lease_id, self._add(lease_id, _Held(lease, num_tokens, tenant, now_s + self._ttl_s))
+
+    def lease_of(self, lease_id: str, tenant: str) -> tuple[PromptLease, int]:
+        """Return a held lease, and the number of its tokens. Changes nothing.
+
+        Raises:
+            UnknownLease: never given to this tenant, released before, or expired.
+        """
+        held = self._find(lease_id, tenant)
+        return held.lease, held.num_tokens
 
     def renew(self, lease_id: str, tenant: str, now_s: float) -> float:
         """Let a held lease expire as late as if it came now. Returns when it expires by the clock of `now_s`.
@@ -81,8 +91,8 @@ class HeldLeases:
         Raises:
             UnknownLease: never given to this tenant, released before, or expired.
         """
-        lease = self._take(lease_id, tenant).lease
-        return self._add(lease_id, _Held(lease, tenant, now_s + self._ttl_s))  # the last one to expire
+        held = self._take(lease_id, tenant)
+        return self._add(lease_id, held._replace(expires_s=now_s + self._ttl_s))  # the last one to expire
 
     def release(self, lease_id: str, tenant: str) -> None:
         """Close a held lease.
@@ -115,10 +125,14 @@ class HeldLeases:
         self._by_tenant.setdefault(held.tenant, {})[lease_id] = None
         return held.expires_s
 
-    def _take(self, lease_id: str, tenant: str) -> _Held:
+    def _find(self, lease_id: str, tenant: str) -> _Held:
         held = self._held.get(lease_id)
         if held is None or held.tenant != tenant:
             raise UnknownLease("lease_id: expected a lease that this tenant holds, got an unknown or expired one")
+        return held
+
+    def _take(self, lease_id: str, tenant: str) -> _Held:
+        held = self._find(lease_id, tenant)
         del self._held[lease_id]
         own = self._by_tenant[tenant]
         del own[lease_id]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.api.compression import Compression
 from radixkv.api.constraint import Matcher
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
-from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult, TokenLogprobs, Usage
+from radixkv.api.result import FinishReason, GenerateResult, OnTokens, PrefillResult, TokenLogprobs, Usage
 from radixkv.api.sampling import Sampling
+from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.invocation import Invocation
 from radixkv.namespace import Namespace, PromptKey
@@ -47,13 +49,19 @@ class Generation:
 
     sampling: Sampling
     stop_token_ids: frozenset[int]
-    on_tokens: Callable[[GeneratedTokens], None]
+    on_tokens: OnTokens
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_ids: npt.NDArray[np.int64] | None = None
     matcher: Matcher | None = None
     is_finished: bool = False
+
+    @classmethod
+    def of(cls, sampling: Sampling, eos_token_ids: frozenset[int], on_tokens: OnTokens) -> Generation:
+        """Return one that ends with its own stop tokens, and with those of the model unless they are to be ignored."""
+        stops = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids)
+        return cls(sampling, stops, on_tokens)
 
     def append(self, token_id: int) -> None:
         """Take the next token."""
@@ -88,6 +96,7 @@ class Request:
             token; None for not yet.
         generation: None for a prefill.
         former: its keys before its adapter was changed; they only explain a miss.
+        fetched: blocks of its prompt that came with it; None for none, and once they are used.
         invocation: where an invoked adapter begins; None if `namespace.adapter` computes all of it.
         prompt_tokens: the prompt as the cache knows it, little-endian uint32 bytes.
         tenant: its caller's tenant.
@@ -114,6 +123,7 @@ class Request:
     generation: Generation | None = None
     former: Sequence[PromptKey] = ()
     invocation: Invocation | None = None
+    fetched: Fetched | None = None
     prompt_tokens: bytes = field(init=False)
     tenant: str = field(init=False)
     arrival: int = 0
@@ -161,13 +171,25 @@ class Request:
 
     @property
     def num_expected_tokens(self) -> int:
-        """Length of the prompt and the answer if nothing stops it early."""
+        """Length that its lease in the tree has at the end if nothing stops it early."""
         num_prompt_tokens = self.params.num_tokens
         return (
             num_prompt_tokens
-            if self.generation is None
+            if self.generation is None or self.compression is not None  # which goes on elsewhere
             else num_prompt_tokens + self.generation.sampling.max_new_tokens
         )
+
+    @property
+    def compression(self) -> Compression | None:
+        """The rule by which it drops K/V; None for no rule. With one it is never paused: nobody has them any more."""
+        return None if self.generation is None else self.generation.sampling.compression
+
+    @property
+    def num_private_tokens(self) -> int:
+        """Entries of K/V for which it needs private blocks beside those of its prompt."""
+        if self.generation is None or self.compression is None:
+            return 0
+        return self.compression.most_entries(self.params.num_tokens, self.generation.sampling.max_new_tokens)
 
     @property
     def tokens(self) -> bytes:

@@ -128,10 +128,11 @@ class Scheduler:
         """Choose the request to pause so that a waiting tenant without running requests gets a place; None if none."""
         if len(self._running) < self._max_running_requests or not any(queue.is_left_out for queue in self._queues):
             return None
-        greediest = max(self._queues, key=lambda queue: len(queue.running))
-        if len(greediest.running) < 2:
+        pausable = {queue: [each for each in queue.running if each.compression is None] for queue in self._queues}
+        greediest = max(self._queues, key=lambda queue: (bool(pausable[queue]), len(queue.running)))
+        if len(greediest.running) < 2 or not pausable[greediest]:
             return None
-        youngest: Request = max(greediest.running, key=lambda request: request.arrival)
+        youngest: Request = max(pausable[greediest], key=lambda request: request.arrival)
         return youngest
 
     def next_step(self, admitter: Admitter) -> list[Slice]:

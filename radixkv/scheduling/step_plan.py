@@ -25,6 +25,8 @@ _NODES_A_LOOK = 64
 _NODES_A_TOKEN = 32
 # Rows of logits that a step makes beside those of next tokens: a row of 150,000 tokens takes 0.6 MB.
 _MAX_PROMPT_LOGIT_ROWS = 64
+# One place in this many is left to requests that can be paused; compressed generations can't.
+_PAUSABLE_SHARE = 2
 # The first waiting request is passed over at most this many times.
 _MAX_PASSED_OVER = 16
 
@@ -204,6 +206,9 @@ class StepPlan:
 
     def _admit(self, queue: TenantQueue, request: Request, left: int) -> Admission:
         """Try to admit a waiting request, with `left` tokens for it, and move it where it belongs then."""
+        if request.compression is not None and not self._has_place_for_compressed():
+            self.blocked = None if self.blocked is request else self.blocked
+            return Admission.OVER_QUOTA
         is_first = request is queue.waiting[0]
         is_passing = self._ends_with(request, left)
         admission = self._admitter.admit(request, self._looks.get(request), self._running, is_passing=is_passing)
@@ -239,6 +244,11 @@ class StepPlan:
             return num_free > 0
         left_out = (other for other in self._queues if other.is_left_out)
         return len(list(itertools.islice(left_out, num_free))) < num_free
+
+    def _has_place_for_compressed(self) -> bool:
+        """Whether one more generation may run that keeps its place until it ends."""
+        num_running = sum(other.compression is not None for other in self._running)
+        return num_running < max(1, self._max_running_requests - self._max_running_requests // _PAUSABLE_SHARE)
 
     def _charge_refusal(self, queue: TenantQueue, request: Request, left: int) -> int:
         """Charge a tenant for a request that was refused. Returns the tokens of the step that this takes up."""

@@ -75,6 +75,9 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
 
 def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Literal["values", "scores"]) -> bool:
     inputs = cancelling_attention(what, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim)
+    if shape.is_latent and what == "values":  # all keys are zeros, and so are the queries
+        query, _, value = inputs
+        inputs = query, value, value
     at_once = trial.attend(*inputs, scale=CANCELLING_SCALE)
     return torch.equal(at_once, trial.attend(*inputs, scale=CANCELLING_SCALE, cuts=_CUTS))
 
@@ -87,7 +90,11 @@ class _Trial:
         num_blocks = -(-self.num_tokens // use.block_size)
         size = (num_blocks, 1, use.shape.num_kv_heads, use.block_size, use.shape.head_dim)
         self._pool = KVPool.allocate(
-            *size, dtype=use.shape.dtype, device=use.device, is_by_layer=kernels.wants_pool_by_layer
+            *size,
+            dtype=use.shape.dtype,
+            device=use.device,
+            is_by_layer=kernels.wants_pool_by_layer,
+            is_latent=use.shape.is_latent,
         )
         self._pool.blocks.fill_(0xFF)  # NaN, of the scales where the numbers themselves are integers
         self._table = np.arange(num_blocks, dtype=np.int32)
@@ -108,10 +115,10 @@ class _Trial:
         Returns:
             Float32 `[num_queries, num_query_heads, head_dim]`.
         """
-        query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
+        query, key, written = self._placed(query, key, value)
         slots = self._batch([self.num_tokens], [self.num_tokens]).slots
         largest = torch.zeros(key.shape[:2], device=self._device)  # as in a step, for which other code is compiled
-        self._kernels.write_kv(key, value, slots, self._pool, 0, largest)
+        self._kernels.write_kv(key, written, slots, self._pool, 0, largest)
         ends = [*cuts, _NUM_QUERIES]
         rows = []
         for start, end in zip((0, *cuts), ends, strict=True):
@@ -133,16 +140,24 @@ class _Trial:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
         """Attend from the last queries with the reference."""
-        query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
-        reference.write_kv(key, value, self._batch([self.num_tokens], [self.num_tokens]).slots, self._pool, 0)
+        query, key, written = self._placed(query, key, value)
+        reference.write_kv(key, written, self._batch([self.num_tokens], [self.num_tokens]).slots, self._pool, 0)
         return self._run(
             reference.paged_attention, query[-_NUM_QUERIES:], self._batch([_NUM_QUERIES], [self.num_tokens]), scale
         ).float()
 
+    def _placed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Bring inputs to the device; no value where a key is its value."""
+        query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
+        return query, key, None if self._pool.is_latent else value
+
     def _run(
         self, attend: Callable[..., torch.Tensor], query: torch.Tensor, batch: PagedBatch, scale: float
     ) -> torch.Tensor:
-        scoring = Scoring(scale, self._kind.window, self._kind.softcap)
+        sinks = torch.linspace(-2, 4, self._kind.num_query_heads, device=self._device, dtype=self._dtype)
+        scoring = Scoring(scale, self._kind.window, self._kind.softcap, sinks if self._kind.has_sinks else None)
         return attend(query, self._pool, 0, batch, scoring)
 
     def _batch(self, query_lens: list[int], kv_lens: list[int]) -> PagedBatch:

@@ -97,7 +97,7 @@ def _written(name: str, use: AttentionUse) -> str:
             "name": name,
             "kinds": use.kinds,
             "dtype": _name_of(use.dtype),
-            "shape": [shape.num_layers, shape.num_kv_heads, shape.head_dim, _name_of(shape.dtype)],
+            "shape": [shape.num_layers, shape.num_kv_heads, shape.head_dim, _name_of(shape.dtype), shape.is_latent],
             "block_size": use.block_size,
             "device": str(use.device),
             "is_exact": use.is_exact,
@@ -108,11 +108,11 @@ def _written(name: str, use: AttentionUse) -> str:
 def _read(trial: str) -> tuple[str, AttentionUse]:
     """Read what `_written` wrote."""
     values = json.loads(trial)
-    num_layers, num_kv_heads, head_dim, stored = values["shape"]
+    num_layers, num_kv_heads, head_dim, stored, is_latent = values["shape"]
     return values["name"], AttentionUse(
         kinds=tuple(AttentionKind(*kind) for kind in values["kinds"]),
         dtype=getattr(torch, values["dtype"]),
-        shape=KVShape(num_layers, num_kv_heads, head_dim, getattr(torch, stored)),
+        shape=KVShape(num_layers, num_kv_heads, head_dim, getattr(torch, stored), is_latent),
         block_size=values["block_size"],
         device=torch.device(values["device"]),
         is_exact=values["is_exact"],

@@ -36,16 +36,21 @@ from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.startup.host_memory import keep_freed_memory, use_huge_pages
 from radixkv.startup.model_check import check_model
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks
-from radixkv.startup.tiers import open_stores
+from radixkv.startup.tiers import Transfers, open_stores
 from radixkv.storage.device_pool import KVShape, KVStorage
 
 _log = logging.getLogger(__name__)
 
 
-def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
+def build_engine(config: Config, observers: Iterable[Observer] = (), events_key: bytes | None = None) -> Engine:
     """Load the model, check it, and allocate the pool. Logs each stage and its duration.
 
     The process keeps freed memory from then on, and asks for huge pages: see `radixkv.startup.host_memory`.
+
+    Args:
+        config: describes it.
+        observers: are told of what it does.
+        events_key: names namespaces in events, 16 to 64 bytes; None for a random one.
 
     Returns:
         An engine that is not started yet.
@@ -83,9 +88,11 @@ def build_engine(config: Config, observers: Iterable[Observer] = ()) -> Engine:
             available / 1e6,
         )
     marks = InvocationMarks()
-    events = _make_feed(config, limits.step_tokens, marks)
+    events = _make_feed(config, limits.step_tokens, marks, events_key)
     runner = make_runner(model, storage, kernels, recorder)
-    stores = open_stores(config.tiers, runner, marks, config.stores)
+    has_transfers = config.transfer.sends or bool(config.kv_sources)
+    transfer = Transfers(config.transfer, config.kv_sources) if has_transfers else None
+    stores = open_stores(config.tiers, runner, marks, config.stores, transfer)
     listeners = [events] if stores is None else [events, stores.elsewhere]
     cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
@@ -143,13 +150,13 @@ def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int) -> Attent
     return kernels
 
 
-def _make_feed(config: Config, step_tokens: int, marks: InvocationMarks) -> TreeFeed:
+def _make_feed(config: Config, step_tokens: int, marks: InvocationMarks, events_key: bytes | None) -> TreeFeed:
     block_size = config.events.block_size
     return TreeFeed(
         EventLog(),
         block_size,
         config.cache.block_size,
-        Identities(config.gateway.tenant),
+        Identities(config.gateway.tenant, events_key),
         max(MAX_STEP_BLOCKS, 2 * step_tokens // block_size),
         marks,
     )

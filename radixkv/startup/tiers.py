@@ -9,23 +9,25 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.elsewhere.shared_shelf import SharedShelf
-from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.elsewhere.shelf import Parts, Shelf
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
-from radixkv.config import StoreConfig, TiersConfig
+from radixkv.config import KVSourceConfig, StoreConfig, TiersConfig, TransferConfig
 from radixkv.engine.offload.disk_record import DiskRecord
 from radixkv.engine.offload.offload import Offload
 from radixkv.engine.offload.prompt_keys import PromptKeys
+from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import ConfigError, StoreError
 from radixkv.invocation import InvocationMarks
-from radixkv.storage.mover import PAYLOAD_LAYOUT, BlockMover
+from radixkv.storage.mover import BlockMover, payload_layout
 from radixkv.storage.tiers.block_key import MAX_SECRET_BYTES, BlockFormat, BlockKeys
 from radixkv.storage.tiers.block_object import object_bytes
 from radixkv.storage.tiers.block_store import StoreBackend
@@ -50,6 +52,18 @@ _STRIDE = 7919
 _IN_PROCESS = ("host",)  # stores that nobody else can read
 
 
+class Transfers(NamedTuple):
+    """K/V for other servers, and from them.
+
+    Attributes:
+        config: whether others may fetch, and how much is fetched at a time.
+        sources: the servers that are asked, by the names of their sections.
+    """
+
+    config: TransferConfig
+    sources: Mapping[str, KVSourceConfig]
+
+
 @dataclass(frozen=True, slots=True)
 class Stores:
     """The stores that could be opened, the fastest first, and what belongs to all of them.
@@ -60,7 +74,8 @@ class Stores:
         elsewhere: knows where blocks are; to listen to the cache.
         mover: copies blocks.
         max_waiting_bytes: see `Offload`.
-        ciphers: seal what leaves this process; None for none.
+        ciphers: seal what is stored outside this process; None for none.
+        transfer: K/V for other servers and from them; None for neither.
     """
 
     backends: dict[str, StoreBackend]
@@ -69,26 +84,39 @@ class Stores:
     mover: BlockMover
     max_waiting_bytes: int
     ciphers: TenantCiphers | None
+    transfer: Transfers | None
 
     def offload(self, cache: PrefixCache) -> Offload:
         """Put them below a cache that `elsewhere` listens to."""
         self.elsewhere.trunk_of = cache.public.trunk_of
         for shelf in self.elsewhere.shelves.values():
-            shelf.share_of = partial(_share_of, cache)
+            if not shelf.is_shared:
+                shelf.parts_of = partial(_parts_of, cache)
+                shelf.retained_part = cache.max_retained_blocks / cache.pool.num_blocks
         alarms = AlarmClock()
         tiers, record = [], None
         for name, backend in self.backends.items():
             circuit = Circuit(alarms.now_s)
             store = GuardedStore(name, ThreadedStore(backend, name=name), alarms, circuit)
             ciphers = None if name in _IN_PROCESS else self.ciphers
-            tiers.append(Tier(name, store, self.mover.payload_bytes, partial(_is_closed, circuit), ciphers))
+            payload_bytes, is_shared = self.mover.payload_bytes, self.elsewhere.shelves[name].is_shared
+            is_working = partial(_is_closed, circuit)
+            tiers.append(Tier(name, store, payload_bytes, is_working, ciphers, is_shared=is_shared))
             if isinstance(backend, DiskStore):
                 record = DiskRecord(backend, self.keys)
-        return Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, record)
+        offload = Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, record)
+        if self.transfer is not None:
+            key_blocks, block_format = self.elsewhere.key_blocks, self.keys.format
+            offload.transfer = TransferParts(cache, self.mover, key_blocks, block_format, *self.transfer)
+        return offload
 
 
 def open_stores(
-    config: TiersConfig, runner: Runner, marks: InvocationMarks, others: Mapping[str, StoreConfig] | None = None
+    config: TiersConfig,
+    runner: Runner,
+    marks: InvocationMarks,
+    others: Mapping[str, StoreConfig] | None = None,
+    transfer: Transfers | None = None,
 ) -> Stores | None:
     """Open the stores. One that can't be used is left out, which is logged. What is in the pool is lost.
 
@@ -99,16 +127,17 @@ def open_stores(
         runner: whose blocks are stored.
         marks: tell what invoked adapters computed.
         others: stores of other packages, by the names of their entry points.
+        transfer: K/V for other servers and from them, whose format and keys are those of stores; None for neither.
 
     Returns:
-        None if there is none.
+        None if there is none, and no transfer.
 
     Raises:
         ConfigError: a store has no room for a block, or lacks its packages; an address or the secret is not one.
     """
     if config.disk_path is None and config.disk_bytes is not None:
         raise ConfigError("tiers.disk_path: expected a directory beside tiers.disk_bytes, got none")
-    if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others)):
+    if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others, transfer)):
         return None
     model, storage = runner.model, runner.storage
     mover = BlockMover(storage.pool)
@@ -116,7 +145,7 @@ def open_stores(
         model=model.fingerprint,
         dtype=str(model.kv_shape.dtype),
         kv_dtype=storage.kv_dtype,
-        layout=PAYLOAD_LAYOUT,
+        layout=payload_layout(storage.pool),
         block_size=storage.block_size,
         payload_bytes=mover.payload_bytes,
         computed_by=_computed_by(runner, mover),
@@ -128,12 +157,12 @@ def open_stores(
             backends[name] = open_backend(name, options)
         except StoreError as error:
             _log.error("tier %s is off: %s", name, error)
-    if not backends:
+    if not backends and transfer is None:
         return None
     shelves = [_shelf(name, backend, block_format) for name, backend in backends.items()]
     elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, storage.block_size)
     waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_blocks * storage.block_bytes // _WAITING_SHARE)
-    return Stores(backends, keys, elsewhere, mover, waiting_bytes, ciphers)
+    return Stores(backends, keys, elsewhere, mover, waiting_bytes, ciphers, transfer)
 
 
 def _wanted(
@@ -194,10 +223,14 @@ def _disk_bytes(config: TiersConfig) -> int:
     return (shutil.disk_usage(parent).free + ours) // 2
 
 
-def _share_of(cache: PrefixCache, tenant: str) -> float | None:
-    """Return the part of each store that a tenant may have: that of the device."""
-    ceiling_blocks = cache.tenants.quota_of(tenant).ceiling_blocks
-    return None if ceiling_blocks is None else ceiling_blocks / cache.pool.num_blocks
+def _parts_of(cache: PrefixCache, tenant: str) -> Parts:
+    """Return the parts of each store that a tenant has: those of the device."""
+    quota, num_blocks = cache.tenants.quota_of(tenant), cache.pool.num_blocks
+    return Parts(
+        floor=quota.floor_blocks / num_blocks,
+        ceiling=None if quota.ceiling_blocks is None else quota.ceiling_blocks / num_blocks,
+        retained=1.0 if quota.max_retained_blocks is None else quota.max_retained_blocks / num_blocks,
+    )
 
 
 def _is_closed(circuit: Circuit) -> bool:

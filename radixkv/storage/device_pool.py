@@ -10,7 +10,7 @@ import torch
 from radixkv.errors import ConfigError
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import INT4, is_quantized
-from radixkv.storage.kv_layout import HeadKV, KVFormat
+from radixkv.storage.kv_layout import KVFormat
 
 _NAMES = {
     torch.float32: "fp32",
@@ -25,12 +25,21 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """K and V of one token in one model: `num_layers * 2 * num_kv_heads * head_dim` numbers of `dtype`."""
+    """K and V of one token in one model.
+
+    Attributes:
+        num_layers: layers that store them.
+        num_kv_heads: heads that K and V have.
+        head_dim: numbers in the key, and in the value, of one head.
+        dtype: of these numbers.
+        is_latent: whether one vector is key and value at once, as in latent attention (MLA).
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    is_latent: bool = False
 
     @property
     def format(self) -> KVFormat:
@@ -40,7 +49,8 @@ class KVShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, all layers, scales included."""
-        return HeadKV(self.num_layers, self.num_kv_heads, self.head_dim).token_bytes(self.format)
+        num_vectors = self.num_layers * (1 if self.is_latent else 2) * self.num_kv_heads
+        return self.format.bytes_of(num_vectors, num_vectors * self.head_dim)
 
     def stored_as(self, kv_dtype: str) -> KVShape:
         """Return the shape of the same K and V as the pool stores them.
@@ -89,7 +99,9 @@ class KVStorage:
         self.kv_dtype = shape.format.name
         size = (num_blocks, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim)
         try:
-            self.pool = KVPool.allocate(*size, dtype=shape.dtype, device=device, is_by_layer=is_by_layer)
+            self.pool = KVPool.allocate(
+                *size, dtype=shape.dtype, device=device, is_by_layer=is_by_layer, is_latent=shape.is_latent
+            )
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise ConfigError(
                 f"cache.capacity_tokens: {num_blocks * block_size} tokens need {num_blocks * self.block_bytes} bytes "

@@ -108,7 +108,7 @@ class HeadKV:
 
 @dataclass(frozen=True, slots=True)
 class LatentKV:
-    """One latent and one rotary key for all heads together: multi-head latent attention (MLA).
+    """One latent and one rotary key for all heads together, stored as one vector: multi-head latent attention (MLA).
 
     Attributes:
         num_layers: layers that store them.
@@ -133,7 +133,7 @@ class LatentKV:
 
     def token_bytes(self, kv_format: KVFormat) -> int:
         """Bytes of one token, all layers."""
-        return kv_format.bytes_of(self.num_layers * 2, self.num_layers * (self.rank + self.rope_dim))
+        return kv_format.bytes_of(self.num_layers, self.num_layers * (self.rank + self.rope_dim))
 
     def rank_token_bytes(self, kv_format: KVFormat, tensor_parallel: int) -> int:
         """Bytes of one token on one rank. The heads of every rank read the whole latent, so each stores all of it."""

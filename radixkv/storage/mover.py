@@ -8,9 +8,17 @@ import numpy as np
 import torch
 
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import rotated_part
 
-# Order of the numbers in a payload, for whatever outlives the process. Both orders of a pool make the same payload.
-PAYLOAD_LAYOUT = "values [layers, 2, heads, tokens, dim], then scales [layers, 2, heads, tokens]"
+
+def payload_layout(pool: KVPool) -> str:
+    """Describe the numbers in a payload, for whatever outlives the process.
+
+    Both orders of a pool make the same payload.
+    """
+    vectors = "tokens" if pool.is_latent else "2, heads, tokens"
+    layout = f"values [layers, {vectors}, dim], then scales [layers, {vectors}]"
+    return f"{layout}; vectors rotated in parts of {rotated_part(pool.head_dim)}" if pool.is_rotated else layout
 
 
 class BlockMover:

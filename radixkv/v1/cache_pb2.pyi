@@ -56,28 +56,50 @@ class DeletedBlocks(_message.Message):
     def __init__(self, store: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class ListSegmentsRequest(_message.Message):
-    __slots__ = ("tenant", "page_size", "page_token", "hottest_first")
+    __slots__ = ("tenant", "page_size", "page_token", "hottest_first", "store")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     HOTTEST_FIRST_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     page_size: int
     page_token: str
     hottest_first: bool
-    def __init__(self, tenant: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., hottest_first: bool = ...) -> None: ...
+    store: str
+    def __init__(self, tenant: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., hottest_first: bool = ..., store: _Optional[str] = ...) -> None: ...
 
 class ListSegmentsResponse(_message.Message):
-    __slots__ = ("segments", "next_page_token", "total_segments", "compared_segments")
+    __slots__ = ("segments", "next_page_token", "total_segments", "compared_segments", "stored")
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     COMPARED_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
     next_page_token: str
     total_segments: int
     compared_segments: int
-    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total_segments: _Optional[int] = ..., compared_segments: _Optional[int] = ...) -> None: ...
+    stored: _containers.RepeatedCompositeFieldContainer[StoredNamespace]
+    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total_segments: _Optional[int] = ..., compared_segments: _Optional[int] = ..., stored: _Optional[_Iterable[_Union[StoredNamespace, _Mapping]]] = ...) -> None: ...
+
+class StoredNamespace(_message.Message):
+    __slots__ = ("tenant", "adapter", "namespace_id", "has_salt", "num_blocks", "num_tokens", "adapter_names")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    HAS_SALT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    adapter: str
+    namespace_id: int
+    has_salt: bool
+    num_blocks: int
+    num_tokens: int
+    adapter_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., namespace_id: _Optional[int] = ..., has_salt: bool = ..., num_blocks: _Optional[int] = ..., num_tokens: _Optional[int] = ..., adapter_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("segment_id", "parent_id", "tenant", "adapter", "namespace_id", "has_salt", "start_token", "num_tokens", "num_blocks", "num_children", "num_uses", "idle_s", "heat", "num_leases", "priority", "is_retained", "expires_in_s", "adapter_names")

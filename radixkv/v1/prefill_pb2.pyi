@@ -11,6 +11,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class CompressionPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COMPRESSION_POLICY_UNSPECIFIED: _ClassVar[CompressionPolicy]
+    STREAMING_LLM: _ClassVar[CompressionPolicy]
+    H2O: _ClassVar[CompressionPolicy]
+    SNAPKV: _ClassVar[CompressionPolicy]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     UNFINISHED: _ClassVar[FinishReason]
@@ -27,6 +34,10 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     READ_DISABLED: _ClassVar[MissReason]
     ADAPTER_CHANGED: _ClassVar[MissReason]
     NOT_LOADED: _ClassVar[MissReason]
+COMPRESSION_POLICY_UNSPECIFIED: CompressionPolicy
+STREAMING_LLM: CompressionPolicy
+H2O: CompressionPolicy
+SNAPKV: CompressionPolicy
 UNFINISHED: FinishReason
 STOP: FinishReason
 LENGTH: FinishReason
@@ -122,7 +133,7 @@ class Grant(_message.Message):
     def __init__(self, granted_tokens: _Optional[int] = ..., refused_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prefill", "max_new_tokens", "temperature", "top_p", "seed", "stop_token_ids", "ignore_eos", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "logprobs", "n", "stop", "prompt_logprobs", "json_schema", "regex", "grammar", "json_object")
+    __slots__ = ("prefill", "max_new_tokens", "temperature", "top_p", "seed", "stop_token_ids", "ignore_eos", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "logprobs", "n", "stop", "prompt_logprobs", "json_schema", "regex", "grammar", "json_object", "kv_source", "compression")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +163,8 @@ class GenerateRequest(_message.Message):
     REGEX_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     prefill: PrefillRequest
     max_new_tokens: int
     temperature: float
@@ -174,7 +187,31 @@ class GenerateRequest(_message.Message):
     regex: str
     grammar: str
     json_object: bool
-    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., prompt_logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., json_object: bool = ...) -> None: ...
+    kv_source: KVSource
+    compression: Compression
+    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., prompt_logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., json_object: bool = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ...) -> None: ...
+
+class Compression(_message.Message):
+    __slots__ = ("policy", "max_tokens", "num_sinks", "window")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SINKS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    policy: CompressionPolicy
+    max_tokens: int
+    num_sinks: int
+    window: int
+    def __init__(self, policy: _Optional[_Union[CompressionPolicy, str]] = ..., max_tokens: _Optional[int] = ..., num_sinks: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
+
+class KVSource(_message.Message):
+    __slots__ = ("address", "lease_id", "epoch")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    lease_id: str
+    epoch: int
+    def __init__(self, address: _Optional[str] = ..., lease_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("token_ids", "finished", "finish_reason", "usage", "request_id", "miss_reason", "timing", "retained", "logprobs", "index", "matched_stop", "prompt_logprobs")
@@ -307,3 +344,47 @@ class RenewResponse(_message.Message):
     LEASE_EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
     lease_expires_at: _timestamp_pb2.Timestamp
     def __init__(self, lease_expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class FetchKVRequest(_message.Message):
+    __slots__ = ("lease_id", "tenant", "epoch", "first_block")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    tenant: str
+    epoch: int
+    first_block: int
+    def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., first_block: _Optional[int] = ...) -> None: ...
+
+class FetchKVResponse(_message.Message):
+    __slots__ = ("format", "block", "data")
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    format: KVFormat
+    block: int
+    data: bytes
+    def __init__(self, format: _Optional[_Union[KVFormat, _Mapping]] = ..., block: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class KVFormat(_message.Message):
+    __slots__ = ("fingerprint", "model_fingerprint", "dtype", "kv_dtype", "layout", "block_size", "block_bytes", "num_blocks", "epoch")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    model_fingerprint: str
+    dtype: str
+    kv_dtype: str
+    layout: str
+    block_size: int
+    block_bytes: int
+    num_blocks: int
+    epoch: int
+    def __init__(self, fingerprint: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...

@@ -59,6 +59,11 @@ class PrefillServiceStub(object):
                 request_serializer=radixkv_dot_v1_dot_prefill__pb2.RenewRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_prefill__pb2.RenewResponse.FromString,
                 _registered_method=True)
+        self.FetchKV = channel.unary_stream(
+                '/radixkv.v1.PrefillService/FetchKV',
+                request_serializer=radixkv_dot_v1_dot_prefill__pb2.FetchKVRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_prefill__pb2.FetchKVResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer(object):
@@ -100,6 +105,14 @@ class PrefillServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchKV(self, request, context):
+        """Send the K/V of a held lease: what is published of its prompt, in whole blocks. The first message has the format,
+        the others have the blocks in order. The lease stays held. Ends with NOT_FOUND if the lease ends meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -127,6 +140,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Renew,
                     request_deserializer=radixkv_dot_v1_dot_prefill__pb2.RenewRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_prefill__pb2.RenewResponse.SerializeToString,
+            ),
+            'FetchKV': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchKV,
+                    request_deserializer=radixkv_dot_v1_dot_prefill__pb2.FetchKVRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_prefill__pb2.FetchKVResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -264,6 +282,33 @@ class PrefillService(object):
             '/radixkv.v1.PrefillService/Renew',
             radixkv_dot_v1_dot_prefill__pb2.RenewRequest.SerializeToString,
             radixkv_dot_v1_dot_prefill__pb2.RenewResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchKV(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/radixkv.v1.PrefillService/FetchKV',
+            radixkv_dot_v1_dot_prefill__pb2.FetchKVRequest.SerializeToString,
+            radixkv_dot_v1_dot_prefill__pb2.FetchKVResponse.FromString,
             options,
             channel_credentials,
             insecure,

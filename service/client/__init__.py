@@ -9,10 +9,21 @@
         print(answer.usage.cached_tokens, answer.next_token_id)
 """
 
+from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.retention import Retention
 from radixkv.service.client.async_client import AsyncClient
 from radixkv.service.client.client import Client
 from radixkv.service.client.requests import logits_of
 from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.v1.prefill_pb2 import KVSource
 
-__all__ = ["AsyncClient", "Client", "Retention", "Tokenizer", "logits_of"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Compression",
+    "CompressionPolicy",
+    "KVSource",
+    "Retention",
+    "Tokenizer",
+    "logits_of",
+]

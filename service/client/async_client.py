@@ -25,6 +25,8 @@ from radixkv.service.client.requests import (
     retain_request,
     segments_request,
 )
+from radixkv.service.client.route_calls import AsyncRouteCalls
+from radixkv.service.client.streams import closing_async
 from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import (
@@ -41,19 +43,16 @@ from radixkv.v1.cache_pb2 import (
     UnloadAdapterRequest,
 )
 from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
+from radixkv.v1.fleet_pb2_grpc import FleetServiceStub
 from radixkv.v1.model_pb2 import GetTokenizerRequest
 from radixkv.v1.prefill_pb2 import (
     GenerateResponse,
     PrefillResponse,
     ProbeResponse,
-    ReleaseRequest,
-    ReleaseResponse,
-    RenewRequest,
-    RenewResponse,
 )
 
 
-class AsyncClient:
+class AsyncClient(AsyncRouteCalls):
     """Awaited calls over one connection, with the arguments of `Client`. Make it inside the event loop that uses it."""
 
     def __init__(
@@ -81,6 +80,7 @@ class AsyncClient:
         )
         self._channel = async_channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
+        self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.public = AsyncPublicPrefixes(self._cache, self._ask)
 
     async def __aenter__(self) -> Self:
@@ -111,7 +111,7 @@ class AsyncClient:
         """Continue a prompt; see `Client.generate`. `async for` reads the answers."""
         request = generate_request(token_ids, options)
         metadata = self._access.metadata_of(request.prefill)
-        return _closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
+        return closing_async(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
 
     async def probe(
         self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = ""
@@ -119,18 +119,6 @@ class AsyncClient:
         """Ask how many tokens a prefill would reuse now; see `Client.probe`."""
         request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
         answer: ProbeResponse = await self._ask(self._prefill.Probe, request, self._access.metadata_of(request))
-        return answer
-
-    async def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
-        """Give back a held lease; see `Client.release`."""
-        request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
-        answer: ReleaseResponse = await self._ask(self._prefill.Release, request)
-        return answer
-
-    async def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
-        """Keep a held lease for its whole time again; see `Client.renew`."""
-        request = RenewRequest(lease_id=lease_id, tenant=tenant)
-        answer: RenewResponse = await self._ask(self._prefill.Renew, request)
         return answer
 
     async def retain(
@@ -161,9 +149,10 @@ class AsyncClient:
         page_size: int | None = None,
         page_token: str = "",
         hottest_first: bool = False,
+        store: str = "",
     ) -> ListSegmentsResponse:
         """List what is cached, a page at a time; see `Client.segments`."""
-        request = segments_request(tenant, page_size, page_token, hottest_first=hottest_first)
+        request = segments_request(tenant, page_size, page_token, store, hottest_first=hottest_first)
         answer: ListSegmentsResponse = await self._ask(self._cache.ListSegments, request)
         return answer
 
@@ -205,18 +194,12 @@ class AsyncClient:
     def subscribe(self, start_sequence_number: int = 0, *, timeout_s: float | None = None) -> AsyncIterator[EventBatch]:
         """Follow what is cached; see `Client.subscribe`. `async for` reads the batches."""
         request = SubscribeRequest(start_sequence_number=start_sequence_number)
-        return _closing(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
+        return closing_async(
+            self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata)
+        )
 
     def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
         return call(request, timeout=self._timeout(timeout_s), metadata=metadata or self._access.metadata)
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)
-
-
-async def _closing(call: Any) -> AsyncIterator[Any]:
-    try:
-        async for response in call:
-            yield response
-    finally:
-        call.cancel()

@@ -24,6 +24,8 @@ from radixkv.service.client.requests import (
     retain_request,
     segments_request,
 )
+from radixkv.service.client.route_calls import RouteCalls
+from radixkv.service.client.streams import closing
 from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import (
@@ -40,19 +42,16 @@ from radixkv.v1.cache_pb2 import (
     UnloadAdapterRequest,
 )
 from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
+from radixkv.v1.fleet_pb2_grpc import FleetServiceStub
 from radixkv.v1.model_pb2 import GetTokenizerRequest
 from radixkv.v1.prefill_pb2 import (
     GenerateResponse,
     PrefillResponse,
     ProbeResponse,
-    ReleaseRequest,
-    ReleaseResponse,
-    RenewRequest,
-    RenewResponse,
 )
 
 
-class Client:
+class Client(RouteCalls):
     """Blocking calls over one connection. Safe to share between threads."""
 
     def __init__(
@@ -102,6 +101,7 @@ class Client:
         )
         self._channel = channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
+        self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.public = PublicPrefixes(self._cache, self._ask)
 
     def __enter__(self) -> Self:
@@ -157,24 +157,12 @@ class Client:
         """
         request = generate_request(token_ids, options)
         metadata = self._access.metadata_of(request.prefill)
-        return _closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
+        return closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
 
     def probe(self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
         """Ask how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
         request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
         answer: ProbeResponse = self._ask(self._prefill.Probe, request, self._access.metadata_of(request))
-        return answer
-
-    def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
-        """Give back a lease that `prefill(hold_lease=True)` handed out."""
-        request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
-        answer: ReleaseResponse = self._ask(self._prefill.Release, request)
-        return answer
-
-    def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
-        """Keep a lease that `prefill(hold_lease=True)` handed out for its whole time again."""
-        request = RenewRequest(lease_id=lease_id, tenant=tenant)
-        answer: RenewResponse = self._ask(self._prefill.Renew, request)
         return answer
 
     def retain(
@@ -210,6 +198,7 @@ class Client:
         page_size: int | None = None,
         page_token: str = "",
         hottest_first: bool = False,
+        store: str = "",
     ) -> ListSegmentsResponse:
         """List what is cached, a page at a time; never its tokens. Raises like `prefill`.
 
@@ -218,8 +207,9 @@ class Client:
             page_size: 1 to 1,000, 100 without a number. A page may have fewer segments although others follow.
             page_token: `next_page_token` of the answer before, which is empty after the last page.
             hottest_first: the hottest up to 256 in one page; see `HotWalk` for what is exact.
+            store: lists what a store below the device, such as `host`, holds of each namespace.
         """
-        request = segments_request(tenant, page_size, page_token, hottest_first=hottest_first)
+        request = segments_request(tenant, page_size, page_token, store, hottest_first=hottest_first)
         answer: ListSegmentsResponse = self._ask(self._cache.ListSegments, request)
         return answer
 
@@ -230,8 +220,7 @@ class Client:
             max_tenants: this number of tenants, the largest, at most 128; None for 100.
             tenant: only what this tenant may know; None for all, or for the caller's own with a tenant's credential.
         """
-        request = StatsRequest(max_tenants=max_tenants, tenant=tenant)
-        answer: StatsResponse = self._ask(self._cache.Stats, request)
+        answer: StatsResponse = self._ask(self._cache.Stats, StatsRequest(max_tenants=max_tenants, tenant=tenant))
         return answer
 
     def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:
@@ -284,17 +273,10 @@ class Client:
             grpc.RpcError: OUT_OF_RANGE or DATA_LOSS: begin again from 0; UNAVAILABLE: the service ended.
         """
         request = SubscribeRequest(start_sequence_number=start_sequence_number)
-        return _closing(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
+        return closing(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
 
     def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
         return call(request, timeout=self._timeout(timeout_s), metadata=metadata or self._access.metadata)
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)
-
-
-def _closing(call: Any) -> Iterator[Any]:
-    try:
-        yield from call
-    finally:
-        call.cancel()

@@ -12,10 +12,12 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.retention import MAX_TTL_S, Retention
 from radixkv.service.token_ids import pack_token_ids, write_token_ids
 from radixkv.v1.cache_pb2 import ListSegmentsRequest, PurgeRequest, RetainRequest
-from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest, PrefillResponse, ProbeRequest
+from radixkv.v1.prefill_pb2 import Compression as CompressionMessage
+from radixkv.v1.prefill_pb2 import GenerateRequest, KVSource, PrefillRequest, PrefillResponse, ProbeRequest
 from radixkv.v1.prefill_pb2 import Retention as RetentionMessage
 
 _Message = TypeVar("_Message", bound=Message)
@@ -28,6 +30,7 @@ _EXPECTED = {
     FieldDescriptor.TYPE_FIXED32: "whole numbers from 0 to 2**32 - 1",
     FieldDescriptor.TYPE_UINT64: "a whole number from 0 to 2**64 - 1",
     FieldDescriptor.TYPE_FLOAT: "a number",
+    FieldDescriptor.TYPE_MESSAGE: "a message of its type",
 }
 
 
@@ -97,6 +100,8 @@ class GenerateOptions(PromptOptions, total=False):
         regex: a regular expression for the whole text of each answer.
         grammar: a grammar for it, in the syntax of Lark or of llama.cpp.
         json_object: whether each answer is a JSON object.
+        kv_source: a held lease of another server, whose K/V of the prompt is fetched; default none.
+        compression: keep only some K/V after the prompt, for other answers; default none, which keeps all.
     """
 
     max_new_tokens: int | None
@@ -120,6 +125,8 @@ class GenerateOptions(PromptOptions, total=False):
     regex: str | None
     grammar: str | None
     json_object: bool | None
+    kv_source: KVSource | None
+    compression: Compression | None
 
 
 _CONSTRAINTS = ("json_schema", "regex", "grammar", "json_object")
@@ -142,6 +149,8 @@ def generate_request(token_ids: npt.ArrayLike, options: GenerateOptions) -> Gene
         raise ValueError(f"{constraints[1]}: expected none beside {constraints[0]}, got one")
     of_prompt = {name: value for name, value in options.items() if name in PromptOptions.__optional_keys__}
     others = {name: value for name, value in options.items() if name not in of_prompt}
+    if "compression" in others:
+        others["compression"] = _compression_message(others["compression"])
     return _message(GenerateRequest, prefill=_prompt(token_ids, of_prompt), **others)
 
 
@@ -172,11 +181,16 @@ def purge_request(tenant: str | None, adapter: str | None, salt: str | None, *, 
 
 
 def segments_request(
-    tenant: str | None, page_size: int | None, page_token: str, *, hottest_first: bool
+    tenant: str | None, page_size: int | None, page_token: str, store: str, *, hottest_first: bool
 ) -> ListSegmentsRequest:
     """Make the message of `Client.segments`, which names what it raises."""
     return _message(
-        ListSegmentsRequest, tenant=tenant, page_size=page_size, page_token=page_token, hottest_first=hottest_first
+        ListSegmentsRequest,
+        tenant=tenant,
+        page_size=page_size,
+        page_token=page_token,
+        store=store,
+        hottest_first=hottest_first,
     )
 
 
@@ -221,6 +235,23 @@ def _message(kind: type[_Message], **fields: Any) -> _Message:
                 refusal = TypeError if isinstance(error, TypeError) else ValueError
                 raise refusal(f"{name}: expected {expected}, got {reprlib.repr(value)}") from error
         raise
+
+
+def _compression_message(compression: object) -> CompressionMessage | None:
+    if compression is None:
+        return None
+    if not isinstance(compression, Compression):
+        raise TypeError(f"compression: expected a Compression, got {reprlib.repr(compression)}")
+    for name in ("max_tokens", "num_sinks", "window"):
+        value = getattr(compression, name)
+        if value is not None and not (isinstance(value, int) and 0 <= value < 2**32):
+            raise ValueError(f"compression.{name}: expected a whole number from 0, got {reprlib.repr(value)}")
+    return CompressionMessage(
+        policy=CompressionPolicy(compression.policy).name,
+        max_tokens=compression.max_tokens,
+        num_sinks=compression.num_sinks,
+        window=compression.window,
+    )
 
 
 def _retention_message(retention: Retention | None) -> RetentionMessage | None:

@@ -10,6 +10,7 @@ from typing import Any
 from radixkv.api.sampling import DEFAULT_MAX_NEW_TOKENS
 from radixkv.service.commands import argument_types
 from radixkv.service.commands.answer_tables import generate_table, json_of
+from radixkv.service.commands.compression_arguments import add_compression, compression_of
 from radixkv.service.commands.connection_arguments import add_connection, client_of
 from radixkv.service.commands.prompt_arguments import Prompt, add_chat, add_prompt, prompt_of, prompt_options
 from radixkv.service.commands.tables import printable
@@ -104,6 +105,7 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
         type=argument_types.text_or_file,
         help="a grammar that it follows, or the file of one, in the syntax of Lark or llama.cpp (default: none)",
     )
+    add_compression(generate)
     add_connection(generate)
     generate.set_defaults(command=_generate)
 
@@ -132,6 +134,7 @@ def _generate(arguments: argparse.Namespace) -> None:
             json_object=arguments.json_object or None,
             regex=arguments.regex,
             grammar=arguments.grammar,
+            compression=compression_of(arguments),
             **prompt_options(arguments, len(prompt.token_ids)),
         ):
             answer.MergeFrom(news)  # which joins the tokens

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from radixkv.config import Config, ModelConfig, ServerConfig
+from radixkv.config import Config, ModelConfig, ServerConfig, TransferConfig
 from radixkv.config.model_directory import check_servable
 from radixkv.service.server.events.publishing import publishing, require_publishable
 from radixkv.service.server.identity.requirements import require_secure
 from radixkv.service.server.listen_address import require_free
+from radixkv.service.server.transfer.role import require_role
 
 _logger = logging.getLogger(__name__)
 
@@ -50,6 +51,12 @@ def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--insecure",
         action="store_true",
         help="listen beyond this machine without TLS or credentials, or take tokens without TLS",
+    )
+    serve.add_argument(
+        "--role",
+        choices=("both", "prefill", "decode"),
+        help="prefill does not generate, and sends K/V to servers that do; decode generates, with K/V of its sections "
+        f"kv_sources (default: {TransferConfig().role})",
     )
     serve.add_argument("--config", metavar="F", help="a TOML file (default: none)")
     serve.add_argument(
@@ -91,6 +98,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     require_secure(config.server)
     require_free(config.server)
     require_publishable(config.events)
+    require_role(config)
     _announce(config.model)
     try:
         with _without_collections():
@@ -164,6 +172,7 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
         "server.port": arguments.port,
         "server.metrics_port": arguments.metrics_port,
         "server.insecure": arguments.insecure or None,
+        "transfer.role": arguments.role,
     }
     # A JSON string is a TOML string.
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]

@@ -23,6 +23,14 @@ def traceparent_of(context: Context) -> str:
     return ""
 
 
+def authorization_of(context: Context) -> str:
+    """Return the credential that a call shows; empty without one."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "authorization":
+            return str(value)
+    return ""
+
+
 async def answer_of(engine: Engine, mailbox: Mailbox, future: Future[Answer]) -> Answer:
     """Await the engine's answer. If the awaiting task is cancelled, `future` is too."""
     is_known = asyncio.Event()

@@ -14,18 +14,10 @@ from radixkv.api.limits import Limits
 from radixkv.api.params import DEFAULT_URGENCY, PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, TokenLogprobs, Usage
 from radixkv.api.retention import Retention
-from radixkv.api.sampling import (
-    DEFAULT_MAX_NEW_TOKENS,
-    MAX_ANSWERS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TOP_LOGPROBS,
-    Sampling,
-    random_seed,
-)
+from radixkv.api.sampling import MAX_TOP_LOGPROBS
 from radixkv.api.stats import EngineStats, TenantStats, TierStats
 from radixkv.cache.namespaces.purge import Purged
 from radixkv.errors import InvalidRequest
-from radixkv.service.structured.grammar_text import GrammarText
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, prefill_pb2
 
@@ -81,60 +73,6 @@ def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, 
         traceparent=traceparent,
         deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
     )
-
-
-def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
-    """Read the options of a generation.
-
-    Raises:
-        InvalidRequest: there are too many stop tokens.
-    """
-    if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(request.stop_token_ids)}"
-        )
-    return Sampling(
-        max_new_tokens=request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_MAX_NEW_TOKENS,
-        temperature=request.temperature,
-        top_p=request.top_p if request.HasField("top_p") else 1.0,
-        seed=request.seed if request.HasField("seed") else random_seed(),
-        stop_token_ids=frozenset(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty if request.HasField("repetition_penalty") else 1.0,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        min_tokens=request.min_tokens,
-        logprobs=request.logprobs if request.HasField("logprobs") else None,
-        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
-        logit_bias=tuple(sorted(request.logit_bias.items())),
-    )
-
-
-def read_grammar(request: prefill_pb2.GenerateRequest) -> GrammarText | None:
-    """Read what the answers must follow; None for nothing."""
-    field = request.WhichOneof("constraint")
-    if field is None or (field == "json_object" and not request.json_object):
-        return None
-    return (
-        GrammarText.of_json_object(field)
-        if field == "json_object"
-        else GrammarText(field, field, getattr(request, field))
-    )
-
-
-def read_num_answers(request: prefill_pb2.GenerateRequest) -> int:
-    """Read how many answers a generation has.
-
-    Raises:
-        InvalidRequest: none, or too many.
-    """
-    if not request.HasField("n"):
-        return 1
-    if not 1 <= request.n <= MAX_ANSWERS:
-        raise InvalidRequest(f"n: expected 1 to {MAX_ANSWERS}, got {request.n}")
-    return request.n
 
 
 def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest) -> Retention | None:

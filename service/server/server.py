@@ -73,6 +73,7 @@ class Server:
         gateway_tenant: the owner of the gateway's data.
         count_refusal: is called with the exception of each call that is refused before the engine knows of it.
         stop: see the attribute.
+        doors: who is let in; by default as the configuration says.
 
     Attributes:
         stop: set when the service should drain: by a caller of `Drain`, or by whoever runs the server.
@@ -91,12 +92,13 @@ class Server:
         gateway_tenant: str = "",
         count_refusal: CountRefusal | None = None,
         stop: asyncio.Event | None = None,
+        doors: Doors | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
         self.stop = stop or asyncio.Event()
         self.admin_address: str | None = None
-        self._doors = Doors(config)
+        self._doors = doors or Doors(config)
         self._gateway_tenant = gateway_tenant
         self._count_refusal = count_refusal
         self._health = HealthServicer()

@@ -19,7 +19,8 @@ from radixkv.api.result import GenerationFuture, PrefillResult
 from radixkv.api.stats import DEFAULT_MAX_TENANTS
 from radixkv.errors import InvalidRequest, RadixKVError
 from radixkv.service.server.adapters.adapter_calls import AdapterCalls
-from radixkv.service.server.calls import answer_of, traceparent_of
+from radixkv.service.server.calls import answer_of, authorization_of, traceparent_of
+from radixkv.service.server.generation.options import read_grammar, read_num_answers, read_sampling
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.messages import (
@@ -29,11 +30,8 @@ from radixkv.service.server.messages import (
     prefill_response,
     purge_message,
     read_caller,
-    read_grammar,
-    read_num_answers,
     read_params,
     read_retention,
-    read_sampling,
     require_names,
     stats_response,
     tenant_stats_response,
@@ -45,6 +43,9 @@ from radixkv.service.server.public.public_calls import PublicCalls
 from radixkv.service.server.segments.segment_lister import SegmentLister
 from radixkv.service.server.stop_strings import stop_strings
 from radixkv.service.server.token_stream import TokenStream
+from radixkv.service.server.transfer.kv_fetcher import KVFetcher
+from radixkv.service.server.transfer.kv_sender import KVSender
+from radixkv.service.server.transfer.role import require_call
 from radixkv.service.server.unfinished_calls import Context, when_over
 from radixkv.service.structured.grammars import Grammars
 from radixkv.service.token_ids import read_token_ids
@@ -63,9 +64,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._tokenizer = tokenizer  # for stop strings
         self._grammars = grammars
         self._mailbox = Mailbox()
+        self._kv_sender, self._kv_fetcher = KVSender(engine, self._mailbox), KVFetcher(engine, self._mailbox)
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
         """Compute the part of a prompt that is not cached, and answer with the next token."""
+        require_call(self._engine, "Prefill")
         params = read_params(request, self._seconds_left(context), traceparent_of(context))
         future = self._engine.prefill(params)
         if params.hold_lease:
@@ -91,17 +94,25 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
         Several answers to one prompt are several requests, of which one computes the prompt for all.
         """
+        require_call(self._engine, "Generate")
         params = read_params(request.prefill, self._seconds_left(context), traceparent_of(context))
         sampling, num_left = read_sampling(request), read_num_answers(request)
         sampling = await self._grammars.constrain(sampling, read_grammar(request))
         stops = await stop_strings(self._tokenizer, request.stop, params, sampling, num_left)
+        fetched = (
+            await self._kv_fetcher.fetch(params, request.kv_source, authorization_of(context))
+            if request.HasField("kv_source")
+            else None
+        )
         stream = TokenStream(self._mailbox)
         num_told = [0] * num_left
         futures: list[GenerationFuture] = []
         try:
             for index in range(num_left):
-                futures.append(self._engine.generate(params, sampling.of_answer(index), partial(stream.put, index)))
+                on_tokens = partial(stream.put, index)
+                futures.append(self._engine.generate(params, sampling.of_answer(index), on_tokens, fetched))
                 futures[index].add_done_callback(partial(stream.end, index))
+            del fetched  # the engine lets go of it when it is copied
             while num_left:
                 news, ended = await stream.get()
                 for index, tokens in news.items():
@@ -155,6 +166,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         future = self._engine.renew(request.lease_id, Caller(request.tenant))
         expires_at_s = await answer_of(self._engine, self._mailbox, future)
         return prefill_pb2.RenewResponse(lease_expires_at=timestamp(expires_at_s))
+
+    async def FetchKV(  # noqa: N802
+        self, request: prefill_pb2.FetchKVRequest, context: Context
+    ) -> AsyncIterator[prefill_pb2.FetchKVResponse]:
+        """Send the K/V of a held lease."""
+        async for response in self._kv_sender.responses(request):
+            yield response
 
     def _seconds_left(self, context: Context) -> float:
         return self._deadlines.seconds_left(context.time_remaining())

@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from radixkv.api.caller import Caller
+from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.limits import Limits
+from radixkv.api.params import PrefillParams
+from radixkv.api.sampling import Sampling
+from radixkv.errors import BeyondCeiling, PromptTooLong, SwitchedOff
 
 
 def limits(**given: object) -> Limits:
@@ -34,3 +39,31 @@ def test_ceilings_are_told_in_tokens() -> None:
 
 def test_every_pool_has_an_epoch_of_its_own() -> None:
     assert limits().epoch != limits().epoch
+
+
+def asked(num_tokens: int, max_new_tokens: int, compression: Compression, tenant: str = "") -> tuple[object, ...]:
+    sampling = Sampling(max_new_tokens, compression=compression)
+    return PrefillParams(bytes(4 * num_tokens), Caller(tenant)), sampling
+
+
+def test_a_compressed_generation_is_bounded_by_what_it_keeps() -> None:
+    budget = Compression(CompressionPolicy.STREAMING_LLM, 32)
+    limits().require_generation(*asked(128, 1_000_000, budget))  # 8 blocks and 2
+    for num_tokens, max_new_tokens, compression, message in (
+        (129, 5, budget, "token_ids, compression.max_tokens: expected at most 160 tokens of K/V beside each other"),
+        (128, 34, Compression(CompressionPolicy.SNAPKV, 2), "token_ids, compression.max_tokens: expected at most 160"),
+    ):
+        with pytest.raises(PromptTooLong, match=message):
+            limits().require_generation(*asked(num_tokens, max_new_tokens, compression))
+    with pytest.raises(PromptTooLong, match="token_ids, max_new_tokens: expected at most 150 tokens together"):
+        limits(max_model_tokens=150).require_generation(*asked(100, 51, budget))
+    with pytest.raises(BeyondCeiling, match=r"token_ids, compression.max_tokens: expected at most 48 tokens of K/V"):
+        limits(ceiling_blocks={"a": 3}).require_generation(*asked(17, 50, budget, "a"))
+    limits(ceiling_blocks={"a": 3}).require_generation(*asked(16, 50, budget, "a"))
+
+
+def test_a_model_that_does_not_allow_compression_is_told_with_the_reason() -> None:
+    given = limits(compression_refusal="a model with sliding windows")
+    with pytest.raises(SwitchedOff, match=r"^compression: expected a model that allows it, got a model with sliding"):
+        given.require_generation(*asked(9, 9, Compression(CompressionPolicy.H2O, 8)))
+    given.require_generation(PrefillParams(bytes(36)), Sampling(9))

@@ -6,7 +6,6 @@ import torch
 
 from bench import kv_dtype
 from radixkv.config import KV_DTYPES
-from tests.processor import needs_exact_int8
 
 
 def test_fewer_bits_fit_more_tokens_and_move_the_logits_further(tmp_path, monkeypatch, capsys):
@@ -44,7 +43,6 @@ def test_a_text_is_what_the_model_expects():
     assert drawn_perplexity < noise_perplexity
 
 
-@needs_exact_int8
 def test_weights_of_8_bits_add_a_row(tmp_path, monkeypatch):
     file = tmp_path / "weights.json"
     arguments = ["--models", "tiny", "--texts", "1", "--tokens", "40", "--weights", "int8", "--json", str(file)]

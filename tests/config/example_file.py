@@ -50,6 +50,12 @@ STORE = """\
 # [stores.shelf]
 # place = "10.0.0.7:9000"
 # max_bytes = 200000000000"""
+KV_SOURCE = """\
+# A server whose K/V is fetched for callers that name it, by a name of your own.
+# [kv_sources.first]
+# address = "10.0.0.8:50051"
+# token_file = "/etc/radixkv/first.token"
+# tls_ca = "/etc/radixkv/authorities.pem\""""
 ADAPTER = """\
 # An adapter that is loaded at start, by name: a directory as peft writes it.
 # [adapters.law]
@@ -65,9 +71,10 @@ _KEY = re.compile(r"^(\w+): (.*)$")
 
 def example_file() -> str:
     """Return the text of the file."""
-    sections = [each for each in dataclasses.fields(Config) if each.name not in ("stores", "adapters", "tenants")]
+    named = ("stores", "kv_sources", "adapters", "tenants")
+    sections = [each for each in dataclasses.fields(Config) if each.name not in named]
     parts = [_section(section.name, getattr(Config(), section.name)) for section in sections]
-    return "\n\n".join([HEAD, *parts, STORE, ADAPTER, TENANT]) + "\n"
+    return "\n\n".join([HEAD, *parts, STORE, KV_SOURCE, ADAPTER, TENANT]) + "\n"
 
 
 def meanings(section: type) -> dict[str, str]:

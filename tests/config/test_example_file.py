@@ -9,7 +9,7 @@ from radixkv.config import Config
 from radixkv.config.reading import read_setting
 from tests.service.command_line import fake_service
 
-from .example_file import ADAPTER, EXAMPLES, STORE, TENANT, example_file
+from .example_file import ADAPTER, EXAMPLES, KV_SOURCE, STORE, TENANT, example_file
 
 FILE = Path(__file__).parents[2] / "docs" / "deploy" / "radixkv.toml"
 ABSENT = re.compile(r"^# (\w+) = (.+)$", re.MULTILINE)
@@ -47,6 +47,12 @@ def test_the_section_of_a_store_is_accepted(tmp_path):
     text = "\n".join(line.removeprefix("# ") for line in STORE.splitlines()[1:])
     (tmp_path / "radixkv.toml").write_text(FILE.read_text(encoding="utf-8") + text)
     assert Config.load(tmp_path / "radixkv.toml").stores["shelf"].max_bytes == 200_000_000_000
+
+
+def test_the_section_of_a_kv_source_is_accepted(tmp_path):
+    text = "\n".join(line.removeprefix("# ") for line in KV_SOURCE.splitlines()[1:])
+    (tmp_path / "radixkv.toml").write_text(FILE.read_text(encoding="utf-8") + text)
+    assert Config.load(tmp_path / "radixkv.toml").kv_sources["first"].address == "10.0.0.8:50051"
 
 
 def test_a_server_starts_with_the_file():

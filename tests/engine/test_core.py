@@ -207,6 +207,14 @@ class TestHeldLeases:
         bench.cache.check()
         assert bench.core.tally.load().blocks.pinned == 0
 
+    def test_its_blocks_are_counted_and_its_tokens_forgotten(self) -> None:
+        bench = Bench()
+        held = bench.prefill(range(10), hold_lease=True).held_lease
+        assert held is not None
+        assert bench.cache.kept.num_blocks == 3
+        lease, num_tokens = bench.core.held_leases.lease_of(held.lease_id, "")
+        assert (bytes(lease.tokens), num_tokens) == (b"", 10)
+
     def test_a_second_release_is_refused(self) -> None:
         bench = Bench()
         held = bench.prefill(range(8), hold_lease=True).held_lease

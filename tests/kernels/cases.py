@@ -51,6 +51,7 @@ def make_step(
     device: str = "cpu",
     seed: int = 0,
     is_adjacent: bool = False,
+    is_latent: bool = False,
 ) -> Step:
     """Place the requests in blocks, fill their slots with normal noise and all others with poison.
 
@@ -64,12 +65,19 @@ def make_step(
     block_ids = np.arange(num_blocks, dtype=np.int32) if is_adjacent else shuffled
     tables = np.split(block_ids, np.cumsum(num_used))[: len(kv_lens)]
     pool = poisoned_pool(
-        num_blocks, heads.num_kv_heads, block_size, head_dim, kv_dtype or dtype, device, is_by_layer=is_adjacent
+        num_blocks,
+        heads.num_kv_heads,
+        block_size,
+        head_dim,
+        kv_dtype or dtype,
+        device,
+        is_by_layer=is_adjacent,
+        is_latent=is_latent,
     )
     for table, kv_len in zip(tables, kv_lens, strict=True):
         slots = PagedBatch.build([kv_len], [kv_len], [table], block_size, device).slots
         noise = torch.randn(kv_len, 2, heads.num_kv_heads, head_dim, generator=generator).to(device, dtype)
-        reference.write_kv(noise[:, 0], noise[:, 1], slots, pool, LAYER)
+        reference.write_kv(noise[:, 0], None if is_latent else noise[:, 1], slots, pool, LAYER)
     query = torch.randn(sum(query_lens), heads.num_query_heads, head_dim, generator=generator).to(device, dtype)
     return Step(query, pool, PagedBatch.build(query_lens, kv_lens, tables, block_size, device))
 
@@ -108,10 +116,11 @@ def poisoned_pool(
     device: str = "cpu",
     *,
     is_by_layer: bool = False,
+    is_latent: bool = False,
 ) -> KVPool:
     """Blocks of NaN: of NaN scales where the numbers themselves are integers."""
     size = (num_blocks, NUM_LAYERS, num_kv_heads, block_size, head_dim)
-    pool = KVPool.allocate(*size, dtype=dtype, device=device, is_by_layer=is_by_layer)
+    pool = KVPool.allocate(*size, dtype=dtype, device=device, is_by_layer=is_by_layer, is_latent=is_latent)
     pool.blocks.fill_(0xFF)
     return pool
 

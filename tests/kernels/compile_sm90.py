@@ -39,6 +39,7 @@ from radixkv.kernels.low_rank_step import LowRankStep
 from radixkv.kernels.norm import add_rms_norm, rms_norm, row_mean
 from radixkv.kernels.norm_style import NormStyle
 from radixkv.kernels.paged_attention import paged_attention
+from radixkv.kernels.rotate import rotate
 from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.swiglu import swiglu
 from radixkv.kernels.write_kv import write_kv
@@ -78,12 +79,13 @@ class AttentionCase:
     num_tokens: int = 40
     is_specialized: bool = False
     is_shared: bool = False
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         name = f"{str(self.dtype)[6:]} D{self.head_dim} rows{self.tile_rows} block{self.block_size} G{self.group_size}"
         extras = [name for name in ("window", "softcap", "split") if getattr(self, name)]
         extras += [f"pool {str(self.kv_dtype)[6:]}"] if self.kv_dtype else []
-        extras += ["specialized"] if self.is_specialized else []
+        extras += ["sinks"] * self.has_sinks + ["specialized"] * self.is_specialized
         return " ".join([name, *extras]) + f", rows of {self.num_tokens} tokens{' joined' * self.is_shared}"
 
     def launch(self) -> None:
@@ -107,7 +109,8 @@ class AttentionCase:
             split_tokens=256 if self.split or self.is_shared else 4096,
         )
         assert bool(len(plan.joined_rows)) == self.is_shared
-        scoring = Scoring(0.1, self.window, self.softcap)
+        sinks = torch.empty(query.shape[1], dtype=self.dtype) if self.has_sinks else None
+        scoring = Scoring(0.1, self.window, self.softcap, sinks)
         paged_attention(query, pool, 0, batch, plan, scoring, is_specialized=self.is_specialized)
 
 
@@ -138,6 +141,10 @@ ATTENTION_CASES = [
     AttentionCase(fp16, 128, 128, kv_dtype=fp8),
     AttentionCase(fp32, 128, 16, kv_dtype=bf16),
     AttentionCase(fp32, 128, 16, kv_dtype=int4),
+    AttentionCase(bf16, 64, 128, group_size=8, window=128, has_sinks=True),
+    AttentionCase(bf16, 64, 16, group_size=8, split=True, has_sinks=True),
+    AttentionCase(bf16, 64, 128, group_size=8, kv_dtype=int8, has_sinks=True),
+    AttentionCase(fp32, 64, 16, group_size=8, has_sinks=True),
     # The same again, for other tokens.
     AttentionCase(bf16, 128, 128, num_tokens=1),
     AttentionCase(bf16, 128, 128, num_tokens=17),
@@ -151,6 +158,8 @@ SPECIALIZED_CASES = [
     AttentionCase(bf16, 128, 128, window=4096, softcap=50.0, group_size=2, is_specialized=True),
     AttentionCase(bf16, 64, 128, window=4096, group_size=7, is_specialized=True),
     AttentionCase(fp16, 80, 128, group_size=1, block_size=128, softcap=50.0, is_specialized=True),
+    AttentionCase(bf16, 64, 128, group_size=8, window=128, has_sinks=True, is_specialized=True),
+    AttentionCase(bf16, 128, 128, split=True, has_sinks=True, is_specialized=True),
     *(AttentionCase(bf16, 128, 128, num_tokens=num_tokens, is_specialized=True) for num_tokens in (1, 48)),
     AttentionCase(bf16, 128, 128, num_tokens=3, is_shared=True, is_specialized=True),
 ]
@@ -306,6 +315,10 @@ def _launch_copy(dtype: torch.dtype) -> None:
     copy_blocks(KVPool.allocate(4, 2, 8, 64, 128, dtype=dtype), torch.tensor([0, 1]), torch.tensor([2, 3]))
 
 
+def _launch_rotate(dtype: torch.dtype, result: torch.dtype, head_dim: int) -> None:
+    rotate(torch.empty(40, 8, head_dim, dtype=dtype), result)
+
+
 def _launch_dequantize(kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     pool = KVPool.allocate(2, 2, 8, block_size, head_dim, dtype=kv_dtype)
     dequantize_blocks(pool, 0, torch.zeros(3, dtype=torch.int32), dtype)
@@ -318,6 +331,9 @@ def cases(attention_cases: list[AttentionCase]) -> Iterator[tuple[str, Callable[
     for dtype in (bf16, fp8, int8, int4):
         for head_dim in (80, 128):
             yield f"{str(dtype)[6:]} D{head_dim}", partial(_launch_write, dtype, head_dim)
+    for dtype, result, head_dim in ((bf16, fp32, 128), (bf16, bf16, 80), (fp32, fp32, 256), (bf16, fp32, 576)):
+        name = f"{str(dtype)[6:]} to {str(result)[6:]} D{head_dim}"
+        yield name, partial(_launch_rotate, dtype, result, head_dim)
     yield "bfloat16", partial(_launch_copy, bf16)
     for kv_dtype, dtype, head_dim, block_size in DEQUANTIZE_CASES:
         name = f"{str(kv_dtype)[6:]} to {str(dtype)[6:]} D{head_dim} block{block_size}"

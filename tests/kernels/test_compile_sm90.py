@@ -41,7 +41,7 @@ def compiled() -> list[dict[str, Any]]:
 
 def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
     attention = {"_attend_tile", "_attend_tile_specialized", "_merge_partials", "_write_tile", "_copy_span"}
-    attention |= {"_pack_rows"}
+    attention |= {"_pack_rows", "_rotate_tile"}
     exact = {"_multiply_tiles", "_mean_row", "_norm_row"}
     fused = {"_norm_row", "_gate_piece"}
     assert {row["kernel"] for row in compiled} == attention | exact | fused | {"_dequantize_tile", "_add_tile"}
@@ -69,7 +69,7 @@ def test_plans_know_the_programs_that_a_multiprocessor_runs(compiled: list[dict[
         expected = DeviceRoom(132, head_dim).cost(tile_rows).programs
         registers = -(-row["registers"] // 8) * 8 * row["num_warps"] * 32
         runs = min(65536 // registers, 233472 // (row["shared_bytes"] + 1024))
-        assert expected <= runs <= expected + (head_dim == 64 or tile_rows == 16), row
+        assert expected <= runs <= expected + (head_dim == 64) + (tile_rows == 16), row
 
 
 def test_half_precision_attention_runs_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
@@ -151,8 +151,10 @@ def test_one_machine_code_serves_any_number_of_rows_wherever_they_start(
 ) -> None:
     codes: dict[str, list[str]] = {}
     for row in compiled:
-        if row["kernel"] == kernel:  # a split is no other code
-            codes.setdefault(row["case"].partition(", rows")[0].replace(" split", ""), []).append(row["code_sha256"])
+        if row["kernel"] == kernel:  # a split is no other code, nor is a sink for queries that are packed
+            case = row["case"].partition(", rows")[0].replace(" split", "")
+            case = case.replace(" sinks", "") if kernel == "_pack_rows" else case
+            codes.setdefault(case, []).append(row["code_sha256"])
     repeated = [found for found in codes.values() if len(found) > 1]
     assert len(repeated) == num_variants
     assert all(len(set(found)) == 1 for found in repeated)

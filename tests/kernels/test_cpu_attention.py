@@ -24,8 +24,10 @@ def attend(query: torch.Tensor, pool: KVPool, batch: PagedBatch, scoring: Scorin
     return cpu_attention.paged_attention(query, pool, LAYER, groups, scoring)
 
 
-def error_against_reference(step: Step, *, window: int | None = None, softcap: float | None = None) -> float:
-    scoring = Scoring(0.9 * step.query.shape[-1] ** -0.5, window, softcap)  # not the scale that torch would take
+def error_against_reference(
+    step: Step, *, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None
+) -> float:
+    scoring = Scoring(0.9 * step.query.shape[-1] ** -0.5, window, softcap, sinks)  # not the scale that torch would take
     expected = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scoring)
     got = attend(step.query, step.pool, step.batch, scoring)
     assert got.dtype == step.query.dtype
@@ -53,6 +55,37 @@ def test_matches_reference_over_units_parts_and_tiles(heads: Heads, dtype: torch
 def test_reads_what_other_formats_stand_for(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
     step = make_step([37, 600], [20, 70], GQA, dtype=dtype, kv_dtype=kv_dtype)
     assert error_against_reference(step) < 1.5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_adjacent", [True, False], ids=["in place", "copied"])
+def test_latents_are_keys_and_values(is_adjacent: bool, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    sizes = {"dtype": dtype, "kv_dtype": kv_dtype, "head_dim": 576, "is_adjacent": is_adjacent}
+    step = make_step([1000, 0, 600], [70, 37, 1], SEVEN, **sizes, is_latent=True)
+    assert error_against_reference(step) < 1.5 * TOLERANCE[dtype]
+    query, batch = cut(step, 0, 69, 70)
+    alone = attend(query, step.pool, batch, Scoring(0.03))
+    together = attend(step.query, step.pool, step.batch, Scoring(0.03))
+    assert torch.equal(alone[0], together[69])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [GQA, SEVEN], ids=["GQA", "group of 7"])
+def test_a_sink_takes_a_share_of_the_weights_once(heads: Heads, dtype: torch.dtype, window: int | None) -> None:
+    step = make_step([1000, 511, 0, 700], [300, 2, 70, 1], heads, dtype=dtype)
+    sinks = torch.linspace(-3, 8, heads.num_query_heads, dtype=dtype)
+    assert error_against_reference(step, window=window, sinks=sinks) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("sink", "share"), [(float("-inf"), 1.0), (80.0, 0.0)], ids=["no share", "all of it"])
+def test_extreme_sinks_take_nothing_or_everything(sink: float, share: float, window: int | None) -> None:
+    step = make_step([600], [37], GQA)
+    plain = attend(step.query, step.pool, step.batch, Scoring(0.2, window))
+    got = attend(step.query, step.pool, step.batch, Scoring(0.2, window, sinks=torch.full((6,), sink)))
+    torch.testing.assert_close(got, share * plain)
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 17, 40, 1000])
@@ -111,11 +144,16 @@ CUTS = ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590], [127, 1
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [MHA, GQA, MQA, SEVEN], ids=["MHA", "GQA", "MQA", "group of 7"])
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 300}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 40}, {"window": 300}, {"softcap": 3.0}, {"sinks": 1.0}, {"sinks": 1.0, "window": 40}],
+    ids=str,
+)
 def test_a_row_has_the_same_bits_however_the_sequence_is_cut(
     options: dict[str, float], heads: Heads, dtype: torch.dtype
 ) -> None:
     step = make_step([0], [800], heads, dtype=dtype)
+    options = options | {"sinks": torch.linspace(-3, 6, heads.num_query_heads)} if "sinks" in options else options
     whole = in_parts(step, [], Scoring(0.2, **options))
     for cuts in CUTS:
         assert torch.equal(in_parts(step, cuts, Scoring(0.2, **options)), whole)
@@ -207,17 +245,20 @@ def family(dtype: torch.dtype, heads: Heads, is_adjacent: bool) -> Step:
 @pytest.mark.parametrize("is_adjacent", [True, False], ids=["in place", "copied"])
 @pytest.mark.parametrize("heads", [GQA, SEVEN], ids=["GQA", "group of 7"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 def test_rows_over_a_shared_prefix_have_the_bits_that_they_have_alone(
-    dtype: torch.dtype, heads: Heads, is_adjacent: bool
+    has_sinks: bool, dtype: torch.dtype, heads: Heads, is_adjacent: bool
 ) -> None:
     step = family(dtype, heads, is_adjacent)
-    assert error_against_reference(step) < TOLERANCE[dtype]
-    together = attend(step.query, step.pool, step.batch, Scoring(0.2))
+    sinks = torch.linspace(-3, 6, heads.num_query_heads) if has_sinks else None
+    assert error_against_reference(step, sinks=sinks) < TOLERANCE[dtype]
+    scoring = Scoring(0.2, sinks=sinks)
+    together = attend(step.query, step.pool, step.batch, scoring)
     for request, (first, last) in enumerate(itertools.pairwise(step.batch.query_starts)):
         query, batch = cut(step, request, 0, last - first)
-        assert torch.equal(attend(query, step.pool, batch, Scoring(0.2)), together[first:last])
+        assert torch.equal(attend(query, step.pool, batch, scoring), together[first:last])
         query, batch = cut(step, request, last - first - 1, last - first)
-        assert torch.equal(attend(query, step.pool, batch, Scoring(0.2))[0], together[last - 1])
+        assert torch.equal(attend(query, step.pool, batch, scoring)[0], together[last - 1])
 
 
 def test_a_shared_prefix_is_read_once_for_all_that_share_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,22 @@ def test_a_pool_by_layer_holds_the_same_in_another_order(dtype: torch.dtype) -> 
     assert int(by_layer.blocks.sum()) == by_layer.blocks[3].numel() == by_block.blocks[3].numel()
 
 
+@pytest.mark.parametrize("is_by_layer", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_latent_pool_has_one_vector_a_token_and_layer(dtype: torch.dtype, is_by_layer: bool) -> None:
+    pool = KVPool.allocate(5, 3, 1, 16, 40, dtype=dtype, is_by_layer=is_by_layer, is_latent=True)
+    plain = KVPool.allocate(5, 3, 1, 16, 40, dtype=dtype, is_by_layer=is_by_layer)
+    assert pool.is_latent
+    assert not plain.is_latent
+    assert pool.values.shape == (5, 3, 1, 1, 16, 20 if dtype == torch.int4 else 40)
+    assert 2 * pool.blocks.numel() == plain.blocks.numel()
+    pool.values[3].view(torch.uint8).fill_(1)
+    if pool.scales is not None:
+        pool.scales[3].view(torch.uint8).fill_(1)
+    assert pool.blocks[3].all()
+    assert int(pool.blocks.sum()) == pool.blocks[3].numel()
+
+
 def test_adjacent_blocks_of_a_pool_by_layer_are_adjacent_in_each_head() -> None:
     pool = KVPool.allocate(5, 3, 2, 16, 8, dtype=torch.float32, is_by_layer=True)
     keys = pool.values[1:4, 2, 0].permute(1, 0, 2, 3)  # [num_kv_heads, num_blocks, block_size, head_dim]

@@ -28,11 +28,12 @@ def error_against_reference(
     softcap: float | None = None,
     tile_rows: int | None = None,
     split_tokens: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> float:
     plan = plan_of(step, window=window, tile_rows=tile_rows, split_tokens=split_tokens)
     inputs, scale = (step.query, step.pool, LAYER, step.batch), step.query.shape[-1] ** -0.5
-    got = paged_attention(*inputs, plan, Scoring(scale, window, softcap))
-    expected = reference.paged_attention(*inputs, Scoring(scale, window, softcap))
+    got = paged_attention(*inputs, plan, Scoring(scale, window, softcap, sinks))
+    expected = reference.paged_attention(*inputs, Scoring(scale, window, softcap, sinks))
     assert got.dtype == step.query.dtype
     assert got.shape == step.query.shape
     assert got.is_contiguous()
@@ -132,6 +133,19 @@ def test_softcap_bends_the_scores(softcap: float, window: int | None, kernel_dev
     assert error < 4 * TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize(("window", "split_tokens"), [(None, None), (None, 64), (40, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)], ids=str
+)
+def test_a_sink_is_counted_once_for_all_splits(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None, window: int | None, split_tokens: int | None, kernel_device: str
+) -> None:
+    step = make_step([200, 0, 63], [20, 70, 1], GQA, dtype=dtype, kv_dtype=kv_dtype, device=kernel_device)
+    sinks = torch.linspace(-3, 6, 6, device=kernel_device, dtype=dtype)
+    error = error_against_reference(step, window=window, tile_rows=128, split_tokens=split_tokens, sinks=sinks)
+    assert error < TOLERANCE[dtype]
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # the interpreter says so; a GPU is silent
 def test_softcap_survives_scores_past_the_range_of_exp(kernel_device: str) -> None:
     step = make_step([5], [20], MHA, device=kernel_device)
@@ -158,18 +172,19 @@ def test_one_plan_serves_every_layer(kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (100, False), (None, True), (100, True)])
 @pytest.mark.parametrize("prefix_len", [1, 77, 163])
 def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
-    prefix_len: int, window: int | None, kv_dtype: torch.dtype | None, kernel_device: str
+    prefix_len: int, window: int | None, has_sinks: bool, kv_dtype: torch.dtype | None, kernel_device: str
 ) -> None:
+    sinks = torch.tensor([0.5, 4.0], device=kernel_device) if has_sinks else None
     cold = make_step([0, 0], [20, 180], Heads(2, 1), dtype=torch.bfloat16, kv_dtype=kv_dtype, device=kernel_device)
     table = cold.batch.block_tables[1].cpu().numpy()
     warm_batch = PagedBatch.build([180 - prefix_len], [180], [table], 16, kernel_device)
 
     def attend(query: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         plan = plan_of(Step(query, cold.pool, batch), window=window, tile_rows=16, split_tokens=128)
-        return paged_attention(query, cold.pool, LAYER, batch, plan, Scoring(0.2, window))
+        return paged_attention(query, cold.pool, LAYER, batch, plan, Scoring(0.2, window, sinks=sinks))
 
     warm_rows = cold.query[20 + prefix_len :]
     assert torch.equal(attend(warm_rows, warm_batch), attend(cold.query, cold.batch)[20 + prefix_len :])

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -11,7 +12,7 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize
 from radixkv.kernels.scoring import Scoring
 
-from .cases import GQA, LAYER, MHA, make_step, poisoned_pool
+from .cases import GQA, LAYER, MHA, MQA, make_step, poisoned_pool
 
 
 def contiguous_kv(pool: KVPool, batch: PagedBatch, request: int) -> torch.Tensor:
@@ -50,6 +51,16 @@ def test_window_of_one_returns_the_tokens_own_value() -> None:
     torch.testing.assert_close(got, value)
 
 
+def test_a_sink_is_a_key_whose_value_is_zero() -> None:
+    step = make_step([5], [12], GQA)
+    sinks = torch.linspace(-2, 3, 6)
+    plain = reference.paged_attention(step.query, step.pool, LAYER, step.batch, Scoring(0.3))
+    got = reference.paged_attention(step.query, step.pool, LAYER, step.batch, Scoring(0.3, sinks=sinks))
+    key = contiguous_kv(step.pool, step.batch, 0)[:, 0].repeat_interleave(3, dim=1)  # [17, 6, head_dim]
+    weights = (torch.einsum("hd,khd->hk", step.query[-1], key) * 0.3).exp().sum(dim=-1)
+    torch.testing.assert_close(got[-1], plain[-1] * (weights / (weights + sinks.exp()))[:, None])
+
+
 def test_tiny_softcap_averages_all_visible_values() -> None:
     step = make_step([0], [9], MHA)
     value = contiguous_kv(step.pool, step.batch, 0)[:, 1]
@@ -65,6 +76,24 @@ def test_write_kv_fills_exactly_its_slots() -> None:
         assert torch.equal(pool.values[block_id, 1, 0, :, offset], key[row])
         assert torch.equal(pool.values[block_id, 1, 1, :, offset], value[row])
     assert torch.isfinite(pool.values).sum() == 2 * 3 * 2 * 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_latent_is_key_and_value(dtype: torch.dtype) -> None:
+    latent = make_step([0, 3], [17, 14], MQA, kv_dtype=dtype, is_latent=True)
+    pair = make_step([0, 3], [17, 14], MQA, kv_dtype=dtype)
+    vectors, largest = torch.randn(31, 1, 32), torch.zeros(31, 1)
+    for step, value in ((latent, None), (pair, vectors)):
+        slots = PagedBatch.build([17, 17], [17, 17], [*step.batch.host_tables], 16).slots
+        written = torch.randn(34, 1, 32, generator=torch.Generator().manual_seed(1))
+        reference.write_kv(written, None if value is None else written, slots, step.pool, LAYER)
+    reference.write_kv(vectors, None, latent.batch.slots, latent.pool, LAYER, largest)
+    reference.write_kv(vectors, vectors, pair.batch.slots, pair.pool, LAYER)
+    assert torch.equal(largest, vectors.abs().amax(-1))
+    got, expected = (
+        reference.paged_attention(latent.query, step.pool, LAYER, step.batch, Scoring(0.2)) for step in (latent, pair)
+    )
+    assert torch.equal(got, expected)
 
 
 def test_write_kv_of_a_quantized_pool_leaves_its_neighbours_alone() -> None:

@@ -44,7 +44,11 @@ def make(
 
 
 def attend(
-    step: Step, window: int | None = None, softcap: float | None = None, split_tokens: int = 4096
+    step: Step,
+    window: int | None = None,
+    softcap: float | None = None,
+    split_tokens: int = 4096,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     plan = plan_attention(
         step.batch,
@@ -56,18 +60,29 @@ def attend(
         split_tokens=split_tokens,
     )
     inputs = (step.query, step.pool, LAYER, step.batch, plan)
-    return paged_attention(*inputs, Scoring(0.1, window, softcap), is_specialized=True)
+    return paged_attention(*inputs, Scoring(0.1, window, softcap, sinks), is_specialized=True)
 
 
 def assert_is_reference(
-    step: Step, window: int | None = None, softcap: float | None = None, split_tokens: int = 4096
+    step: Step,
+    window: int | None = None,
+    softcap: float | None = None,
+    split_tokens: int = 4096,
+    sinks: torch.Tensor | None = None,
 ) -> None:
-    got = attend(step, window, softcap, split_tokens)
+    got = attend(step, window, softcap, split_tokens, sinks)
     inputs = (step.query, step.pool, LAYER, step.batch)
-    expected = reference.paged_attention(*inputs, Scoring(0.1, window, softcap))
+    expected = reference.paged_attention(*inputs, Scoring(0.1, window, softcap, sinks))
     assert (got.dtype, got.shape) == (step.query.dtype, step.query.shape)
     assert got.is_contiguous()
     assert (got.float() - expected.float()).abs().max() < TOLERANCE[step.query.dtype]
+
+
+@pytest.mark.parametrize(("window", "split_tokens"), [(None, 4096), (None, 128), (70, 128)])
+def test_a_sink_is_counted_once_for_all_splits(window: int | None, split_tokens: int, kernel_device: str) -> None:
+    step = make([200, 0], [20, 70], GQA, device=kernel_device)
+    sinks = torch.linspace(-3, 6, GQA.num_query_heads, device=kernel_device)
+    assert_is_reference(step, window, split_tokens=split_tokens, sinks=sinks)
 
 
 @pytest.mark.parametrize("heads", [MHA, GQA, SEVEN], ids=["MHA", "GQA", "SEVEN"])

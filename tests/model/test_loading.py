@@ -3,109 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BloomConfig,
-    DeepseekV3Config,
-    DogeConfig,
-    Gemma3TextConfig,
-    GptOssConfig,
-    Lfm2Config,
-    Llama4TextConfig,
-    MambaConfig,
-    NemotronConfig,
-)
 
 from radixkv.config import ModelConfig
-from radixkv.errors import ConfigError, UnsupportedModel
+from radixkv.errors import ConfigError
 from radixkv.model.loading import load_model
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.processor import needs_exact_int8
-
-
-def small(config_class: type, **extra: object) -> object:
-    shape = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    return config_class(**{**shape, **extra})
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2), "ignore the cache"),
-        (small(MambaConfig), "ignore the cache"),
-        (small(GptOssConfig, num_key_value_heads=2, head_dim=16, num_local_experts=2), "passes `s_aux`"),
-        (
-            small(
-                DeepseekV3Config,
-                num_key_value_heads=2,
-                q_lora_rank=16,
-                kv_lora_rank=16,
-                qk_rope_head_dim=8,
-                qk_nope_head_dim=8,
-                v_head_dim=8,
-                n_routed_experts=8,
-                n_group=2,
-                topk_group=1,
-                num_experts_per_tok=2,
-                moe_intermediate_size=16,
-                first_k_dense_replace=1,
-            ),
-            "one K/V shape",
-        ),
-        (small(NemotronConfig, num_key_value_heads=2), "NemotronAttention: .* do not pass them on"),
-        (small(BertConfig), "BertSelfAttention: .* looks ahead"),
-        (small(DogeConfig, num_key_value_heads=2), "DogeAttention: expected no attention mask"),
-    ],
-    ids=["bloom", "mamba", "gpt_oss", "deepseek_v3", "nemotron", "bert", "doge"],
-)
-def test_a_model_that_the_cache_can_not_serve_is_refused_by_name(config: object, reason: str, tmp_path: Path) -> None:
-    write_checkpoint(config, tmp_path, max_shard_size="10MB")
-    with pytest.raises(UnsupportedModel, match=reason):
-        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
-
-
-def test_a_hybrid_model_is_refused(tmp_path: Path) -> None:
-    """Two of three layers are convolutions, whose state the cache would not hold."""
-    config = small(
-        Lfm2Config, num_hidden_layers=3, num_key_value_heads=1, layer_types=["conv", "full_attention", "conv"]
-    )
-    write_checkpoint(config, tmp_path, max_shard_size="10MB")
-    with pytest.raises(UnsupportedModel, match="expected layers of full or sliding attention, got conv"):
-        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (
-            small(
-                Llama4TextConfig,
-                intermediate_size_mlp=32,
-                num_key_value_heads=1,
-                head_dim=8,
-                num_local_experts=2,
-                attention_chunk_size=64,
-            ),
-            "chunked_attention",
-        ),
-        (
-            small(Gemma3TextConfig, num_key_value_heads=1, head_dim=8, use_bidirectional_attention=True),
-            "use_bidirectional_attention|looks ahead",
-        ),
-    ],
-    ids=["llama4", "gemma3 bidirectional"],
-)
-def test_a_mask_that_would_get_lost_is_refused(config: object, reason: str, tmp_path: Path) -> None:
-    """Llama 4 attends in chunks; within the first chunk nobody would notice that ours does not."""
-    write_checkpoint(config, tmp_path, max_shard_size="10MB")
-    with pytest.raises(UnsupportedModel, match=reason):
-        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
 class TestBadDirectories:

@@ -40,7 +40,7 @@ def test_any_text_comes_back(tokenizer):
 
 
 def test_frequent_pieces_are_one_token(tokenizer):
-    assert len(tokenizer.encode(" the requests and the tokens of a block")) < 20
+    assert len(tokenizer.encode(" and she said unto the man that would have been there")) < 15
 
 
 def test_a_chat_is_marked_by_special_tokens(tokenizer):
@@ -57,4 +57,4 @@ def test_the_config_is_the_models(directory):
     assert {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim")} == {
         name: getattr(ours, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim")
     }
-    assert config.eos_token_id is None
+    assert config.eos_token_id == [509, 511]

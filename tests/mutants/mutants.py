@@ -296,7 +296,7 @@ ENGINE_MUTANTS = (
         "pass",
     ),
     Mutant("scheduling/admission.py", "max(0, request.computed_upto - cached_tokens)", "0"),
-    Mutant("scheduling/admission.py", "num_spared_blocks=num_growing,\n", "num_spared_blocks=0,\n"),
+    Mutant("scheduling/admission.py", "self._lease(request, num_growing)", "self._lease(request, 0)"),
     Mutant("scheduling/admission.py", "is_resumed=request.has_computed", "is_resumed=False"),
     Mutant("scheduling/admission.py", "num_growing = 0 if is_passing else sum(", "num_growing = sum("),
     Mutant("scheduling/admission.py", "Admission.NO_ROOM if running and", "Admission.NO_ROOM if False and"),
@@ -376,7 +376,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant("engine/steps_ahead.py", "return is_expired or ", "return "),
     Mutant("engine/steps_ahead.py", "return is_expired or self._early_ends.is_any_due(now_s)", "return is_expired"),
-    Mutant("engine/step.py", "_chunk(part), copy=None,", "_chunk(part),"),
+    Mutant("engine/step.py", "chunk_of(part), copy=None,", "chunk_of(part),"),
     Mutant("engine/early_ends.py", "self._cancelled or self._finished or self", "self._finished or self"),
     Mutant("engine/early_ends.py", "self._cancelled or self._finished or self", "self._cancelled or self"),
     Mutant("engine/early_ends.py", "self._finished or self._failed)", "self._finished)"),
@@ -423,9 +423,14 @@ KERNEL_MUTANTS = (
     Mutant(
         "kernels/cpu_attention_work.py", "            is_hidden |= keys <= positions - window\n", "            pass\n"
     ),
-    Mutant("kernels/cpu_attention.py", '    lses[:-1, :, :num_rows] = float("-inf")\n', ""),
+    Mutant("kernels/cpu_attention.py", '    lses[:-num_last, :, :num_rows] = float("-inf")\n', ""),
     Mutant("kernels/cpu_attention.py", "        kv.index_fill_(2, tails.unwritten, 0)\n", "        pass\n"),
-    Mutant("kernels/cpu_attention.py", "    return merged.add_(tail.float().mul_(shares[-1]))", "    return merged"),
+    Mutant("kernels/cpu_attention_merge.py", "merged is None else merged.add_(last)", "merged is None else merged"),
+    Mutant(
+        "kernels/cpu_attention.py",
+        "[: group.num_pieces + 1, :, :num_rows, None]",
+        "[-group.num_pieces - 1 :, :, :num_rows, None]",
+    ),
     Mutant("kernels/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
     Mutant("kernels/product_trial.py", "            if not agrees(whole):\n                continue\n", ""),
     Mutant("kernels/product_trial.py", "expected[:size], expected[-size:], expected[order[:size]]", "answers"),
@@ -452,6 +457,26 @@ EVENT_MUTANTS = (
 )
 
 OFFLOAD_MUTANTS = (
+    Mutant("engine/transfer/exports.py", "[: num_tokens * TOKEN_BYTES]", ""),
+    Mutant("engine/transfer/exports.py", "        if lease.is_revoked:\n", "        if False:\n"),
+    Mutant("engine/transfer/exports.py", "found.block_ids[start:end]", "found.block_ids[: end - start]"),
+    Mutant("engine/transfer/transfer.py", "marked[:-TOKEN_BYTES]", "marked"),
+    Mutant("scheduling/held_leases.py", "secrets.token_hex(16), lease.num_tokens", "secrets.token_hex(16), 1 << 30"),
+    Mutant(
+        "service/server/transfer/kv_fetcher.py",
+        "first_block=self._first_block + len(self._payloads)",
+        "first_block=self._first_block",
+    ),
+    Mutant(
+        "service/server/transfer/kv_fetcher.py",
+        "        self._room.give((len(missing) - len(payloads)) * num_bytes)\n",
+        "",
+    ),
+    Mutant(
+        "service/server/transfer/byte_room.py",
+        "if not self._waiting and num_bytes <= self.free:",
+        "if num_bytes <= self.free:",
+    ),
     Mutant("cache/elsewhere/elsewhere.py", "for block, block_id in reversed(pairs):", "for block, block_id in pairs:"),
     Mutant("cache/elsewhere/elsewhere.py", "if shelf.holds(block.key)), None)", "if block.key in shelf), None)"),
     Mutant(
@@ -461,8 +486,8 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant(
         "cache/elsewhere/elsewhere.py",
-        "for block in islice(self._key_blocks(namespace, tokens[:-TOKEN_BYTES])",
-        "for block in islice(self._key_blocks(namespace, tokens)",
+        "for block in islice(self.key_blocks(namespace, tokens[:-TOKEN_BYTES])",
+        "for block in islice(self.key_blocks(namespace, tokens)",
     ),
     Mutant(
         "cache/elsewhere/elsewhere.py",
@@ -495,8 +520,8 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/lookups.py", "        self._num_open.pop(request, None)\n", "        pass\n"),
     Mutant(
         "engine/offload/offload.py",
-        "if not request.params.read_cache or self.elsewhere.is_empty:",
-        "if self.elsewhere.is_empty:",
+        "        if not request.params.read_cache:\n            return False\n        if fetched",
+        "        if fetched",
     ),
     Mutant("engine/offload/offload.py", "        self._purger.retry()\n", ""),
     Mutant("engine/offload/purger.py", "for each in (*self._open, *self._failed)", "for each in self._open"),
@@ -516,8 +541,8 @@ OFFLOAD_MUTANTS = (
     Mutant("cache/elsewhere/shelf.py", "        self._expected.add(key)\n", ""),
     Mutant(
         "cache/elsewhere/shelf.py",
-        "        yield from self._on_device\n        yield from self._left_device\n",
-        "        yield from self._left_device\n        yield from self._on_device\n",
+        "_ON_DEVICE = -1",
+        "_ON_DEVICE = 101",
     ),
     Mutant("engine/core.py", "        self._save()\n        return start_step", "        return start_step"),
     Mutant("engine/offload/deleter.py", "if key not in self._elsewhere.shelves[name]]", "]"),
@@ -540,10 +565,13 @@ OFFLOAD_MUTANTS = (
         "found = [each for each in found if each.block.key in wish.load.blocks]",
     ),
     Mutant("engine/offload/loader.py", "            self._elsewhere.lost(store, blocks.lost)\n", ""),
+    Mutant("storage/tiers/slot_table.py", "return None if entry.num_readers else key", "return key"),
     Mutant(
         "engine/offload/offload.py",
-        "        self.flush()\n        return self._loader.fill",
-        "        return self._loader.fill",
+        "copies = self._saver.copy()\n        try:\n            return self._loader.fill(request, lease)\n        finally:\n"
+        "            self._saver.save(copies)",
+        "try:\n            return self._loader.fill(request, lease)\n        finally:\n"
+        "            self._saver.save(self._saver.copy())",
     ),
     Mutant(
         "engine/offload/prompt_keys.py",
@@ -562,7 +590,33 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/loader.py", "            if not request.has_computed:\n", "            if True:\n"),
     Mutant("engine/offload/loader.py", "                request.stored_upto = 0\n", ""),
     Mutant("engine/offload/offload.py", "        if request in self._resuming or not", "        if not"),
-    Mutant("cache/elsewhere/shelf.py", "        if self._has_its_share(namespace.tenant):\n", "        if False:\n"),
+    Mutant("cache/elsewhere/shelf.py", " or self._has_its_share(namespace.tenant):\n", ":\n"),
+    Mutant("cache/elsewhere/shelf.py", "if other == tenant or self._is_above_floor(other)]", "]"),
+    Mutant("cache/elsewhere/shelf.py", "other == tenant or self._is_above_floor(other)", "self._is_above_floor(other)"),
+    Mutant("cache/elsewhere/shelf.py", "and victim.level <= priority", ""),
+    Mutant(
+        "cache/elsewhere/shelf.py",
+        "self._num_retained >= self.retained_part * self.num_blocks or ",
+        "",
+    ),
+    Mutant("cache/elsewhere/shelf.py", " or len(own) >= most:", ":"),
+    Mutant("cache/elsewhere/shelf.py", "oldest is None or own[oldest] > priority", "True"),
+    Mutant("cache/elsewhere/stored_retention.py", "in reversed(list(enumerate(path)))", "in enumerate(path)"),
+    Mutant("cache/elsewhere/stored_retention.py", "not shelf.is_on_device(key) and ", ""),
+    Mutant(
+        "cache/elsewhere/stored_retention.py",
+        "            elif wish.priority > DEFAULT_PRIORITY:\n",
+        "            elif False:\n",
+    ),
+    Mutant(
+        "cache/elsewhere/stored_retention.py",
+        "            elif wish.priority > DEFAULT_PRIORITY:\n",
+        "            else:\n",
+    ),
+    Mutant("cache/elsewhere/retentions.py", "self.of(key) <= wish.priority or key not in self._wishes", "True"),
+    Mutant("cache/elsewhere/elsewhere.py", "        self.retention.purge(*names)\n", ""),
+    Mutant("cache/prefix_cache.py", "Changes((*listeners, *own))", "Changes((*own, *listeners))"),
+    Mutant("engine/offload/offload.py", "        self.elsewhere.retention.expire(self._clock())\n", ""),
     Mutant("cache/elsewhere/shelf.py", " and not self._has_its_share(namespace.tenant)\n", "\n"),
     Mutant(
         "engine/offload/disk_record.py", "return self._keys.have_one_namespace(head.key, head.parent)", "return True"
@@ -572,4 +626,53 @@ OFFLOAD_MUTANTS = (
         "line.at(num_blocks + self._num_queued_blocks.get(store, 0))",
         "line.at(num_blocks)",
     ),
+)
+
+ROUTING_MUTANTS = (
+    Mutant(
+        "routing/candidate.py",
+        "            + remote * min(self.remote_s, self.compute_s)",
+        "            + remote * self.remote_s",
+    ),
+    Mutant("routing/rule.py", "each.hits if each.hits.total >= rule.least_match_tokens else NO_HITS", "each.hits"),
+    Mutant("routing/rule.py", "wish.demand > homes * rule.home_share", "wish.demand > rule.home_share"),
+    Mutant("routing/rule.py", "is_wanted_more = bool(longest) and ", "is_wanted_more = False and "),
+    Mutant("routing/rule.py", "rule.balance * recent_tokens", "0"),
+    Mutant("routing/rule.py", "rule.queue_weight * waiting_s", "waiting_s"),
+    Mutant("routing/rule.py", "waiting_s = waiting_tokens * times.compute_s", "waiting_s = waiting_tokens"),
+    Mutant("routing/rule.py", "seed=key & (2**64 - 1)", "seed=0"),
+    Mutant("routing/rule.py", "is_wanted_more and totals[best] < longest", "is_wanted_more"),
+    Mutant("routing/block_index.py", "self._live &= ~bit", "pass"),
+    Mutant("routing/block_index.py", "elif self.num_blocks < self._max_blocks:", "elif True:"),
+    Mutant("routing/block_index.py", "known & ~bits", "0"),
+    Mutant("routing/block_index.py", "            if not first:\n                break\n", ""),
+    Mutant("routing/block_index.py", "        if not self._next_shard:\n", "        if True:\n"),
+    Mutant("routing/event_cursor.py", "if part.index and not is_next:", "if False:"),
+    Mutant("routing/event_cursor.py", "if batch.sequence_number > self.number + 1:", "if False:"),
+    Mutant("routing/event_cursor.py", "if batch.sequence_number <= self.number:", "if False:"),
+    Mutant("routing/event_cursor.py", " and batch.sequence_number == self.number\n", "\n"),
+    Mutant("routing/fleet_view.py", "if is_purge and tier == 0:", "if tier == 0:"),
+    Mutant("routing/fleet_view.py", "if is_purge and tier == 0:", "if False:"),
+    Mutant("routing/fleet_view.py", "(0 if tier else known.expected)", "0"),
+    Mutant("routing/fleet_view.py", "                if is_all_over:\n", "                if False:\n"),
+    Mutant(
+        "routing/fleet_view.py", "for bit in (*known.tiers, known.lately, known.before):", "for bit in known.tiers:"
+    ),
+    Mutant("routing/fleet_view.py", "& (known.tiers[0] | known.lately):", ":"),
+    Mutant("routing/fleet_view.py", "            hashes = hashes[num_matched:]\n", "            return\n"),
+    Mutant("routing/fleet_load.py", "max(load.reported_tokens, ", "max(0, "),
+    Mutant("routing/fleet_load.py", "sum(recent) / len(recent) if recent else 0.0", "0.0"),
+    Mutant("routing/fleet_load.py", "            self.sent_tokens -= sent.num_tokens\n", ""),
+    Mutant(
+        "routing/fleet_load.py", "aged * (computed_tokens - sent.num_tokens)", "(computed_tokens - sent.num_tokens)"
+    ),
+    Mutant("routing/prompt_blocks.py", "max(0, self.num_tokens - 1)", "self.num_tokens"),
+    Mutant("routing/prompt_blocks.py", "identities.of(namespace).root", "bytes(8)"),
+    Mutant(
+        "routing/router.py",
+        "        self.view.expect(name, blocks.all(), choice.hits.device // self.view.block_size)\n",
+        "",
+    ),
+    Mutant("routing/router.py", "        self._demand.add(wish.key, computed_tokens * times.compute_s)\n", ""),
+    Mutant("routing/router.py", "if name not in avoid]", "]"),
 )

@@ -1,4 +1,4 @@
-"""Mutation check: breaks cache, engine, kernels and events in small ways, one at a time. Tests must notice each mutant.
+"""Mutation check: breaks cache, engine, kernels, events and routing in small ways. Tests must notice each.
 
     python -m tests.mutants.mutation_check [FILE ...]
 
@@ -18,7 +18,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.mutants.mutants import CACHE_MUTANTS, ENGINE_MUTANTS, EVENT_MUTANTS, KERNEL_MUTANTS, OFFLOAD_MUTANTS, Mutant
+from tests.mutants.mutants import (
+    CACHE_MUTANTS,
+    ENGINE_MUTANTS,
+    EVENT_MUTANTS,
+    KERNEL_MUTANTS,
+    OFFLOAD_MUTANTS,
+    ROUTING_MUTANTS,
+    Mutant,
+)
 
 ROOT = Path(__file__).parents[2]
 _AT_TOP = ("kernels", "service")
@@ -83,21 +91,40 @@ EVENT_TESTS = (
     "tests/cache/test_cache_stress.py",
 )
 OFFLOAD_TESTS = (
+    "tests/cache/elsewhere/test_leaving_order.py",
+    "tests/cache/elsewhere/test_owned_keys.py",
+    "tests/cache/elsewhere/test_retentions.py",
     "tests/cache/elsewhere/test_shelf.py",
+    "tests/cache/elsewhere/test_stored_retention.py",
     "tests/cache/elsewhere/test_elsewhere.py",
     "tests/engine/offload/test_prompt_keys.py",
     "tests/engine/offload/test_deleter.py",
     "tests/engine/offload/test_disk_record.py",
     "tests/engine/offload/test_offload.py",
+    "tests/engine/transfer/test_exports.py",
+    "tests/engine/transfer/test_transfer.py",
+    "tests/service/server/transfer/test_byte_room.py",
+    "tests/service/server/transfer/test_kv_sender.py",
     "tests/engine/offload/test_lookups.py",
     "tests/engine/offload/test_purger.py",
     "tests/cache/elsewhere/test_shared_shelf.py",
     "tests/scheduling/test_load_or_compute.py",
 )
+ROUTING_TESTS = (
+    "tests/routing/test_candidate.py",
+    "tests/routing/test_rule.py",
+    "tests/routing/test_block_index.py",
+    "tests/routing/test_event_cursor.py",
+    "tests/routing/test_fleet_load.py",
+    "tests/routing/test_prompt_blocks.py",
+    "tests/routing/test_fleet_view.py",
+    "tests/routing/test_router.py",
+)
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
     (OFFLOAD_MUTANTS, OFFLOAD_TESTS),
+    (ROUTING_MUTANTS, ROUTING_TESTS),
 )
 
 

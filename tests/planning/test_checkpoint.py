@@ -1,9 +1,16 @@
 import json
 
 import pytest
+import torch
 
+from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError
+from radixkv.model.loading import load_model
 from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
+from radixkv.storage.device_pool import KVStorage
+from radixkv.storage.kv_layout import LatentKV
+from tests.model.coverage.small_configs import small_config
+from tests.model.exact.checkpoints import write_checkpoint
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -207,3 +214,16 @@ def test_checkpoints_that_transformers_writes_are_read_as_they_are_loaded(tmp_pa
         model = load_model(ModelConfig(path=str(directory), device="cpu"))
         assert layout.token_bytes(KVFormat(known.dtype)) == model.kv_shape.token_bytes, name
         assert known.weights_bytes == model.num_parameters * model.kv_shape.dtype.itemsize, name
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "longcat_flash", "minicpm3"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_plan_of_latents_counts_what_the_pool_of_the_model_takes(tmp_path, model_type, kv_dtype):
+    write_checkpoint(small_config(model_type), tmp_path, max_shard_size="10MB")
+    planned = read_checkpoint(tmp_path)
+    layout = LatentKV(planned.num_layers, planned.mla_rank, planned.rope_dim)
+    shape = load_model(ModelConfig(path=str(tmp_path), device="cpu", exactness="fast")).kv_shape.stored_as(kv_dtype)
+    storage = KVStorage(3, 16, shape, torch.device("cpu"))
+    num_layers = 4 if model_type == "longcat_flash" else 3
+    assert storage.block_bytes == storage.pool.blocks.nbytes // 3 == 16 * layout.token_bytes(shape.format)
+    assert storage.block_bytes == 16 * num_layers * ((16 + 8) * 4 if kv_dtype == "auto" else 16 + 8 + 4)

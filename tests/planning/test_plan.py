@@ -136,7 +136,7 @@ def test_half_bytes_round_up_to_a_whole_byte() -> None:
 def test_deepseek_v3_stores_70272_bytes_a_token() -> None:
     latent = LatentKV(num_layers=61, rank=512, rope_dim=64)
     assert latent.token_bytes(BF16) == 70_272
-    assert latent.token_bytes(KVFormat("fp8", has_scales=True)) == 61 * (512 + 64) + 61 * 2 * 4
+    assert latent.token_bytes(KVFormat("fp8", has_scales=True)) == 61 * (512 + 64) + 61 * 4
 
 
 def test_every_rank_stores_the_whole_latent() -> None:

@@ -35,7 +35,16 @@ def defined_in(package: str) -> set[str]:
 
 
 def test_the_names_that_clients_import_are_pinned() -> None:
-    assert radixkv.service.client.__all__ == ["AsyncClient", "Client", "Retention", "Tokenizer", "logits_of"]
+    assert radixkv.service.client.__all__ == [
+        "AsyncClient",
+        "Client",
+        "Compression",
+        "CompressionPolicy",
+        "KVSource",
+        "Retention",
+        "Tokenizer",
+        "logits_of",
+    ]
     assert all(hasattr(radixkv.service.client, name) for name in radixkv.service.client.__all__)
 
 

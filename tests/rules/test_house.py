@@ -22,14 +22,15 @@ MAY_IMPORT = {
     "model": "storage kernels",
     "compute": "model storage kernels",
     "events": "api cache",
+    "routing": "api events",
     "engine": "api cache scheduling storage compute events",
-    "planning": "cache storage",
+    "planning": "api cache events routing storage",
     "telemetry": "api scheduling engine",
     "startup": "api cache storage model compute events engine kernels scheduling",
     "kernels": "",
 }
 WORDS = ("errors", "config", "namespace", "invocation", "tokens", "blocks")  # what everybody but kernels may import
-WITHOUT_TORCH = ("api", "cache", "events", "scheduling", "planning")
+WITHOUT_TORCH = ("api", "cache", "events", "scheduling", "routing", "planning")
 FREE_FOR_KERNELS = {"torch", "triton", "numpy", "radixkv"} | sys.stdlib_module_names
 TORCH = {"torch", "triton", "transformers", "safetensors", "peft"}
 WIRE = {"grpc", "grpc_health", "grpc_reflection", "google"}

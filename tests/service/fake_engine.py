@@ -26,7 +26,9 @@ from radixkv.api.result import (
     Usage,
 )
 from radixkv.api.retention import Grant
+from radixkv.api.segments import StoredPage
 from radixkv.api.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TimeStats, TokenStats
+from radixkv.cache.elsewhere.owned_keys import OwnedKeys
 from radixkv.cache.listing.segment_source import SegmentSource
 from radixkv.cache.namespaces.purge import Purged, all_slices
 from radixkv.cache.prefix_cache import PrefixCache
@@ -63,6 +65,7 @@ class FakeEngine:
         params: every PrefillParams that came, in order.
         futures: every future handed out by `prefill`, in order.
         cache: what `segments` lists; requests do not change it.
+        stored: what it lists of the store `host`.
         retentions, purges: the arguments of every call of `retain` and `purge`, in order.
         refusal: raised by the next calls at once.
         failure: set on the future of the next calls.
@@ -79,10 +82,12 @@ class FakeEngine:
         self.limits = LIMITS
         self.events = None
         self.cache = PrefixCache(num_blocks, block_size=4)
+        self.stored = OwnedKeys()
         self.segments = SegmentSource(self.cache, self._call)
+        self.segments.stores = self._stored_page
         self.device = FakeDevice()
         thread = EngineThread(self._call, lambda function: function(), lambda: self.cancellation)
-        self.offload = None
+        self.offload = self.transfer = None
         self.adapters = Adapters("fake", self.device.source(), self.cache, thread)
         self.public = PublicRegistry(self.cache.public, LIMITS, self.adapters, thread, self._compute_public)
         self.eos_token_ids = frozenset({2, 3})
@@ -104,6 +109,11 @@ class FakeEngine:
         self._prompts: dict[Caller, list[bytes]] = {}
         self._leases: dict[str, str] = {}
         self._changed = threading.Condition()
+
+    def _stored_page(self, store: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
+        if store != "host":
+            raise InvalidRequest(f"store: expected one of host, got {store!r}")
+        return self.stored.page(start, tenant, max_listed)
 
     def _compute_public(self, request: Request) -> None:
         with self.cache.lease(request.namespace, request.params.tokens) as lease:
@@ -131,7 +141,7 @@ class FakeEngine:
             self._answer(future, params)
         return future
 
-    def generate(self, params, sampling, on_tokens) -> Future:
+    def generate(self, params, sampling, on_tokens, fetched=None) -> Future:
         """Tell token after token from a thread of its own; while gated, all but the last."""
         if self.is_draining:
             raise Draining("service: expected to be serving, got draining")

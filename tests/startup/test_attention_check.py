@@ -25,9 +25,33 @@ def use(
     return AttentionUse((kind,), dtype, shape, 16, CPU, is_exact)
 
 
+def latent_use(dtype: torch.dtype, kv_dtype: str = "auto") -> AttentionUse:
+    shape = KVShape(num_layers=3, num_kv_heads=1, head_dim=72, dtype=dtype, is_latent=True).stored_as(kv_dtype)
+    return AttentionUse((KIND,), dtype, shape, 16, CPU, is_exact=True)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_our_kernels_pass_over_latents(dtype: torch.dtype, kv_dtype: str) -> None:
+    check_attention(TorchKernels(), latent_use(dtype, kv_dtype))
+
+
+@pytest.mark.parametrize("sums_over", ["keys", "head_dim"])
+def test_bits_over_latents_that_depend_on_the_batch_are_found(
+    sums_over: Literal["keys", "head_dim"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_attention, "_fused_attention", attention_by_num_rows(sums_over))
+    with pytest.raises(UnsupportedModel, match="expected the same bits computed at once and in parts"):
+        check_attention(TorchKernels(), latent_use(torch.float32))
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "fp8", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [KIND, AttentionKind(7 * 2, 300, None), AttentionKind(2, 100, 30.0)], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [KIND, AttentionKind(7 * 2, 300, None), AttentionKind(2, 100, 30.0), AttentionKind(4, None, None, has_sinks=True)],
+    ids=str,
+)
 def test_our_kernels_pass(
     kind: AttentionKind, dtype: torch.dtype, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,16 +17,19 @@ import torch
 from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
+from radixkv.api.retention import Retention
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
 from radixkv.errors import ConfigError
 from radixkv.startup.build_engine import build_engine
 from radixkv.storage.tiers import by_name
+from radixkv.storage.tiers.block_object import object_bytes
 from radixkv.storage.tiers.block_store import StoreBackend, StoreSize
 from radixkv.storage.tiers.by_name import StoreOptions
 from radixkv.storage.tiers.guard.guarded_store import GuardedStore
 from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
+from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S, wait_until
 from tests.storage.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
@@ -79,6 +82,35 @@ def settle(engine: Engine) -> None:
     engine.purge(tenant="nobody").result(PATIENCE_S)  # deleted after all that was given to the stores before
 
 
+@pytest.fixture(scope="module")
+def latent_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(MODELS["deepseek_v3"], tmp_path_factory.mktemp("tiers") / "latent")
+
+
+@pytest.mark.parametrize(("kv_dtype", "token_bytes"), [("auto", 3 * 48 * 4), ("int8", 3 * (48 + 4))])
+def test_stored_latents_have_the_bits_of_those_computed_alone(
+    latent_checkpoint: Path, kv_dtype: str, token_bytes: int, tmp_path: Path
+) -> None:
+    tiers = ("tiers.host_bytes=10000000", f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000")
+    with engine(latent_checkpoint, *tiers, f"cache.kv_dtype={kv_dtype}") as served:
+        before = [ask(served, seed).logits for seed in range(12)]
+        settle(served)
+        assert served.offload is not None
+        size = served.offload.tiers["host"].size()
+        spare_bytes = size.used_bytes / size.num_objects - object_bytes(BLOCK_SIZE, BLOCK_SIZE * token_bytes)
+        assert 0 <= spare_bytes < 64, "an object begins where a line of the processor's cache does"
+        loaded = [ask(served, seed) for seed in range(6)]
+        assert [each.usage.host_tokens for each in loaded] == [80] * 6
+        for seed, result in enumerate(loaded):
+            np.testing.assert_array_equal(result.logits, before[seed])
+            np.testing.assert_array_equal(result.logits, cold_logits(served, seed))
+    with engine(latent_checkpoint, *tiers[1:], f"cache.kv_dtype={kv_dtype}") as served:
+        settle(served)
+        restarted = ask(served, 0)
+        assert restarted.usage.disk_tokens == 80
+        np.testing.assert_array_equal(restarted.logits, before[0])
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_a_loaded_prompt_has_the_bits_of_one_computed_alone(checkpoint: Path, kv_dtype: str) -> None:
     with engine(checkpoint, "tiers.host_bytes=10000000", f"cache.kv_dtype={kv_dtype}") as served:
@@ -89,6 +121,27 @@ def test_a_loaded_prompt_has_the_bits_of_one_computed_alone(checkpoint: Path, kv
         assert [each.usage.host_tokens for each in results] == [80] * 6
         for seed, result in enumerate(results):
             np.testing.assert_array_equal(result.logits, cold_logits(served, seed))
+
+
+def test_a_floor_and_a_retention_hold_in_stores(checkpoint: Path) -> None:
+    bounds = ("tenants.acme.floor_tokens=96", "tiers.host_bytes=200000")  # six of sixteen blocks
+    with engine(checkpoint, *bounds) as served:
+        assert served.offload is not None
+        num_blocks = served.offload.elsewhere.shelves["host"].num_blocks
+        assert 6 * num_blocks // 16 >= 5
+        for seed in (0, 100):  # more than acme's floor on the device
+            ask(served, seed)
+        for seed in range(1, 4 + num_blocks // 3):
+            served.prefill(PrefillParams(prompt(seed), Caller("other"))).result(PATIENCE_S)
+            if seed == 3:
+                settle(served)
+                keep = served.retain(prompt(1), Retention(90), Caller("other")).result(PATIENCE_S)
+                assert keep.grant.granted_tokens > 0
+        settle(served)
+        assert ask(served, 0).usage.host_tokens == 80, "acme's floor keeps it"
+        kept = served.prefill(PrefillParams(prompt(1), Caller("other"))).result(PATIENCE_S)
+        assert kept.usage.cached_tokens == keep.grant.granted_tokens // BLOCK_SIZE * BLOCK_SIZE
+        assert served.segments.stored("host", 0, "acme", 10).result(PATIENCE_S).namespaces[0].num_blocks >= 5
 
 
 def test_a_restart_begins_with_what_was_cached(checkpoint: Path, tmp_path: Path) -> None:

@@ -4,14 +4,17 @@ import torch
 from radixkv.config import KV_DTYPES
 from radixkv.errors import ConfigError
 from radixkv.storage.device_pool import KVShape, KVStorage
+from radixkv.storage.kv_layout import LatentKV
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+LATENT = KVShape(num_layers=3, num_kv_heads=1, head_dim=576, dtype=torch.bfloat16, is_latent=True)
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("shape", [SHAPE, LATENT], ids=["pairs", "latents"])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_bytes_are_those_of_the_tensor(kv_dtype: str) -> None:
-    storage = KVStorage(5, 16, SHAPE.stored_as(kv_dtype), CPU)
+def test_bytes_are_those_of_the_tensor(kv_dtype: str, shape: KVShape) -> None:
+    storage = KVStorage(5, 16, shape.stored_as(kv_dtype), CPU)
     pool = storage.pool
     scale_bytes = 0 if pool.scales is None else pool.scales.nbytes
     assert storage.block_bytes == pool.blocks[0].nbytes
@@ -23,6 +26,14 @@ def test_bytes_are_those_of_the_tensor(kv_dtype: str) -> None:
 )
 def test_a_token_has_two_vectors_a_layer_and_head(kv_dtype: str, token_bytes: int) -> None:
     assert SHAPE.stored_as(kv_dtype).token_bytes == 3 * 2 * 2 * token_bytes
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_latent_token_has_the_bytes_that_a_plan_counts(kv_dtype: str) -> None:
+    shape = LATENT.stored_as(kv_dtype)
+    assert shape.token_bytes == LatentKV(3, rank=512, rope_dim=64).token_bytes(shape.format)
+    if kv_dtype in ("auto", "bf16"):
+        assert shape.token_bytes == 3 * 576 * 2
 
 
 @pytest.mark.parametrize(("kv_dtype", "least"), [("fp8", 1.9), ("int8", 1.9), ("int4", 3.6)])

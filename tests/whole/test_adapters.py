@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from radixkv.service.client import Client, logits_of
+from radixkv.service.client import Client, Compression, CompressionPolicy, logits_of
 from radixkv.v1.prefill_pb2 import MissReason
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
 from tests.model.adapters.made_by_peft import load_adapted, write_adapter
@@ -127,6 +127,25 @@ def test_hits_of_an_adapter_change_no_bit(client: Client, tenant: str) -> None:
     warm = client.prefill(ids, tenant=tenant, adapter="law", return_logits=True)
     assert (cold.usage.cached_tokens, warm.usage.cached_tokens) == (0, 99)
     assert cold.logits == warm.logits
+
+
+def generated(client: Client, ids: list[int], **options: object) -> list[int]:
+    answers = client.generate(ids, max_new_tokens=12, ignore_eos=True, **options)
+    return [token_id for answer in answers for token_id in answer.token_ids]
+
+
+@pytest.mark.parametrize("policy", CompressionPolicy)
+def test_a_compressed_generation_has_its_adapter(client: Client, tenant: str, policy: CompressionPolicy) -> None:
+    ids = prompt_of(60, seed=21)
+    whole, roomy, base = (
+        generated(client, ids, tenant=tenant, adapter=adapter, compression=compression)
+        for adapter, compression in (("law", None), ("law", Compression(policy, 100)), ("", Compression(policy, 100)))
+    )
+    assert roomy == whole
+    assert base != whole
+    usage = client.probe([*ids, *whole], tenant=tenant, adapter="law")
+    assert usage.cached_tokens >= 60
+    assert client.stats().blocks.leased == 0
 
 
 def test_names_of_the_same_weights_share(client: Client, tenant: str) -> None:
@@ -241,4 +260,16 @@ def test_an_invoked_adapter_begins_where_it_is_invoked(
     for ids in (once, twice, once, twice):
         assert_agrees(client, invoked, ids, tenant=tenant, adapter="invoked")
     assert client.prefill([*twice, 1], tenant=tenant, adapter="invoked").usage.cached_tokens == len(twice)
+    for policy in CompressionPolicy:
+        whole, roomy, cold, tight = (
+            generated(client, twice, tenant=tenant, adapter="invoked", **options)
+            for options in (
+                {},
+                {"compression": Compression(policy, 500)},
+                {"compression": Compression(policy, 20), "read_cache": False, "write_cache": False},
+                {"compression": Compression(policy, 20)},
+            )
+        )
+        assert roomy == whole
+        assert cold == tight != whole
     client.unload_adapter("invoked")

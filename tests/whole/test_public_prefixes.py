@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from radixkv.service.client import Client, logits_of
+from radixkv.service.client import Client, Compression, CompressionPolicy, logits_of
 from tests.patience import PATIENCE_S
 from tests.whole.forked_server import serving
 
@@ -63,6 +63,24 @@ def test_generations_below_it_are_those_of_a_tenant_that_opted_out(client: Clien
     assert generated("acme") == generated("shy")
     assert client.prefill([*system, 5, *generated("acme")], tenant="acme").usage.cached_tokens >= len(system) + 64
     assert client.prefill([*system, 5, 6], tenant="shy").usage.public_tokens == 0
+
+
+@pytest.mark.parametrize("policy", CompressionPolicy)
+def test_a_compressed_generation_lets_go_of_it(client: Client, system: list[int], policy: CompressionPolicy) -> None:
+    def generated(tenant: str) -> list[int]:
+        asked = Compression(policy, 64)
+        answers = client.generate([*system, 5], tenant=tenant, max_new_tokens=70, ignore_eos=True, compression=asked)
+        tokens = []
+        for answer in answers:
+            tokens += answer.token_ids
+            if len(tokens) > 30:
+                assert client.public.list().public_prefixes[0].users == 0
+        return tokens
+
+    assert generated("acme") == generated("shy")
+    assert client.probe([*system, 5, *generated("acme")], tenant="acme").cached_tokens == len(system) + 1
+    blocks = client.stats().blocks
+    assert (blocks.leased, client.public.list().public_prefixes[0].users) == (0, 0)
 
 
 def test_a_probe_sees_it_and_a_purge_leaves_it(client: Client, system: list[int]) -> None:

@@ -7,27 +7,15 @@ from itertools import islice
 from typing import NamedTuple
 
 from radixkv.api.miss_reason import MissReason
+from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.cache.changes import Listener
+from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
+from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.elsewhere.stored_retention import StoredRetention
 from radixkv.cache.tree.node import Node, path_to
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.tokens import TOKEN_BYTES
-
-
-class KeyedBlock(NamedTuple):
-    """A whole block of a prompt, and the key that it has in every store.
-
-    Attributes:
-        key: of the block.
-        parent: key of the block before it, or of the namespace.
-        tokens: the block's own, plain, little-endian uint32.
-        namespace: who shares it; with the adapter that computed it, if that is an invoked one.
-    """
-
-    key: bytes
-    parent: bytes
-    tokens: bytes
-    namespace: Namespace
 
 
 class Departure(NamedTuple):
@@ -56,10 +44,6 @@ class Found(NamedTuple):
     shelf: str
 
 
-# Yields the whole blocks of a prompt, whose tokens are as the cache knows them.
-KeyBlocks = Callable[[Namespace, bytes], Iterator[KeyedBlock]]
-
-
 class Elsewhere(Listener):
     """Decides which evicted blocks are stored where, and knows where they are.
 
@@ -69,7 +53,8 @@ class Elsewhere(Listener):
 
     Whole blocks only: a block that is filled in part is computed again. Every block that leaves is stored on every
     shelf that does not have it, used before or not: docs/LOG.md, "what is worth writing". A shelf without room gives up
-    what left the device longest ago. Shared stores get a block when it is published, so that other servers find it.
+    what left the device longest ago, and what callers asked to keep after all else. Shared stores get a block when it
+    is published, so that other servers find it.
 
     Args:
         shelves: the stores, the fastest first.
@@ -78,15 +63,18 @@ class Elsewhere(Listener):
 
     Attributes:
         shelves: see above, by name.
+        key_blocks: see above.
+        retention: what callers asked to keep of what is stored.
         trunk_of: returns the tokens of a public prefix that come before all of a namespace's own, as the cache knows
             them; None if they are not known anymore.
     """
 
     def __init__(self, shelves: Sequence[Shelf], key_blocks: KeyBlocks, block_size: int) -> None:
         self.shelves = {shelf.name: shelf for shelf in shelves}
+        self.retention = StoredRetention(self.shelves)
         self._shared = [shelf.name for shelf in shelves if shelf.is_shared]
         self.trunk_of: Callable[[Namespace], bytes | None] = lambda namespace: None if namespace.trunk else b""
-        self._key_blocks = key_blocks
+        self.key_blocks = key_blocks
         self._block_bytes = block_size * TOKEN_BYTES
         self._departures: list[Departure] = []
         self._given_up: dict[str, dict[bytes, None]] = {name: {} for name in self.shelves}
@@ -125,13 +113,47 @@ class Elsewhere(Listener):
             return
         tokens = b"".join((trunk, *(each.tokens for each in path_to(node))))
         first = (len(trunk) + node.start_bytes) // self._block_bytes + start
-        keyed = islice(self._key_blocks(namespace._replace(trunk=""), tokens), first, first + end - start)
+        blocks = self.key_blocks(namespace._replace(trunk=""), tokens)
+        keyed = self._retaining(node, blocks, first, first + end - start)
         block_ids = memoryview(node.block_ids).cast("i")[start:end]
         pairs = list(zip(keyed, block_ids, strict=False))  # without a last block that is filled in part
         for block, block_id in reversed(pairs):  # the end goes first on shelves, too
             names = [name for name in shelves if self._wants(self.shelves[name], block)]
             if names:
                 self._departures.append(Departure(block, block_id, names))
+
+    def _retaining(self, node: Node, blocks: Iterator[KeyedBlock], start: int, end: int) -> list[KeyedBlock]:
+        """Return the blocks from `start` to `end` of a prompt, after noting the priority that they have with a node.
+
+        Those before them are to stay as long: without them they could not be used.
+        """
+        if node.priority == DEFAULT_PRIORITY:
+            return list(islice(blocks, start, end))
+        path = list(islice(blocks, end))
+        expires_s = None if node.expiry_entry is None else node.expiry_entry[0]
+        self.retention.note(path, start, Wish(node.priority, expires_s))
+        return path[start:]
+
+    def retain(
+        self, namespace: Namespace, tokens: bytes, start: int, end: int, num_cached_blocks: int, wish: Wish
+    ) -> tuple[int, int]:
+        """Give the stored ones of a prompt's blocks a priority, whatever it was before. Shared stores know none.
+
+        Args:
+            namespace, tokens: of the prompt, as for `find`.
+            start, end: its blocks to give a priority, from `start` to before `end`.
+            num_cached_blocks: whole blocks of the prompt that are on the device, and get their priority there.
+            wish: the priority.
+
+        Returns:
+            How many blocks of the range after the cached ones have the priority, up to the first that has not; and how
+            many are stored, up to the first that is nowhere.
+
+        Complexity: a hash of the tokens up to `end`.
+        """
+        path = list(islice(self.key_blocks(namespace, tokens), end))
+        self.retention.set(path, start, wish)
+        return self.retention.granted(path[max(start, num_cached_blocks) :], wish.priority)
 
     def take_departures(self) -> tuple[list[Departure], dict[str, list[bytes]]]:
         """Return what has left since the last call, and for each store the keys that go for it, in their order."""
@@ -150,7 +172,7 @@ class Elsewhere(Listener):
         Complexity: a hash of the tokens up to the first block that is nowhere.
         """
         found: list[Found] = []
-        for block in islice(self._key_blocks(namespace, tokens[:-TOKEN_BYTES]), num_cached_blocks, None):
+        for block in islice(self.key_blocks(namespace, tokens[:-TOKEN_BYTES]), num_cached_blocks, None):
             shelf = next((name for name, shelf in self.shelves.items() if shelf.holds(block.key)), None)
             if shelf is None:
                 break
@@ -165,7 +187,7 @@ class Elsewhere(Listener):
 
         Complexity: a hash of all tokens.
         """
-        blocks = islice(self._key_blocks(namespace, tokens[:-TOKEN_BYTES]), num_cached_blocks, None)
+        blocks = islice(self.key_blocks(namespace, tokens[:-TOKEN_BYTES]), num_cached_blocks, None)
         return [block for block in blocks if not any(shelf.holds(block.key) for shelf in self.shelves.values())]
 
     def discovered(self, name: str, blocks: Iterable[KeyedBlock]) -> None:
@@ -199,11 +221,12 @@ class Elsewhere(Listener):
         Complexity: O(namespaces + blocks of these).
         """
         names = tenant, adapter, salt
+        self.retention.purge(*names)
         self._departures = [each for each in self._departures if not each.block.namespace.is_among(*names)]
         return {
             name: [
                 key
-                for namespace in shelf.namespaces
+                for namespace in list(shelf.owned)
                 if namespace.is_among(*names)
                 for key in shelf.remove_all(namespace)
             ]
@@ -211,10 +234,13 @@ class Elsewhere(Listener):
         }
 
     def _wants(self, shelf: Shelf, block: KeyedBlock) -> bool:
+        priority = self.retention.priority_of(block.key)
         if block.key in shelf:
-            shelf.note_left(block.key)
+            shelf.note_left(block.key, priority)
             return False
-        victim, given_up = shelf.add(block.key, block.namespace), self._given_up[shelf.name]
+        if not shelf.has_room_for(block.namespace.tenant, priority):
+            return False
+        victim, given_up = shelf.add(block.key, block.namespace, priority), self._given_up[shelf.name]
         if victim is not None:
             given_up[victim] = None
         if block.key not in given_up:

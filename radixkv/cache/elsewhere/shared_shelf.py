@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.namespace import Namespace
 
@@ -24,7 +25,11 @@ class SharedShelf(Shelf):
     def __init__(self, name: str, num_blocks: int = _MOST_KNOWN_BLOCKS) -> None:
         super().__init__(name, num_blocks)
 
-    def add(self, key: bytes, namespace: Namespace) -> bytes | None:
+    def add(self, key: bytes, namespace: Namespace, priority: int = DEFAULT_PRIORITY) -> bytes | None:
         """Take a block that is not known here. Returns None: the store makes room by itself."""
         super().add(key, namespace)
         return None
+
+    def note_left(self, key: bytes, priority: int = DEFAULT_PRIORITY) -> None:
+        """Note that a block left the device. The store knows no priorities."""
+        super().note_left(key)

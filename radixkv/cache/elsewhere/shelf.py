@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import heapq
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
+from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.cache.elsewhere.leaving_order import LeavingOrder, Place
+from radixkv.cache.elsewhere.owned_keys import OwnedKeys
 from radixkv.namespace import Namespace
+
+_ON_DEVICE = -1  # below every priority
+
+
+class Parts(NamedTuple):
+    """Parts of a store's room that one tenant may rely on, or is held to, each 0 to 1.
+
+    Attributes:
+        floor: no other tenant's blocks push out what it has of these.
+        ceiling: it gets no more; None for all of it.
+        retained: no more of its blocks have a priority above the default.
+    """
+
+    floor: float = 0.0
+    ceiling: float | None = None
+    retained: float = 1.0
 
 
 class Shelf:
     """Knows which blocks a store holds, without asking it.
 
-        goes first   [ on the device as well )[ not there ............. )   goes last
-                       loaded longest ago first  left it longest ago first
+        goes first   [ on the device as well )[ priority 0 )  ...  [ priority 50 )  ...  [ priority 100 )   goes last
+                       loaded longest ago first                      left longest ago first
 
     A block is expected from `add` until `note_stored`, and is not to be asked for.
 
@@ -25,8 +46,9 @@ class Shelf:
 
     Attributes:
         name, num_blocks: see above.
-        share_of: returns the part of the room that a tenant may have; None for all of it. Always the same for a tenant.
-        num_by_tenant: blocks of each tenant that has some.
+        owned: whose blocks are here.
+        parts_of: returns the parts of a tenant. Always the same for a tenant.
+        retained_part: part of the room that may have a priority above the default.
         is_shared: whether other servers use the store as well; see `SharedShelf`.
     """
 
@@ -35,55 +57,62 @@ class Shelf:
     def __init__(self, name: str, num_blocks: int) -> None:
         self.name = name
         self.num_blocks = num_blocks
-        self.share_of: Callable[[str], float | None] = lambda tenant: None
-        self.num_by_tenant: Counter[str] = Counter()
-        self._owners: dict[bytes, Namespace] = {}  # of each block
-        self._by_owner: dict[Namespace, set[bytes]] = {}
-        self._order = _Order()
-        self._by_tenant: dict[str, _Order] = {}  # of tenants that may not have all of it
+        self.owned = OwnedKeys()
+        self.parts_of: Callable[[str], Parts] = lambda tenant: Parts()
+        self.retained_part = 1.0
+        self._order = LeavingOrder()  # of tenants without a floor
+        self._floored: dict[str, LeavingOrder] = {}
+        self._capped: dict[str, LeavingOrder] = {}  # of tenants with a ceiling; they are in one of the others as well
+        self._retained: dict[str, dict[bytes, int]] = {}  # priorities above the default by tenant, the oldest first
+        self._num_retained = 0
         self._expected: set[bytes] = set()
+        self._turns = itertools.count()
+        self._early_turns = itertools.count(-1, -1)
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self.owned)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._owners
+        return key in self.owned
 
     def holds(self, key: bytes) -> bool:
         """Whether a block can be loaded."""
-        return key in self._owners and key not in self._expected
+        return key in self.owned and key not in self._expected
 
     def __iter__(self) -> Iterator[bytes]:
-        """Iterate over the keys of its blocks, from the one that goes first."""
-        return iter(self._order)
+        """Iterate over the keys of its blocks, from the one that goes first if no floor protects it."""
+        return (place.key for place in heapq.merge(self._order, *self._floored.values()))
 
-    @property
-    def namespaces(self) -> list[Namespace]:
-        """Namespaces of which it holds blocks."""
-        return list(self._by_owner)
+    def has_room_for(self, tenant: str, priority: int = DEFAULT_PRIORITY) -> bool:
+        """Whether a block may come: there is room, or one may go for it.
 
-    def add(self, key: bytes, namespace: Namespace) -> bytes | None:
-        """Take a block that left the device and is not here.
+        No block goes for one of lower priority.
+        """
+        if len(self) < self.num_blocks and not self._has_its_share(tenant):
+            return True
+        victim = self._victim(tenant)
+        return victim is not None and victim.level <= priority
+
+    def add(self, key: bytes, namespace: Namespace, priority: int = DEFAULT_PRIORITY) -> bytes | None:
+        """Take a block that left the device and is not here, if `has_room_for` it.
 
         Returns:
             The key of the block that goes for it, one of the same tenant if that has all it may; None if there is room.
         """
         victim = None
-        if self._has_its_share(namespace.tenant):
-            victim = next(iter(self._by_tenant[namespace.tenant]))
-        elif len(self) >= self.num_blocks:
-            victim = next(iter(self))
+        if len(self) >= self.num_blocks or self._has_its_share(namespace.tenant):
+            victim = self._victim(namespace.tenant)
         if victim is not None:
-            self.remove(victim)
-        self._owners[key] = namespace
-        self._by_owner.setdefault(namespace, set()).add(key)
-        self.num_by_tenant[namespace.tenant] += 1
-        if self.share_of(namespace.tenant) is not None:
-            self._by_tenant.setdefault(namespace.tenant, _Order())
-        for order in self._orders_of(namespace):
-            order.note_left(key)
+            self.remove(victim.key)
+        self.owned.add(key, namespace)
+        parts = self.parts_of(namespace.tenant)
+        if parts.floor:
+            self._floored.setdefault(namespace.tenant, LeavingOrder())
+        if parts.ceiling is not None:
+            self._capped.setdefault(namespace.tenant, LeavingOrder())
+        self.note_left(key, priority)
         self._expected.add(key)
-        return victim
+        return None if victim is None else victim.key
 
     def note_stored(self, key: bytes) -> None:
         """Note that the store has a block."""
@@ -96,76 +125,101 @@ class Shelf:
             if key not in self and has_room:
                 self.add(key, namespace)
                 self.note_stored(key)
-                for order in self._orders_of(namespace):
-                    order.put_first(key)
+                turn = next(self._early_turns)
+                for order in self._orders_of(namespace.tenant):
+                    order.put_first(key, DEFAULT_PRIORITY, turn)
 
-    def note_left(self, key: bytes) -> None:
-        """Note that a block that is here left the device."""
-        for order in self._orders_of(self._owners[key]):
-            order.note_left(key)
+    def note_left(self, key: bytes, priority: int = DEFAULT_PRIORITY) -> None:
+        """Note that a block that is here left the device, or has another priority now.
+
+        If no more blocks may have a priority above the default, its tenant's oldest one has the default from now on: of
+        a prompt that leaves, its end first, the beginning is kept. If the tenant has none, this one has the default.
+        """
+        self._forget_retained(key)
+        if priority > DEFAULT_PRIORITY and not self._retain(key, priority):
+            priority = DEFAULT_PRIORITY
+        self._put_last(key, priority)
 
     def note_loaded(self, key: bytes) -> None:
         """Note that a block that is here is on the device as well."""
-        for order in self._orders_of(self._owners[key]):
-            order.note_loaded(key)
+        self._forget_retained(key)
+        self._put_last(key, _ON_DEVICE)
+
+    def is_on_device(self, key: bytes) -> bool:
+        """Whether a block that is here is on the device as well."""
+        return self._level_of(key) == _ON_DEVICE
+
+    def priority_of(self, key: bytes) -> int:
+        """Return the priority of a block that is here and not on the device."""
+        return self._level_of(key)
 
     def remove(self, key: bytes) -> None:
         """Forget a block, if it is here."""
-        namespace = self._owners.pop(key, None)
-        if namespace is None:
+        if key not in self.owned:
             return
-        for order in self._orders_of(namespace):
+        tenant = self.owned[key].tenant
+        self._forget_retained(key)
+        for order in self._orders_of(tenant):
             order.remove(key)
         self._expected.discard(key)
-        keys = self._by_owner[namespace]
-        keys.discard(key)
-        if not keys:
-            del self._by_owner[namespace]
-        self.num_by_tenant[namespace.tenant] -= 1
-        if not self.num_by_tenant[namespace.tenant]:
-            del self.num_by_tenant[namespace.tenant]
-            self._by_tenant.pop(namespace.tenant, None)
+        self.owned.remove(key)
+        if tenant not in self.owned.num_by_tenant:
+            self._floored.pop(tenant, None)
+            self._capped.pop(tenant, None)
 
     def remove_all(self, namespace: Namespace) -> list[bytes]:
         """Forget all blocks of a namespace. Returns their keys."""
-        keys = list(self._by_owner.get(namespace, ()))
+        keys = self.owned.keys_of(namespace)
         for key in keys:
             self.remove(key)
         return keys
 
+    def _victim(self, tenant: str) -> Place | None:
+        """Return what goes for a block of a tenant. Complexity: O(tenants with a floor)."""
+        if self._has_its_share(tenant):
+            return self._capped[tenant].first
+        orders = [self._order]
+        orders += [own for other, own in self._floored.items() if other == tenant or self._is_above_floor(other)]
+        return min((first for order in orders if (first := order.first) is not None), default=None)
+
+    def _is_above_floor(self, tenant: str) -> bool:
+        return self.owned.num_by_tenant[tenant] > int(self.parts_of(tenant).floor * self.num_blocks)
+
     def _has_its_share(self, tenant: str) -> bool:
-        share = self.share_of(tenant)
-        return share is not None and self.num_by_tenant[tenant] >= max(1, int(share * self.num_blocks))
+        ceiling = self.parts_of(tenant).ceiling
+        return ceiling is not None and self.owned.num_by_tenant[tenant] >= max(1, int(ceiling * self.num_blocks))
 
-    def _orders_of(self, namespace: Namespace) -> tuple[_Order, ...]:
-        own = self._by_tenant.get(namespace.tenant)
-        return (self._order,) if own is None else (self._order, own)
+    def _level_of(self, key: bytes) -> int:
+        return self._orders_of(self.owned[key].tenant)[0].level_of(key)
 
+    def _retain(self, key: bytes, priority: int) -> bool:
+        """Count a key with a priority above the default. Returns whether it may have it."""
+        tenant = self.owned[key].tenant
+        own = self._retained.get(tenant, {})
+        most = self.parts_of(tenant).retained * self.num_blocks
+        if self._num_retained >= self.retained_part * self.num_blocks or len(own) >= most:
+            oldest = next(iter(own), None)
+            if oldest is None or own[oldest] > priority:
+                return False
+            self._forget_retained(oldest)
+            self._put_last(oldest, DEFAULT_PRIORITY)
+        self._retained.setdefault(tenant, {})[key] = priority
+        self._num_retained += 1
+        return True
 
-class _Order:
-    """Keys in the order in which they go."""
+    def _forget_retained(self, key: bytes) -> None:
+        tenant = self.owned[key].tenant
+        own = self._retained.get(tenant, {})
+        if own.pop(key, None) is not None:
+            self._num_retained -= 1
+            if not own:
+                del self._retained[tenant]
 
-    def __init__(self) -> None:
-        self._on_device: OrderedDict[bytes, None] = OrderedDict()
-        self._left_device: OrderedDict[bytes, None] = OrderedDict()
+    def _put_last(self, key: bytes, level: int) -> None:
+        turn = next(self._turns)
+        for order in self._orders_of(self.owned[key].tenant):
+            order.put_last(key, level, turn)
 
-    def __iter__(self) -> Iterator[bytes]:
-        yield from self._on_device
-        yield from self._left_device
-
-    def note_left(self, key: bytes) -> None:
-        self._on_device.pop(key, None)
-        self._left_device[key] = None
-        self._left_device.move_to_end(key)
-
-    def note_loaded(self, key: bytes) -> None:
-        self._left_device.pop(key, None)
-        self._on_device[key] = None
-        self._on_device.move_to_end(key)
-
-    def put_first(self, key: bytes) -> None:
-        self._left_device.move_to_end(key, last=False)
-
-    def remove(self, key: bytes) -> None:
-        self._on_device.pop(key, None)
-        self._left_device.pop(key, None)
+    def _orders_of(self, tenant: str) -> tuple[LeavingOrder, ...]:
+        main, capped = self._floored.get(tenant, self._order), self._capped.get(tenant)
+        return (main,) if capped is None else (main, capped)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from radixkv.api.segments import SegmentPage
+from radixkv.api.segments import SegmentPage, StoredPage
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.errors import InvalidRequest
 
 
 class SegmentSource:
@@ -18,9 +19,13 @@ class SegmentSource:
     Args:
         cache: belongs to the engine's thread.
         call: calls a function on the engine's thread between two steps, for a tenant; None for everybody.
+
+    Attributes:
+        stores: lists what a store below the device holds, on the engine's thread; refuses all if there are none.
     """
 
     def __init__(self, cache: PrefixCache, call: Callable[[Callable[[], Any], str | None], Future[Any]]) -> None:
+        self.stores: Callable[[str, int, str | None, int], StoredPage] = _no_stores
         self._cache = cache
         self._call = call
 
@@ -32,6 +37,14 @@ class SegmentSource:
         """List hot segments among every `stride`-th place; see `SegmentIndex.hottest`."""
         return self._call(lambda: self._cache.segments.hottest(start, stride, tenant, max_segments), tenant)
 
+    def stored(self, store: str, start: int, tenant: str | None, max_listed: int) -> Future[StoredPage]:
+        """List the namespaces of which a store holds blocks; see `OwnedKeys.page`. May raise InvalidRequest."""
+        return self._call(lambda: self.stores(store, start, tenant, max_listed), tenant)
+
     def block_states(self) -> Future[bytes]:
         """Copy the state of each block, a `BlockState` a byte. Complexity: a copy of a byte a block."""
         return self._call(lambda: self._cache.pool.states(), None)
+
+
+def _no_stores(store: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
+    raise InvalidRequest(f"store: expected none, since this service has no stores below the device, got {store!r}")

@@ -49,6 +49,11 @@ class HungLease(PromptLease):
         return self._trunk.num_tokens + self._own.num_tokens
 
     @property
+    def num_dropped_tokens(self) -> int:
+        """None; see `PromptLease`."""
+        return 0
+
+    @property
     def cached_tokens(self) -> int:
         """Tokens whose K/V existed when the lease began."""
         return self._trunk.num_tokens + self._own.cached_tokens

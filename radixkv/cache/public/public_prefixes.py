@@ -56,6 +56,11 @@ class PublicPrefixes:
         """Blocks that public prefixes take, or will when they are computed."""
         return sum(self._num_blocks(each.tokens) for each in (*self._by_name.values(), *self._leaving))
 
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks that those which are computed keep until they are unregistered."""
+        return sum(self._num_blocks(each.tokens) for each in self if each.lease is not None)
+
     def holds(self, prefix: PublicPrefix) -> bool:
         """Whether a prefix is registered."""
         return self._by_name.get(prefix.name) is prefix

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult
+from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.invocation import Invocation
 from radixkv.namespace import Namespace, PromptKey
 from radixkv.scheduling.request import Generation, Request
@@ -45,6 +46,8 @@ class KeyedPrompt(NamedTuple):
         params: PrefillParams,
         future: Future[PrefillResult] | Future[GenerateResult],
         generation: Generation | None = None,
+        fetched: Fetched | None = None,
     ) -> Request:
         """Make the request for this prompt, which is that of `params`, as of now."""
-        return Request(params, self.namespace, future, time.monotonic(), generation, self.former, self.invocation)
+        now_s = time.monotonic()
+        return Request(params, self.namespace, future, now_s, generation, self.former, self.invocation, fetched)

@@ -10,13 +10,17 @@ from functools import partial
 from typing import NamedTuple
 
 from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found
+from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.offload.load import Load, LoadedBlocks
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.scheduling.request import Request
 from radixkv.storage.mover import BlockMover
+from radixkv.storage.tiers.block_store import Loan
 from radixkv.storage.tiers.tier import LoadedBlock, Miss, Tier
+
+REMOTE = "remote"  # where blocks were that came with their request
 
 
 class _Wish(NamedTuple):
@@ -101,6 +105,17 @@ class Loader:
         if not load.is_ended:
             self._waiting.add(request)
         return not load.is_ended
+
+    def take(self, request: Request, fetched: Fetched) -> None:
+        """Let a request have blocks that came with it."""
+        run = [Found(block, REMOTE) for block in fetched.blocks]
+        payloads = zip(run, fetched.payloads, strict=True)
+        blocks = {each.block.key: LoadedBlock(payload, Loan(payload)) for each, payload in payloads}
+        load = Load(run, self._clock())
+        load.end_call(REMOTE, LoadedBlocks(blocks, [], is_timed=False))
+        load.requests.add(request)
+        request.stored_upto = (fetched.first_block + len(run)) * self._cache.block_size
+        self._wishes[request] = _Wish(load, fetched.first_block, run)
 
     def ready(self) -> list[Request]:
         """Return the requests whose loads ended since the last call."""
@@ -188,7 +203,7 @@ class Loader:
 
     def _drop_if_unused(self, load: Load) -> None:
         """Give back what nobody waits for."""
-        first = load.run[0].block.key
+        first = load.run[0].block.key if load.run else b""
         if load.requests or self._loads.get(first) is not load:
             return
         if load.is_ended:

@@ -8,7 +8,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
-from radixkv.cache.elsewhere.elsewhere import Elsewhere, KeyedBlock
+from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.engine.offload.purger import Purger
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.scheduling.request import Request

@@ -8,8 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from radixkv.api.retention import Grant, Retention
+from radixkv.api.segments import StoredPage
 from radixkv.api.stats import TierStats
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.offload.deleter import Deleter
@@ -19,7 +22,8 @@ from radixkv.engine.offload.loader import Loader
 from radixkv.engine.offload.lookups import Lookups
 from radixkv.engine.offload.purger import Purger
 from radixkv.engine.offload.saver import Saver
-from radixkv.errors import StoreError
+from radixkv.engine.transfer.transfer import TransferParts
+from radixkv.errors import InvalidRequest, StoreError
 from radixkv.namespace import Namespace
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.scheduling.request import Request
@@ -28,6 +32,7 @@ from radixkv.storage.mover import BlockMover
 from radixkv.storage.tiers.block_key import BlockKeys
 from radixkv.storage.tiers.block_store import PutOutcome
 from radixkv.storage.tiers.tier import Tier
+from radixkv.tokens import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +60,7 @@ class Offload:
     Attributes:
         elsewhere, tiers: see above; the tiers by name.
         wake: see `Loader`; the engine sets it.
+        transfer: to give and take K/V of these blocks; None for neither.
     """
 
     def __init__(
@@ -70,8 +76,10 @@ class Offload:
     ) -> None:
         self.elsewhere = elsewhere
         self.tiers = {tier.name: tier for tier in tiers}
+        self.transfer: TransferParts | None = None
         self.wake: Callable[[], None] = lambda: None
         self._cache = cache
+        self._clock = clock
         self._choice = LoadOrCompute(cache.block_size)
         self._deleter = Deleter(elsewhere, self.tiers)
         self._saver = Saver(elsewhere, self.tiers, self._deleter, mover, max_bytes, record)
@@ -98,7 +106,13 @@ class Offload:
     def begin(self, request: Request) -> bool:
         """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it."""
         self._take_found()
-        if not request.params.read_cache or self.elsewhere.is_empty:
+        fetched, request.fetched = request.fetched, None
+        if not request.params.read_cache:
+            return False
+        if fetched is not None:
+            self._loader.take(request, fetched)
+            return False
+        if self.elsewhere.is_empty:
             return False
         first_block = self._num_cached_blocks(request)
         return self._lookups.begin(request, first_block) or self._loader.begin(request, first_block)
@@ -115,7 +129,7 @@ class Offload:
 
     def stored_blocks(self, tenant: str) -> dict[str, int]:
         """Count a tenant's blocks in each store, of shared ones those that are known."""
-        return {name: shelf.num_by_tenant[tenant] for name, shelf in self.elsewhere.shelves.items()}
+        return {name: shelf.owned.num_by_tenant[tenant] for name, shelf in self.elsewhere.shelves.items()}
 
     def stored_tokens(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> int:
         """Count the tokens after the cached ones that stores are known to have."""
@@ -124,6 +138,44 @@ class Offload:
         found = self.elsewhere.find(namespace, tokens, first_block)
         return max(0, (first_block + len(found)) * size - cached_tokens)
 
+    def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, on_device: Grant) -> Grant:
+        """Give what is stored of a prompt a priority, whatever it was before; shared stores know none.
+
+        Args:
+            namespace, tokens: the prompt, as the cache knows it.
+            retention: the priority and its range.
+            on_device: what the cache granted of it.
+
+        Returns:
+            What was granted in all.
+        """
+        size = self._cache.block_size
+        start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
+        cached = end - on_device.uncached_tokens
+        end_kept = start + on_device.granted_tokens if on_device.refused_tokens else end  # no use behind a gap
+        expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
+        num_granted, num_stored = self.elsewhere.retain(
+            namespace, tokens, start // size, -(-end_kept // size), cached // size, Wish(retention.priority, expires_s)
+        )
+        first = max(start // size, cached // size)
+        stored = max(cached, min(end, (first + num_stored) * size)) - cached
+        granted = max(cached, min(end, (first + num_granted) * size)) - cached
+        return on_device._replace(uncached_tokens=0).joined(
+            Grant(granted, stored - granted, end - cached - stored, expires_s if granted else None)
+        )
+
+    def stored(self, name: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
+        """List the namespaces of which a store holds blocks; see `OwnedKeys.page`. Of shared ones, those known here.
+
+        Raises:
+            InvalidRequest: there is no such store.
+        """
+        shelf = self.elsewhere.shelves.get(name)
+        if shelf is None:
+            raise InvalidRequest(f"store: expected one of {', '.join(self.elsewhere.shelves)}, got {name!r}")
+        self._take_found()
+        return shelf.owned.page(start, tenant, max_listed)
+
     def ready(self) -> list[Request]:
         """Return the requests that wait no more, in the order of their arrival."""
         known = [request for request in self._lookups.ended() if not self._load(request)]
@@ -131,6 +183,7 @@ class Offload:
 
     def flush(self) -> None:
         """Copy what has left the device, and what shared stores are to have; see `Saver.flush`."""
+        self.elsewhere.retention.expire(self._clock())
         self._deleter.retry()
         self._purger.retry()
         self._saver.flush()
@@ -138,8 +191,11 @@ class Offload:
     def fill(self, request: Request, lease: PromptLease) -> int:
         """Copy what was loaded for a request into its blocks; see `Loader.fill`."""
         self._resuming.discard(request)
-        self.flush()
-        return self._loader.fill(request, lease)
+        copies = self._saver.copy()
+        try:
+            return self._loader.fill(request, lease)
+        finally:
+            self._saver.save(copies)  # what goes for them may be what was just read
 
     def leave(self, request: Request) -> None:
         """Forget a request that is over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from radixkv.cache.elsewhere.elsewhere import KeyedBlock
+from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.invocation import InvocationMarks, plain
 from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_key import BlockKeys

@@ -28,6 +28,18 @@ class _Save(NamedTuple):
     result: PutResult | None = None
 
 
+class Copies(NamedTuple):
+    """Blocks that have left the device.
+
+    Attributes:
+        blocks: with the copy of each.
+        given_up: the keys that go for them, by store, in their order.
+    """
+
+    blocks: Sequence[tuple[Departure, memoryview]]
+    given_up: Mapping[str, Sequence[bytes]]
+
+
 class Saver:
     """Saves what leaves the device before anything is written over it.
 
@@ -64,25 +76,31 @@ class Saver:
         self._ended: queue.SimpleQueue[_Save] = queue.SimpleQueue()
 
     def flush(self) -> None:
-        """Copy what has left. To be called before blocks are written. Waits for the copies, not for stores."""
+        """Copy and save what has left."""
+        self.save(self.copy())
+
+    def copy(self) -> Copies:
+        """Copy what has left. To be called before blocks are written. Nothing is to leave until `save`."""
         self._note_ended()
         departures, given_up = self._elsewhere.take_departures()
-        if not departures and not any(given_up.values()):
-            return
         departures = self._within_bound(departures)
         payloads = self._mover.read([each.block_id for each in departures]) if departures else []
+        return Copies(list(zip(departures, payloads, strict=True)), given_up)
+
+    def save(self, copies: Copies) -> None:
+        """Give copies to the stores, and wait for none."""
         for name, tier in self._tiers.items():
-            pairs = zip(departures, payloads, strict=True)
-            wanted = [(each, payload) for each, payload in pairs if name in each.shelves]
-            if not wanted and not given_up[name]:
+            given_up = copies.given_up[name]
+            wanted = [(each, payload) for each, payload in copies.blocks if name in each.shelves]
+            if not wanted and not given_up:
                 continue
             if name == "disk" and self._record is not None:
                 for each, _ in wanted:
                     self._record.note(each.block.namespace)
             objects = [_object(each, payload, tier) for each, payload in wanted]
             self._num_free_blocks -= len(objects)
-            saved = tier.save(objects, given_up[name])
-            saved.add_done_callback(partial(self._end, _Save(name, [each.key for each in objects], given_up[name])))
+            saved = tier.save(objects, given_up)
+            saved.add_done_callback(partial(self._end, _Save(name, [each.key for each in objects], given_up)))
 
     def wait(self, limit_s: float) -> bool:
         """Wait until stores have taken all copies. Returns whether they did."""

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from radixkv.errors import InvalidAdapter
 from radixkv.model.adapters.adapter_config import LoraFields, read_config
 from radixkv.model.adapters.layers import LayerShape, adaptable_layers
+from radixkv.model.attention.latent_heads import absorbed_layers
 from radixkv.tokens import TOKEN_BYTES
 
 TENSOR_FILE = "adapter_model.safetensors"
@@ -174,6 +175,8 @@ def _expected_layer(model: AdaptableModel, layer: str) -> str:
     parts = dict(model.module.named_modules())
     if layer not in parts:
         return "a layer of the model, got none of this name"
+    if any(parts[layer] is each for each in absorbed_layers(model.module)):
+        return f"a layer that sees the rows of a step, got {layer.rpartition('.')[2]} of latent attention"
     return f"a linear layer of attention or of an MLP, got {type(parts[layer]).__name__}"
 
 

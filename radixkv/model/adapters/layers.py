@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from radixkv.model.attention.latent_heads import absorbed_layers
 from radixkv.model.products.packed_linear import PackedLinear, PackedSlice
 
 
@@ -21,13 +22,14 @@ class LayerShape(NamedTuple):
 def adaptable_layers(module: PreTrainedModel) -> dict[str, LayerShape]:
     """Find the linear layers of a model, packed or not, by the names that transformers gives them.
 
-    The head is not among them: it makes logits of few rows. Nor are experts, which see some of the rows.
+    The head is not among them: it makes logits of few rows. Nor are experts, which see some of the rows, and the layers
+    of `absorbed_layers`.
     """
-    head = module.get_output_embeddings()
+    left_out = {id(module.get_output_embeddings()), *map(id, absorbed_layers(module))}
     return {
         name: shape
         for name, part in module.named_modules()
-        if part is not head and ".experts." not in name and (shape := _shape_of(part)) is not None
+        if id(part) not in left_out and ".experts." not in name and (shape := _shape_of(part)) is not None
     }
 
 

@@ -47,6 +47,7 @@ class FlashInferKernels:
 
     write_kv = staticmethod(TritonKernels.write_kv)
     copy_blocks = staticmethod(TritonKernels.copy_blocks)
+    rotate = staticmethod(TritonKernels.rotate)
 
     def __init__(self, ours: TritonKernels, backend: str) -> None:
         self._ours = ours
@@ -148,6 +149,7 @@ def flashinfer_kernels(use: AttentionUse, capability: tuple[int, int], ours: Tri
         and use.dtype in (torch.bfloat16, torch.float16)
         and shape.dtype == use.dtype
         and shape.head_dim in _HEAD_DIMS
+        and not any(kind.has_sinks for kind in use.kinds)
     )
     if not suits or importlib.util.find_spec("flashinfer") is None:
         return None

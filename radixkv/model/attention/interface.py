@@ -23,7 +23,7 @@ class AttentionStep(Protocol):
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         scoring: Scoring,
     ) -> torch.Tensor:
         """Store K and V of new tokens, and attend from their queries.
@@ -31,13 +31,35 @@ class AttentionStep(Protocol):
         Args:
             layer: index of the layer.
             query: `[num_tokens, num_query_heads, head_dim]`, after positional rotation.
-            key, value: `[num_tokens, num_kv_heads, head_dim]` of the same tokens.
+            key, value: `[num_tokens, num_kv_heads, head_dim]` of the same tokens. No value where a key is its value.
             scoring: how scores are made, and which keys a query sees.
 
         Returns:
             `[num_tokens, num_query_heads, head_dim]`.
         """
         ...
+
+
+class QueryWatcher(Protocol):
+    """Looks at queries of one request."""
+
+    def see(self, layer: int, query: torch.Tensor, scoring: Scoring) -> None:
+        """Look at the queries of one layer, when K and V of their tokens are in the pool.
+
+        Args:
+            layer: index of the layer.
+            query: `[num_tokens, num_query_heads, head_dim]`, after positional rotation.
+            scoring: how scores are made.
+        """
+        ...
+
+
+class WatchedRows(NamedTuple):
+    """The rows `[start, end)` of a batch, and who looks at their queries."""
+
+    start: int
+    end: int
+    watcher: QueryWatcher
 
 
 class AttentionKernels(Protocol):
@@ -51,13 +73,17 @@ class AttentionKernels(Protocol):
     def write_kv(
         self,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         slots: torch.Tensor,
         pool: KVPool,
         layer: int,
         largest: torch.Tensor | None = None,
     ) -> None:
         """Write K and V of new tokens into their slots, and update `largest` with their magnitudes."""
+        ...
+
+    def rotate(self, vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rotate vectors of a pool whose vectors are."""
         ...
 
     def paged_attention(
@@ -137,11 +163,12 @@ class PlanningKernels(AttentionKernels, Protocol):
 
 
 class AttentionKind(NamedTuple):
-    """Query heads of a layer, and the window and softcap of its `Scoring`."""
+    """Query heads of a layer, the window and softcap of its `Scoring`, and whether it has sinks."""
 
     num_query_heads: int
     window: int | None
     softcap: float | None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,8 @@ from radixkv.errors import InvariantViolation, UnsupportedModel
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.interface import AttentionKernels, AttentionStep
+from radixkv.model.attention.interface import AttentionKernels, AttentionStep, WatchedRows
+from radixkv.model.attention.latent_heads import latent_heads_of
 
 ATTENTION_NAME = "radixkv_paged"
 
@@ -28,12 +31,24 @@ class PagedStep:
         pool: the K/V memory.
         batch: the token rows of this pass.
         kernels: the operations on the pool.
+        watched: rows whose queries somebody looks at.
+        is_reading: whether K and V of all tokens are in the pool already, and are left as they are.
     """
 
-    def __init__(self, pool: KVPool, batch: PagedBatch, kernels: AttentionKernels) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        batch: PagedBatch,
+        kernels: AttentionKernels,
+        watched: Sequence[WatchedRows] = (),
+        *,
+        is_reading: bool = False,
+    ) -> None:
         self._pool = pool
         self._batch = batch
         self._kernels = kernels
+        self._watched = watched
+        self._is_reading = is_reading
         self._largest: torch.Tensor | None = None  # magnitude in K and V of each token and KV head, all layers so far
 
     def attend(
@@ -41,13 +56,30 @@ class PagedStep:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """See `AttentionStep.attend`. All K and V are read from the pool, also those just written."""
+        """See `AttentionStep.attend`. All K and V are read from the pool, also those just written.
+
+        Over a pool of rotated vectors queries are rotated like keys, which leaves their scores as they are, and what is
+        attended is rotated back.
+        """
         if self._largest is None:
             self._largest = key.new_zeros(key.shape[:2], dtype=torch.float32)
-        self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, self._largest)
+        if not self._pool.is_rotated:
+            return self._attend(layer, query, key, value, scoring)
+        rotate, dtype = self._kernels.rotate, query.dtype
+        query, key = rotate(query, dtype), rotate(key, torch.float32)
+        value = None if value is None else rotate(value, torch.float32)
+        return rotate(self._attend(layer, query, key, value, scoring), dtype)
+
+    def _attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
+    ) -> torch.Tensor:
+        if not self._is_reading:
+            self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, self._largest)
+        for start, end, watcher in self._watched:
+            watcher.see(layer, query[start:end], scoring)
         return self._kernels.paged_attention(query, self._pool, layer, self._batch, scoring)
 
     @property
@@ -61,6 +93,26 @@ class PagedStep:
             raise InvariantViolation("attention: no layer of the model has attended")
         largest = self._largest.amax(dim=1)
         return (largest if self._pool.scales is not None else largest.to(self._pool.dtype)).isfinite()
+
+
+class RunningPass:
+    """Knows the step of a model's running forward pass, for layers that do not pass keywords on to their attention.
+
+    Attributes:
+        step: the step; None between two passes.
+    """
+
+    def __init__(self) -> None:
+        self.step: AttentionStep | None = None
+
+    @contextmanager
+    def with_step(self, step: AttentionStep) -> Iterator[None]:
+        """Let layers find a step inside the `with` block."""
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = None
 
 
 class PaddedStep:
@@ -80,13 +132,14 @@ class PaddedStep:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         scoring: Scoring,
     ) -> torch.Tensor:
         """See `AttentionStep.attend`."""
         real = slice(self._num_tokens)
         with torch._C.DisableTorchFunction():  # the kernels are exact by themselves
-            attended = self._step.attend(layer, query[real], key[real], value[real], scoring)
+            real_value = None if value is None else value[real]
+            attended = self._step.attend(layer, query[real], key[real], real_value, scoring)
         padding = attended.new_zeros(query.shape[0] - self._num_tokens, *attended.shape[1:])
         return torch.cat((attended, padding))
 
@@ -95,13 +148,14 @@ def _attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_query_heads, num_tokens, head_dim]
     key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: torch.Tensor | None,  # like the key; None of latent attention
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     radix_step: AttentionStep | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -114,10 +168,10 @@ def _attention_forward(
         UnsupportedModel: the layer asks for something that the kernels do not do; the message names it.
     """
     layer = type(module).__name__
+    if radix_step is None and isinstance(running := getattr(module, "running_pass", None), RunningPass):
+        radix_step = running.step
     if radix_step is None:
-        raise UnsupportedModel(
-            f"{layer}: expected the keywords that the model is called with, got none: its layers do not pass them on"
-        )
+        raise UnsupportedModel(f"{layer}: expected to attend in a forward pass over the cache, got none")
     if not hasattr(module, "layer_idx"):
         raise UnsupportedModel(f"{layer}: expected an attribute `layer_idx`, got none")
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
@@ -127,15 +181,18 @@ def _attention_forward(
     for name, given in others.items():
         if given is not None and name not in _WITHOUT_EFFECT:
             raise UnsupportedModel(f"{layer}: passes `{name}` to its attention, which is not supported")
+    if s_aux is not None and (s_aux.shape != query.shape[1:2] or softcap is not None):
+        raise UnsupportedModel(
+            f"{layer}: expected `s_aux` of one sink a query head and no `softcap`, got {tuple(s_aux.shape)}, {softcap}"
+        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = radix_step.attend(
-        int(module.layer_idx),  # type: ignore[arg-type]
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        Scoring(scale, sliding_window, softcap),
-    )
-    return out[None], None
+    scoring = Scoring(scale, sliding_window, softcap, s_aux)
+    rows, keys = query[0].transpose(0, 1), key[0].transpose(0, 1)
+    index = int(module.layer_idx)  # type: ignore[arg-type]
+    if value is not None:
+        return radix_step.attend(index, rows, keys, value[0].transpose(0, 1), scoring)[None], None
+    heads = latent_heads_of(module)
+    return heads.values(radix_step.attend(index, heads.queries(rows), keys, None, scoring))[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)

@@ -22,6 +22,7 @@ class TorchKernels:
 
     write_kv = staticmethod(reference.write_kv)
     copy_blocks = staticmethod(reference.copy_blocks)
+    rotate = staticmethod(reference.rotate)
 
     def __init__(self) -> None:
         self._batch: PagedBatch | None = None

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from radixkv.kernels import copy_blocks, paged_attention, write_kv
+from radixkv.kernels import copy_blocks, paged_attention, rotate, write_kv
 from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
 from radixkv.kernels.attention_splits import HOPPER, DeviceRoom
 from radixkv.kernels.batch import PagedBatch
@@ -49,6 +49,7 @@ class TritonKernels:
 
     write_kv = staticmethod(write_kv.write_kv)
     copy_blocks = staticmethod(copy_blocks.copy_blocks)
+    rotate = staticmethod(rotate.rotate)
 
     def __init__(
         self,

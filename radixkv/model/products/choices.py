@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -23,6 +24,7 @@ from radixkv.kernels.row_tiles import SIZES
 _log = logging.getLogger(__name__)
 
 _FILE = "products.json"
+_LOCK = "products.lock"  # held while the file is read and replaced
 _LARGEST_FILE = 2**20  # bytes; a shape takes 400
 
 # What else decides how libraries compute.
@@ -83,7 +85,7 @@ class ProductChoices:
                     "rows are not computed alike" if choice is None else choice.packing,
                 )
                 if choice is not None:
-                    self._write(key, choice)
+                    choice = self._settled(key, choice, packings)
             self._known[key] = choice
         return self._known[key]
 
@@ -108,17 +110,31 @@ class ProductChoices:
             return {}
         return tree
 
-    def _write(self, key: str, choice: ProductChoice) -> None:
-        """Add a choice to the file. Others may have written it since it was read; no reader sees half of it."""
-        tree = {**self._read(), key: {"packing": choice.packing, "costs": [list(pair) for pair in choice.costs]}}
+    def _settled(self, key: str, choice: ProductChoice, packings: tuple[str, ...]) -> ProductChoice:
+        """Add a choice to the file, and return it; or return that of a process which was first.
+
+        Replicas that start side by side try the same shapes. Trials depend on time, and choices decide the last bits of
+        answers, which should be the same on all of them.
+        """
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._file.parent) as directory:
-                written = Path(directory) / _FILE
-                written.write_text(json.dumps(tree, indent=1), encoding="utf-8")
-                written.replace(self._file)
+            with (self._file.parent / _LOCK).open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+                tree = self._read()
+                first = _parsed(tree.get(key), packings, is_exact=self._is_exact)
+                if first is not None:
+                    return first
+                self._write({**tree, key: {"packing": choice.packing, "costs": [list(pair) for pair in choice.costs]}})
         except OSError as error:
             _log.info("%s can't be written, so products are tried again next time: %s", self._file, error)
+        return choice
+
+    def _write(self, tree: dict[str, Any]) -> None:
+        """Replace the file. No reader sees half of it."""
+        with tempfile.TemporaryDirectory(dir=self._file.parent) as directory:
+            written = Path(directory) / _FILE
+            written.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+            written.replace(self._file)
 
 
 def _parsed(entry: Any, packings: tuple[str, ...], *, is_exact: bool) -> ProductChoice | None:

@@ -157,8 +157,9 @@ class _Heard:
         self.layers: set[int] = set()
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
     ) -> torch.Tensor:
+        assert value is not None, "the part has a product that makes values"
         self.heard = [each.flatten(1)[None] for each in (query, key, value)]
         self.scoring = scoring
         self.layers.add(layer)
@@ -192,7 +193,7 @@ def _attended(
     attention: JoinedAttention,
     **kwargs: Any,
 ) -> Any:
-    if args or not _can_join(kwargs) or any(map(has_hooks, inside)):
+    if args or not _can_join(kwargs, attention) or any(map(has_hooks, inside)):
         return type(part).forward(part, hidden_states, *args, **kwargs)
     with torch._C.DisableTorchFunction():
         return attention(hidden_states, kwargs["position_embeddings"], kwargs["radix_step"]), None
@@ -209,7 +210,7 @@ def _added(
     mlp: RowFunction,
     **kwargs: Any,
 ) -> Any:
-    if args or not _can_join(kwargs) or any(map(has_hooks, inside)):
+    if args or not _can_join(kwargs, attention) or any(map(has_hooks, inside)):
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
     embeddings, step = kwargs["position_embeddings"], kwargs["radix_step"]
     with torch._C.DisableTorchFunction():
@@ -223,11 +224,13 @@ def _layered(
     return rows + mlp(second(rows))
 
 
-def _can_join(kwargs: dict[str, Any]) -> bool:
-    """Whether a layer is called as for prefill: with a step, rotations, and no mask."""
+def _can_join(kwargs: dict[str, Any], attention: JoinedAttention) -> bool:
+    """Whether a layer is called as for prefill: with a step, rotations of whole heads, and no mask."""
+    rotations = kwargs.get("position_embeddings")
     return (
         kwargs.get("radix_step") is not None
-        and kwargs.get("position_embeddings") is not None
+        and rotations is not None
+        and rotations[0].shape[-1] == attention.head_dim
         and kwargs.get("attention_mask") is None
         and kwargs.get("past_key_values") is None
     )

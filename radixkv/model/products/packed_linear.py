@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 from torch import nn
@@ -183,7 +186,8 @@ def pack_linears(module: PreTrainedModel, choices: ProductChoices, *, may_gate: 
     counts: Counter[str] = Counter()
     uses = Counter(id(child) for part in module.modules() for child in part.children())
     for part in list(module.modules()):
-        children = dict(part.named_children())
+        read = _weights_read_by(part.__class__.forward)
+        children = {name: child for name, child in part.named_children() if name not in read}
         for names in JOINS:
             layers = [children[name] for name in names if name in children]
             if len(layers) < len(names) or any(uses[id(layer)] > 1 for layer in layers):
@@ -201,6 +205,15 @@ def pack_linears(module: PreTrainedModel, choices: ProductChoices, *, may_gate: 
             setattr(part, name, packed[child])
     if counts:
         _log.info("products: %s", ", ".join(f"{count} {name}" for name, count in counts.most_common()))
+
+
+@cache
+def _weights_read_by(forward: Callable[..., object]) -> frozenset[str]:
+    """Return the names of children whose weight the code of a module reads itself, as routers do for its dtype."""
+    try:
+        return frozenset(re.findall(r"self\.(\w+)\.weight\b", inspect.getsource(forward)))
+    except (OSError, TypeError):  # code without a source
+        return frozenset()
 
 
 def _can_gate(layers: list[nn.Module], choices: ProductChoices) -> bool:

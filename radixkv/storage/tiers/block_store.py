@@ -100,7 +100,8 @@ class BlockStore(Protocol):
 
         Args:
             objects: theirs are the payloads from now on: they must never change again.
-            give_up: keys to evict, in this order, if room is needed. After them goes what was not used for longest.
+            give_up: keys to evict, in this order, if room is needed, but none that is being read: then there is no
+                room. After them goes what was not used for longest.
         """
 
     def get(self, keys: Sequence[bytes]) -> Future[list[Loan | None]]:

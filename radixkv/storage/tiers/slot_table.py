@@ -75,7 +75,8 @@ class SlotTable:
             give_up: keys that may go first; as many are taken from it as are needed.
 
         Returns:
-            The slot, None if all are being read or written; and the keys that were evicted.
+            The slot, None if there is none to be had: what is being read is never evicted, and nothing else goes
+            instead of a key that was given up. And the keys that were evicted.
         """
         self.remove(key)
         evicted: list[bytes] = []
@@ -139,6 +140,6 @@ class SlotTable:
 
     def _victim(self, give_up: Iterator[bytes]) -> bytes | None:
         for key in give_up:
-            if (entry := self._entries.get(key)) is not None and not entry.num_readers:
-                return key
+            if (entry := self._entries.get(key)) is not None:
+                return None if entry.num_readers else key
         return next((key for key, entry in self._entries.items() if not entry.num_readers), None)

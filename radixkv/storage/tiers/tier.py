@@ -83,6 +83,7 @@ class Tier:
         payload_bytes: bytes of K and V of a block; an object of another size is foreign.
         is_working: tells whether the store is used, or left alone for a while.
         ciphers: seal what is stored; None stores it in the clear.
+        is_shared: whether other servers use the store as well.
 
     Attributes:
         name, is_working: see above.
@@ -95,10 +96,13 @@ class Tier:
         payload_bytes: int,
         is_working: Callable[[], bool] = lambda: True,
         ciphers: TenantCiphers | None = None,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self.name = name
         self.is_working = is_working
         self._ciphers = ciphers
+        self._is_shared = is_shared
         self._store = store
         self._payload_bytes = payload_bytes
         self._lock = threading.Lock()
@@ -129,14 +133,15 @@ class Tier:
     def load(self, wanted: Sequence[Wanted]) -> Future[list[LoadedBlock | Miss]]:
         """Return each wanted block, or why not. They are verified on the store's thread.
 
-        What is there and can't be used is deleted, so that it is not read again.
+        What is there and can't be used is deleted, so that it is not read again; but in a shared store not what another
+        server may have sealed with its own key.
         """
 
         start_s = time.monotonic()
 
         def opened(loans: list[Loan | None]) -> list[LoadedBlock | Miss]:
             found = [self._open(loan, each) for loan, each in zip(loans, wanted, strict=True)]
-            useless = [each.key for each, block in zip(wanted, found, strict=True) if isinstance(block, ObjectFault)]
+            useless = [each.key for each, block in zip(wanted, found, strict=True) if self._is_useless(block)]
             if useless:
                 self._store.delete(useless)
             with self._lock:
@@ -186,6 +191,9 @@ class Tier:
             loan.release()
             return payload
         return LoadedBlock(payload.toreadonly(), loan)
+
+    def _is_useless(self, block: LoadedBlock | Miss) -> bool:
+        return isinstance(block, ObjectFault) and not (self._is_shared and block is ObjectFault.UNSEALED)
 
     def _count(self, found: list[LoadedBlock | Miss]) -> list[LoadedBlock | Miss]:
         blocks = [each for each in found if isinstance(each, LoadedBlock)]

@@ -7,8 +7,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, c
 from radixkv.planning.tiers import TierRoom
 from radixkv.planning.trace import TraceRequest, load_trace
 from radixkv.service.commands.argument_types import COUNTS, capacities, names, positive, share
+from radixkv.service.commands.planning.fleet_arguments import add_fleet_arguments, fleets_of, run_fleets
 from radixkv.service.commands.planning.model_arguments import add_model_arguments, format_of, layout_of, model_of
+from radixkv.service.commands.planning.progress_bar import progress_bar
 from radixkv.service.commands.planning.tier_arguments import add_tier_argument, rooms_of
 from radixkv.service.commands.tables import aligned
 from radixkv.service.missing_package import missing_package
@@ -54,16 +55,26 @@ def add_simulate_command(commands: argparse._SubParsersAction[Any]) -> None:
         help="draw hit rate against capacity, below the optimum; needs matplotlib, which the extra `plot` brings "
         "(default: no picture)",
     )
+    add_fleet_arguments(
+        simulate.add_argument_group(
+            "a fleet", "Several servers with a cache each. --capacity-tokens is that of each one."
+        )
+    )
     add_model_arguments(simulate.add_argument_group("the model", "Only tiers whose size is in bytes need it."))
     simulate.set_defaults(command=_simulate)
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
+    fleets = fleets_of(arguments)
+    print(_run(arguments) if fleets is None else run_fleets(arguments, fleets))
+
+
+def _run(arguments: argparse.Namespace) -> str:
     def token_bytes_of(subject: str) -> int:
         model = model_of(arguments)
         return layout_of(model, subject).token_bytes(format_of(model, arguments))
 
-    output = run_simulations(
+    return run_simulations(
         arguments.trace,
         capacities_tokens=arguments.capacity_tokens,
         policies=arguments.policy,
@@ -74,7 +85,6 @@ def _simulate(arguments: argparse.Namespace) -> None:
         plot=arguments.plot,
         as_json=arguments.json,
     )
-    print(output)
 
 
 def run_simulations(
@@ -173,7 +183,7 @@ def _simulate_all(
 ) -> list[Simulation]:
     simulations = []
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
-        advance, finish = _progress(f"{policy} at {capacity_tokens:,}", len(requests))
+        advance, finish = progress_bar(f"{policy} at {capacity_tokens:,}", len(requests))
         simulations.append(
             simulate(
                 requests,
@@ -187,16 +197,6 @@ def _simulate_all(
         )
         finish()
     return simulations
-
-
-def _progress(what: str, total: int) -> tuple[Callable[[], object] | None, Callable[[], object]]:
-    """Show a bar on a terminal's stderr; nothing elsewhere, or without tqdm. Returns how to move it and to end it."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        return None, lambda: None
-    from tqdm import tqdm
-
-    bar = tqdm(total=total, desc=what, unit=" requests", leave=False, file=sys.stderr)
-    return bar.update, bar.close
 
 
 def _require_plottable(plot: Path) -> None:

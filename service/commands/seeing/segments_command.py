@@ -12,9 +12,10 @@ from radixkv.service.commands import argument_types
 from radixkv.service.commands.answer_tables import json_of
 from radixkv.service.commands.connection_arguments import add_connection, client_of
 from radixkv.service.commands.tables import aligned
-from radixkv.v1.cache_pb2 import ListSegmentsResponse, Segment
+from radixkv.v1.cache_pb2 import ListSegmentsResponse, Segment, StoredNamespace
 
 _DEFAULT_PAGE_SIZE = 20
+_STORED_HEAD = ("tenant", "namespace", "blocks", "tokens")
 _HEAD = ("segment", "after", "tenant", "from", "tokens", "blocks", "uses", "idle", "heat", "state")
 
 
@@ -31,6 +32,9 @@ def add_segments_command(commands: argparse._SubParsersAction[Any]) -> None:
     )
     segments.add_argument("--page-token", metavar="T", default="", help="where to go on (default: at the beginning)")
     segments.add_argument("--hottest", action="store_true", help="those used most of late, in place of pages")
+    segments.add_argument(
+        "--store", metavar="S", default="", help="what a store below the device holds, such as host, by namespace"
+    )
     segments.add_argument("--all", action="store_true", help="all pages, one after the other")
     add_connection(segments)
     segments.set_defaults(command=_segments)
@@ -50,8 +54,8 @@ def duration(seconds: float) -> str:
 
 
 def _segments(arguments: argparse.Namespace) -> None:
-    if arguments.hottest and (arguments.all or arguments.page_token):
-        raise ConfigError("segments: expected --hottest, or pages by --all or --page-token, got both")
+    if arguments.hottest and (arguments.all or arguments.page_token or arguments.store):
+        raise ConfigError("segments: expected --hottest, or pages by --all, --page-token or --store, got both")
     with client_of(arguments) as client:
         answer = _page(client, arguments, arguments.page_token)
         while arguments.all and answer.next_page_token:
@@ -62,7 +66,9 @@ def _segments(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json_of(answer))
     else:
-        print("\n".join([*aligned(segment_rows(answer.segments), is_right=True), _summary(answer)]))
+        rows = _stored_rows(answer.stored) if arguments.store else segment_rows(answer.segments)
+        summary = _summary(answer, "namespaces" if arguments.store else "segments")
+        print("\n".join([*aligned(rows, is_right=True), summary]))
 
 
 def _page(client: Client, arguments: argparse.Namespace, page_token: str) -> ListSegmentsResponse:
@@ -71,13 +77,14 @@ def _page(client: Client, arguments: argparse.Namespace, page_token: str) -> Lis
         page_size=arguments.page_size,
         page_token=page_token,
         hottest_first=arguments.hottest,
+        store=arguments.store,
     )
 
 
-def _summary(answer: ListSegmentsResponse) -> str:
-    total = f" of {answer.total_segments} segments" if answer.HasField("total_segments") else " segments"
+def _summary(answer: ListSegmentsResponse, listed: str) -> str:
+    total = f" of {answer.total_segments} {listed}" if answer.HasField("total_segments") else f" {listed}"
     more = f"; more with --page-token {answer.next_page_token}" if answer.next_page_token else ""
-    return f"{len(answer.segments)}{total}, {answer.compared_segments} looked at{more}"
+    return f"{len(answer.segments) + len(answer.stored)}{total}, {answer.compared_segments} looked at{more}"
 
 
 def _row(segment: Segment) -> tuple[str, ...]:
@@ -90,7 +97,7 @@ def _row(segment: Segment) -> tuple[str, ...]:
     return (
         str(segment.segment_id),
         str(segment.parent_id) if segment.parent_id else "-",
-        (segment.tenant or "(none)") + (" +salt" if segment.has_salt else "") + _adapter(segment),
+        _owner(segment),
         str(segment.start_token),
         str(segment.num_tokens),
         str(segment.num_blocks),
@@ -101,8 +108,12 @@ def _row(segment: Segment) -> tuple[str, ...]:
     )
 
 
-def _adapter(segment: Segment) -> str:
-    """Return the names of a segment's adapter, or a part of its digest if it drains; nothing for the model itself."""
-    if not segment.adapter:
-        return ""
-    return f" adapter {', '.join(segment.adapter_names) or segment.adapter[:12]}"
+def _stored_rows(stored: Iterable[StoredNamespace]) -> list[tuple[str, ...]]:
+    rows = [(_owner(each), f"{each.namespace_id:012x}", str(each.num_blocks), str(each.num_tokens)) for each in stored]
+    return [_STORED_HEAD, *rows]
+
+
+def _owner(listed: Segment | StoredNamespace) -> str:
+    """Return the tenant, and the names of the adapter or a part of its digest if it has none."""
+    names = ", ".join(listed.adapter_names) or listed.adapter[:12]
+    return (listed.tenant or "(none)") + (" +salt" if listed.has_salt else "") + (f" adapter {names}" if names else "")

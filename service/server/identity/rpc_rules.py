@@ -135,6 +135,8 @@ RULES: dict[str, Rule] = {
     "/radixkv.v1.PrefillService/Probe": _TENANT,
     "/radixkv.v1.PrefillService/Release": _TENANT,
     "/radixkv.v1.PrefillService/Renew": _TENANT,
+    "/radixkv.v1.PrefillService/FetchKV": _TENANT,
+    "/radixkv.v1.FleetService/Route": _TENANT,
     "/radixkv.v1.CacheService/Stats": _READ,
     "/radixkv.v1.CacheService/Retain": _TENANT,
     "/radixkv.v1.CacheService/Purge": Rule(Access.TENANT, is_logged=True),

@@ -1,8 +1,7 @@
-"""Answers `ListSegments`: pages by place, or the hottest."""
+"""Answers `ListSegments`: pages by place, the hottest, or what a store holds."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from radixkv.api.segments import Segment
@@ -13,6 +12,8 @@ from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.messages import require_names
 from radixkv.service.server.segments.hot_walk import HotWalk
 from radixkv.service.server.segments.namespace_ids import NamespaceIds
+from radixkv.service.server.segments.page_tokens import page_token, place_of
+from radixkv.service.server.segments.stored_lister import StoredLister
 from radixkv.v1 import cache_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
@@ -22,7 +23,6 @@ DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 # Calls of the engine for one page: a tenant with little in a large cache gets pages that have few segments, or none.
 MAX_CALLS = 64
-_TOKEN = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{1,12})")
 
 
 class SegmentLister:
@@ -32,6 +32,7 @@ class SegmentLister:
         self._engine = engine
         self._mailbox = mailbox
         self._namespace_ids = NamespaceIds()
+        self._stores = StoredLister(engine, mailbox, self._namespace_ids)
 
     async def answer(self, request: cache_pb2.ListSegmentsRequest) -> cache_pb2.ListSegmentsResponse:
         """Read a request and answer it.
@@ -40,14 +41,19 @@ class SegmentLister:
             InvalidRequest: a field is out of range.
             Draining, StepHangs: the engine takes no calls.
         """
-        require_names(tenant=request.tenant)
+        require_names(tenant=request.tenant, store=request.store)
         tenant = request.tenant if request.HasField("tenant") else None
         page_size = request.page_size if request.HasField("page_size") else DEFAULT_PAGE_SIZE
         most = MAX_SEGMENTS if request.hottest_first else MAX_PAGE_SIZE
         if not 1 <= page_size <= most:
             raise InvalidRequest(f"page_size: expected 1 to {most}, got {page_size}")
+        if request.store and request.hottest_first:
+            raise InvalidRequest("store: expected none beside hottest_first, got one")
         if not request.hottest_first:
-            return await self._page(self._place(request.page_token), tenant, page_size)
+            place = place_of(request.page_token, self._engine.limits.epoch)
+            if request.store:
+                return await self._stores.page(request.store, place, tenant, page_size)
+            return await self._page(place, tenant, page_size)
         if request.page_token:
             raise InvalidRequest("page_token: expected none beside hottest_first, got one")
         return await self._hottest(tenant, page_size)
@@ -65,7 +71,7 @@ class SegmentLister:
                 answer.total_segments = page.num_segments
             if place is None or len(answer.segments) == page_size:
                 break
-        answer.next_page_token = "" if place is None else f"{self._engine.limits.epoch:x}-{place:x}"
+        answer.next_page_token = page_token(self._engine.limits.epoch, place)
         return answer
 
     async def _hottest(self, tenant: str | None, page_size: int) -> cache_pb2.ListSegmentsResponse:
@@ -77,19 +83,6 @@ class SegmentLister:
             total_segments=walk.num_segments if tenant is None else None,
             compared_segments=walk.num_compared,
         )
-
-    def _place(self, page_token: str) -> int:
-        """Read where a page begins.
-
-        Raises:
-            InvalidRequest: this service did not make the token since its start.
-        """
-        if not page_token:
-            return 0
-        found = _TOKEN.fullmatch(page_token)
-        if found is None or int(found[1], 16) != self._engine.limits.epoch:
-            raise InvalidRequest("page_token: expected one that this service made since its start, got another")
-        return int(found[2], 16)
 
     def _message(self, segment: Segment) -> cache_pb2.Segment:
         namespace = segment.namespace

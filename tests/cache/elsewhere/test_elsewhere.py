@@ -7,11 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from radixkv.api.miss_reason import MissReason
-from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found, KeyedBlock
-from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.api.retention import Retention
+from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found
+from radixkv.cache.elsewhere.keyed_block import KeyedBlock
+from radixkv.cache.elsewhere.shelf import Parts, Shelf
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from tests.fake_runner import tokens
+from tests.fakes import FakeClock
 
 BLOCK = 4
 ACME, OTHER = Namespace("model", "acme"), Namespace("model", "other")
@@ -29,9 +32,11 @@ def key_blocks(namespace: Namespace, prompt: bytes) -> Iterator[KeyedBlock]:
 class Cached:
     """A cache of 4 blocks of 4 tokens, and what listens to it."""
 
-    def __init__(self, *shelves: Shelf, num_blocks: int = 4) -> None:
+    def __init__(self, *shelves: Shelf, num_blocks: int = 4, clock: FakeClock | None = None) -> None:
         self.elsewhere = Elsewhere(shelves or [Shelf("host", 100)], key_blocks, BLOCK)
-        self.cache = PrefixCache(num_blocks, BLOCK, listeners=[self.elsewhere])
+        self.cache = PrefixCache(
+            num_blocks, BLOCK, listeners=[self.elsewhere], clock=clock or FakeClock(), max_retained_blocks=num_blocks
+        )
         self.elsewhere.trunk_of = self.cache.public.trunk_of
 
     def put(self, ids: range, namespace: Namespace = ACME) -> None:
@@ -196,3 +201,65 @@ def test_without_shelves_nothing_is_noted() -> None:
     cache.evict(2)
     assert elsewhere.take_departures() == ([], {})
     assert cache.explain(ACME, tokens(range(8)), 0) is MissReason.EVICTED
+
+
+def test_what_was_kept_on_the_device_is_kept_on_shelves_and_so_is_what_comes_before_it() -> None:
+    shelf = Shelf("host", 4)
+    cached = Cached(shelf, num_blocks=8)
+    cached.put(range(12))
+    cached.cache.retain(ACME, tokens(range(12)), Retention(90, start=4, end=8))
+    cached.cache.evict(3)
+    cached.put(range(100, 112))
+    cached.cache.evict(3)
+    assert [key[-16:] for key in shelf][-2:] == [tokens(range(4, 8)), tokens(range(4))]
+    assert [each.block.tokens for each in cached.find(range(12))] == [tokens(range(4)), tokens(range(4, 8))]
+
+
+def test_what_is_loaded_keeps_its_priority_for_the_next_time_that_it_leaves() -> None:
+    shelf = Shelf("host", 2)
+    cached = Cached(shelf)
+    cached.put(range(4))
+    cached.cache.retain(ACME, tokens(range(4)), Retention(90))
+    cached.cache.evict(1)
+    cached.elsewhere.loaded(list(shelf))
+    cached.put(range(4))
+    cached.cache.evict(1)
+    cached.put(range(100, 112))
+    cached.cache.evict(3)
+    assert [each.block.tokens for each in cached.find(range(5))] == [tokens(range(4))]
+
+
+def test_a_priority_that_has_ended_on_the_device_is_none_on_shelves() -> None:
+    shelf, clock = Shelf("host", 4), FakeClock()
+    cached = Cached(shelf, clock=clock)
+    cached.put(range(4))
+    cached.cache.retain(ACME, tokens(range(4)), Retention(90, ttl_s=10.0))
+    clock.now_s += 11.0
+    cached.cache.evict(1)
+    assert shelf.priority_of(next(iter(shelf))) == 50
+
+
+def test_a_block_that_no_shelf_has_room_for_is_not_stored() -> None:
+    shelf = Shelf("host", 2)
+    shelf.parts_of = lambda tenant: Parts(floor=1.0 if tenant == "acme" else 0.0)
+    cached = Cached(shelf)
+    cached.put(range(8))
+    cached.cache.evict(2)
+    cached.departed()
+    cached.put(range(100, 108), OTHER)
+    cached.cache.evict(2)
+    assert cached.departed() == []
+
+
+def test_a_purge_forgets_what_was_kept() -> None:
+    shelf = Shelf("host", 4)
+    cached = Cached(shelf)
+    for namespace in (ACME, OTHER):
+        cached.put(range(4), namespace)
+        cached.cache.retain(namespace, tokens(range(4)), Retention(90))
+        cached.cache.evict(1)
+    cached.elsewhere.purge("acme", None, None)
+    cached.cache.purge(tenant="acme")
+    cached.put(range(4))
+    cached.cache.evict(1)
+    assert {shelf.owned[key].tenant: shelf.priority_of(key) for key in shelf} == {"acme": 50, "other": 90}

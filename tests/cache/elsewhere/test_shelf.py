@@ -1,4 +1,4 @@
-from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.elsewhere.shelf import Parts, Shelf
 from radixkv.namespace import Namespace
 
 ACME, OTHER = Namespace("model", "acme"), Namespace("model", "other")
@@ -56,7 +56,7 @@ def test_a_namespace_is_forgotten_as_a_whole() -> None:
     shelf = shelf_of(b"a", b"b")
     shelf.add(b"c", OTHER)
     assert sorted(shelf.remove_all(ACME)) == [b"a", b"b"]
-    assert shelf.namespaces == [OTHER]
+    assert list(shelf.owned) == [OTHER]
     assert shelf.remove_all(ACME) == []
     assert list(shelf) == [b"c"]
 
@@ -66,28 +66,28 @@ def test_what_is_not_there_is_forgotten_without_effect() -> None:
     shelf.remove(b"b")
     shelf.remove(b"a")
     assert len(shelf) == 0
-    assert shelf.namespaces == []
+    assert list(shelf.owned) == []
 
 
 def test_a_tenant_with_its_share_gives_up_its_own() -> None:
     shelf = Shelf("host", 6)
-    shelf.share_of = {"acme": 0.5, "other": None}.get
+    shelf.parts_of = lambda tenant: Parts(ceiling=0.5 if tenant == "acme" else None)
     for key in (b"o", b"p"):
         shelf.add(key, OTHER)
     assert [shelf.add(key, ACME) for key in (b"a", b"b", b"c")] == [None] * 3
     shelf.note_loaded(b"b")
     assert shelf.add(b"d", ACME) == b"b", "it is on the device as well"
     assert shelf.add(b"e", ACME) == b"a"
-    assert shelf.num_by_tenant == {"acme": 3, "other": 2}
+    assert shelf.owned.num_by_tenant == {"acme": 3, "other": 2}
     assert shelf.add(b"q", OTHER) is None
     assert shelf.add(b"r", OTHER) == b"o", "without a share the oldest of all goes"
     shelf.remove_all(ACME)
-    assert shelf.num_by_tenant == {"other": 3}
+    assert shelf.owned.num_by_tenant == {"other": 3}
 
 
 def test_of_an_earlier_process_a_tenant_gets_no_more_than_its_share() -> None:
     shelf = Shelf("disk", 4)
-    shelf.share_of = lambda tenant: 0.5
+    shelf.parts_of = lambda tenant: Parts(ceiling=0.5)
     shelf.add_found([(b"a", ACME), (b"b", ACME), (b"c", ACME), (b"o", OTHER)])
     assert list(shelf) == [b"b", b"c", b"o"]
     assert shelf.add(b"d", ACME) == b"b"
@@ -95,5 +95,96 @@ def test_of_an_earlier_process_a_tenant_gets_no_more_than_its_share() -> None:
 
 def test_a_share_of_less_than_a_block_is_a_block() -> None:
     shelf = Shelf("host", 4)
-    shelf.share_of = lambda tenant: 0.1
+    shelf.parts_of = lambda tenant: Parts(ceiling=0.1)
     assert [shelf.add(key, ACME) for key in (b"a", b"b")] == [None, b"a"]
+
+
+def test_what_callers_asked_to_keep_goes_last_and_what_they_need_less_first() -> None:
+    shelf = Shelf("host", 4)
+    for key, priority in ((b"kept", 90), (b"low", 20), (b"a", 50), (b"b", 50)):
+        shelf.add(key, ACME, priority)
+    assert list(shelf) == [b"low", b"a", b"b", b"kept"]
+    assert [shelf.add(key, ACME) for key in (b"c", b"d", b"e", b"f")] == [b"low", b"a", b"b", b"c"]
+    assert b"kept" in shelf
+
+
+def test_nothing_goes_for_what_is_worth_less() -> None:
+    shelf = Shelf("host", 1)
+    shelf.add(b"a", ACME)
+    assert not shelf.has_room_for("acme", 49)
+    assert shelf.has_room_for("acme", 50)
+    shelf.note_left(b"a", 90)
+    assert not shelf.has_room_for("acme", 50)
+    assert shelf.has_room_for("acme", 90)
+
+
+def test_no_more_may_be_kept_than_a_part_of_the_room() -> None:
+    shelf = Shelf("host", 4)
+    shelf.retained_part = 0.5
+    for key in (b"a", b"b", b"c"):
+        shelf.add(key, ACME, 90)
+    assert list(shelf) == [b"a", b"b", b"c"]
+    assert [shelf.priority_of(key) for key in (b"a", b"b", b"c")] == [50, 90, 90], "the oldest has the default"
+    shelf.add(b"d", ACME, 80)
+    assert shelf.priority_of(b"d") == 50, "those that are there have more"
+    shelf.remove(b"b")
+    shelf.note_left(b"d", 80)
+    assert shelf.priority_of(b"d") == 80
+
+
+def test_a_tenant_without_kept_blocks_takes_no_place_of_another() -> None:
+    shelf = Shelf("host", 4)
+    shelf.retained_part = 0.25
+    shelf.add(b"a", ACME, 90)
+    shelf.add(b"o", OTHER, 95)
+    assert [shelf.priority_of(key) for key in (b"a", b"o")] == [90, 50]
+
+
+def test_no_more_of_a_tenant_may_be_kept_than_its_part() -> None:
+    shelf = Shelf("host", 4)
+    shelf.parts_of = lambda tenant: Parts(retained=0.25 if tenant == "acme" else 1.0)
+    for key, namespace in ((b"a", ACME), (b"b", ACME), (b"c", OTHER)):
+        shelf.add(key, namespace, 90)
+    assert [shelf.priority_of(key) for key in (b"a", b"b", b"c")] == [50, 90, 90]
+    shelf.note_loaded(b"b")
+    shelf.note_left(b"a", 90)
+    assert shelf.priority_of(b"a") == 90, "what is on the device is not counted here"
+
+
+def floored() -> Shelf:
+    """Room for four blocks, half of it acme's; acme has three, the oldest ones."""
+    shelf = Shelf("host", 4)
+    shelf.parts_of = lambda tenant: Parts(floor=0.5 if tenant == "acme" else 0.0)
+    for key in (b"a", b"b", b"c"):
+        shelf.add(key, ACME)
+    shelf.add(b"o", OTHER)
+    return shelf
+
+
+def test_others_take_what_a_tenant_has_above_its_floor_and_no_more() -> None:
+    shelf = floored()
+    assert list(shelf) == [b"a", b"b", b"c", b"o"]
+    assert [shelf.add(key, OTHER) for key in (b"p", b"q", b"r")] == [b"a", b"o", b"p"]
+    assert shelf.owned.num_by_tenant == {"acme": 2, "other": 2}
+
+
+def test_a_tenant_below_its_floor_takes_from_others_and_else_the_oldest_of_all() -> None:
+    shelf = floored()
+    shelf.remove(b"a")
+    shelf.remove(b"b")
+    shelf.add(b"p", OTHER)
+    shelf.add(b"q", OTHER)
+    assert shelf.add(b"d", ACME) == b"c", "its own was the oldest of all"
+    assert shelf.add(b"e", ACME) == b"o"
+    assert shelf.owned.num_by_tenant == {"acme": 2, "other": 2}
+
+
+def test_where_floors_take_all_the_room_others_have_none() -> None:
+    shelf = Shelf("host", 2)
+    shelf.parts_of = lambda tenant: Parts(floor=1.0 if tenant == "acme" else 0.0)
+    for key in (b"a", b"b"):
+        shelf.add(key, ACME)
+    assert not shelf.has_room_for("other")
+    assert shelf.add(b"c", ACME) == b"a"
+    shelf.remove_all(ACME)
+    assert shelf.add(b"o", OTHER) is None

@@ -3,9 +3,12 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
+
 from radixkv.cache.block_pool import BlockState
 from radixkv.cache.listing.segment_source import SegmentSource
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.errors import InvalidRequest
 from tests.fakes import FakeClock, publish
 
 
@@ -25,5 +28,8 @@ def test_each_look_is_one_call() -> None:
         assert not future.done(), "the cache is read where the call is made, and nowhere else"
     assert askers == [None, "", None]
     page, hottest, states = (function() for function in calls)
+    source.stored("host", 0, "a", 5)
+    with pytest.raises(InvalidRequest, match="store: expected none, since this service has no stores below the device"):
+        calls[-1]()
     assert page.segments == hottest.segments
     assert sorted(states) == [BlockState.FREE] * 2 + [BlockState.PUBLISHED] * 2

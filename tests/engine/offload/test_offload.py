@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Future
 
 import pytest
 
 from radixkv.api.miss_reason import MissReason
+from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
-from radixkv.errors import DeadlineExceeded, StoreLate, StoreUnavailable
+from radixkv.api.retention import Grant, Retention
+from radixkv.api.segments import StoredNamespace
+from radixkv.cache.elsewhere.fetched import Fetched
+from radixkv.errors import DeadlineExceeded, InvalidRequest, StoreLate, StoreUnavailable
 from radixkv.namespace import Namespace
+from radixkv.scheduling.request import Request
 from radixkv.storage.tiers.block_store import PutResult
 from tests.fake_runner import next_token, tokens
 
-from .tiered_bench import BLOCK_SIZE, TieredBench
+from .tiered_bench import BLOCK_SIZE, FakeMover, TieredBench
 
 NAMESPACE = Namespace("fake")
 WITHOUT_LOADS = (5, 10)  # seeds of small stores
@@ -52,6 +58,107 @@ def test_a_probe_tells_what_is_stored() -> None:
     result = bench.core.probe(NAMESPACE, tokens(PROMPT))
     assert (result.cached_tokens, result.stored_tokens, result.miss_reason) == (4, 8, MissReason.EVICTED)
     assert bench.core.probe(NAMESPACE, tokens(range(6))).stored_tokens == 0
+
+
+def flood(bench: TieredBench, num_prompts: int) -> None:
+    """Let other prompts pass through the device and the stores."""
+    for seed in range(1, num_prompts + 1):
+        bench.prefill(range(1000 * seed, 1000 * seed + 15))
+        bench.evict(4)
+
+
+def test_a_stored_prompt_that_is_retained_outlives_others() -> None:
+    bench = emptied(TieredBench(host=8))
+    retained = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90, ttl_s=100.0))
+    assert retained.grant == Grant(12, 0, 1, bench.clock() + 100.0), "three whole blocks are stored"
+    flood(bench, 4)
+    assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 12
+    bench.clock.now += 101.0
+    flood(bench, 4)
+    assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
+
+
+def test_a_prompt_that_is_retained_no_more_goes_with_the_others() -> None:
+    bench = emptied(TieredBench(host=8))
+    bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90))
+    bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(50))
+    flood(bench, 4)
+    assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
+
+
+def test_a_prompt_is_retained_on_the_device_and_in_stores() -> None:
+    bench = TieredBench(num_blocks=6, host=8)
+    bench.prefill(PROMPT)
+    bench.evict(3)  # of four blocks
+    grant = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90, start=2, end=10)).grant
+    assert grant == Grant(8, 0, 0), "two tokens on the device, six in two stored blocks"
+    grant = bench.core.retain(NAMESPACE, tokens(range(4)), Retention(90)).grant
+    assert grant == Grant(4, 0, 0)
+
+
+def test_what_may_not_be_retained_of_what_is_stored_is_told() -> None:
+    bench = TieredBench(host=8)
+    bench.elsewhere.shelves["host"].retained_part = 0.25
+    bench = emptied(bench)
+    grant = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant
+    assert grant == Grant(8, 4, 1)
+
+
+def test_what_shared_stores_have_can_not_be_retained() -> None:
+    bench = emptied(TieredBench(redis=100))
+    assert bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant == Grant(0, 0, 13)
+
+
+def test_what_a_store_holds_is_listed_by_namespace() -> None:
+    bench = emptied(TieredBench(host=100))
+    page = bench.offload.stored("host", 0, None, 10)
+    assert page.namespaces == (StoredNamespace(NAMESPACE, 3),)
+    with pytest.raises(InvalidRequest, match="store: expected one of host, got 'attic'"):
+        bench.offload.stored("attic", 0, None, 10)
+
+
+def fetched_from(bench: TieredBench, first_block: int = 0) -> Fetched:
+    """The prompt's blocks, as they come from another server."""
+    bench.prefill(PROMPT)
+    blocks = list(bench.elsewhere.key_blocks(NAMESPACE, tokens(PROMPT)))[first_block:]
+    block_ids = bench.cache.match(NAMESPACE, tokens(PROMPT)).block_ids.tolist()
+    return Fetched(first_block, blocks, FakeMover(bench.runner).read(block_ids[first_block:3]))
+
+
+def submitted(bench: TieredBench, fetched: Fetched, **params: bool) -> PrefillResult:
+    future: Future[PrefillResult] = Future()
+    bench.core.submit(Request(PrefillParams(tokens(PROMPT), **params), NAMESPACE, future, 0.0, fetched=fetched))
+    bench.run()
+    return future.result(0)
+
+
+def test_blocks_that_come_with_a_request_are_not_computed_and_stay() -> None:
+    bench = TieredBench()
+    result = submitted(bench, fetched_from(TieredBench()))
+    assert (result.usage.remote_tokens, result.usage.computed_tokens) == (12, 1)
+    assert result.miss_reason is MissReason.NONE
+    assert result.next_token_id == next_token(tokens(PROMPT))
+    assert loaded(bench.prefill(PROMPT)) == (12, 0, 0)
+
+
+def test_blocks_behind_others_that_are_gone_meanwhile_are_of_no_use() -> None:
+    result = submitted(TieredBench(), fetched_from(TieredBench(), first_block=1))
+    assert (result.usage.remote_tokens, result.usage.computed_tokens) == (0, 13)
+
+
+def test_a_request_that_may_not_read_uses_no_blocks_that_come_with_it() -> None:
+    result = submitted(TieredBench(), fetched_from(TieredBench()), read_cache=False)
+    assert (result.usage.remote_tokens, result.usage.computed_tokens) == (0, 13)
+
+
+def test_a_purge_takes_the_blocks_that_came_with_a_waiting_request() -> None:
+    bench = TieredBench()
+    future: Future[PrefillResult] = Future()
+    fetched = fetched_from(TieredBench())
+    bench.core.submit(Request(PrefillParams(tokens(PROMPT)), NAMESPACE, future, 0.0, fetched=fetched))
+    bench.core.purge(tenant="", adapter=None, salt=None)
+    bench.run()
+    assert future.result(0).usage.computed_tokens == 13
 
 
 def test_without_stores_it_is_computed() -> None:

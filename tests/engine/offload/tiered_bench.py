@@ -154,5 +154,5 @@ class TieredBench(Bench):
             self.core.step()
             self.cache.check()
             has_calls = any(store.calls for store in self.stores.values())
-            is_quiet = not self.core.has_work and not has_calls and self.core.seconds_to_rest() is None
+            is_quiet = not self.core.has_work and not has_calls and self.offload.seconds_to_rest() is None
             num_quiet = num_quiet + 1 if is_quiet else 0

@@ -73,6 +73,38 @@ def test_a_registered_prefix_is_computed_once_and_used_by_all(engine: Engine, ru
     assert stats.tokens.computed == len(SYSTEM) + 2 * 2 + 2 * 1
 
 
+def test_a_prompt_that_has_no_room_beside_the_prefix_does_not_wait_for_others(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    register(engine)
+    ended: list[str] = []
+    runner.gate.clear()
+    runner.entered.clear()
+    generation = engine.generate(params([90]), Sampling(max_new_tokens=20, ignore_eos=True), lambda told: None)
+    generation.add_done_callback(lambda future: ended.append("generation"))
+    assert runner.entered.wait(PATIENCE_S)
+    prompt = [*range(50, 50 + (NUM_BLOCKS - 4) * BLOCK_SIZE + 1)]
+    refused = engine.prefill(params(prompt))
+    refused.add_done_callback(lambda future: ended.append("prompt"))
+    runner.gate.set()
+    assert isinstance(refused.exception(PATIENCE_S), OutOfBlocks)
+    generation.result(PATIENCE_S)
+    assert ended == ["prompt", "generation"]
+
+
+def test_a_prompt_that_shares_the_prefix_waits_for_the_rest(engine: Engine, runner: GatedRunner) -> None:
+    register(engine)
+    runner.gate.clear()
+    runner.entered.clear()
+    generation = engine.generate(params([90]), Sampling(max_new_tokens=20, ignore_eos=True), lambda told: None)
+    assert runner.entered.wait(PATIENCE_S)
+    prompt = [*SYSTEM, *range(51, 50 + (NUM_BLOCKS - 4) * BLOCK_SIZE)]
+    waiting = engine.prefill(params(prompt))
+    runner.gate.set()
+    assert waiting.result(PATIENCE_S).usage.public_tokens == len(SYSTEM)
+    assert generation.done()
+
+
 def test_a_generation_goes_on_below_the_prefix(engine: Engine) -> None:
     register(engine)
     told: list[GeneratedTokens] = []

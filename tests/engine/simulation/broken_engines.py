@@ -95,23 +95,23 @@ def prepares_without_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def skips_copies(patch: pytest.MonkeyPatch) -> None:
-    chunk = step._chunk
+    chunk = step.chunk_of
 
     def without_copy(part: Slice) -> Chunk:
         return dataclasses.replace(chunk(part), copy=None)
 
-    patch.setattr(step, "_chunk", without_copy)
+    patch.setattr(step, "chunk_of", without_copy)
 
 
 def makes_copies_again_and_again(patch: pytest.MonkeyPatch) -> None:
-    chunk = step._chunk
+    chunk = step.chunk_of
     copies = {}
 
     def with_first_copy(part: Slice) -> Chunk:
         copy = copies.setdefault(part.request.lease, chunk(part).copy)
         return dataclasses.replace(chunk(part), copy=copy)
 
-    patch.setattr(step, "_chunk", with_first_copy)
+    patch.setattr(step, "chunk_of", with_first_copy)
 
 
 def leads_while_it_is_paused(patch: pytest.MonkeyPatch) -> None:
@@ -390,8 +390,8 @@ def forgets_public_prefixes_that_are_computed_in_their_bound(patch: pytest.Monke
 
 
 def computes_the_whole_prompt_with_an_invoked_adapter(patch: pytest.MonkeyPatch) -> None:
-    chunk = step._chunk
-    patch.setattr(step, "_chunk", lambda part: dataclasses.replace(chunk(part), adapter_from=0))
+    chunk = step.chunk_of
+    patch.setattr(step, "chunk_of", lambda part: dataclasses.replace(chunk(part), adapter_from=0))
 
 
 def shares_what_an_invoked_adapter_generated_with_the_base_model(patch: pytest.MonkeyPatch) -> None:

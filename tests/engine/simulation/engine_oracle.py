@@ -249,8 +249,10 @@ class EngineOracle(Observer):
         running = [other for other in self.core._scheduler.running if not other.is_over]
         if isinstance(error, QuotaExceeded):
             running = [other for other in running if other.tenant == tenant]
-        is_kept_by_floors = num_blocks > self._world.num_blocks - self._cache.tenants.num_blocks_kept_from(tenant)
-        if running and (isinstance(error, QuotaExceeded) or not is_kept_by_floors):
+        num_public_blocks = sum(-(-each.num_tokens // block_size) for each in self._cache.public if each.lease)
+        num_kept_blocks = self._cache.tenants.num_blocks_kept_from(tenant) + num_public_blocks
+        fits_later = num_blocks <= self._world.num_blocks - num_kept_blocks
+        if running and (isinstance(error, QuotaExceeded) or fits_later):
             return "a request was refused although others would have given blocks back"
         place = self._cache.places.of(request.namespace, request.tokens, read=request.params.read_cache)
         node, _, cached_tokens, *_ = self._cache._trees.find(place.namespace, place.tokens, request.params.read_cache)

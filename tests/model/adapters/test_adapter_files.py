@@ -16,6 +16,7 @@ from radixkv.model.loading import load_model
 from radixkv.model.model import Model
 from tests.model.adapters.made_by_peft import write_adapter
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
+from tests.model.exact.exact_cases import MODELS
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -163,3 +164,16 @@ def test_an_activated_adapter_owns_a_prompt_from_the_last_invocation_on() -> Non
 def test_bytes_between_two_tokens_are_no_invocation() -> None:
     assert AdapterFiles("", 8, 0, (0x00020001,), {}).own_from(ids(0x00010000, 0x00000002)) is None
     assert AdapterFiles("", 8, 0, (0,), {}).own_from(ids(5, 0, 0x01000000, 0x100)) == 1
+
+
+def test_a_layer_whose_weight_heads_of_latents_share_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(MODELS["deepseek_v3"], tmp_path / "base")
+    model = load_model(ModelConfig(path=str(checkpoint), device="cpu", exactness="fast"))
+    served = write_adapter(checkpoint, tmp_path / "served", target_modules=["q_a_proj", "kv_a_proj_with_mqa", "o_proj"])
+    assert len(read_adapter(served, model).layers) == 3 * 3
+    refused = write_adapter(checkpoint, tmp_path / "refused", target_modules=["q_b_proj", "kv_b_proj"])
+    with pytest.raises(
+        InvalidAdapter,
+        match=r"layers\.0\.self_attn\.kv_b_proj: expected a layer that sees the rows of a step, got kv_b_proj of",
+    ):
+        read_adapter(refused, model)

@@ -123,7 +123,8 @@ def test_it_is_a_candidate_only_for_what_it_can_do(wrappers: list[BatchPrefillWi
     odd = replace(USE, shape=replace(SHAPE, head_dim=80))
     quantized = replace(USE, shape=SHAPE.stored_as("fp8"))
     single = replace(USE, dtype=torch.float32, shape=replace(SHAPE, dtype=torch.float32))
-    for other in (replace(USE, is_exact=True), odd, quantized, single):
+    sinks = replace(USE, kinds=(KIND._replace(has_sinks=True),))
+    for other in (replace(USE, is_exact=True), odd, quantized, single, sinks):
         assert flashinfer_kernels(other, HOPPER, ours) is None
 
 

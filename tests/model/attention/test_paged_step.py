@@ -1,3 +1,4 @@
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_the_scale_defaults_to_one_over_the_root_of_the_head_dimension() -> None
 def test_a_forward_without_its_step_raises() -> None:
     module = load_model(ModelConfig(device="cpu")).module
     assert module.config._attn_implementation == ATTENTION_NAME
-    with pytest.raises(UnsupportedModel, match="do not pass them on"):
+    with pytest.raises(UnsupportedModel, match="expected to attend in a forward pass over the cache, got none"):
         module(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
 
 
@@ -55,7 +56,23 @@ def test_a_layer_without_its_number_is_refused() -> None:
         _attention_forward(SimpleNamespace(is_causal=True), QUERY, KEY, KEY, None, radix_step=Recorder())
 
 
-@pytest.mark.parametrize("keyword", ["s_aux", "position_bias", "indices", "anything_new"])
+def test_sinks_are_scored() -> None:
+    recorder, sinks = Recorder(), torch.ones(4)
+    call(radix_step=recorder, s_aux=sinks)
+    assert recorder.scoring.sinks is sinks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"s_aux": torch.ones(1, 4, 3, 1)}, {"s_aux": torch.ones(4), "softcap": 30.0}],
+    ids=["by token", "softcap"],
+)
+def test_sinks_of_another_kind_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedModel, match="expected `s_aux` of one sink a query head and no `softcap`"):
+        call(radix_step=Recorder(), **options)
+
+
+@pytest.mark.parametrize("keyword", ["position_bias", "indices", "anything_new"])
 def test_a_keyword_that_changes_attention_is_refused_by_name(keyword: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"passes `{keyword}`"):
         call(radix_step=Recorder(), **{keyword: torch.ones(1)})
@@ -86,6 +103,26 @@ def test_a_key_that_no_query_notices_is_still_not_finite(bad: float, dtype: torc
     key[1, 0, 4] = bad
     step.attend(1, query, key, value, Scoring(1.0))
     assert step.is_finite.tolist() == [True, False, True]
+
+
+def test_vectors_of_four_bits_are_rotated_on_their_way() -> None:
+    """Numbers that are large in a few places of each key and value cost the others less than without a rotation."""
+    num_tokens = 24
+    batch = PagedBatch.build([num_tokens], [num_tokens], [np.arange(2, dtype=np.int32)], 16)
+    query, key, value = torch.randn(3, num_tokens, 2, 64).unbind(0)
+    key[..., 7] *= 16
+    value[..., 9] *= 16
+    query[..., 7] /= 16
+    attended = {}
+    for dtype, is_rotated in ((torch.float32, False), (torch.int4, True), (torch.int4, False)):
+        pool = KVPool.allocate(2, 1, 2, 16, 64, dtype=dtype)
+        assert pool.is_rotated == (dtype == torch.int4)
+        step = PagedStep(dataclasses.replace(pool, is_rotated=is_rotated), batch, TorchKernels())
+        attended[dtype, is_rotated] = step.attend(0, query, key, value, Scoring(0.125))
+    expected = attended.pop((torch.float32, False))
+    rotated, plain = ((each - expected).norm().item() for each in attended.values())
+    assert rotated < 0.7 * plain
+    assert rotated < 0.3 * expected.norm()
 
 
 def test_what_is_beyond_the_pools_dtype_is_not_finite_there() -> None:

@@ -24,16 +24,17 @@ from radixkv.model.loading import load_model
 from radixkv.storage.device_pool import KVShape, KVStorage
 from tests.kernels.interpreter import interpret_kernels
 from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
+from tests.model.exact.exact_cases import MODELS
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_a_whole_model_on_triton_kernels_agrees_with_eager_attention(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gemma2 alternates layers with and without a window, so one step needs two plans."""
     if not torch.cuda.is_available():
         interpret_kernels(monkeypatch)
-    directory = write_checkpoint(CONFIGS[family], tmp_path)
+    directory = write_checkpoint(MODELS[family], tmp_path)
     model = load_model(ModelConfig(path=str(directory)))
     storage = KVStorage(16, 16, model.kv_shape, model.device)
     storage.pool.blocks.fill_(0xFF)

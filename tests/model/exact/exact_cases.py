@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GPT2Config, MixtralConfig, PretrainedConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, GPT2Config, GptOssConfig, MixtralConfig, PretrainedConfig
 
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
@@ -50,10 +50,38 @@ from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_chec
 from tests.model.exact.random_adapters import random_adapter
 from tests.model.exact.stores import STORES, Places, open_places
 
+_LATENT = {
+    **SHAPE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 3,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "eos_token_id": 1,
+}
 MODELS: dict[str, PretrainedConfig] = {
     **CONFIGS,
+    "deepseek_v2": DeepseekV2Config(**_LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": DeepseekV3Config(**_LATENT),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
     "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=3, n_head=4, n_positions=1024, initializer_range=0.2),
+    "gpt_oss": GptOssConfig(
+        **SHAPE,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=24,
+        pad_token_id=0,
+        eos_token_id=1,
+    ),
 }
 NUM_BLOCKS = 240
 HOST_BLOCKS = 40

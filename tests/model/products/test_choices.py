@@ -35,6 +35,18 @@ def test_a_shape_is_tried_once_on_a_machine(tmp_path: Path, trials: list[tuple[i
     assert trials == [(8, 16)]
 
 
+def test_processes_that_start_side_by_side_choose_alike(
+    tmp_path: Path, trials: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (ProductChoices(is_exact=True, directory=tmp_path) for _ in range(2))
+    first = one.choose(WEIGHT, None)
+    later = ProductChoice("plain", ((2, 9e-6),))
+    monkeypatch.setattr("radixkv.model.products.choices.choose_product", lambda *_, **__: later)
+    assert two.choose(WEIGHT, None) == first != later
+    assert two.choose(torch.empty(16, 8), None) == later
+    assert ProductChoices(is_exact=True, directory=tmp_path).choose(torch.empty(16, 8), None) == later
+
+
 def test_what_decides_the_order_of_sums_is_tried_anew(
     tmp_path: Path, trials: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +122,7 @@ def test_the_file_is_where_caches_are(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ProductChoices(is_exact=True).choose(WEIGHT, None)
-    assert [file.name for file in (tmp_path / "radixkv").iterdir()] == ["products.json"]
+    assert {file.name for file in (tmp_path / "radixkv").iterdir()} == {"products.json", "products.lock"}
 
 
 def test_int8_weights_are_rounded_also_in_fast_mode(tmp_path: Path) -> None:

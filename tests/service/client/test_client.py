@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from radixkv.api.caller import Caller
+from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.params import PrefillParams
 from radixkv.service.client import AsyncClient, Client, logits_of
 from radixkv.service.client.channel import channel_options
@@ -135,6 +136,28 @@ def test_an_unknown_option_is_refused_by_name(call, option):
 def test_an_option_of_a_wrong_type_is_refused_by_name(options, message):
     with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         client.prefill([1], **options)
+
+
+@pytest.mark.parametrize(
+    ("compression", "kind", "message"),
+    [
+        ("h2o", TypeError, "compression: expected a Compression, got 'h2o'"),
+        (
+            Compression(CompressionPolicy.H2O, -1),
+            ValueError,
+            "compression.max_tokens: expected a whole number from 0, got -1",
+        ),
+        (
+            Compression(CompressionPolicy.H2O, 9, window=0.5),
+            ValueError,
+            "compression.window: expected a whole number from 0, got 0.5",
+        ),
+        (Compression("lru", 9), ValueError, "'lru' is not a valid CompressionPolicy"),
+    ],
+)
+def test_a_compression_that_can_not_be_sent_is_refused_by_name(compression, kind, message):
+    with Client("127.0.0.1:1") as client, pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        client.generate([1], compression=compression)
 
 
 def wire_fields(kind):

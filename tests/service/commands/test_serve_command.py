@@ -22,6 +22,7 @@ from tests.service.command_line import LAUNCHER, fake_service, install, launch
     ("arguments", "message"),
     [
         (["--port", "70000"], "server.port: expected 0 to 65535, got 70000"),
+        (["--role", "decode"], "transfer.role: expected sections kv_sources to fetch from beside decode, got none"),
         (["--host", "0.0.0.0"], "server.host: expected 127.0.0.1, ::1 or localhost without server.tokens_file"),
         (["--set", "server.tokens_file=/nowhere.toml", "--insecure"], "server.tokens_file: expected a readable file"),
         (["--host", "0.0.0.0", "--insecure"], "model.dtype: expected float32"),

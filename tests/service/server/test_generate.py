@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from radixkv.api.caller import Caller
+from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.errors import OutOfBlocks, StepFailed
 from radixkv.service.client import AsyncClient, Client
-from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP
+from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP, GenerateRequest
+from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine, next_token_of
 from tests.service.serving import becomes_true, refused_late, serve_and_call, serving
@@ -164,6 +166,37 @@ def test_answers_to_one_prompt_are_told_apart_and_draw_with_seeds_of_their_own()
         assert own[-1].usage.generated_tokens == 6
         assert {answer.request_id for answer in own} == {"r"}
     assert {answer.index for answer in answers} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        None,
+        Compression(CompressionPolicy.STREAMING_LLM, 64, num_sinks=0),
+        Compression(CompressionPolicy.H2O, 64, window=9),
+        Compression(CompressionPolicy.SNAPKV, 64),
+    ],
+)
+def test_a_compression_arrives_as_it_was_asked_for(compression):
+    async def talk(client, engine):
+        await read(client.generate([1], compression=compression))
+        return engine.samplings
+
+    assert [sampling.compression for sampling in calling(talk)] == [compression]
+
+
+def test_a_compression_without_a_known_policy_is_refused():
+    async def talk(client, engine):
+        call = PrefillServiceStub(client._channel).Generate
+        requests = [GenerateRequest(compression=asked) for asked in ({"max_tokens": 9}, {"policy": 9})]
+        return [await refusal_of(call(request)) for request in requests], engine.samplings
+
+    errors, samplings = calling(talk)
+    for error, got in zip(errors, (0, 9), strict=True):
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        expected = "compression.policy: expected one of STREAMING_LLM, H2O, SNAPKV, got"
+        assert error.details() == f"{expected} {got}"
+    assert not samplings
 
 
 @pytest.mark.parametrize(("n", "message"), [(0, "n: expected 1 to 64, got 0"), (65, "n: expected 1 to 64, got 65")])

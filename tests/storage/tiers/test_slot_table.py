@@ -47,6 +47,17 @@ def test_what_is_read_stays_and_its_slot_too() -> None:
     assert table.num_free == 1
 
 
+def test_nothing_else_goes_instead_of_what_is_given_up_and_read() -> None:
+    table = SlotTable(3)
+    fill(table, b"a", b"b", b"c")
+    entry = table.find(b"b")
+    assert entry is not None
+    table.start_reading(entry)
+    assert table.claim(b"d", iter((b"b", b"c"))) == (None, [])
+    assert fill(table, b"d", b"e", give_up=(b"b", b"c")) == [b"c"]
+    assert [key for key, _ in table] == [b"a", b"b", b"e"]
+
+
 def test_what_is_removed_while_it_is_written_is_not_found_later() -> None:
     table = SlotTable(1)
     slot, _ = table.claim(b"a", iter(()))

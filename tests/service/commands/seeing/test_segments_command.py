@@ -66,7 +66,22 @@ def test_all_pages_come_in_one_table_or_one_object(capsys, engine):
     assert (answer["next_page_token"], answer["compared_segments"]) == ("", 4)
 
 
-@pytest.mark.parametrize("wrong", [["--hottest", "--all"], ["--hottest", "--page-token", "1-1"]])
+def test_what_a_store_holds_is_told_by_namespace(capsys, engine):
+    engine.adapters.load_now("law", Path("0123456789abcdef"))
+    for key, namespace in (
+        (b"a", Namespace("model", "a", "0123456789abcdef", "salt")),
+        (b"b", Namespace("model", "")),
+        (b"c", Namespace("model", "")),
+    ):
+        engine.stored.add(key, namespace)
+    head, first, second, summary = rows(run_cli(capsys, engine, "segments", "--store", "host", "--all")[1])
+    assert head == ["tenant", "namespace", "blocks", "tokens"]
+    assert (" ".join(first[:4]), first[5:]) == ("a +salt adapter law", ["1", "16"])
+    assert (second[0], second[2:]) == ("(none)", ["2", "32"])
+    assert " ".join(summary) == "2 of 2 namespaces, 2 looked at"
+
+
+@pytest.mark.parametrize("wrong", [["--store", "host"], ["--all"], ["--page-token", "1-1"]])
 def test_what_makes_no_sense_is_refused_in_one_line(capsys, wrong):
-    assert main(["segments", *wrong, "--address", "127.0.0.1:1"]) == 2
+    assert main(["segments", "--hottest", *wrong, "--address", "127.0.0.1:1"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,1 @@
+"""Measures what lossy compression of K/V costs in quality, and what it saves."""

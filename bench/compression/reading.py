@@ -1,0 +1,160 @@
+"""Texts that a model reads token by token after their prompts, over K/V of which entries are left out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radixkv.api.compression import Compression
+from radixkv.blocks import BlockIds
+from radixkv.compute.compression.kept_entries import KeptEntries, Rule
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import Runner
+from radixkv.engine.compression.compressions import rule_of
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVStorage
+from radixkv.tokens import TOKEN_BYTES
+
+BLOCK_SIZE = 16
+_CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The outcome of reading.
+
+    Attributes:
+        logits: float32 `[num_texts, num_tokens, vocab_size]`, after each token that was read.
+        seconds: time of choosing, dropping and computing, prompts excepted.
+        blocks: private blocks of a text at the end.
+    """
+
+    logits: torch.Tensor
+    seconds: float
+    blocks: int
+
+
+class Readings:
+    """Computes the prompts of some texts once, and reads on from them as often as it is asked.
+
+    Args:
+        model: the model, on a CPU.
+        texts: int64, of equal lengths.
+        num_prompt_tokens: tokens of each that are its prompt.
+    """
+
+    def __init__(self, model: Model, texts: Sequence[torch.Tensor], num_prompt_tokens: int) -> None:
+        self._model = model
+        self._texts = [text.numpy().astype("<u4").tobytes() for text in texts]
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = len(texts[0])
+        self._num_blocks = -(-self._num_tokens // BLOCK_SIZE)
+        storage = KVStorage(
+            2 * len(texts) * self._num_blocks, BLOCK_SIZE, model.kv_shape, model.device, is_by_layer=True
+        )
+        self._runner = Runner(model, storage, TorchKernels())
+        self.block_bytes = storage.block_bytes
+        for index in range(len(texts)):
+            for start in range(0, num_prompt_tokens, _CHUNK_TOKENS):
+                end = min(num_prompt_tokens, start + _CHUNK_TOKENS)
+                self._runner.run([self._prompt(index, start, end)])
+
+    def read(self, compression: Compression | None, *, is_renumbered: bool = False) -> Read:
+        """Read all texts to their ends, side by side.
+
+        Args:
+            compression: what is kept; None for everything.
+            is_renumbered: whether positions are counted among what is kept, as StreamingLLM's authors do. Only for
+                models with plain rotary positions, and for policies that drop the oldest.
+        """
+        num_new_tokens = self._num_tokens - self._num_prompt_tokens
+        rule = rule_of(compression) if compression is not None else Rule(self._num_tokens, 0, 0, 0, False, False)
+        most = (
+            rule.num_entries
+            if compression is None
+            else compression.most_entries(self._num_prompt_tokens, num_new_tokens + 1)
+        )
+        num_blocks = -(-min(most, self._num_tokens) // BLOCK_SIZE)
+        rows = []
+        started_s = time.perf_counter()
+        readers = [
+            _Reader(
+                self._runner,
+                rule,
+                self._prompt(index, 0, self._num_prompt_tokens),
+                self._block_ids(len(self._texts) + index)[:num_blocks],
+                is_renumbered=is_renumbered,
+            )
+            for index in range(len(self._texts))
+        ]
+        for _ in range(num_new_tokens):
+            rows.append(self._runner.run([reader.next_chunk() for reader in readers]).logits.clone())
+            for reader in readers:
+                reader.note()
+        return Read(torch.stack(rows, dim=1), time.perf_counter() - started_s, num_blocks)
+
+    def _block_ids(self, number: int) -> BlockIds:
+        return np.arange(number * self._num_blocks, (number + 1) * self._num_blocks, dtype=np.int32)
+
+    def _prompt(self, index: int, start: int, end: int) -> Chunk:
+        return Chunk(self._texts[index], start, end, self._block_ids(index), None, wants_logits=False)
+
+
+class _Reader:
+    """Reads one text, as `Compressions` lets a request do."""
+
+    def __init__(self, runner: Runner, rule: Rule, prompt: Chunk, block_ids: BlockIds, *, is_renumbered: bool) -> None:
+        self._kept = KeptEntries.of_prompt(runner, rule, prompt, block_ids)
+        self._runner = runner
+        self._rule = rule
+        self._tokens = prompt.tokens
+        self._block_ids = block_ids
+        self._num_read = prompt.end
+        self._num_dropped = prompt.end - self._kept.num_entries
+        self._is_renumbered = is_renumbered
+        if is_renumbered:
+            self._shift(-self._num_dropped)
+
+    def next_chunk(self) -> Chunk:
+        """Make room for the next token, and return what is to be computed."""
+        if self._kept.is_full:
+            self._kept.drop()
+            self._num_dropped += 1
+            if self._is_renumbered:
+                self._shift(-1)
+        start, tokens, num_dropped = self._num_read, self._tokens, self._num_dropped
+        if self._is_renumbered:
+            start, tokens, num_dropped = start - num_dropped, tokens[num_dropped * TOKEN_BYTES :], 0
+        watcher = self._kept if self._kept.watches else None
+        return Chunk(
+            tokens,
+            start,
+            start + 1,
+            self._block_ids,
+            None,
+            wants_logits=True,
+            num_dropped=num_dropped,
+            watcher=watcher,
+        )
+
+    def note(self) -> None:
+        """Note that the token was computed."""
+        self._kept.append(self._num_read)
+        self._num_read += 1
+
+    def _shift(self, by: int) -> None:
+        """Rotate the keys of all entries but the first tokens' as if they stood elsewhere."""
+        pool = self._runner.storage.pool
+        frequencies = self._runner.model.module.model.rotary_emb.inv_freq
+        angles = torch.cat((frequencies, frequencies)) * by
+        block_ids = torch.from_numpy(self._block_ids).long()
+        places = torch.arange(self._rule.num_sinks, self._kept.num_entries)  # sinks are never moved
+        where = (block_ids[places // BLOCK_SIZE], slice(None), 0, slice(None), places % BLOCK_SIZE)
+        keys = pool.values[where]  # [num_places, num_layers, num_kv_heads, head_dim]
+        first, second = keys.chunk(2, dim=-1)
+        pool.values[where] = keys * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()

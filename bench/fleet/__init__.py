@@ -1,0 +1,1 @@
+"""Simulated fleets and the time of a routing decision: `python -m bench.fleet`."""

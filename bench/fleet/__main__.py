@@ -1,0 +1,116 @@
+"""Simulates fleets over traces, routing by routing, beside one cache with the room of all; and times decisions.
+
+python -m bench.fleet [--trace FILE] [--json FILE]
+
+The traces are an hour of agents, which is made here (`bench/fleet/agents.py`), and FILE, in Mooncake's format. The same
+command gives the same counts on every machine; only the times of decisions differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.fleet.agents import agents_trace
+from bench.fleet.decision import time_decisions
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from radixkv.planning.fleet import Fleet, FleetSimulation, simulate_fleet
+from radixkv.planning.simulate import simulate
+from radixkv.planning.trace import TraceRequest, load_trace
+from radixkv.routing.routings import PREFIX, ROUTINGS
+from radixkv.service.commands.argument_types import names, positive, whole
+
+_MOST_SPREAD = 1.15
+_LEAST_SHARES = {8: 0.95, 64: 0.9}
+# Replicas, tokens a second of each, and whether all routings are compared. The slower, the longer the queues.
+_FLEETS = ((8, 20_000, True), (8, 10_000, False), (8, 5_000, False), (64, 20_000, False), (64, 5_000, False))
+# Tokens of an event block, and of a prompt before its last turn.
+_DECISIONS = ((16, 8_192), (16, 32_768), (64, 8_192), (64, 32_768), (64, 131_072))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate and time. Returns 1 if the rule misses the hit rate or the spread that it should have."""
+    parser = argparse.ArgumentParser(description="Simulate fleets, and time routing decisions.")
+    parser.add_argument("--trace", type=Path, help="requests in Mooncake's format (default: only the made ones)")
+    parser.add_argument("--limit", type=positive, help="the first N requests of each trace (default: all)")
+    parser.add_argument("--capacity-tokens", type=whole, default=3_000_000, help="of each replica's cache")
+    parser.add_argument("--replicas", type=positive, help="only fleets of that many (default: 8 and 64)")
+    parser.add_argument("--routing", type=names, default=list(ROUTINGS), help="which ones to compare")
+    parser.add_argument("--decisions", type=positive, default=10_000, help="decisions to time, for each length")
+    parser.add_argument("--known-blocks", type=positive, default=1_000_000, help="blocks that the router knows")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    traces = {"agents": agents_trace()}
+    if options.trace is not None:
+        traces = {options.trace.name: load_trace(options.trace)} | traces
+    rows = [row for name, requests in traces.items() for row in _simulate(name, requests[: options.limit], options)]
+    times = [_time(block_size, prompt_tokens, options) for block_size, prompt_tokens in _DECISIONS]
+    if options.json is not None:
+        command = shlex.join(["python", "-m", "bench.fleet", *(sys.argv[1:] if arguments is None else arguments)])
+        write_json(options.json, {"run": describe_run(), "command": command, "rows": rows, "decisions": times})
+    return int(any(row["is_missed"] for row in rows))
+
+
+def _simulate(name: str, requests: Sequence[TraceRequest], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Simulate all fleets over a trace. Returns a row for each."""
+    print(f"{name}: {len(requests):,} requests, {sum(each.input_length for each in requests):,} tokens")
+    rows: list[dict[str, Any]] = []
+    singles: dict[int, float] = {}
+    for replicas, tokens_per_s, is_compared in _FLEETS:
+        if options.replicas not in (None, replicas):
+            continue
+        if replicas not in singles:
+            total_tokens = replicas * options.capacity_tokens
+            singles[replicas] = simulate(requests, policy="adaptive", capacity_tokens=total_tokens).token_hit_rate
+        for routing in options.routing:
+            if is_compared or routing == PREFIX:
+                fleet = Fleet(replicas, options.capacity_tokens, tokens_per_s)
+                done = simulate_fleet(requests, fleet, routing=routing)
+                rows.append(_row(name, done, singles[replicas]))
+                print(_shown(rows[-1]), flush=True)
+    return rows
+
+
+def _row(name: str, done: FleetSimulation, single: float) -> dict[str, Any]:
+    share = done.token_hit_rate / single
+    is_uneven = done.replicas == min(_LEAST_SHARES) and done.load_spread > _MOST_SPREAD
+    is_missed = done.routing == PREFIX and (share < _LEAST_SHARES[done.replicas] or is_uneven)
+    compared = {"single_cache_hit_rate": single, "share_of_single_cache": share, "is_missed": is_missed}
+    return {"trace": name} | dataclasses.asdict(done) | compared
+
+
+def _shown(row: dict[str, Any]) -> str:
+    return (
+        f"  {row['replicas']:3} x {row['tokens_per_s']:6,} tokens/s  {row['routing']:15} "
+        f"hit rate {row['token_hit_rate']:.4f} of {row['single_cache_hit_rate']:.4f} = "
+        f"{row['share_of_single_cache']:.3f}  spread {row['load_spread']:.3f}  busy {row['busy']:.2f}  "
+        f"TTFT {row['ttft_p50_s']:.2f} s, p99 {row['ttft_p99_s']:.2f} s{'  MISSED' if row['is_missed'] else ''}"
+    )
+
+
+def _time(block_size: int, prompt_tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Time decisions in a fleet of 64."""
+    times = time_decisions(
+        replicas=64,
+        num_blocks=options.known_blocks,
+        block_size=block_size,
+        prompt_tokens=prompt_tokens,
+        decisions=options.decisions,
+    )
+    print(
+        f"decision: {times.replicas} replicas, {times.known_blocks:,} blocks of {block_size}, prompts of "
+        f"{times.prompt_tokens:,} tokens: p50 {times.p50_us:.0f} us, p99 {times.p99_us:.0f} us",
+        flush=True,
+    )
+    return dataclasses.asdict(times) | {"machine_load": os.getloadavg()[0]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

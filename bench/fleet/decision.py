@@ -1,0 +1,155 @@
+"""Times routing decisions in a fleet that has a million blocks."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixkv.api.events import HASH_BYTES, AllCleared, BlocksRemoved, BlocksStored, EventBatch, SnapshotPart
+from radixkv.events.block_identity import Identities
+from radixkv.namespace import Namespace
+from radixkv.routing.fleet_load import FleetLoad
+from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.prefix_demand import PrefixDemand
+from radixkv.routing.prompt_blocks import PromptBlocks
+from radixkv.routing.router import Route, Router
+from radixkv.routing.routings import make_routing
+
+_NAMESPACE = Namespace("bench")
+_SYSTEM_TOKENS = 1024  # that all prompts begin with, on all replicas
+_NEW_TOKENS = 512  # of a turn
+_NUM_UNDER_WAY = 256
+_SNAPSHOT_BLOCKS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionTimes:
+    """The times of decisions with prompts of one length.
+
+    Attributes:
+        replicas: number of them.
+        known_blocks: distinct blocks that the router knew before the first decision.
+        block_size: tokens of one.
+        prompt_tokens: length of each prompt, all but the last turn of which a replica has.
+        decisions: number of them.
+        p50_us, p99_us, most_us: time to choose and to remember.
+        event_us: mean time to read a batch of the events of one request, which came after each decision.
+    """
+
+    replicas: int
+    known_blocks: int
+    block_size: int
+    prompt_tokens: int
+    decisions: int
+    p50_us: float
+    p99_us: float
+    most_us: float
+    event_us: float
+
+
+class Conversations:
+    """Prompts of conversations: a system prompt that all share, and tokens of their own.
+
+    Args:
+        prompt_tokens: length of a prompt before the next turn.
+        seed: of the tokens.
+    """
+
+    def __init__(self, prompt_tokens: int, seed: int) -> None:
+        self._own_tokens = prompt_tokens - _SYSTEM_TOKENS
+        self._seed = seed
+        self._system = np.random.default_rng(seed).integers(2**32, size=_SYSTEM_TOKENS, dtype=np.uint32)
+
+    def prompt(self, conversation: int, num_turns: int = 0) -> bytes:
+        """Return the tokens of a conversation, as bytes."""
+        draw = np.random.default_rng((self._seed, conversation))
+        own = draw.integers(2**32, size=self._own_tokens + num_turns * _NEW_TOKENS, dtype=np.uint32)
+        return np.concatenate((self._system, own)).tobytes()
+
+
+def time_decisions(
+    *, replicas: int, num_blocks: int, block_size: int, prompt_tokens: int, decisions: int, seed: int = 0
+) -> DecisionTimes:
+    """Fill a router's view by events, then time decisions while events go on.
+
+    Seven of ten requests are the next turn of a conversation that one replica has; the others are new but for the
+    system prompt. After each decision, the events of one request are read, with an eviction of as many blocks.
+
+    Args:
+        replicas: number of them.
+        num_blocks: that the router knows, about the same number of each replica.
+        block_size: tokens of a block.
+        prompt_tokens: length of a prompt before its last turn.
+        decisions: number of them.
+        seed: of tokens and order.
+    """
+    conversations, identities = Conversations(prompt_tokens, seed), Identities("")
+    router = Router(FleetView(block_size), FleetLoad(), PrefixDemand(), make_routing("prefix"), identities=identities)
+    known = _fill(router, conversations, identities, replicas, num_blocks)
+    known_blocks = router.view.index.num_blocks
+    gc.collect()
+    gc.freeze()
+    draw = random.Random(seed)
+    times_us, event_us = [], []
+    under_way: list[Route] = []
+    for turn in range(decisions):
+        conversation = draw.randrange(known) if draw.random() < 0.7 else known + turn
+        tokens = conversations.prompt(conversation, 1)
+        start_s = time.thread_time()
+        route = router.route(_NAMESPACE, tokens)
+        times_us.append((time.thread_time() - start_s) * 1e6)
+        under_way.append(route)
+        batch = _batch_of(router, route, tokens, identities)
+        start_s = time.thread_time()
+        router.read(route.name, batch)
+        event_us.append((time.thread_time() - start_s) * 1e6)
+        if len(under_way) > _NUM_UNDER_WAY:
+            router.finished(under_way.pop(0), _NEW_TOKENS)
+    p50_us, p99_us = np.percentile(times_us, (50, 99))
+    mean_event_us = sum(event_us) / len(event_us)
+    return DecisionTimes(
+        replicas, known_blocks, block_size, prompt_tokens + _NEW_TOKENS, decisions,
+        float(p50_us), float(p99_us), max(times_us), mean_event_us,
+    )  # fmt: skip
+
+
+def _fill(router: Router, conversations: Conversations, identities: Identities, replicas: int, num_blocks: int) -> int:
+    """Give each replica a snapshot of conversations of its own. Returns the number of all conversations."""
+    conversation = 0
+    for index in range(replicas):
+        name = f"replica-{index}"
+        hashes: list[int] = []
+        router.join(name)
+        while len(hashes) < num_blocks // replicas:
+            tokens = conversations.prompt(conversation)
+            hashes += PromptBlocks(_NAMESPACE, tokens, router.view.block_size, identities).all()
+            conversation += 1
+        for batch in _snapshot(hashes, router.view.block_size):
+            assert router.read(name, batch)
+    return conversation
+
+
+def _snapshot(hashes: Sequence[int], block_size: int) -> Iterator[EventBatch]:
+    count = -(-len(hashes) // _SNAPSHOT_BLOCKS)
+    for index in range(count):
+        part = hashes[index * _SNAPSHOT_BLOCKS : (index + 1) * _SNAPSHOT_BLOCKS]
+        events = (_stored(part, block_size),)
+        yield EventBatch(1, 0.0, events if index else (AllCleared(), *events), SnapshotPart(index, count, len(hashes)))
+
+
+def _batch_of(router: Router, route: Route, tokens: bytes, identities: Identities) -> EventBatch:
+    """Return what a replica tells after a request: the new blocks, and as many others that left."""
+    size = router.view.block_size
+    hashes = PromptBlocks(_NAMESPACE, tokens, size, identities).all()[route.hits.total // size :]
+    gone = BlocksRemoved(np.array([each ^ 1 for each in hashes], "<u8").tobytes(), "")
+    return EventBatch(router.view.number_of(route.name) + 1, 0.0, (gone, _stored(hashes, size)))
+
+
+def _stored(hashes: Sequence[int], block_size: int) -> BlocksStored:
+    packed = np.array(hashes, "<u8").tobytes()
+    return BlocksStored(None, packed, bytes(len(packed) // HASH_BYTES * block_size * 4), block_size, "")

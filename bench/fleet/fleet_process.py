@@ -1,0 +1,80 @@
+"""A fleet on Ray that is started for one demo or benchmark and stopped with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+import grpc
+
+from bench.fleet.processes import descendants, listener_of
+from bench.parts.server_process import ServerProcess
+from radixkv.service.client import Client
+
+_TIMEOUT_S = 60.0
+_ANY_PROMPT = [1]
+
+
+class FleetProcess:
+    """`radixkv fleet` of the embedded model as a context manager. After the block all its processes are gone.
+
+    Args:
+        replicas: of the fleet.
+        settings: `section.key=value`.
+
+    Attributes:
+        address: of the ingress, inside the block.
+    """
+
+    def __init__(self, replicas: int, settings: Sequence[str] = ()) -> None:
+        command = [sys.executable, "-m", "radixkv.service", "fleet", "--replicas", str(replicas), "--port", "0"]
+        for setting in settings:
+            command += ["--set", setting]
+        self.address = ""
+        self._process = ServerProcess(command, stop_timeout_s=_TIMEOUT_S)
+
+    def __enter__(self) -> FleetProcess:
+        """Start the fleet and wait until it listens.
+
+        Raises:
+            ConfigError: it did not start.
+        """
+        self.address = self._process.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        left = self._pids()
+        self._process.__exit__(kind, error, traceback)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def replicas(self) -> list[str]:
+        """Return the addresses of the replicas that answer."""
+        return sorted(self._each_replica())
+
+    def kill(self, address: str) -> None:
+        """Kill a replica, as the kernel does when memory runs out."""
+        os.kill(listener_of(address, self._pids()), signal.SIGKILL)
+
+    def _each_replica(self) -> Iterator[str]:
+        seen: list[str] = []
+        with Client(self.address, timeout_s=_TIMEOUT_S) as client:
+            while True:
+                try:
+                    route = client.route(_ANY_PROMPT, avoid=seen)
+                except grpc.RpcError:
+                    return
+                seen.append(route.address)
+                yield route.address
+                if route.num_replicas == 1:
+                    return
+
+    def _pids(self) -> set[int]:
+        return set() if self._process.pid is None else descendants(self._process.pid)

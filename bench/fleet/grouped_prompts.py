@@ -1,0 +1,137 @@
+"""Prompts in groups that begin alike, as llm-d's benchmark of routing has them, and their answers."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from radixkv.service.client import Client
+
+_VOCABULARY = 500
+_TENANT = "acme"
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes of the traffic. llm-d's are 150 groups of 5 with 6,000 + 1,200 tokens and 1,000 new ones.
+
+    Attributes:
+        groups: different beginnings.
+        prompts: of each group.
+        prefix_tokens: that a group has in common.
+        question_tokens: of each prompt's own.
+        new_tokens: of each answer.
+    """
+
+    groups: int
+    prompts: int
+    prefix_tokens: int
+    question_tokens: int
+    new_tokens: int
+
+    def make_prompts(self, seed: int = 0) -> list[list[int]]:
+        """Return all prompts in the order in which they come: shuffled, the same for the same seed."""
+        made = []
+        for group in range(self.groups):
+            prefix = _tokens(f"{seed} {group}", self.prefix_tokens)
+            made += [prefix + _tokens(f"{seed} {group} {own}", self.question_tokens) for own in range(self.prompts)]
+        random.Random(seed).shuffle(made)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Answer to one prompt, or its failure.
+
+    Attributes:
+        sent_s: when it was asked, since the start of the pass.
+        ttft_s: time to the first token; None if none came.
+        total_s: time to the end.
+        token_ids: that came.
+        cached_tokens: of the prompt.
+        error: of the call; empty if it was answered.
+    """
+
+    sent_s: float
+    ttft_s: float | None
+    total_s: float
+    token_ids: tuple[int, ...]
+    cached_tokens: int
+    error: str = ""
+
+
+def run_pass(
+    address: str,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    concurrency: int,
+    on_told: Callable[[int], None] = lambda num: None,
+) -> list[Told]:
+    """Ask all prompts, some at a time, and return what was told, in their order.
+
+    Args:
+        address: of the fleet.
+        prompts: token ids.
+        new_tokens: of each answer.
+        concurrency: prompts at a time.
+        on_told: is called after each with the number of those that are over.
+    """
+    start_s, num_over, lock = time.monotonic(), 0, threading.Lock()
+    with Client(address, timeout_s=_TIMEOUT_S) as client, ThreadPoolExecutor(concurrency) as threads:
+
+        def ask(prompt: Sequence[int]) -> Told:
+            nonlocal num_over
+            told = ask_one(client, prompt, new_tokens, start_s)
+            with lock:
+                num_over += 1
+                num = num_over
+            on_told(num)
+            return told
+
+        return list(threads.map(ask, prompts))
+
+
+def ask_one(client: Client, prompt: Sequence[int], new_tokens: int, start_s: float = 0.0) -> Told:
+    """Generate after one prompt, the most likely tokens."""
+    sent_s, first_s, cached_tokens, error = time.monotonic(), None, 0, ""
+    token_ids: list[int] = []
+    try:
+        for news in client.generate(prompt, tenant=_TENANT, max_new_tokens=new_tokens, ignore_eos=True):
+            first_s = first_s or time.monotonic()
+            token_ids += news.token_ids
+            cached_tokens = max(cached_tokens, news.usage.cached_tokens)
+    except grpc.RpcError as failure:
+        error = str(failure)
+    end_s = time.monotonic()
+    ttft_s = None if first_s is None else first_s - sent_s
+    return Told(sent_s - start_s, ttft_s, end_s - sent_s, tuple(token_ids), cached_tokens, error)
+
+
+def summarize(told: Sequence[Told], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the counts and times of a pass: of those that were answered."""
+    first_ms = [1e3 * each.ttft_s for each in told if each.ttft_s is not None and not each.error]
+    cuts = statistics.quantiles(first_ms, n=100, method="inclusive") if len(first_ms) > 1 else [*first_ms] * 99
+    answered = [len(prompt) for each, prompt in zip(told, prompts, strict=True) if not each.error]
+    cached = sum(each.cached_tokens for each in told if not each.error)
+    return {
+        "requests": len(told),
+        "errors": sum(bool(each.error) for each in told),
+        "prompt_tokens": sum(answered),
+        "cached_tokens": cached,
+        "token_hit_rate": cached / max(1, sum(answered)),
+        "ttft_ms": {"p50": cuts[49], "p99": cuts[98], "mean": statistics.fmean(first_ms)} if first_ms else None,
+        "seconds": max((each.sent_s + each.total_s for each in told), default=0.0),
+    }
+
+
+def _tokens(seed: str, count: int) -> list[int]:
+    return random.Random(seed).choices(range(_VOCABULARY), k=count)

@@ -1,0 +1,58 @@
+"""Processes of a fleet, as Linux knows them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+_LISTENS = "0A"
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the processes that a process has started, and those that they have started."""
+    children: dict[int, list[int]] = {}
+    for each in Path("/proc").iterdir():
+        if each.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                parent = (each / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1]
+                children.setdefault(int(parent), []).append(int(each.name))
+    found: set[int] = set()
+    left = [pid]
+    while left:
+        new = children.get(left.pop(), [])
+        found.update(new)
+        left += new
+    return found
+
+
+def listeners(pids: Iterable[int]) -> dict[str, int]:
+    """Return the addresses on which processes listen, in hexadecimal as Linux writes them, and the processes."""
+    owners: dict[str, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for each in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    owners[os.readlink(each)] = pid
+    found: dict[str, int] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text("utf-8").splitlines()[1:]:
+            fields = line.split()
+            owner = owners.get(f"socket:[{fields[9]}]")
+            if fields[3] == _LISTENS and owner is not None:
+                found[fields[1]] = owner
+    return found
+
+
+def listener_of(address: str, pids: Iterable[int]) -> int:
+    """Return the process that listens on `HOST:PORT`.
+
+    Raises:
+        ProcessLookupError: none of them does.
+    """
+    port = int(address.rpartition(":")[2])
+    for local, pid in listeners(pids).items():
+        if int(local.rpartition(":")[2], 16) == port:
+            return pid
+    raise ProcessLookupError(f"expected a process that listens on {address}, got none")

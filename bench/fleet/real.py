@@ -1,0 +1,219 @@
+"""Measures a real fleet on Ray: against round-robin, with a replica that is killed, and what its ingress costs.
+
+python -m bench.fleet.real [--json FILE] [--geometry 83x3,150x5] [--replicas 2] [--concurrency 8]
+
+Engines of the embedded model. The traffic is that of llm-d's benchmark, shrunk: groups of prompts that begin alike, in
+random order. Each replica's cache holds a part of the groups. Exit status: 0 if no answer was wrong, and none failed
+that had not begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.fleet.fleet_process import FleetProcess
+from bench.fleet.grouped_prompts import Geometry, Told, run_pass, summarize
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from radixkv.errors import ConfigError
+from radixkv.service.client import Client
+from radixkv.service.commands.argument_types import positive
+
+_ROUTINGS = ("prefix", "round-robin")
+_BLOCK_TOKENS = 64
+_MOST_RESTART_S = 180.0
+_TENANT = "acme"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the result. Returns 1 if an answer was wrong, or one failed that had not begun."""
+    options = _parser().parse_args(arguments)
+    sizes = (options.prefix_tokens, options.question_tokens, options.new_tokens)
+    geometries = [Geometry(groups, prompts, *sizes) for groups, prompts in options.geometry]
+    rows, killed, costs = [], None, None
+    for geometry in geometries:
+        for routing in _ROUTINGS:
+            with FleetProcess(options.replicas, _settings(geometry, routing, options)) as fleet:
+                _wait_for_all(fleet, options.replicas)
+                prompts = geometry.make_prompts(options.seed)
+                told = run_pass(fleet.address, prompts, geometry.new_tokens, options.concurrency)
+                rows.append(_row(geometry, routing, told, prompts))
+                print(_shown(rows[-1]), flush=True)
+                if routing == _ROUTINGS[0] and geometry is geometries[-1]:
+                    costs = call_costs(fleet, prompts[0], options.calls)
+                    print(_shown_costs(costs), flush=True)
+                    killed = _kill_one(fleet, geometry, prompts, told, options)
+                    print(_shown_kill(killed), flush=True)
+    is_right = killed is not None and not killed["wrong_answers"] and not killed["failed_before_first_token"]
+    if options.json is not None:
+        command = shlex.join(["python", "-m", "bench.fleet.real", *(sys.argv[1:] if arguments is None else arguments)])
+        write_json(
+            options.json, {"run": describe_run(), "command": command, "rows": rows, "kill": killed, "costs": costs}
+        )
+    return int(not is_right or any(row["errors"] for row in rows))
+
+
+def call_costs(fleet: FleetProcess, prompt: Sequence[int], num_calls: int) -> dict[str, float]:
+    """Time a cached prompt through the ingress and directly, in turn, and `Route`. Medians, in milliseconds."""
+    with Client(fleet.address) as client:
+        for _ in range(3):
+            client.prefill(prompt, tenant=_TENANT)
+        with Client(client.route(prompt, tenant=_TENANT).address) as replica:
+            calls: dict[str, Callable[[], object]] = {
+                "ingress": lambda: client.prefill(prompt, tenant=_TENANT),
+                "direct": lambda: replica.prefill(prompt, tenant=_TENANT),
+                "route": lambda: client.route(prompt, tenant=_TENANT),
+            }
+            times: dict[str, list[float]] = {name: [] for name in calls}
+            for _ in range(num_calls):
+                for name, call in calls.items():
+                    start_s = time.perf_counter()
+                    call()
+                    times[name].append(1e3 * (time.perf_counter() - start_s))
+    medians = {f"{name}_ms": statistics.median(each) for name, each in times.items()}
+    return {**medians, "ingress_cost_ms": medians["ingress_ms"] - medians["direct_ms"], "calls": num_calls}
+
+
+def judge_kill(before: Sequence[Told], after: Sequence[Told], kill_s: float) -> dict[str, Any]:
+    """Compare the answers of a pass in which a replica was killed with those of the pass before.
+
+    Args:
+        before: answers to the same prompts.
+        after: of the pass.
+        kill_s: when the replica was killed, since the pass began.
+    """
+    failed = [each for each in after if each.error]
+    ends = sorted(each.sent_s + each.total_s for each in after if not each.error)
+    gaps = [two - one for one, two in zip([kill_s, *ends], ends, strict=False) if two > kill_s]
+    return {
+        "requests": len(after),
+        "under_way": sum(each.sent_s <= kill_s < each.sent_s + each.total_s for each in after),
+        "failed_before_first_token": sum(not each.token_ids for each in failed),
+        "ended_after_first_token": sum(bool(each.token_ids) for each in failed),
+        "wrong_answers": sum(
+            two.token_ids != (one.token_ids if not two.error else one.token_ids[: len(two.token_ids)])
+            for one, two in zip(before, after, strict=True)
+        ),
+        "longest_gap_s": max(gaps, default=None),
+        "errors": sorted({each.error[:200] for each in failed}),
+    }
+
+
+def _kill_one(
+    fleet: FleetProcess,
+    geometry: Geometry,
+    prompts: Sequence[Sequence[int]],
+    before: Sequence[Told],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Ask everything again, and kill a replica after a third. Restarting is timed from the kill on."""
+    victim, start_s = fleet.replicas()[0], time.monotonic()
+    killed_s: list[float] = []
+    back_s: list[float] = []
+    others = set(fleet.replicas()) - {victim}
+
+    def watch() -> None:
+        while time.monotonic() - killed_s[0] < _MOST_RESTART_S:
+            if len(set(fleet.replicas()) - {victim}) > len(others):
+                back_s.append(time.monotonic() - killed_s[0])
+                return
+            time.sleep(0.1)
+
+    watcher = threading.Thread(target=watch)
+
+    def on_told(num: int) -> None:
+        if num == len(prompts) // 3:
+            killed_s.append(time.monotonic())
+            fleet.kill(victim)
+            watcher.start()
+
+    after = run_pass(fleet.address, prompts, geometry.new_tokens, options.concurrency, on_told)
+    watcher.join()
+    judged = judge_kill(before, after, killed_s[0] - start_s)
+    return {**judged, "all_back_s": back_s[0] if back_s else None, "pass": summarize(after, prompts)}
+
+
+def _wait_for_all(fleet: FleetProcess, replicas: int) -> None:
+    end_s = time.monotonic() + _MOST_RESTART_S
+    while len(fleet.replicas()) < replicas:
+        if time.monotonic() > end_s:
+            raise ConfigError(f"fleet: expected {replicas} replicas within {_MOST_RESTART_S:g} s, got fewer")
+        time.sleep(0.2)
+
+
+def _settings(geometry: Geometry, routing: str, options: argparse.Namespace) -> list[str]:
+    """Return the settings of engines whose caches hold a part of all groups, and requests under way."""
+    each = geometry.prefix_tokens + geometry.question_tokens + geometry.new_tokens
+    held_tokens = round(options.capacity_share * geometry.groups * geometry.prefix_tokens)
+    under_way = options.concurrency * (each + 2 * _BLOCK_TOKENS)
+    return [
+        f"cache.capacity_tokens={held_tokens + under_way}",
+        f"fleet.routing={routing}",
+        f"fleet.least_match_tokens={geometry.prefix_tokens // 2}",
+        "server.drain_timeout_s=2",
+    ]
+
+
+def _row(geometry: Geometry, routing: str, told: Sequence[Told], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    return {"groups": geometry.groups, "prompts": geometry.prompts, "routing": routing, **summarize(told, prompts)}
+
+
+def _shown(row: dict[str, Any]) -> str:
+    first = row["ttft_ms"] or {"p50": 0.0, "p99": 0.0}
+    return (
+        f"{row['groups']:4} x {row['prompts']}  {row['routing']:12} hit rate {row['token_hit_rate']:.3f}  TTFT p50 "
+        f"{first['p50']:.0f} ms, p99 {first['p99']:.0f} ms  {row['seconds']:.1f} s  {row['errors']} errors"
+    )
+
+
+def _shown_costs(costs: dict[str, float]) -> str:
+    return (
+        f"a cached prompt: {costs['ingress_ms']:.2f} ms through the ingress, {costs['direct_ms']:.2f} ms without; "
+        f"Route {costs['route_ms']:.2f} ms: medians"
+    )
+
+
+def _shown_kill(killed: dict[str, Any]) -> str:
+    back = "never" if killed["all_back_s"] is None else f"after {killed['all_back_s']:.1f} s"
+    return (
+        f"one killed: {killed['under_way']} under way, {killed['failed_before_first_token']} failed that had not "
+        f"begun, {killed['ended_after_first_token']} ended that had, {killed['wrong_answers']} wrong; longest gap "
+        f"{killed['longest_gap_s'] or 0:.2f} s; all back {back}"
+    )
+
+
+def _geometries(text: str) -> list[tuple[int, int]]:
+    found = [re.fullmatch(r"(\d+)x(\d+)", each) for each in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"expected GROUPSxPROMPTS,..., got {text!r}")
+    return [(int(each[1]), int(each[2])) for each in found if each is not None]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Measure a fleet on Ray.")
+    parser.add_argument("--geometry", type=_geometries, default="83x3,150x5", help="groups x prompts of each")
+    parser.add_argument("--prefix-tokens", type=positive, default=600)
+    parser.add_argument("--question-tokens", type=positive, default=120)
+    parser.add_argument("--new-tokens", type=positive, default=20)
+    parser.add_argument("--replicas", type=positive, default=2)
+    parser.add_argument("--concurrency", type=positive, default=8)
+    parser.add_argument(
+        "--capacity-share", type=float, default=0.6, help="of all prefixes, that a replica's cache holds"
+    )
+    parser.add_argument("--calls", type=positive, default=200, help="to time the ingress by")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

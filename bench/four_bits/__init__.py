@@ -1,0 +1,1 @@
+"""Ways to store K and V in 4 bits, compared."""

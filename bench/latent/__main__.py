@@ -1,0 +1,201 @@
+"""Times steps over latents beside the same steps of the same model over K and V of every head.
+
+python -m bench.latent [--layers 2] [--experts 64] [--dtypes float32] [--json FILE]
+
+DeepSeek-V2-Lite's shape with random weights and few layers, the first of them dense, in exact mode. Both ways take
+turns; the median of each counts. Before anything is timed, their logits must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV2Config
+
+from bench.latent.expanded import ExpandedStep
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from radixkv.kernels.batch import PagedBatch
+from radixkv.model.attention.interface import AttentionStep
+from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVShape, KVStorage
+
+_BLOCK_SIZE = 64
+
+# Distance of logits, relative to their norm. Roundings of half precision may choose another expert for a token.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+class Way(NamedTuple):
+    """One way to hold K and V.
+
+    Attributes:
+        storage: its pool.
+        wrap: makes the step that the model's layers see.
+        entered: makes a context in which the model computes this way.
+    """
+
+    storage: KVStorage
+    wrap: Callable[[AttentionStep], AttentionStep]
+    entered: Callable[[], AbstractContextManager[None]]
+
+
+def config_of(layers: int, experts: int, size: int) -> DeepseekV2Config:
+    """Return DeepSeek-V2-Lite's configuration with some layers and experts, its widths divided by `size`."""
+    return DeepseekV2Config(
+        vocab_size=4096,
+        hidden_size=2048 // size,
+        intermediate_size=10944 // size,
+        moe_intermediate_size=1408 // size,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        n_routed_experts=experts,
+        n_shared_experts=2,
+        num_experts_per_tok=min(6, experts),
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        kv_lora_rank=512 // size,
+        qk_nope_head_dim=128 // size,
+        qk_rope_head_dim=64 // size,
+        v_head_dim=128 // size,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        eos_token_id=1,
+        max_position_embeddings=32768,
+    )
+
+
+def model_of(config: DeepseekV2Config, dtype: str) -> Model:
+    """Make a model with random weights, in exact mode."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
+    ).eval()
+    return Model("random", module, torch.device("cpu"))
+
+
+def ways_of(model: Model, num_tokens: int) -> dict[str, Way]:
+    """Return both ways, each with a pool for some tokens."""
+    config: Any = model.module.config
+    key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    shapes = {
+        "latent": model.kv_shape,
+        "expanded": KVShape(config.num_hidden_layers, config.num_attention_heads, key_dim, model.kv_shape.dtype),
+    }
+    num_blocks = -(-num_tokens // _BLOCK_SIZE)
+    pools = {
+        name: KVStorage(num_blocks, _BLOCK_SIZE, shape, model.device, is_by_layer=True)
+        for name, shape in shapes.items()
+    }
+    return {
+        "latent": Way(pools["latent"], lambda step: step, contextlib.nullcontext),
+        "expanded": Way(pools["expanded"], ExpandedStep, model.latent.undone),
+    }
+
+
+class Steps:
+    """Steps of one prompt, one after the other.
+
+    Args:
+        model: the model.
+        way: how K and V are held.
+        tokens: int64, the prompt.
+    """
+
+    def __init__(self, model: Model, way: Way, tokens: torch.Tensor) -> None:
+        self._model, self._way, self._tokens = model, way, tokens
+        self._kernels = TorchKernels()
+        self._blocks = np.arange(way.storage.num_blocks, dtype=np.int32)
+
+    def compute(self, start: int, end: int) -> torch.Tensor:
+        """Compute the tokens `[start, end)` after those before. Returns the last one's logits."""
+        batch = PagedBatch.build([end - start], [end], [self._blocks], _BLOCK_SIZE)
+        step = self._way.wrap(PagedStep(self._way.storage.pool, batch, self._kernels))
+        with self._way.entered():
+            logits, _ = self._model.forward(
+                self._tokens[start:end], torch.arange(start, end), step, torch.tensor([end - start - 1])
+            )
+        return logits[0]
+
+
+def measure(model: Model, dtype: str, cached: int, new: int, rounds: int) -> dict[str, float]:
+    """Time a cold prefill of the cached tokens once, and steps of new ones after them.
+
+    Returns:
+        Milliseconds: `latent_ms` and `expanded_ms` medians, `latent_cold_ms` and `expanded_cold_ms`.
+
+    Raises:
+        AssertionError: both ways give other logits.
+    """
+    tokens = torch.randint(0, 4096, (cached + new,), generator=torch.Generator().manual_seed(1))
+    steps = {name: Steps(model, way, tokens) for name, way in ways_of(model, cached + new).items()}
+    row = {f"{name}_cold_ms": _ms(partial(each.compute, 0, cached)) for name, each in steps.items()}
+    latent, expanded = (each.compute(cached, cached + new) for each in steps.values())
+    distance = float((latent - expanded).norm() / expanded.norm())
+    assert distance <= _TOLERANCE[dtype], f"logits: expected the same both ways, got a distance of {distance:.2g}"
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, each in steps.items():
+            taken[name].append(_ms(partial(each.compute, cached, cached + new)))
+    return row | {f"{name}_ms": statistics.median(times) for name, times in taken.items()}
+
+
+def _ms(function: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    function()
+    return (time.perf_counter() - start_s) * 1e3
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a table, and write JSON."""
+    parser = argparse.ArgumentParser(description="Time latent attention beside K and V of every head.")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--cached", type=int, nargs="+", default=[2048, 8192], help="tokens before the step")
+    parser.add_argument("--new", type=int, nargs="+", default=[1, 64], help="tokens of the step")
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(_TOLERANCE), default=["float32"])
+    parser.add_argument("--divisor", type=int, default=1, help="of widths, for a small trial")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    rows = []
+    print("dtype     cached  new  latent, ms  expanded, ms  ratio  cold: latent, ms  expanded, ms  bytes a token")
+    for dtype in options.dtypes:
+        model = model_of(config_of(options.layers, options.experts, options.divisor), dtype)
+        sizes = {name: way.storage.block_bytes // _BLOCK_SIZE for name, way in ways_of(model, _BLOCK_SIZE).items()}
+        for cached, new in itertools.product(options.cached, options.new):
+            row: dict[str, Any] = {"dtype": dtype, "cached_tokens": cached, "new_tokens": new}
+            row |= measure(model, dtype, cached, new, options.rounds)
+            rows.append(row | {f"{name}_token_bytes": size for name, size in sizes.items()})
+            print(
+                f"{dtype:9} {cached:6} {new:4} {row['latent_ms']:11.1f} {row['expanded_ms']:13.1f} "
+                f"{row['latent_ms'] / row['expanded_ms']:6.2f} {row['latent_cold_ms']:17.0f} "
+                f"{row['expanded_cold_ms']:13.0f}  {sizes['latent']}, {sizes['expanded']}",
+                flush=True,
+            )
+    if options.json:
+        command = shlex.join(["python", "-m", "bench.latent", *(sys.argv[1:] if arguments is None else arguments)])
+        write_json(options.json, {"rows": rows, "command": command, **describe_run()})
+
+
+if __name__ == "__main__":
+    main()

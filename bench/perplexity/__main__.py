@@ -1,0 +1,93 @@
+"""Measures how well the embedded model predicts text that it never saw, beside compressors and bigrams.
+
+python -m bench.perplexity --json bench/results/perplexity.json
+
+Each predictor stands there twice: without anything known before, and after the text that the model was trained on. A
+bigram goes on learning while it reads; the model's weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from bench.perplexity.bigram import Bigram
+from bench.perplexity.compressors import COMPRESSORS
+from bench.perplexity.model_bits import model_bits
+from bench.training.corpus import Document, held_out_documents, training_documents
+from bench.training.tokenizer import load_tokenizer
+from radixkv.model.tiny_files import CONFIG
+from radixkv.model.tiny_model import build_tiny_model
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Bits that one predictor needs.
+
+    Attributes:
+        predictor: its name.
+        knows_training_text: whether it read the training text before.
+        bits_a_byte: by title of the held-out document.
+        all: of all of them together.
+    """
+
+    predictor: str
+    knows_training_text: bool
+    bits_a_byte: dict[str, float]
+    all: float
+
+    @classmethod
+    def of(cls, predictor: str, knows_training_text: bool, bits: list[float], documents: list[Document]) -> Row:
+        """Divide the bits of each document by its bytes."""
+        sizes = [len(document.text.encode()) for document in documents]
+        each = {document.title: n / size for document, n, size in zip(documents, bits, sizes, strict=True)}
+        return cls(predictor, knows_training_text, each, sum(bits) / sum(sizes))
+
+
+def measure(held_out: list[Document], training: list[Document]) -> Iterator[Row]:
+    """Yield a row for each predictor."""
+    before = "\f".join(document.text for document in training).encode()
+    for name, size in COMPRESSORS.items():
+        for known in (b"", before):
+            bits = [float(size(document.text.encode(), known)) for document in held_out]
+            yield Row.of(name, bool(known), bits, held_out)
+    tokenizer = load_tokenizer()
+    end = [tokenizer.pad_token_id]
+    texts = [[*end, *tokenizer.encode(document.text)] for document in held_out]
+    learned = [token for document in training for token in (*end, *tokenizer.encode(document.text))]
+    for known_ids in ([], learned):
+        bigram = Bigram(CONFIG["vocab_size"])
+        bigram.learn(known_ids)
+        yield Row.of("bigram of tokens", bool(known_ids), [bigram.copy().bits(ids) for ids in texts], held_out)
+    module = build_tiny_model("sdpa").eval()
+    yield Row.of("tiny", True, [model_bits(module, torch.tensor(ids)) for ids in texts], held_out)
+
+
+def main() -> None:
+    """Measure, print a table, and write JSON."""
+    parser = argparse.ArgumentParser(description="Measure bits a byte of held-out text.")
+    parser.add_argument("--characters", type=int, help="read this many of each held-out document")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    held_out = [Document(each.source, each.text[: options.characters]) for each in held_out_documents()]
+    rows = []
+    for row in measure(held_out, training_documents()):
+        rows.append(row)
+        known = "after the training text" if row.knows_training_text else "alone"
+        each = ", ".join(f"{title} {bits:.3f}" for title, bits in row.bits_a_byte.items())
+        print(f"{row.predictor:>16} {known:>24}: {row.all:.3f} bits a byte ({each})", flush=True)
+    if options.json:
+        command = shlex.join(["python", "-m", "bench.perplexity", *sys.argv[1:]])
+        write_json(options.json, {"rows": [asdict(row) for row in rows], "command": command, **describe_run()})
+
+
+if __name__ == "__main__":
+    main()

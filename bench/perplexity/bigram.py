@@ -1,0 +1,62 @@
+"""A bigram model of tokens: how often each token followed another one so far."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+
+class Bigram:
+    """Counts of pairs, mixed with counts of single tokens as Witten and Bell do, and those with chance.
+
+    Args:
+        vocab_size: number of different tokens.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._pairs: Counter[tuple[int, int]] = Counter()
+        self._followed: Counter[int] = Counter()  # pairs that begin with a token
+        self._kinds: Counter[int] = Counter()  # different tokens that followed a token
+        self._singles: Counter[int] = Counter()
+        self._num_singles = 0
+
+    def copy(self) -> Bigram:
+        """Return another one with the same counts."""
+        return copy.deepcopy(self)
+
+    def learn(self, ids: Sequence[int]) -> None:
+        """Count the pairs of a text, before anything else was counted. Complexity: O(tokens), in C."""
+        assert not self._pairs
+        self._pairs.update(pairwise(ids))
+        self._followed.update(ids[:-1])
+        self._kinds.update(previous for previous, _ in self._pairs)
+        self._singles.update(ids[1:])
+        self._num_singles = max(0, len(ids) - 1)
+
+    def bits(self, ids: Sequence[int]) -> float:
+        """Return the bits of a text, whose first token is given. It learns each token after it was predicted."""
+        total = 0.0
+        for previous, token in pairwise(ids):
+            total -= math.log2(self.probability(previous, token))
+            self._count(previous, token)
+        return total
+
+    def probability(self, previous: int, token: int) -> float:
+        """Return the probability of a token after another one, never zero."""
+        single = self._mixed(self._singles[token], self._num_singles, len(self._singles), 1 / self._vocab_size)
+        return self._mixed(self._pairs[previous, token], self._followed[previous], self._kinds[previous], single)
+
+    @staticmethod
+    def _mixed(count: int, total: int, num_kinds: int, otherwise: float) -> float:
+        return (count + num_kinds * otherwise) / (total + num_kinds) if total else otherwise
+
+    def _count(self, previous: int, token: int) -> None:
+        self._kinds[previous] += (previous, token) not in self._pairs
+        self._pairs[previous, token] += 1
+        self._followed[previous] += 1
+        self._singles[token] += 1
+        self._num_singles += 1

@@ -1,0 +1,38 @@
+"""A linear layer of 8 bits, multiplied so that any processor gives the numbers of one that can serve it."""
+
+from __future__ import annotations
+
+import torch
+
+from radixkv.kernels.int8_linear import quantize_rows
+
+
+class RoundedLinear(torch.nn.Module):
+    """A linear layer as `model.weights = "int8"` makes it: weights and rows are rounded to integers.
+
+    Sums of such products are exact in float64, in any order.
+
+    Args:
+        linear: float32.
+    """
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        integers, scales = quantize_rows(linear.weight.detach())
+        self._integers, self._scales, self._bias = integers.t().double(), scales[:, 0], linear.bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows `[..., in_features]`. Returns `[..., out_features]`."""
+        integers, scales = quantize_rows(rows.reshape(-1, rows.shape[-1]))
+        product = (integers.double() @ self._integers).float().mul_(self._scales).mul_(scales)
+        if self._bias is not None:
+            product.add_(self._bias)
+        return product.view(*rows.shape[:-1], -1)
+
+
+def round_linears(module: torch.nn.Module) -> None:
+    """Put a rounded layer in the place of each linear one. Embeddings stay, also those that share a layer's weight."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(parent, name, RoundedLinear(child))

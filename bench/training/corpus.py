@@ -1,0 +1,50 @@
+"""The text that the embedded model learns from, and the documents that it never sees: five novels, 65 books, two."""
+
+from __future__ import annotations
+
+import lzma
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "corpus"
+_TRAINING = ("austen", "king_james")
+_HELD_OUT = "held_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A novel, or a book of the Bible.
+
+    Attributes:
+        source: name of the file it is in.
+        text: paragraphs with an empty line between them; the verses of a chapter have a line each.
+    """
+
+    source: str
+    text: str
+
+    @property
+    def title(self) -> str:
+        """The document's first line."""
+        return self.text.split("\n", 1)[0]
+
+    @property
+    def paragraphs(self) -> list[str]:
+        """The paragraphs, in order."""
+        return [paragraph.strip() for paragraph in self.text.split("\n\n") if paragraph.strip()]
+
+
+def training_documents(folder: Path = FOLDER) -> list[Document]:
+    """Read what the model learns from: 7.6 MB."""
+    return [document for source in _TRAINING for document in _read(folder, source)]
+
+
+def held_out_documents(folder: Path = FOLDER) -> list[Document]:
+    """Read what the model is measured on: 0.6 MB. None of it is in the training documents."""
+    return _read(folder, _HELD_OUT)
+
+
+def _read(folder: Path, source: str) -> list[Document]:
+    """Documents of a file are separated by a form feed."""
+    text = lzma.decompress((folder / f"{source}.txt.xz").read_bytes()).decode()
+    return [Document(source, part) for part in text.split("\f")]

@@ -1,0 +1,89 @@
+"""The sequences of each step of training: windows of the text, and chats made of neighboring paragraphs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from bench.training.corpus import Document
+
+STEP_TOKENS = 2048
+_LENGTHS = (256, 256, 256, 256, 512, 512, 1024, 2048)  # of the rows of a step; each as often as it stands here
+_CHAT_EVERY = 4  # a row of this many of the shortest length is chats
+_LONGEST_TURN = 400  # characters
+_GOLDEN = (5**0.5 - 1) / 2
+_SYSTEM = "You are a helpful assistant."
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Rows of token ids for any step, the same for the same seed.
+
+    Attributes:
+        text: all documents one after the other, each with an end, int64 `[num_tokens]`.
+        chats: paragraphs and their answers as turns of chats, int64 `[num_chat_tokens]`.
+        seed: of the lengths and of where the first window begins.
+    """
+
+    text: torch.Tensor
+    chats: torch.Tensor
+    seed: int
+
+    def rows(self, step: int) -> torch.Tensor:
+        """Return the rows of a step, int64 `[rows, length + 1]` of `STEP_TOKENS` tokens and the one after each row.
+
+        Windows of text begin at multiples of the golden ratio, so that a run of any number of steps reads all parts of
+        the text about equally often.
+        """
+        length = random.Random(f"{self.seed} {step}").choice(_LENGTHS)
+        num_rows = STEP_TOKENS // length
+        indices = step * (STEP_TOKENS // min(_LENGTHS)) + np.arange(num_rows) * (length // min(_LENGTHS))
+        shares = (indices * _GOLDEN + random.Random(self.seed).random()) % 1.0
+        windows = [self._window(self.text, share, length) for share in shares]
+        if length == min(_LENGTHS):
+            windows[::_CHAT_EVERY] = [self._window(self.chats, share, length) for share in shares[::_CHAT_EVERY]]
+        return torch.stack(windows)
+
+    @staticmethod
+    def _window(ids: torch.Tensor, share: float, length: int) -> torch.Tensor:
+        start = int(share * (ids.numel() - length))
+        return ids[start : start + length + 1]
+
+
+def build_sequences(documents: list[Document], tokenizer: PreTrainedTokenizerBase, seed: int) -> Sequences:
+    """Encode documents, and chats made of them, with the model's tokenizer."""
+    end = [tokenizer.pad_token_id]
+    text = [token for document in documents for token in [*tokenizer.encode(document.text), *end]]
+    dice = random.Random(seed)
+    chats = [token for document in documents for chat in _chats(document, dice) for token in _encoded(tokenizer, chat)]
+    return Sequences(torch.tensor(text), torch.tensor(chats), seed)
+
+
+def _chats(document: Document, dice: random.Random) -> list[list[str]]:
+    """Runs of short paragraphs, cut into chats of two to eight turns. Verses are no conversation."""
+    if document.source != "austen":
+        return []
+    chats: list[list[str]] = []
+    run: list[str] = []
+    for paragraph in [*document.paragraphs, ""]:
+        if 0 < len(paragraph) <= _LONGEST_TURN and not paragraph.isupper():
+            run.append(paragraph)
+            continue
+        while len(run) >= 2:
+            num_turns = 2 * dice.randint(1, 4)
+            chats.append(run[: len(run[:num_turns]) // 2 * 2])
+            run = run[num_turns:]
+        run = []
+    return chats
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, turns: list[str]) -> list[int]:
+    """A chat by the tokenizer's template; every second one, by the length of its first turn, has a system prompt."""
+    messages = [{"role": "system", "content": _SYSTEM}] if len(turns[0]) % 2 else []
+    messages += [{"role": ("user", "assistant")[index % 2], "content": turn} for index, turn in enumerate(turns)]
+    ids: list[int] = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False))
+    return ids

@@ -1,0 +1,120 @@
+"""A run of training: steps, progress, and checkpoints that a killed run goes on from."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from bench.training.muon import Muon
+from bench.training.pace import Pace, learning_rate
+from bench.training.sequences import STEP_TOKENS, Sequences
+
+HIGHEST_RATE = 6e-3
+_BETAS = (0.9, 0.95)
+_LONGEST_GRADIENT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A place in a run.
+
+    Attributes:
+        steps: done.
+        seconds: spent in steps, also before a restart.
+        loss: of the last step, nats a token.
+    """
+
+    steps: int
+    seconds: float
+    loss: float
+
+    def __str__(self) -> str:
+        return f"step {self.steps}: loss {self.loss:.3f}, {self.steps * STEP_TOKENS / self.seconds:.0f} tokens a second"
+
+
+class Trainer:
+    """Trains a model in place. Two runs by steps with the same seed, machine and threads give the same weights.
+
+    Args:
+        module: the model, float32.
+        sequences: what it reads.
+        pace: how long.
+        checkpoint: a file that is written now and then, and read if it is there; None for none.
+        now_s: a clock.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        sequences: Sequences,
+        pace: Pace,
+        checkpoint: Path | None = None,
+        now_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._module = module
+        self._sequences = sequences
+        self._pace = pace
+        self._checkpoint = checkpoint
+        self._now_s = now_s
+        matrices = [each for name, each in module.named_parameters() if each.ndim == 2 and "embed" not in name]
+        others = [each for name, each in module.named_parameters() if each.ndim != 2 or "embed" in name]
+        self._optimizers = (
+            Muon(matrices, HIGHEST_RATE),
+            torch.optim.AdamW(others, HIGHEST_RATE, betas=_BETAS, weight_decay=0.0),
+        )
+        self.progress = Progress(0, 0.0, float("inf"))
+        if checkpoint is not None and checkpoint.exists():
+            self._restore(checkpoint)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the budget is used."""
+        return self._pace.share(self.progress.seconds, self.progress.steps) >= 1
+
+    def step(self) -> Progress:
+        """Read the next rows and change the weights."""
+        start_s = self._now_s()
+        rate = learning_rate(self._pace.share(self.progress.seconds, self.progress.steps), HIGHEST_RATE)
+        rows = self._sequences.rows(self.progress.steps)
+        logits = self._module(rows[:, :-1], use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._module.parameters(), _LONGEST_GRADIENT)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds = self.progress.seconds + self._now_s() - start_s
+        self.progress = Progress(self.progress.steps + 1, seconds, loss.item())
+        return self.progress
+
+    def save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
+        if self._checkpoint is None:
+            return
+        whole = {
+            "module": self._module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "progress": (self.progress.steps, self.progress.seconds, self.progress.loss),
+            "seed": self._sequences.seed,
+        }
+        unfinished = self._checkpoint.with_suffix(".unfinished")
+        torch.save(whole, unfinished)
+        os.replace(unfinished, self._checkpoint)
+
+    def _restore(self, checkpoint: Path) -> None:
+        whole = torch.load(checkpoint, weights_only=True)
+        if whole["seed"] != self._sequences.seed:
+            raise ValueError(f"checkpoint: expected seed {self._sequences.seed}, got {whole['seed']}")
+        self._module.load_state_dict(whole["module"])
+        for optimizer, state in zip(self._optimizers, whole["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.progress = Progress(*whole["progress"])

@@ -1,0 +1,89 @@
+"""Priorities of blocks that are stored, or will be when they leave the device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice
+from typing import NamedTuple
+
+from sortedcontainers import SortedSet
+
+from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.cache.elsewhere.owned_keys import OwnedKeys
+from radixkv.namespace import Namespace
+
+_MAX_KEYS = 1 << 18  # about 100 MB
+_MAX_ENDED_AT_ONCE = 256
+
+
+class Wish(NamedTuple):
+    """Priority that a caller asked for.
+
+    Attributes:
+        priority: 0 to 100.
+        expires_s: when it ends, by the cache's clock; None for never.
+    """
+
+    priority: int
+    expires_s: float | None
+
+
+class Retentions:
+    """Remembers the priority of each block that has another one than the default.
+
+    Args:
+        max_keys: blocks to remember. Those of which was heard longest ago are forgotten, and have the default again.
+    """
+
+    def __init__(self, max_keys: int = _MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._wishes: OrderedDict[bytes, Wish] = OrderedDict()
+        self._owned = OwnedKeys()
+        self._ends: SortedSet[tuple[float, bytes]] = SortedSet()
+
+    def __len__(self) -> int:
+        return len(self._wishes)
+
+    def of(self, key: bytes) -> int:
+        """Return the priority of a block."""
+        wish = self._wishes.get(key)
+        return DEFAULT_PRIORITY if wish is None else wish.priority
+
+    def set(self, key: bytes, namespace: Namespace, wish: Wish) -> None:
+        """Give a block a priority. Complexity: O(log blocks with an end)."""
+        self.forget(key)
+        if wish.priority == DEFAULT_PRIORITY:
+            return
+        if len(self) == self._max_keys:
+            self.forget(next(iter(self._wishes)))
+        self._wishes[key] = wish
+        self._owned.add(key, namespace)
+        if wish.expires_s is not None:
+            self._ends.add((wish.expires_s, key))
+
+    def raise_to(self, key: bytes, namespace: Namespace, wish: Wish) -> None:
+        """Give a block a priority, unless it has a higher one."""
+        if self.of(key) <= wish.priority or key not in self._wishes:
+            self.set(key, namespace, wish)
+
+    def forget(self, key: bytes) -> None:
+        """Give a block the default priority."""
+        wish = self._wishes.pop(key, None)
+        if wish is None:
+            return
+        self._owned.remove(key)
+        if wish.expires_s is not None:
+            self._ends.remove((wish.expires_s, key))
+
+    def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
+        """Forget the blocks of all namespaces with these names, None for any."""
+        for namespace in [each for each in self._owned if each.is_among(tenant, adapter, salt)]:
+            for key in self._owned.keys_of(namespace):
+                self.forget(key)
+
+    def expire(self, now_s: float) -> list[bytes]:
+        """End priorities whose time has come, 256 at most. Returns their keys."""
+        ended = [key for _, key in islice(self._ends.irange(maximum=(now_s, b"\xff" * 64)), _MAX_ENDED_AT_ONCE)]
+        for key in ended:
+            self.forget(key)
+        return ended

@@ -1,0 +1,83 @@
+"""Retention of what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+
+from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.cache.elsewhere.keyed_block import KeyedBlock
+from radixkv.cache.elsewhere.retentions import Retentions, Wish
+from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.namespace import Namespace
+
+
+class StoredRetention:
+    """Gives stored blocks the priorities that callers asked for, and takes them back when their time is up.
+
+    The blocks before one with a higher priority are of no less use than it, and get the same.
+
+    Args:
+        shelves: the stores, by name. Shared ones know no priorities.
+    """
+
+    def __init__(self, shelves: Mapping[str, Shelf]) -> None:
+        self._shelves = [shelf for shelf in shelves.values() if not shelf.is_shared]
+        self._retentions = Retentions()
+
+    def priority_of(self, key: bytes) -> int:
+        """Return the priority of a block."""
+        return self._retentions.of(key)
+
+    def note(self, path: Sequence[KeyedBlock], start: int, wish: Wish) -> None:
+        """Note the priority that the blocks from `start` on have while they leave the device, unless it is lower.
+
+        Args:
+            path: the first blocks of a prompt.
+            start: index in `path`.
+            wish: the priority.
+        """
+        self._give(path, start, wish, self._retentions.raise_to)
+
+    def set(self, path: Sequence[KeyedBlock], start: int, wish: Wish) -> None:
+        """Give the blocks from `start` on a priority, whatever it was before; see `note`."""
+        self._give(path, start, wish, self._retentions.set)
+
+    def granted(self, blocks: Sequence[KeyedBlock], priority: int) -> tuple[int, int]:
+        """Count the blocks that have a priority, up to the first without, and those that are stored, likewise."""
+        stored = list(takewhile(lambda block: any(block.key in shelf for shelf in self._shelves), blocks))
+        granted = takewhile(lambda block: self._has(block.key, priority), stored)
+        return sum(1 for _ in granted), len(stored)
+
+    def expire(self, now_s: float) -> None:
+        """End priorities whose time has come, 256 at most."""
+        for key in self._retentions.expire(now_s):
+            self._reorder(key)
+
+    def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
+        """Forget the blocks of all namespaces with these names, None for any."""
+        self._retentions.purge(tenant, adapter, salt)
+
+    def _give(
+        self,
+        path: Sequence[KeyedBlock],
+        start: int,
+        wish: Wish,
+        give: Callable[[bytes, Namespace, Wish], None],
+    ) -> None:
+        for index, block in reversed(list(enumerate(path))):  # where not all may be kept, the beginning is
+            if index >= start:
+                give(block.key, block.namespace, wish)
+            elif wish.priority > DEFAULT_PRIORITY:
+                self._retentions.raise_to(block.key, block.namespace, wish)
+            self._reorder(block.key)
+
+    def _reorder(self, key: bytes) -> None:
+        """Put a block in its place where it is, if its priority is another one now."""
+        priority = self._retentions.of(key)
+        for shelf in self._shelves:
+            if key in shelf and not shelf.is_on_device(key) and shelf.priority_of(key) != priority:
+                shelf.note_left(key, priority)
+
+    def _has(self, key: bytes, priority: int) -> bool:
+        return any(key in shelf and shelf.priority_of(key) == priority for shelf in self._shelves)

@@ -1,0 +1,34 @@
+"""The section of a fleet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from radixkv.config.bounds import OneOf, Range, require_fields
+
+_MAX_INT32 = 2**31 - 1
+_YEAR_S = 366 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """A fleet on Ray: how `radixkv fleet` routes. A single server reads none of it.
+
+    Attributes:
+        routing: `prefix` is the rule; `least-loaded`, `longest-prefix` and `round-robin` are there to compare with.
+        least_match_tokens: fewer cached tokens than these draw no request to a replica.
+        health_timeout_s: seconds without an answer to a health check after which calls that wait for a replica are
+            given up, and sent to another one where nothing was answered yet.
+        start_timeout_s: seconds that a request waits for a replica while none is there.
+        calls_per_replica: calls under way for each replica that a fleet which grows by its load aims at.
+    """
+
+    routing: Annotated[str, OneOf("prefix", "longest-prefix", "least-loaded", "round-robin")] = "prefix"
+    least_match_tokens: Annotated[int, Range(0, _MAX_INT32)] = 1024
+    health_timeout_s: Annotated[float, Range(0.1, 600)] = 3.0
+    start_timeout_s: Annotated[float, Range(0, _YEAR_S)] = 30.0
+    calls_per_replica: Annotated[float, Range(0.01, 1e6)] = 8.0
+
+    def __post_init__(self) -> None:
+        require_fields("fleet", self)

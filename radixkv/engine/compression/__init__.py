@@ -1,0 +1,4 @@
+"""Generations that keep only some of their K/V.
+
+Face: `Compressions`.
+"""

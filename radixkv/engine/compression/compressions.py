@@ -1,0 +1,99 @@
+"""Compresses the K/V of the generations that ask for it, between two steps."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+
+from radixkv.api.compression import Compression, CompressionPolicy
+from radixkv.cache.private.private_lease import PrivateLease
+from radixkv.compute.compression.kept_entries import KeptEntries, Rule
+from radixkv.compute.runner import Runner
+from radixkv.engine.step import chunk_of
+from radixkv.errors import RadixKVError, StepFailed
+from radixkv.scheduling.request import Request
+from radixkv.scheduling.scheduler import Scheduler
+from radixkv.scheduling.step_plan import Slice
+
+# Queries of the prompt from which H2O starts: those of the whole prompt would mean to compute it again.
+_H2O_QUERIES = 64
+
+_log = logging.getLogger(__name__)
+
+
+class Compressions:
+    """Moves a generation into private blocks once its prompt is published, and makes room there for each next token.
+
+        prompt computed, published ─▶ chosen entries copied ─▶ lease of the prompt closed ─▶ decode, drop, decode ...
+
+    Args:
+        runner: holds the K/V.
+        scheduler: knows the running requests.
+        fail: ends a request whose K/V can't be compressed.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, fail: Callable[[Request, RadixKVError], None]) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._fail = fail
+        self._kept: weakref.WeakKeyDictionary[Request, KeptEntries] = weakref.WeakKeyDictionary()
+
+    def settle(self) -> None:
+        """Let each compressed generation that has its first token be ready for its next step."""
+        for request in self._scheduler.running:
+            if request.compression is None or request.prefilled_s is None:
+                continue
+            try:
+                self._settle(request, request.compression)
+            except Exception as error:  # noqa: BLE001 - whatever the device raises, the other requests go on
+                _log.exception("the K/V of a generation could not be compressed")
+                self._fail(request, StepFailed(f"compression: raised {type(error).__name__}"))
+
+    def watcher_of(self, request: Request) -> KeptEntries | None:
+        """Return who looks at the queries of a request, because their attention decides what is dropped."""
+        kept = None if request.compression is None else self._kept.get(request)
+        return kept if kept is not None and kept.watches else None
+
+    def _settle(self, request: Request, compression: Compression) -> None:
+        lease = request.open_lease
+        assert isinstance(lease, PrivateLease), "it was admitted with private blocks"
+        kept = self._kept.get(request)
+        if kept is None:
+            kept = self._kept[request] = self._compress(request, compression, lease)
+        elif kept.num_entries < request.computed_upto - lease.num_dropped_tokens:
+            kept.append(request.computed_upto - 1)
+        if kept.is_full:
+            kept.drop()
+            lease.drop_token()
+
+    def _compress(self, request: Request, compression: Compression, lease: PrivateLease) -> KeptEntries:
+        """Copy what is kept of a prompt, and give the shared blocks back.
+
+        A request that must not read the cache has not published its prompt yet. It does so after the copy, since a
+        commit may exchange blocks for equal ones of others.
+        """
+        params = request.params
+        prompt = chunk_of(Slice(request, 0, params.num_tokens))
+        kept = KeptEntries.of_prompt(self._runner, rule_of(compression), prompt, lease.private_block_ids)
+        if params.write_cache and not params.read_cache and not request.is_revoked:
+            request.written_tokens += lease.commit(params.num_tokens)
+        lease.leave_shared(params.num_tokens - kept.num_entries)
+        return kept
+
+
+def rule_of(compression: Compression) -> Rule:
+    """Return the bounds that a compression sets."""
+    num_observed = {
+        CompressionPolicy.STREAMING_LLM: 0,
+        CompressionPolicy.H2O: min(compression.recent, _H2O_QUERIES),
+        CompressionPolicy.SNAPKV: compression.recent,
+    }[compression.policy]
+    return Rule(
+        num_entries=compression.max_tokens,
+        num_sinks=compression.sinks,
+        num_recent=compression.recent,
+        num_observed=num_observed,
+        is_pooled=compression.policy is CompressionPolicy.SNAPKV,
+        drops_generated=compression.drops_generated,
+    )

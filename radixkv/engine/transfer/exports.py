@@ -1,0 +1,90 @@
+"""K/V of held leases, for those who hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
+from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tree.node import path_to
+from radixkv.errors import UnknownLease
+from radixkv.scheduling.held_leases import HeldLeases
+from radixkv.storage.mover import BlockMover
+from radixkv.storage.tiers.block_object import BlockObject
+from radixkv.tokens import TOKEN_BYTES
+
+
+class LeaseBlocks(NamedTuple):
+    """The published whole blocks of a held lease, in the order of its prompt.
+
+    Attributes:
+        blocks: what they are.
+        block_ids: where they are, as long as the lease is held.
+    """
+
+    blocks: Sequence[KeyedBlock]
+    block_ids: Sequence[int]
+
+
+class Exports:
+    """Copies K/V of held leases out of the pool. The engine's thread uses it.
+
+    What a request did not publish, and a last block that is not full, is left out: others compute it again.
+
+    Args:
+        cache: the trees.
+        held_leases: the leases.
+        mover: copies blocks.
+        key_blocks: makes the keys of a prompt's blocks.
+    """
+
+    def __init__(self, cache: PrefixCache, held_leases: HeldLeases, mover: BlockMover, key_blocks: KeyBlocks) -> None:
+        self._cache = cache
+        self._held_leases = held_leases
+        self._mover = mover
+        self._key_blocks = key_blocks
+
+    def blocks_of(self, lease_id: str, tenant: str) -> LeaseBlocks:
+        """Find the blocks of a lease.
+
+        Raises:
+            UnknownLease: this tenant holds no such lease, or its prompt was purged.
+
+        Complexity: a hash of the prompt.
+        """
+        lease, num_tokens = self._lease(lease_id, tenant)
+        trunk = self._cache.public.trunk_of(lease.namespace)
+        if trunk is None:
+            raise _purged()
+        path = () if lease.node is None else path_to(lease.node)
+        tokens = b"".join((trunk, *(node.tokens for node in path)))[: num_tokens * TOKEN_BYTES]  # a leaf may have grown
+        namespace = lease.namespace._replace(trunk="")
+        found = self._cache.match(namespace, tokens + bytes(TOKEN_BYTES))  # the last token of a prompt is never found
+        num_blocks = found.cached_tokens // self._cache.block_size
+        blocks = tuple(self._key_blocks(namespace, tokens))[:num_blocks]
+        return LeaseBlocks(blocks, found.block_ids[: len(blocks)].tolist())
+
+    def objects(self, lease_id: str, tenant: str, found: LeaseBlocks, start: int, end: int) -> list[BlockObject]:
+        """Copy blocks of a lease, from `start` to before `end`.
+
+        Raises:
+            UnknownLease: as `blocks_of`; the lease may have ended since.
+        """
+        self._lease(lease_id, tenant)
+        payloads = self._mover.read(found.block_ids[start:end]) if start < end else []
+        return [
+            BlockObject(block.key, block.parent, 0, block.tokens, payload)
+            for block, payload in zip(found.blocks[start:end], payloads, strict=True)
+        ]
+
+    def _lease(self, lease_id: str, tenant: str) -> tuple[Lease, int]:
+        lease, num_tokens = self._held_leases.lease_of(lease_id, tenant)
+        if lease.is_revoked:
+            raise _purged()
+        return lease.own, num_tokens
+
+
+def _purged() -> UnknownLease:
+    return UnknownLease("lease_id: expected a lease whose prompt is cached, got one whose prompt was purged")

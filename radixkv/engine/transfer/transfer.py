@@ -1,0 +1,118 @@
+"""K/V between servers, for any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from radixkv.api.caller import Caller
+from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.config import KVSourceConfig, TransferConfig
+from radixkv.engine.adapters.adapters import Adapters
+from radixkv.engine.calls.inbox import Asker
+from radixkv.engine.transfer.exports import Exports, LeaseBlocks
+from radixkv.scheduling.held_leases import HeldLeases
+from radixkv.storage.mover import BlockMover
+from radixkv.storage.tiers.block_key import BlockFormat
+from radixkv.storage.tiers.block_object import BlockObject, ObjectFault, Wanted, object_bytes, open_object
+from radixkv.tokens import TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TransferParts:
+    """Parts of an engine that giving and taking K/V need.
+
+    Attributes:
+        cache: its trees.
+        mover: copies blocks.
+        key_blocks: makes the keys of a prompt's blocks.
+        block_format: of the blocks.
+        config: whether others may fetch, and how much is fetched at a time.
+        sources: the servers that are asked, by the names of their sections.
+    """
+
+    cache: PrefixCache
+    mover: BlockMover
+    key_blocks: KeyBlocks
+    block_format: BlockFormat
+    config: TransferConfig
+    sources: Mapping[str, KVSourceConfig]
+
+
+class Transfer:
+    """Gives K/V of held leases, and names the blocks that a prompt needs.
+
+        holder of a lease ── FetchKV ──▶ blocks_of, objects        here
+        another server ◀── objects ──────────┘
+             └── wanted: keys of the prompt, to compare ──▶ Engine.generate(fetched=...)
+
+    Args:
+        parts: of the engine.
+        held_leases: leases that outlive their request.
+        adapters: tell what names stand for.
+        call: calls a function on the engine's thread between two steps, for an asker and a tenant.
+
+    Attributes:
+        block_format: of all blocks.
+        object_bytes: bytes of each block on the way.
+        config, sources: see `TransferParts`.
+        fleet_token: shown by the fleet that the server belongs to, which may name any address as a source, and to that
+            source; None without a fleet.
+    """
+
+    def __init__(
+        self,
+        parts: TransferParts,
+        held_leases: HeldLeases,
+        adapters: Adapters,
+        call: Callable[[Callable[[], Any], Asker, str], Future[Any]],
+    ) -> None:
+        self.block_format = parts.block_format
+        self.object_bytes = object_bytes(parts.block_format.block_size, parts.block_format.payload_bytes)
+        self.config, self.sources = parts.config, parts.sources
+        self.fleet_token: str | None = None
+        self._key_blocks = parts.key_blocks
+        self._exports = Exports(parts.cache, held_leases, parts.mover, parts.key_blocks)
+        self._adapters = adapters
+        self._call = call
+
+    @classmethod
+    def of(
+        cls,
+        parts: TransferParts | None,
+        held_leases: HeldLeases,
+        adapters: Adapters,
+        call: Callable[[Callable[[], Any], Asker, str], Future[Any]],
+    ) -> Transfer | None:
+        """Make one, if the parts for it are there."""
+        return None if parts is None else cls(parts, held_leases, adapters, call)
+
+    def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
+        """Find the blocks of a held lease; see `Exports.blocks_of`. The future may raise UnknownLease."""
+        return self._call(lambda: self._exports.blocks_of(lease_id, tenant), Asker.TENANT, tenant)
+
+    def objects(
+        self, lease_id: str, tenant: str, found: LeaseBlocks, start: int, end: int
+    ) -> Future[list[BlockObject]]:
+        """Copy some of these blocks; see `Exports.objects`. The future may raise UnknownLease."""
+        copied = lambda: self._exports.objects(lease_id, tenant, found, start, end)  # noqa: E731
+        return self._call(copied, Asker.TENANT, tenant)
+
+    def wanted(self, tokens: bytes, caller: Caller) -> list[KeyedBlock]:
+        """List the whole blocks that a prompt could have without computing them; its last token is always computed.
+
+        Raises:
+            UnknownAdapter: nobody knows this adapter.
+
+        Complexity: about 1 us a block.
+        """
+        namespace, marked = self._adapters.keyed(caller, tokens).key
+        return list(self._key_blocks(namespace, marked[:-TOKEN_BYTES]))
+
+    def payload_of(self, data: bytes, wanted: KeyedBlock) -> memoryview | str:
+        """Return K and V of a block that came, if it is the wanted one and whole; or else what is wrong with it."""
+        payload = open_object(memoryview(data), Wanted(wanted.key, wanted.tokens), self.block_format.payload_bytes)
+        return payload.value if isinstance(payload, ObjectFault) else payload

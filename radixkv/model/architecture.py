@@ -1,0 +1,76 @@
+"""Refuses, by config.json alone, kinds of models whose attention or state the cache can't hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from radixkv.errors import UnsupportedModel
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+# Kinds of layers that keep a state, in models that do not say of themselves that they do.
+_STATE_LAYERS = frozenset({"linear_attention", "conv"})
+
+# What config.json sets for masks that are neither causal nor a sliding window. They would get lost without an error.
+_OTHER_MASKS = ("attention_chunk_size", "use_bidirectional_attention")
+
+
+def check_architecture(model_class: type[PreTrainedModel], config: Any, device: torch.device) -> None:
+    """Refuse a model before its weights are read.
+
+    Args:
+        model_class: what transformers makes of the directory.
+        config: its configuration, of which the part for text counts.
+        device: device that will compute it.
+
+    Raises:
+        UnsupportedModel: the message names the model and the reason.
+    """
+    text = config.get_text_config()
+    name = model_class.__name__
+    kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
+    others = ", ".join(sorted(kinds - _LAYER_TYPES))
+    if model_class._is_stateful or kinds & _STATE_LAYERS:
+        layers = f" in layers of {others}" if others else ""
+        raise UnsupportedModel(f"{name}: keeps a state for each sequence{layers}, which a cache of K/V does not hold")
+    if others:
+        raise UnsupportedModel(f"{name}: expected layers of full or sliding attention, got {others}")
+    rank = getattr(text, "kv_lora_rank", None)
+    if rank and device.type != "cpu":
+        raise UnsupportedModel(
+            f"{name}: latent attention (kv_lora_rank {rank}): expected model.device to be cpu, got {device}, where no "
+            "kernel attends to latents yet"
+        )
+    for key in _OTHER_MASKS:
+        if getattr(text, key, None):
+            raise UnsupportedModel(f"{name}: its config.json sets {key}, which our attention does not do")
+    if not (model_class.is_backend_compatible() and model_class._can_set_attn_implementation()):
+        raise UnsupportedModel(
+            f"{name}: its attention does not go through transformers' attention interface, so it would ignore the cache"
+        )
+
+
+def check_windows(name: str, config: Any, windows: Iterable[int | None], max_tokens: int | None) -> None:
+    """Refuse a model whose sliding windows are in its masks alone: our attention would see beyond them.
+
+    Args:
+        name: the model's, for the message.
+        config: the configuration of its part for text.
+        windows: windows that its layers pass to their attention; None for a layer without one.
+        max_tokens: tokens of the longest sequence; a window of as many hides nothing. None if there is no bound.
+
+    Raises:
+        UnsupportedModel: a window got lost.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    is_used = kinds is None or "sliding_attention" in kinds
+    if window and is_used and not any(windows) and (max_tokens is None or window < max_tokens):
+        raise UnsupportedModel(
+            f"{name}: expected layers that pass their sliding window on, got none: its config.json sets sliding_window "
+            f"to {window} for sequences of up to {max_tokens} tokens"
+        )

@@ -1,0 +1,135 @@
+"""Lets layers with latent attention (MLA) hand their latents to the cache, rather than what each head makes of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from radixkv.errors import UnsupportedModel
+from radixkv.kernels.row_tiles import RowFunction
+from radixkv.model.attention.latent_heads import ATTRIBUTE, CHILD, LatentHeads
+from radixkv.model.products.choices import ProductChoices
+from radixkv.model.products.packed_linear import Product
+from radixkv.model.refusals import SERVE_FAST
+
+# Transformers' layers make keys and values of latents in a method of this name.
+_METHOD = "expand_kv"
+
+_TRIAL_TOKENS = 5
+
+# Largest distance of a trial's scores and values, relative to the largest: sums of other orders, and roundings between.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class LatentParts:
+    """Replaces the method of a model's layers that makes keys and values of latents. Nothing else changes.
+
+    Args:
+        module: the model, on its device and in evaluation mode, before its linear layers are packed.
+        is_exact: whether bits of a row must not depend on other rows.
+
+    Raises:
+        UnsupportedModel: the model has latents, but its layers do something else with them.
+    """
+
+    def __init__(self, module: PreTrainedModel, *, is_exact: bool) -> None:
+        self._parts: list[Any] = []
+        choices = ProductChoices(is_exact=is_exact)
+        for part in module.modules():
+            if hasattr(part, _METHOD) and hasattr(part, CHILD):
+                heads = _heads(part, choices if is_exact else None)
+                _require_agreement(part, heads)
+                setattr(part, ATTRIBUTE, heads)
+                self._parts.append(part)
+        rank = getattr(module.config.get_text_config(), "kv_lora_rank", None)
+        if rank and not self._parts:
+            raise UnsupportedModel(
+                f"{type(module).__name__}: expected layers with a method {_METHOD} for their latents (kv_lora_rank "
+                f"{rank}), as newer versions of transformers have, got none"
+            )
+        self._replace()
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Let all layers make keys and values as transformers wrote it, inside the `with` block."""
+        for part in self._parts:
+            del vars(part)[_METHOD]
+        try:
+            yield
+        finally:
+            self._replace()
+
+    def _replace(self) -> None:
+        for part in self._parts:
+            vars(part)[_METHOD] = _stored
+
+
+def _stored(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """Join latents `[1, 1, num_tokens, rank]` and rotated keys to what is stored, which is key and value at once."""
+    return torch.cat((latent, rotated), -1), None
+
+
+def _heads(part: Any, choices: ProductChoices | None) -> LatentHeads:
+    """Make the products of one layer; exact ones if there are choices."""
+    name, layer = type(part).__name__, getattr(part, CHILD)
+    if getattr(part, "indexer", None) is not None:
+        raise UnsupportedModel(f"{name}: expected attention to all latents, got an indexer that chooses some")
+    sizes = [getattr(part, key, None) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    rank, key_dim, rope_dim, value_dim = (size if isinstance(size, int) else 0 for size in sizes)
+    is_known = type(layer) is nn.Linear and layer.bias is None and min(rank, key_dim, rope_dim, value_dim) > 0
+    if not is_known or layer.in_features != rank or layer.out_features % (key_dim + value_dim):
+        raise UnsupportedModel(f"{name}: expected {CHILD} to make keys and values of latents, got {layer}")
+    by_head = layer.weight.detach().view(-1, key_dim + value_dim, rank)
+    make = _batched if choices is None else partial(_one_by_one, name=f"{name}.{CHILD}", choices=choices)
+    return LatentHeads(rank, make(by_head[:, :key_dim].mT), make(by_head[:, key_dim:]), rope_dim)
+
+
+def _batched(weights: torch.Tensor) -> RowFunction:
+    """Multiply all heads at once by weights `[num_heads, out_features, in_features]`."""
+    laid_out = weights.mT.contiguous()
+    return lambda rows: torch.bmm(rows.transpose(0, 1), laid_out).transpose(0, 1)
+
+
+def _one_by_one(weights: torch.Tensor, *, name: str, choices: ProductChoices) -> RowFunction:
+    """Multiply each head by itself, so that the bits of a row do not depend on their number."""
+    weights = weights.contiguous()
+    choice = choices.choose(weights[0], None)
+    if choice is None:
+        raise UnsupportedModel(
+            f"{name}: expected the rows of a product to be computed alike, got others for {tuple(weights.shape[1:])} "
+            f"in {weights.dtype} on this machine; {SERVE_FAST}"
+        )
+    products = [Product(weight, None, choice) for weight in weights]
+    return lambda rows: torch.stack([each(rows[:, head]) for head, each in enumerate(products)], 1)
+
+
+@torch.inference_mode()
+def _require_agreement(part: Any, heads: LatentHeads) -> None:
+    """Refuse a layer whose own keys and values give other scores and values.
+
+    Raises:
+        UnsupportedModel: they do.
+    """
+    weight = getattr(part, CHILD).weight
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(weight)
+
+    latent, rotated = random(1, 1, _TRIAL_TOKENS, heads.rank), random(1, 1, _TRIAL_TOKENS, heads.rope_dim)
+    key, value = getattr(part, _METHOD)(latent, rotated)  # [1, num_heads, num_tokens, dim]
+    query = random(_TRIAL_TOKENS, key.shape[1], key.shape[3])
+    stored, _ = _stored(latent, rotated)
+    pairs = (
+        (torch.einsum("qhd,hkd->hqk", query, key[0]), torch.einsum("qhd,kd->hqk", heads.queries(query), stored[0, 0])),
+        (value[0].transpose(0, 1), heads.values(stored[0].transpose(0, 1).expand(-1, key.shape[1], -1))),
+    )
+    for own, ours in pairs:
+        if own.shape != ours.shape or not (own - ours).abs().max() <= _TOLERANCE[weight.dtype] * own.abs().max():
+            raise UnsupportedModel(f"{type(part).__name__}: expected {_METHOD} to apply {CHILD} alone, got more")

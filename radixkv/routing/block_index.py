@@ -1,0 +1,134 @@
+"""The blocks that a fleet holds, and who holds each: one bit a holder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+
+_NUM_SHARDS = 256  # of 4,000 blocks where there are a million: one is swept, or grows, in about a millisecond
+_LOW = _NUM_SHARDS - 1
+
+
+class BlockIndex:
+    """Maps hashes of blocks to sets of holders, as bits of one number.
+
+        hash ──▶ shard [hash & 255] ──▶ 0b0101: holders 0 and 2
+
+    Forgetting a holder takes no time: its bit is no longer looked at. `sweep` clears such bits later, a shard at a
+    time, and only then gives them to new holders. So no call takes long, however many blocks there are.
+
+    Args:
+        max_blocks: blocks that it remembers. What comes beyond that is not noted: matches end earlier, and are never
+            wrong.
+
+    Attributes:
+        num_blocks: blocks that it remembers, among them those of forgotten holders that are not swept yet.
+        num_refused: times that a block found no room.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self.num_blocks = 0
+        self.num_refused = 0
+        self._max_blocks = max_blocks
+        self._shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
+        self._same: dict[int, int] = {}  # one object a set of holders: a million blocks have few different ones
+        self._free: list[int] = []
+        self._num_bits = 0
+        self._live = 0
+        self._retired = 0
+        self._sweeping = 0
+        self._next_shard = 0
+
+    def add_holder(self) -> int:
+        """Return the bit of a new holder, which has nothing."""
+        if self._free:
+            bit = self._free.pop()
+        else:
+            bit = 1 << self._num_bits
+            self._num_bits += 1
+        self._live |= bit
+        return bit
+
+    def forget_holder(self, bit: int) -> None:
+        """Forget all that a holder has. Complexity: O(1); `sweep` does the rest."""
+        self._live &= ~bit
+        self._retired |= bit
+
+    def store(self, bit: int, hashes: Sequence[int]) -> None:
+        """Note that a holder has blocks. Complexity: O(blocks)."""
+        shards, same = self._shards, self._same
+        bit = same.setdefault(bit, bit)
+        for block in hashes:
+            shard = shards[block & _LOW]
+            known = shard.get(block)
+            if known is not None:
+                holders = known | bit
+                shard[block] = same.setdefault(holders, holders)
+            elif self.num_blocks < self._max_blocks:
+                self.num_blocks += 1
+                shard[block] = bit
+            else:
+                self.num_refused += 1
+
+    def remove(self, bits: int, hashes: Sequence[int]) -> None:
+        """Note that holders no longer have blocks. Blocks that are unknown stay so. Complexity: O(blocks)."""
+        for block in hashes:
+            shard = self._shards[block & _LOW]
+            known = shard.get(block)
+            if known is not None:
+                self._keep(shard, block, known & ~bits)
+
+    def runs(self, hashes: Sequence[int]) -> list[tuple[int, int]]:
+        """Return who holds consecutive blocks of a prompt, up to the first that nobody has.
+
+        Holders lose a prompt from its end. So where two blocks have the same holders, those between have them, too, and
+        are not looked up: a lookup in a million blocks misses the processor's caches.
+
+        Returns:
+            Pairs of holders' bits and the number of blocks that these have.
+
+        Complexity: O(changes of holders * log blocks).
+        """
+        if not hashes:
+            return []
+        runs: list[tuple[int, int]] = []
+        left = [(0, len(hashes), self.holders_of(hashes[0]), self.holders_of(hashes[-1]))]
+        while left:
+            start, end, first, last = left.pop()
+            if not first:
+                break
+            if first == last:
+                runs.append((first, end - start))
+                continue
+            middle = (start + end) // 2
+            left.append((middle, end, self.holders_of(hashes[middle]), last))
+            left.append((start, middle, first, self.holders_of(hashes[middle - 1])))
+        return [(holders, sum(num for _, num in run)) for holders, run in groupby(runs, key=itemgetter(0))]
+
+    def sweep(self) -> None:
+        """Clear the bits of forgotten holders in one shard. Complexity: O(blocks / 256); O(1) if there are none."""
+        if not self._sweeping:
+            if not self._retired:
+                return
+            self._sweeping, self._retired = self._retired, 0
+            self._same.clear()
+        shard = self._shards[self._next_shard]
+        touched = [(block, holders) for block, holders in shard.items() if holders & self._sweeping]
+        for block, holders in touched:
+            self._keep(shard, block, holders & ~self._sweeping)
+        self._next_shard = (self._next_shard + 1) % _NUM_SHARDS
+        if not self._next_shard:
+            self._free += [1 << index for index in range(self._num_bits) if self._sweeping >> index & 1]
+            self._sweeping = 0
+
+    def holders_of(self, block: int) -> int:
+        """Return the bits of a block's holders."""
+        return self._shards[block & _LOW].get(block, 0) & self._live
+
+    def _keep(self, shard: dict[int, int], block: int, holders: int) -> None:
+        if holders:
+            shard[block] = self._same.setdefault(holders, holders)
+        else:
+            del shard[block]
+            self.num_blocks -= 1

@@ -1,0 +1,84 @@
+"""Knowledge of a replica when a request is routed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Hits(NamedTuple):
+    """Prompt tokens that a replica need not compute, by where they are. The places follow each other in the prompt.
+
+    Attributes:
+        device: cached on its device, or soon: sent there a moment ago.
+        host: in its host memory.
+        disk: on its disk.
+        remote: in the store that all replicas share.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    remote: int = 0
+
+    @property
+    def total(self) -> int:
+        """Tokens of all places."""
+        return self.device + self.host + self.disk + self.remote
+
+
+NO_HITS = Hits()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTimes:
+    """The seconds that a token takes, as measured on a replica.
+
+    Attributes:
+        compute_s: to compute it.
+        host_s: to load its K/V from host memory.
+        disk_s: from the disk.
+        remote_s: from the shared store.
+    """
+
+    compute_s: float = 1e-4
+    host_s: float = 2e-6
+    disk_s: float = 1e-5
+    remote_s: float = 2e-5
+
+    def seconds(self, prompt_tokens: int, hits: Hits) -> float:
+        """Return the time to have a prompt's K/V. What loads slower than it computes is computed.
+
+        >>> TokenTimes(compute_s=1, host_s=0.5, disk_s=3).seconds(10, Hits(device=2, host=4, disk=1))
+        6.0
+        """
+        device, host, disk, remote = hits
+        if not (host or disk or remote):
+            return (prompt_tokens - device) * self.compute_s
+        loaded_s = (
+            host * min(self.host_s, self.compute_s)
+            + disk * min(self.disk_s, self.compute_s)
+            + remote * min(self.remote_s, self.compute_s)
+        )
+        return (prompt_tokens - hits.total) * self.compute_s + loaded_s
+
+
+DEFAULT_TIMES = TokenTimes()
+
+
+class Candidate(NamedTuple):
+    """A replica that may get a request. A tuple, because a decision makes one of each replica.
+
+    Attributes:
+        name: of the replica.
+        hits: prompt tokens that it has.
+        queue_tokens: tokens of other requests that it has yet to compute.
+        recent_tokens: tokens that it got to compute of late, older ones counting less.
+        times: of its tokens.
+    """
+
+    name: str
+    hits: Hits = NO_HITS
+    queue_tokens: float = 0.0
+    recent_tokens: float = 0.0
+    times: TokenTimes = DEFAULT_TIMES

@@ -1,0 +1,63 @@
+"""The blocks of a prompt, hashed as replicas hash theirs, and no further than somebody asks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixkv.api.events import HASH_BYTES
+from radixkv.events.block_identity import Identities, hash_blocks
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES, require_tokens
+
+_STRIDE = 64
+
+
+class PromptBlocks:
+    """The hashes of a prompt's whole blocks. Those of two namespaces have nothing in common.
+
+    The last token is left out: it is computed anyway.
+
+    Args:
+        namespace: of the request.
+        tokens: the prompt, little-endian uint32 bytes.
+        block_size: tokens of an event block.
+        identities: where hashes of a namespace begin. With the key of the replicas all namespaces match their events;
+            with another key only the one that is published by its tokens, and the others by what was sent.
+
+    Raises:
+        InvalidRequest: `tokens` is not whole tokens.
+
+    Attributes:
+        num_tokens: of the prompt.
+    """
+
+    def __init__(self, namespace: Namespace, tokens: bytes, block_size: int, identities: Identities) -> None:
+        require_tokens(tokens)
+        self.num_tokens = len(tokens) // TOKEN_BYTES
+        self._tokens = tokens
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._num_blocks = max(0, self.num_tokens - 1) // block_size
+        self._last = identities.of(namespace).root
+        self.hashes: list[int] = []
+
+    @property
+    def is_all(self) -> bool:
+        """Whether all blocks are hashed."""
+        return len(self.hashes) == self._num_blocks
+
+    def hash_on(self, num_blocks: int = _STRIDE) -> list[int]:
+        """Hash some blocks more. Returns their hashes. Complexity: 0.2 us a block of 16 tokens."""
+        start = len(self.hashes)
+        end = min(start + num_blocks, self._num_blocks)
+        packed = hash_blocks(
+            self._last, self._tokens[start * self._block_bytes : end * self._block_bytes], self._block_bytes
+        )
+        self._last = packed[-HASH_BYTES:] or self._last
+        new: list[int] = np.frombuffer(packed, "<u8").tolist()
+        self.hashes += new
+        return new
+
+    def all(self) -> list[int]:
+        """Hash the rest, and return all hashes."""
+        self.hash_on(self._num_blocks - len(self.hashes))
+        return self.hashes

@@ -1,0 +1,145 @@
+"""Routes requests: asks what each replica has, lets the rule choose, and remembers what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+from radixkv.api.events import EventBatch
+from radixkv.events.block_identity import Identities
+from radixkv.namespace import Namespace
+from radixkv.routing.candidate import DEFAULT_TIMES, Candidate, Hits, TokenTimes
+from radixkv.routing.fleet_load import FleetLoad
+from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.prefix_demand import PrefixDemand
+from radixkv.routing.prompt_blocks import PromptBlocks
+from radixkv.routing.routings import Routing
+from radixkv.routing.rule import Wish
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The replica to which a request goes.
+
+    Attributes:
+        name: of the replica.
+        hits: what it is supposed to have of the prompt.
+        is_new_home: it computes a prefix that others have, because these can't serve all who want it.
+        ticket: to tell the request's end with.
+        most_tokens: the most that any replica is supposed to have of it.
+        queue_tokens: tokens that it computes before, as far as this tenant's share of the replica makes it wait.
+    """
+
+    name: str
+    hits: Hits
+    is_new_home: bool
+    ticket: int
+    most_tokens: int = 0
+    queue_tokens: int = 0
+
+
+class Router:
+    """Sends each request to one of its replicas.
+
+        request ──▶ hashes ──▶ view: hits of each replica ──┐
+                               load: queues ────────────────┼─▶ rule ──▶ replica; view and load expect it there
+                               demand for the prefix ───────┘
+
+    It belongs to one thread.
+
+    Args:
+        view: what replicas have.
+        load: what replicas have yet to compute.
+        demand: what is wanted.
+        choose: the rule.
+        identities: names of namespaces, see `PromptBlocks`.
+        times: of a token on a replica, by name; asked for each request.
+
+    Attributes:
+        view, load: the same.
+    """
+
+    def __init__(
+        self,
+        view: FleetView,
+        load: FleetLoad,
+        demand: PrefixDemand,
+        choose: Routing,
+        *,
+        identities: Identities,
+        times: Callable[[str], TokenTimes] = lambda name: DEFAULT_TIMES,
+    ) -> None:
+        self.view = view
+        self.load = load
+        self._demand = demand
+        self._choose = choose
+        self._identities = identities
+        self._times = times
+
+    def join(self, name: str) -> None:
+        """Add a replica of which nothing is known."""
+        self.view.join(name)
+        self.load.join(name)
+
+    def leave(self, name: str) -> None:
+        """Forget a replica."""
+        self.view.leave(name)
+        self.load.leave(name)
+
+    def read(self, name: str, batch: EventBatch) -> bool:
+        """Learn from a batch of a replica's events; see `FleetView.read`."""
+        return self.view.read(name, batch)
+
+    def route(self, namespace: Namespace, tokens: bytes, avoid: Container[str] = ()) -> Route:
+        """Choose a replica, and expect the request there.
+
+        Args:
+            namespace: of the request. What another namespace has is never counted.
+            tokens: the prompt, little-endian uint32 bytes.
+            avoid: replicas that must not get it, such as one that just failed.
+
+        Raises:
+            InvalidRequest: `tokens` is empty or not whole tokens.
+            NoReplica: no replica is left.
+
+        Complexity: O(blocks that some replica has + replicas) to choose, O(blocks) to remember.
+        """
+        self.view.tidy()
+        blocks = PromptBlocks(namespace, tokens, self.view.block_size, self._identities)
+        names = [name for name in self.view.names if name not in avoid]
+        candidates, wish = self._ask(blocks, names, namespace.tenant)
+        choice = self._choose(wish, candidates)
+        name, times = names[choice.index], candidates[choice.index].times
+        computed_tokens = blocks.num_tokens - choice.hits.total
+        self.view.expect(name, blocks.all(), choice.hits.device // self.view.block_size)
+        self._demand.add(wish.key, computed_tokens * times.compute_s)
+        ticket = self.load.sent(name, computed_tokens, namespace.tenant)
+        most_tokens = max(each.hits.total for each in candidates)
+        queue_tokens = int(candidates[choice.index].queue_tokens)
+        return Route(name, choice.hits, choice.is_new_home, ticket, most_tokens, queue_tokens)
+
+    def finished(self, route: Route, computed_tokens: int | None = None) -> None:
+        """Note the end of a request, well or not. Telling it again changes nothing.
+
+        Args:
+            route: of the request.
+            computed_tokens: what the replica did compute; None if that is not known.
+        """
+        self.load.finished(route.name, route.ticket, computed_tokens)
+
+    def _ask(self, blocks: PromptBlocks, names: list[str], tenant: str) -> tuple[list[Candidate], Wish]:
+        """Find what each replica has, no further along the prompt than any of them has something."""
+        while not blocks.is_all and self.view.index.holders_of(blocks.hash_on()[-1]):
+            pass
+        hits = self.view.match(blocks.hashes, names)
+        longest = max((each.total for each in hits), default=0) // self.view.block_size
+        key = blocks.hashes[max(0, longest - 1)] if blocks.hashes else 0
+        waits = [
+            self.load.wait_tokens(name, tenant, blocks.num_tokens - found.total)
+            for name, found in zip(names, hits, strict=True)
+        ]
+        candidates = [
+            Candidate(name, found, wait, self.load.recent_tokens(name), self._times(name))
+            for name, found, wait in zip(names, hits, waits, strict=True)
+        ]
+        return candidates, Wish(blocks.num_tokens, key, self._demand.of(key))

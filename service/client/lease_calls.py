@@ -1,0 +1,110 @@
+"""The calls of a client about leases that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+from google.protobuf.message import Message
+
+from radixkv.service.client.access import Access
+from radixkv.service.client.streams import closing, closing_async
+from radixkv.v1.prefill_pb2 import (
+    FetchKVRequest,
+    FetchKVResponse,
+    ReleaseRequest,
+    ReleaseResponse,
+    RenewRequest,
+    RenewResponse,
+)
+from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
+
+
+class LeaseCalls:
+    """Calls of `Client` about leases that `prefill(hold_lease=True)` handed out."""
+
+    _prefill: PrefillServiceStub
+    _access: Access
+
+    def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
+        """Give back a lease."""
+        answer: ReleaseResponse = self._ask(self._prefill.Release, ReleaseRequest(lease_id=lease_id, tenant=tenant))
+        return answer
+
+    def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
+        """Keep a lease for its whole time again."""
+        answer: RenewResponse = self._ask(self._prefill.Renew, RenewRequest(lease_id=lease_id, tenant=tenant))
+        return answer
+
+    def fetch_kv(
+        self,
+        lease_id: str,
+        *,
+        tenant: str = "",
+        epoch: int = 0,
+        first_block: int = 0,
+        timeout_s: float | None = None,
+    ) -> Iterator[FetchKVResponse]:
+        """Read the K/V of a lease; see `FetchKVResponse` for what comes. The service sends as fast as it is read.
+
+        Args:
+            lease_id, tenant, epoch: of the answer that handed it out; an epoch of 0 is any.
+            first_block: begin with this block.
+            timeout_s: deadline of the whole; None for that of all calls.
+
+        Raises:
+            grpc.RpcError: NOT_FOUND: the lease has ended, or the service has started again.
+        """
+        request = fetch_request(lease_id, tenant, epoch, first_block)
+        return closing(self._prefill.FetchKV(request, timeout=self._timeout(timeout_s), metadata=self._access.metadata))
+
+    def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
+        raise NotImplementedError
+
+    def _timeout(self, timeout_s: float | None) -> float | None:
+        raise NotImplementedError
+
+
+class AsyncLeaseCalls:
+    """Calls of `AsyncClient` about leases; see `LeaseCalls`."""
+
+    _prefill: PrefillServiceStub
+    _access: Access
+
+    async def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
+        """Give back a held lease; see `Client.release`."""
+        request = ReleaseRequest(lease_id=lease_id, tenant=tenant)
+        answer: ReleaseResponse = await self._ask(self._prefill.Release, request)
+        return answer
+
+    async def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
+        """Keep a held lease for its whole time again; see `Client.renew`."""
+        request = RenewRequest(lease_id=lease_id, tenant=tenant)
+        answer: RenewResponse = await self._ask(self._prefill.Renew, request)
+        return answer
+
+    def fetch_kv(
+        self,
+        lease_id: str,
+        *,
+        tenant: str = "",
+        epoch: int = 0,
+        first_block: int = 0,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[FetchKVResponse]:
+        """Read the K/V of a held lease; see `Client.fetch_kv`."""
+        request = fetch_request(lease_id, tenant, epoch, first_block)
+        return closing_async(
+            self._prefill.FetchKV(request, timeout=self._timeout(timeout_s), metadata=self._access.metadata)
+        )
+
+    async def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
+        raise NotImplementedError
+
+    def _timeout(self, timeout_s: float | None) -> float | None:
+        raise NotImplementedError
+
+
+def fetch_request(lease_id: str, tenant: str, epoch: int, first_block: int) -> FetchKVRequest:
+    """Make the message of `fetch_kv`."""
+    return FetchKVRequest(lease_id=lease_id, tenant=tenant, epoch=epoch, first_block=first_block)

@@ -1,0 +1,68 @@
+"""The call of a client about the replicas of a fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy.typing as npt
+
+from radixkv.service.client.lease_calls import AsyncLeaseCalls, LeaseCalls
+from radixkv.service.token_ids import pack_token_ids, write_token_ids
+from radixkv.v1.fleet_pb2 import RouteRequest, RouteResponse
+from radixkv.v1.fleet_pb2_grpc import FleetServiceStub
+
+
+class RouteCalls(LeaseCalls):
+    """Call of `Client` to a fleet, for callers who talk to its replicas themselves."""
+
+    _fleet: FleetServiceStub
+
+    def route(
+        self,
+        token_ids: npt.ArrayLike,
+        *,
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+        avoid: Iterable[str] = (),
+    ) -> RouteResponse:
+        """Ask a fleet which replica gets a prompt. Ask once for each request: the fleet expects it there.
+
+        Args:
+            token_ids, tenant, adapter, salt: of the request.
+            avoid: addresses of replicas that must not get it, such as one that just failed.
+
+        Raises:
+            grpc.RpcError: UNAVAILABLE: no replica is left. UNIMPLEMENTED: it is a single server.
+        """
+        request = route_request(token_ids, tenant, adapter, salt, avoid)
+        answer: RouteResponse = self._ask(self._fleet.Route, request)
+        return answer
+
+
+class AsyncRouteCalls(AsyncLeaseCalls):
+    """Call of `AsyncClient` to a fleet; see `RouteCalls`."""
+
+    _fleet: FleetServiceStub
+
+    async def route(
+        self,
+        token_ids: npt.ArrayLike,
+        *,
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+        avoid: Iterable[str] = (),
+    ) -> RouteResponse:
+        """Ask a fleet which replica gets a prompt; see `RouteCalls.route`."""
+        answer: RouteResponse = await self._ask(
+            self._fleet.Route, route_request(token_ids, tenant, adapter, salt, avoid)
+        )
+        return answer
+
+
+def route_request(token_ids: npt.ArrayLike, tenant: str, adapter: str, salt: str, avoid: Iterable[str]) -> RouteRequest:
+    """Make the message of `RouteCalls.route`."""
+    request = RouteRequest(tenant=tenant, adapter=adapter, salt=salt, avoid=avoid)
+    write_token_ids(request, pack_token_ids(token_ids))
+    return request

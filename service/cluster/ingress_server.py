@@ -1,0 +1,134 @@
+"""The gRPC server that callers of a fleet reach."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from radixkv.api.limits import Limits
+from radixkv.config import ServerConfig
+from radixkv.service.cluster.facts import ReplicaFacts
+from radixkv.service.cluster.forwarder import Forwarder
+from radixkv.service.cluster.servicers import (
+    FleetModelServicer,
+    FleetPrefillServicer,
+    FleetServicer,
+    refusing_handler,
+)
+from radixkv.service.server.health.servicer import HealthServicer
+from radixkv.service.server.identity.doors import Doors
+from radixkv.service.server.identity.gate import Gate
+from radixkv.service.server.intake.bounds import grpc_options
+from radixkv.service.server.intake.entry import Entry
+from radixkv.service.server.intake.intake import Intake
+from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.status import StatusInterceptor
+from radixkv.service.server.unfinished_calls import UnfinishedCalls
+from radixkv.v1 import (
+    cache_pb2,
+    events_pb2,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+
+_REFUSED = (
+    cache_pb2.DESCRIPTOR.services_by_name["CacheService"],
+    events_pb2.DESCRIPTOR.services_by_name["EventService"],
+)
+_SERVICES = (
+    prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
+    fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
+    model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+)
+_FLUSH_S = 1.0
+_TIMES_MAX_CALLS = 4
+
+
+class IngressServer:
+    """The gRPC server of a fleet. Callers are who they are for a single server: see `service/server/identity`.
+
+    To be made inside the event loop that runs it.
+
+    Args:
+        config: where to listen, who may call, and bounds on what callers hold.
+        facts: of a replica; all have the same model.
+        forwarder: sends calls to replicas.
+
+    Raises:
+        ConfigError: a file of credentials or certificates can't be used.
+    """
+
+    def __init__(self, config: ServerConfig, facts: ReplicaFacts, forwarder: Forwarder) -> None:
+        self._config = config
+        self._doors = Doors(config)
+        self._unfinished = UnfinishedCalls()
+        self._health = HealthServicer()
+        limits = _limits(facts)
+        entry = Entry(Gate(self._doors.requests), Intake(config, limits, self._unfinished))
+        self._grpc = grpc.aio.server(
+            interceptors=[StatusInterceptor(entry)],
+            options=grpc_options(config, limits),
+            maximum_concurrent_rpcs=_TIMES_MAX_CALLS * config.max_calls,
+        )
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FleetPrefillServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
+        model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
+        self._grpc.add_generic_rpc_handlers(tuple(refusing_handler(service) for service in _REFUSED))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+
+    async def start(self) -> str:
+        """Bind and serve.
+
+        Returns:
+            `HOST:PORT` with the port that was taken.
+
+        Raises:
+            ConfigError: the address can't be bound.
+        """
+        address = host_port(self._config.host, self._config.port)
+        try:
+            if self._doors.tls is None:
+                port = self._grpc.add_insecure_port(address)
+            else:
+                port = self._grpc.add_secure_port(address, self._doors.tls.grpc_credentials())
+        except RuntimeError as error:
+            raise not_free("server.port", self._config.host, self._config.port) from error
+        await self._grpc.start()
+        self._termination = asyncio.ensure_future(self._grpc.wait_for_termination())
+        self._health.set(_SERVICES, is_serving=True)
+        return host_port(self._config.host, port)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether gRPC stopped serving by itself; see `Server.has_ended`."""
+        return self._termination.done()
+
+    async def drain(self) -> None:
+        """Refuse new calls, let running ones finish within `server.drain_timeout_s`, and stop."""
+        self._health.leave()
+        await self._unfinished.finish(self._config.drain_timeout_s)
+        await self._grpc.stop(_FLUSH_S)
+
+
+def _limits(facts: ReplicaFacts) -> Limits:
+    """Return the bounds on messages. Replicas check all else."""
+    return Limits(
+        model=facts.model,
+        device="",
+        vocab_size=facts.vocab_size,
+        max_prompt_tokens=facts.max_prompt_tokens,
+        max_sequence_tokens=facts.max_prompt_tokens,
+        block_size=1,
+        epoch=0,
+        ceiling_tokens={},
+        default_ceiling_tokens=None,
+        pool_tokens=facts.max_prompt_tokens,
+    )

@@ -1,0 +1,141 @@
+"""The connection of a fleet's ingress to one replica."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from radixkv.service.client.channel import async_channel_to, channel_options, stubs
+from radixkv.service.client.streams import closing_async
+from radixkv.service.cluster.facts import ReplicaFacts
+from radixkv.v1 import events_pb2
+
+_PERIOD_S = 0.05
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+_log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+
+class ReplicaLost(Exception):
+    """A replica does not answer its health checks any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """The times of health checks.
+
+    Attributes:
+        period_s: seconds between two of them.
+        answer_s: seconds that an answer may take; then the replica counts as lost until it answers again.
+    """
+
+    period_s: float = 0.5
+    answer_s: float = 3.0
+
+
+class Line:
+    """The connection to one replica: its calls, and whether it still answers.
+
+    A replica whose machine is gone or whose process is stopped closes no connection. So it is asked for its health all
+    the time, and calls that wait for a replica that no longer tells are given up.
+
+    To be made inside the event loop that uses it.
+
+    Args:
+        facts: about the replica.
+        patience: of health checks.
+        sleep: waits, in seconds.
+
+    Attributes:
+        facts: see above.
+        is_up: whether it may be sent requests, by its last answer.
+        num_calls: calls under way, by those who make them.
+        prefill, model: stubs of its services.
+        metadata: to be sent with each call.
+    """
+
+    def __init__(
+        self,
+        facts: ReplicaFacts,
+        patience: Patience = Patience(),
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self.facts = facts
+        self.is_up = True  # Ray says so
+        self.num_calls = 0
+        self._patience = patience
+        self._sleep = sleep
+        self._lost = asyncio.Event()
+        self._channel = async_channel_to(facts.address, None, channel_options((), 0))
+        self.prefill, _, self.model, self._events = stubs(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        self.metadata = (("authorization", f"Bearer {facts.secrets.token}"),)
+
+    def subscribe(self, start_sequence_number: int = 0) -> AsyncIterator[events_pb2.EventBatch]:
+        """Follow what the replica has cached."""
+        request = events_pb2.SubscribeRequest(start_sequence_number=start_sequence_number)
+        return closing_async(self._events.Subscribe(request, metadata=self.metadata))
+
+    async def watch(self) -> None:
+        """Ask for the replica's health until cancelled."""
+        while True:
+            await self.look()
+            await self._sleep(self._patience.period_s)
+
+    async def look(self) -> None:
+        """Ask for the replica's health once."""
+        try:
+            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=self._patience.answer_s)
+        except grpc.aio.AioRpcError as error:
+            if self.is_up:
+                _log.warning("replica %s: expected an answer to a health check, got %s", self._name, error.code().name)
+            self.is_up = False
+            self._lost.set()
+        else:
+            self.is_up = answer.status == _SERVING
+            if self._lost.is_set():
+                self._lost = asyncio.Event()
+
+    async def wait_for(self, awaitable: Awaitable[Answer]) -> Answer:
+        """Wait for a replica's answer, as long as the replica answers health checks.
+
+        Raises:
+            ReplicaLost: it does not any more; what was awaited is cancelled.
+        """
+        lost = asyncio.ensure_future(self._lost.wait())
+        asked = asyncio.ensure_future(awaitable)
+        try:
+            await asyncio.wait((lost, asked), return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise ReplicaLost(f"replica {self._name}: expected an answer, got none, nor one to health checks")
+            return asked.result()
+        finally:
+            lost.cancel()
+            if not asked.done():
+                asked.cancel()
+                with contextlib.suppress(asyncio.CancelledError, grpc.RpcError, StopAsyncIteration):
+                    await asked
+
+    async def finish(self) -> None:
+        """Wait until no call is under way. A replica that drains leaves the fleet before its last answer."""
+        while self.num_calls:
+            await self._sleep(_PERIOD_S)
+
+    async def close(self) -> None:
+        """Close the connection. Calls under way end."""
+        self._lost.set()
+        await self._channel.close(None)
+
+    @property
+    def _name(self) -> str:
+        return self.facts.address

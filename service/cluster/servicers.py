@@ -1,0 +1,210 @@
+"""The gRPC services of a fleet's ingress."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from radixkv.errors import InvalidRequest, SwitchedOff
+from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
+from radixkv.service.cluster.line import Line
+from radixkv.service.cluster.question import Question, Routed
+from radixkv.service.server.calls import traceparent_of
+from radixkv.service.server.messages import require_names
+from radixkv.service.server.unfinished_calls import Context
+from radixkv.service.token_ids import read_token_ids
+from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2, model_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+REPLICA = "radixkv-replica"
+"""Name of the trailing metadata that tells which replica has answered."""
+
+_MICROSECONDS = 1e-6
+
+_Prompt = TypeVar("_Prompt", prefill_pb2.PrefillRequest, prefill_pb2.ProbeRequest, fleet_pb2.RouteRequest)
+
+
+class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Sends prompts where they cost least.
+
+    Args:
+        forwarder: sends calls.
+    """
+
+    def __init__(self, forwarder: Forwarder) -> None:
+        self._forwarder = forwarder
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
+        """Have a replica compute the part of a prompt that it has not cached."""
+        if request.hold_lease:
+            raise _ask_a_replica("hold_lease")
+        question = _question(request)
+        async with _telling(context):
+            routed, answer = await self._forwarder.answer(
+                question, lambda line: line.prefill.Prefill(request, **_manners(line, context))
+            )
+        routed.finish(answer.usage.computed_tokens, answer.timing.prefill_us * _MICROSECONDS)
+        _name(routed, context)
+        response: prefill_pb2.PrefillResponse = answer
+        return response
+
+    async def Generate(  # noqa: N802
+        self, request: prefill_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
+        """Have a replica generate tokens after a prompt; with `kv_source` another one than has computed it."""
+        question = _question(request.prefill)
+        question.source = request.kv_source.address if request.HasField("kv_source") else ""
+        async with (
+            _telling(context),
+            contextlib.aclosing(
+                self._forwarder.stream(
+                    question, lambda line: line.prefill.Generate(_for(line, request), **_manners(line, context))
+                )
+            ) as parts,
+        ):
+            async for routed, part in parts:
+                if part.HasField("usage"):
+                    routed.finish(part.usage.computed_tokens, part.timing.prefill_us * _MICROSECONDS)
+                    _name(routed, context)
+                yield part
+
+    async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
+        """Ask the replica that would get a prompt what it would reuse."""
+        async with _telling(context):
+            routed, answer = await self._forwarder.answer(
+                _question(request), lambda line: line.prefill.Probe(request, **_manners(line, context))
+            )
+        routed.finish(0, 0.0)
+        _name(routed, context)
+        response: prefill_pb2.ProbeResponse = answer
+        return response
+
+    async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802
+        """Refuse: only the replica that holds a lease knows it."""
+        raise _ask_a_replica("Release")
+
+    async def Renew(self, request: prefill_pb2.RenewRequest, context: Context) -> prefill_pb2.RenewResponse:  # noqa: N802
+        """Refuse: only the replica that holds a lease knows it."""
+        raise _ask_a_replica("Renew")
+
+    async def FetchKV(  # noqa: N802
+        self, request: prefill_pb2.FetchKVRequest, context: Context
+    ) -> AsyncIterator[prefill_pb2.FetchKVResponse]:
+        """Refuse: only the replica that holds a lease knows it."""
+        raise _ask_a_replica("FetchKV")
+        yield  # which makes it a stream
+
+
+class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
+    """Tells which replica to ask.
+
+    Args:
+        forwarder: knows them.
+    """
+
+    def __init__(self, forwarder: Forwarder) -> None:
+        self._forwarder = forwarder
+
+    async def Route(self, request: fleet_pb2.RouteRequest, context: Context) -> fleet_pb2.RouteResponse:  # noqa: N802
+        """Choose a replica. It counts as busy with the prompt for as long as computing that should take."""
+        question = _question(request)
+        question.avoid.update(request.avoid)
+        async with _telling(context):
+            routed = await self._forwarder.routed(question)
+        asyncio.get_running_loop().call_later(routed.seconds, routed.finish, None, 0.0)
+        return fleet_pb2.RouteResponse(
+            address=routed.name,
+            reason=routed.reason.value,
+            cached_tokens=routed.route.hits.total,
+            most_cached_tokens=routed.route.most_tokens,
+            queue_tokens=routed.route.queue_tokens,
+            num_replicas=routed.num_replicas,
+        )
+
+
+class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """Has a replica send the model's tokenizer: all have the same.
+
+    Args:
+        forwarder: sends calls.
+    """
+
+    def __init__(self, forwarder: Forwarder) -> None:
+        self._forwarder = forwarder
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: model_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[model_pb2.TokenizerChunk]:
+        """Send the files of the tokenizer."""
+        parts = self._forwarder.stream(
+            Question(bytes(4)), lambda line: line.model.GetTokenizer(request, **_manners(line, context))
+        )
+        async with _telling(context), contextlib.aclosing(parts):
+            async for routed, part in parts:
+                routed.finish(0, 0.0)
+                yield part
+
+
+def refusing_handler(service: ServiceDescriptor) -> grpc.GenericRpcHandler[Any, Any]:
+    """Return a handler of all methods of a service that a fleet does not have. It says to ask a replica."""
+
+    def refusal(name: str) -> Any:
+        async def refuse(request: object, context: Context) -> None:
+            raise _ask_a_replica(name)
+
+        return refuse
+
+    handlers = {
+        method.name: grpc.unary_unary_rpc_method_handler(
+            refusal(method.name),
+            request_deserializer=GetMessageClass(method.input_type).FromString,
+            response_serializer=lambda message: message.SerializeToString(),
+        )
+        for method in service.methods
+    }
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _ask_a_replica(subject: str) -> SwitchedOff:
+    return SwitchedOff(f"{subject}: expected a call to a replica, whose address Route tells, got one to the fleet")
+
+
+def _question(request: _Prompt) -> Question:
+    require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
+    tokens = read_token_ids(request)
+    if not tokens:
+        raise InvalidRequest("token_ids: expected at least 1 token, got 0")
+    return Question(tokens, request.tenant, request.adapter, request.salt)
+
+
+def _for(line: Line, request: prefill_pb2.GenerateRequest) -> prefill_pb2.GenerateRequest:
+    """Return a request for a replica: one that has the K/V itself fetches nothing."""
+    if request.kv_source.address == line.facts.address:
+        request.ClearField("kv_source")
+    return request
+
+
+def _manners(line: Line, context: Context) -> dict[str, Any]:
+    """Return the deadline and the metadata of a call to a replica on behalf of another call."""
+    traceparent = traceparent_of(context)
+    metadata = (*line.metadata, ("traceparent", traceparent)) if traceparent else line.metadata
+    return {"timeout": context.time_remaining(), "metadata": metadata}
+
+
+def _name(routed: Routed, context: Context) -> None:
+    context.set_trailing_metadata(((REPLICA, routed.name),))
+
+
+@contextlib.asynccontextmanager
+async def _telling(context: Context) -> AsyncIterator[None]:
+    """End a call as the replica has ended it."""
+    try:
+        yield
+    except ReplicaRefusal as refusal:
+        await context.abort(refusal.code, refusal.details, refusal.trailing)

@@ -1,0 +1,111 @@
+"""`radixkv fleet`: several engines behind one address, on Ray."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from radixkv.config import Config, ServerConfig
+from radixkv.config.model_directory import check_servable
+from radixkv.errors import ConfigError
+from radixkv.service.server.identity.requirements import is_on_this_machine, require_secure
+from radixkv.service.server.listen_address import host_port, require_free
+
+
+def add_fleet_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add `fleet` to the commands of a parser."""
+    server = ServerConfig()
+    fleet: argparse.ArgumentParser = commands.add_parser(
+        "fleet",
+        help="serve a model by several engines on Ray until SIGTERM",
+        description="Serve a model by several engines on Ray until SIGTERM or SIGINT. Each request goes to the engine "
+        "where it costs least. Prints one line, listening on HOST:PORT, on stdout when ready.",
+    )
+    fleet.add_argument(
+        "--replicas", metavar="N|N:M", default="2", help="engines; N:M for as many as their load asks for"
+    )
+    fleet.add_argument("--model", metavar="tiny|DIR", help="the embedded model, or a directory (default: tiny)")
+    fleet.add_argument("--host", help=f"address to listen on (default: {server.host})")
+    fleet.add_argument("--port", type=int, help=f"0 picks a free one (default: {server.port})")
+    fleet.add_argument(
+        "--replica-host", metavar="H", default="127.0.0.1", help="address that engines listen on; node: their machine's"
+    )
+    fleet.add_argument("--cpus", type=float, default=1.0, help="of each engine")
+    fleet.add_argument("--gpus", type=float, default=0.0, help="of each engine")
+    fleet.add_argument("--ray-address", metavar="A", help="of a running Ray cluster (default: one of its own)")
+    fleet.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS or credentials")
+    fleet.add_argument("--config", metavar="F", help="a TOML file (default: none)")
+    fleet.add_argument(
+        "--set", metavar="a.b=v", action="append", default=[], help="one key of the configuration (default: none)"
+    )
+    fleet.set_defaults(command=_fleet)
+
+
+def _fleet(arguments: argparse.Namespace) -> None:
+    from radixkv.service.cluster.fleet import FleetPlan, running_fleet, with_port
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    least, most = _numbers(arguments.replicas)
+    config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
+    require_secure(config.server)
+    require_free(config.server)
+    _require_private(arguments.replica_host, config.server)
+    config = with_port(config, config.server.port or _free_port(config.server.host))
+    plan = FleetPlan(
+        config,
+        least,
+        most,
+        arguments.replica_host,
+        arguments.cpus,
+        arguments.gpus,
+        arguments.ray_address,
+    )
+    if config.model.path != "tiny":
+        check_servable(config.model.path)
+    stop = threading.Event()
+    with running_fleet(plan):
+        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which has handlers of its own
+            signal.signal(number, lambda *_: stop.set())
+        print(f"listening on {host_port(config.server.host, config.server.port)}", flush=True)
+        stop.wait()
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise ConfigError(f"--replicas: expected N, or N:M with N of at least 1 and at most M, got {text!r}")
+    return least, most
+
+
+def _require_private(host: str, server: ServerConfig) -> None:
+    """Refuse replicas that strangers could reach: they have no TLS."""
+    if not is_on_this_machine(host) and not server.insecure:
+        raise ConfigError(
+            f"--replica-host: expected 127.0.0.1, ::1 or localhost, since replicas have no TLS, got {host!r}; "
+            "--insecure takes a network of your own"
+        )
+
+
+def _free_port(host: str) -> int:
+    """Find a port that is free now. It must stay the same when Ray starts the ingress again."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _settings(arguments: argparse.Namespace) -> list[str]:
+    named = {
+        "model.path": arguments.model,
+        "server.host": arguments.host,
+        "server.port": arguments.port,
+        "server.insecure": arguments.insecure or None,
+    }
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]

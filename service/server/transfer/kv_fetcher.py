@@ -1,0 +1,196 @@
+"""Fetches the K/V of a prompt from the server that computed it."""
+
+from __future__ import annotations
+
+import hmac
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from radixkv.api.params import PrefillParams
+from radixkv.cache.elsewhere.fetched import Fetched
+from radixkv.cache.elsewhere.keyed_block import KeyedBlock
+from radixkv.errors import InvalidRequest, KVFormatDiffers, KVSourceError, SwitchedOff, UnknownLease
+from radixkv.service.client.async_client import AsyncClient
+from radixkv.service.server.calls import answer_of
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.transfer.byte_room import ByteRoom
+from radixkv.service.server.transfer.kv_sources import KVSources
+from radixkv.v1 import prefill_pb2
+
+if TYPE_CHECKING:  # the engine needs torch; these modules do not
+    from radixkv.engine.engine import Engine
+    from radixkv.engine.transfer.transfer import Transfer
+
+# A stream that breaks off goes on where it was, this number of times.
+_MAX_ATTEMPTS = 3
+_UNSURE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+
+
+class KVFetcher:
+    """Fetches what is not cached here, and compares every block with the tokens of the prompt.
+
+    Args:
+        engine: tells which blocks a prompt has, and what is cached of them.
+        mailbox: brings its answers.
+
+    Raises:
+        ConfigError: a file of a token can't be used.
+    """
+
+    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        transfer = engine.transfer
+        self._sources = KVSources({} if transfer is None else transfer.sources)
+        self._room = ByteRoom(0 if transfer is None else transfer.config.max_fetching_bytes)
+
+    async def fetch(
+        self, params: PrefillParams, source: prefill_pb2.KVSource, authorization: str = ""
+    ) -> Fetched | None:
+        """Fetch K/V of a prompt. Returns None if nothing of it is missing here, or nothing of that is there.
+
+        Args:
+            params: the prompt.
+            source: of its K/V.
+            authorization: header of the call. The fleet of this server may name any source.
+
+        Raises:
+            SwitchedOff: this service fetches none, or that one sends none.
+            InvalidRequest: no section has this address, or the prompt may not use what is cached.
+            UnknownLease: the lease is not held there any more, or the service has started again.
+            KVFormatDiffers: it has another model, other dtypes, or blocks of another size.
+            KVSourceError: it can't be reached, or sends what is not the K/V of this prompt.
+        """
+        transfer = self._engine.transfer
+        if transfer is None:
+            raise SwitchedOff("kv_source: expected a service with sections kv_sources, got one without")
+        if not params.read_cache:
+            raise InvalidRequest("kv_source: expected none beside read_cache=false, got one")
+        client = self._sources.client_of(source.address, _fleet_token(transfer, authorization))
+        wanted = transfer.wanted(params.tokens, params.caller)
+        probed = await answer_of(self._engine, self._mailbox, self._engine.probe(params.tokens, params.caller))
+        first_block = probed.cached_tokens // transfer.block_format.block_size
+        num_bytes = transfer.block_format.payload_bytes
+        missing = wanted[first_block : first_block + self._room.capacity // num_bytes]
+        if not missing:
+            return None
+        await self._room.take(len(missing) * num_bytes)
+        try:
+            stream = _Stream(transfer, client, params, source, first_block, missing)
+            payloads = await stream.payloads()
+        except BaseException:
+            self._room.give(len(missing) * num_bytes)
+            raise
+        self._room.give((len(missing) - len(payloads)) * num_bytes)
+        if not payloads:
+            return None
+        fetched = Fetched(first_block, missing[: len(payloads)], payloads)
+        # The engine lets go of it on its own thread, when it is copied or nobody wants it.
+        weakref.finalize(fetched, self._mailbox.post, self._room.give, len(payloads) * num_bytes)
+        return fetched
+
+
+def _fleet_token(transfer: Transfer, authorization: str) -> str | None:
+    """Return the token of this server's fleet if a call shows it."""
+    token = transfer.fleet_token
+    if token is None:
+        return None
+    shown, expected = authorization.encode("utf-8", "surrogatepass"), f"Bearer {token}".encode()
+    return token if hmac.compare_digest(shown, expected) else None
+
+
+class _Stream:
+    """The blocks of one prompt, while they come."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        client: AsyncClient,
+        params: PrefillParams,
+        source: prefill_pb2.KVSource,
+        first_block: int,
+        wanted: list[KeyedBlock],
+    ) -> None:
+        self._transfer = transfer
+        self._client = client
+        self._params = params
+        self._source = source
+        self._first_block = first_block
+        self._wanted = wanted
+        self._payloads: list[memoryview] = []
+
+    async def payloads(self) -> list[memoryview]:
+        """Return K and V of the wanted blocks, up to the last that is there."""
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            num_before = len(self._payloads)
+            try:
+                await self._read()
+            except grpc.aio.AioRpcError as error:
+                has_gone_on = len(self._payloads) > num_before
+                if error.code() not in _UNSURE or (attempt == _MAX_ATTEMPTS and not has_gone_on):
+                    raise _translated(error) from error
+            else:
+                return self._payloads
+        raise KVSourceError("kv_source: expected the whole K/V of the lease, got a stream that breaks off each time")
+
+    async def _read(self) -> None:
+        deadline_s = self._params.deadline_s
+        responses = self._client.fetch_kv(
+            self._source.lease_id,
+            tenant=self._params.caller.tenant,
+            epoch=self._source.epoch,
+            first_block=self._first_block + len(self._payloads),
+            timeout_s=None if deadline_s is None else max(1e-3, deadline_s - time.monotonic()),
+        )
+        data = bytearray()
+        try:
+            async for response in responses:
+                if response.HasField("format"):
+                    self._require_format(response.format)
+                if len(self._payloads) == len(self._wanted):
+                    return
+                if not response.data:
+                    continue
+                expected = self._first_block + len(self._payloads)
+                if response.block != expected:
+                    raise KVSourceError(f"kv_source: expected block {expected}, got {response.block}")
+                data += response.data
+                if len(data) >= self._transfer.object_bytes:
+                    self._payloads.append(self._payload(bytes(data)))
+                    data.clear()
+        finally:
+            await responses.aclose()
+
+    def _payload(self, data: bytes) -> memoryview:
+        payload = self._transfer.payload_of(data, self._wanted[len(self._payloads)])
+        if isinstance(payload, str):
+            raise KVSourceError(f"kv_source: expected the K/V of this prompt, got a block that is {payload}")
+        return payload
+
+    def _require_format(self, theirs: prefill_pb2.KVFormat) -> None:
+        ours = self._transfer.block_format
+        if theirs.fingerprint == ours.fingerprint:
+            return
+        for name, own, other in (
+            ("model_fingerprint", ours.model, theirs.model_fingerprint),
+            ("dtype", ours.dtype, theirs.dtype),
+            ("kv_dtype", ours.kv_dtype, theirs.kv_dtype),
+            ("layout", ours.layout, theirs.layout),
+            ("block_size", ours.block_size, theirs.block_size),
+        ):
+            if own != other:
+                raise KVFormatDiffers(f"kv_source: expected K/V with the {name} {own}, got {other}")
+        raise KVFormatDiffers("kv_source: expected a server that computes the same bits, got another one")
+
+
+def _translated(error: grpc.aio.AioRpcError) -> Exception:
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.NOT_FOUND:
+        return UnknownLease(f"kv_source: {details}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return SwitchedOff(f"kv_source: {details}")
+    return KVSourceError(f"kv_source: expected K/V of the lease, got {code.name}: {details}")

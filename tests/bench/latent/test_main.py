@@ -1,0 +1,39 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.latent.__main__ import config_of, main, measure, model_of, ways_of
+
+SMALL = ("--layers", "2", "--experts", "4", "--divisor", "16", "--dtypes", "float32", "--rounds", "1")
+
+
+def test_both_ways_are_timed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--cached", "100", "--new", "1", "9", "--json", str(tmp_path / "latent.json")])
+    result = json.loads((tmp_path / "latent.json").read_text())
+    assert [(row["cached_tokens"], row["new_tokens"]) for row in result["rows"]] == [(100, 1), (100, 9)]
+    for row in result["rows"]:
+        assert row["latent_token_bytes"] == 2 * (512 + 64) // 16 * 4
+        assert row["expanded_token_bytes"] == 2 * 16 * 2 * (128 + 64) // 16 * 4
+        assert min(row["latent_ms"], row["expanded_ms"], row["latent_cold_ms"], row["expanded_cold_ms"]) > 0
+    assert result["command"].startswith("python -m bench.latent --layers 2")
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(config_of(2, 4, 16), "float32")
+    ways = ways_of(model, 128)
+    wrong = ways["latent"]._replace(wrap=lambda step: Halved(step))
+    monkeypatch.setattr("bench.latent.__main__.ways_of", lambda *_: {**ways, "latent": wrong})
+    with pytest.raises(AssertionError, match="logits: expected the same both ways"):
+        measure(model, "float32", 100, 1, 1)
+
+
+class Halved:
+    """A step whose attention is wrong."""
+
+    def __init__(self, step: object) -> None:
+        self._step = step
+
+    def attend(self, *arguments: object) -> object:
+        return self._step.attend(*arguments) / 2

@@ -1,0 +1,25 @@
+import random
+import zlib
+
+import pytest
+
+from bench.perplexity.compressors import COMPRESSORS, gzip_bits, xz_bits
+
+WORDS = ["the", "lord", "said", "unto", "her", "sister", "with", "great", "pleasure"]
+DICE = random.Random(0)
+TEXT, BEFORE = (" ".join(DICE.choices(WORDS, k=count)).encode() for count in (2000, 20_000))
+
+
+@pytest.mark.parametrize("bits", COMPRESSORS.values(), ids=COMPRESSORS)
+def test_what_was_said_before_need_not_be_said_again(bits) -> None:  # type: ignore[no-untyped-def]
+    assert bits(TEXT, BEFORE + TEXT) < 0.1 * bits(TEXT, b"")
+    assert bits(TEXT, BEFORE) < 1.01 * bits(TEXT, b"")
+
+
+def test_gzip_can_be_read_again_and_sees_its_window_alone() -> None:
+    assert abs(gzip_bits(TEXT) - 8 * len(zlib.compress(TEXT, 9))) < 100
+    assert gzip_bits(TEXT, TEXT + bytes(40_000)) > 0.5 * gzip_bits(TEXT)
+
+
+def test_xz_sees_everything() -> None:
+    assert xz_bits(TEXT, TEXT + bytes(40_000)) < 0.1 * xz_bits(TEXT)

@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from bench.perplexity.rounded_linear import RoundedLinear, round_linears
+from radixkv.kernels.int8_linear import int8_product, pack_int8
+from tests.processor import needs_exact_int8
+
+
+def layer(bias: bool) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(300, 48, bias=bias).requires_grad_(False)
+
+
+@needs_exact_int8
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_has_the_numbers_that_are_served(bias: bool) -> None:
+    linear, rows = layer(bias), torch.randn(17, 300)
+    assert torch.equal(RoundedLinear(linear)(rows), int8_product(rows, pack_int8(linear.weight), linear.bias))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_rounding_moves_a_product_a_little(bias: bool) -> None:
+    linear, rows = layer(bias), torch.randn(2, 17, 300)
+    moved = RoundedLinear(linear)(rows) - linear(rows)
+    assert 0 < moved.std() < 0.02 * linear(rows).std()
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    rounded, rows = RoundedLinear(layer(bias=False)), torch.randn(40, 300)
+    assert torch.equal(rounded(rows)[7:9], rounded(rows[7:9]))
+
+
+def test_every_linear_layer_is_replaced() -> None:
+    module = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()))
+    round_linears(module)
+    assert [type(each).__name__ for each in module.modules()] == [
+        *("Sequential", "Embedding", "Sequential", "RoundedLinear", "ReLU"),
+    ]

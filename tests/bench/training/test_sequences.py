@@ -1,0 +1,57 @@
+"""Rows are the same for the same step, cover the text evenly, and some of them are chats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.training.corpus import Document
+from bench.training.sequences import STEP_TOKENS, Sequences, build_sequences
+from bench.training.tokenizer import load_tokenizer
+
+DIALOGUE = "\n\n".join(f'"Is it number {i}?" said she.' for i in range(200)) + "\n"
+END, START_OF_TURN, END_OF_TURN = 509, 510, 511
+
+
+@pytest.fixture(scope="module")
+def sequences() -> Sequences:
+    documents = [Document("austen", DIALOGUE), Document("king_james", "Chapter 1\n\nIn the beginning.\n" * 300)]
+    return build_sequences(documents, load_tokenizer(), seed=0)
+
+
+def test_a_step_has_the_same_rows_each_time(sequences: Sequences) -> None:
+    again = Sequences(sequences.text, sequences.chats, 0)
+    other = Sequences(sequences.text, sequences.chats, 1)
+    assert all(torch.equal(sequences.rows(step), again.rows(step)) for step in range(10))
+    assert any(not torch.equal(sequences.rows(step), other.rows(step)) for step in range(10))
+
+
+def test_every_step_reads_as_many_tokens(sequences: Sequences) -> None:
+    shapes = {tuple(sequences.rows(step).shape) for step in range(60)}
+    assert shapes == {(STEP_TOKENS // length, length + 1) for length in (256, 512, 1024, 2048)}
+
+
+def test_the_text_is_read_evenly() -> None:
+    places = torch.arange(100_000)
+    sequences = Sequences(places, places[:3000], seed=0)
+    times = torch.zeros(100_000)
+    for step in range(1000):
+        rows = sequences.rows(step)
+        for row in rows if rows.shape[1] > 257 else rows[1:4]:
+            times[row[:-1]] += 1
+    tenths = times.view(10, -1).mean(1)[1:-1]  # windows can't begin in the last ones
+    assert tenths.min() > 0.7 * tenths.max()
+
+
+def test_documents_end_and_turns_end(sequences: Sequences) -> None:
+    assert (sequences.text == END).sum() == 2
+    assert not torch.isin(sequences.text, torch.tensor([START_OF_TURN, END_OF_TURN])).any()
+    assert (sequences.chats == START_OF_TURN).sum() == (sequences.chats == END_OF_TURN).sum() > 150
+
+
+def test_a_paragraph_answers_the_one_before_it(sequences: Sequences) -> None:
+    chats = load_tokenizer().decode(sequences.chats)
+    assert (
+        '"Is it number 0?" said she.<|im_end|>\n<|im_start|>assistant\n"Is it number 1?" said she.<|im_end|>' in chats
+    )
+    assert "beginning" not in chats

@@ -1,0 +1,67 @@
+"""A run that was killed goes on as if it had not been."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.training.__main__ import train
+from bench.training.pace import Pace
+from bench.training.sequences import Sequences
+from bench.training.trainer import Trainer
+
+SHAPE = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+TEXT = torch.arange(6000) % 17  # the next token can be known
+
+
+def trainer(steps: int = 6, checkpoint: Path | None = None, seed: int = 0, **options: object) -> Trainer:
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, **SHAPE))
+    pace = Pace(steps=steps)
+    return Trainer(module, Sequences(TEXT, TEXT[:3000], seed), pace, checkpoint, **options)  # type: ignore[arg-type]
+
+
+def losses(run: Trainer, steps: int) -> list[float]:
+    return [run.step().loss for _ in range(steps)]
+
+
+def test_the_loss_falls() -> None:
+    run = trainer(steps=40)
+    first, *_, last = losses(run, 40)
+    assert last < 0.7 * first
+    assert run.is_done
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    whole = losses(trainer(), 6)
+    killed = trainer(checkpoint=tmp_path / "checkpoint.pt")
+    assert losses(killed, 2) == whole[:2]
+    killed.save()
+    assert losses(killed, 1) == whole[2:3], "this step is lost"
+    resumed = trainer(checkpoint=tmp_path / "checkpoint.pt")
+    assert resumed.progress.steps == 2
+    assert losses(resumed, 4) == whole[2:]
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_a_checkpoint_of_another_seed_is_refused(tmp_path: Path) -> None:
+    trainer(checkpoint=tmp_path / "checkpoint.pt").save()
+    with pytest.raises(ValueError, match="checkpoint: expected seed 1, got 0"):
+        trainer(checkpoint=tmp_path / "checkpoint.pt", seed=1)
+
+
+def test_time_counts_only_while_it_steps() -> None:
+    run = trainer(now_s=count().__next__)
+    losses(run, 3)
+    assert run.progress.seconds == 3
+
+
+def test_a_run_says_where_it_is_and_saves_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainer(steps=10, checkpoint=tmp_path / "checkpoint.pt")
+    train(run)
+    assert capsys.readouterr().out.startswith("step 10: loss ")
+    assert trainer(steps=10, checkpoint=tmp_path / "checkpoint.pt").is_done

@@ -1,0 +1,64 @@
+from radixkv.cache.elsewhere import retentions
+from radixkv.cache.elsewhere.retentions import Retentions, Wish
+from radixkv.namespace import Namespace
+
+ACME, OTHER = Namespace("m", "acme"), Namespace("m", "other")
+
+
+def test_a_block_of_which_nothing_is_known_has_the_default() -> None:
+    assert Retentions().of(b"a") == 50
+
+
+def test_a_priority_is_raised_and_not_lowered_unless_it_is_set() -> None:
+    known = Retentions()
+    known.raise_to(b"a", ACME, Wish(80, None))
+    known.raise_to(b"a", ACME, Wish(60, None))
+    assert known.of(b"a") == 80
+    known.set(b"a", ACME, Wish(60, None))
+    assert known.of(b"a") == 60
+    known.set(b"a", ACME, Wish(50, None))
+    assert (known.of(b"a"), len(known)) == (50, 0)
+
+
+def test_a_lower_priority_than_the_default_is_noted_too() -> None:
+    known = Retentions()
+    known.raise_to(b"a", ACME, Wish(20, None))
+    assert known.of(b"a") == 20
+
+
+def test_priorities_end_at_their_time_a_bounded_number_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(retentions, "_MAX_ENDED_AT_ONCE", 2)
+    known = Retentions()
+    for index, key in enumerate((b"a", b"b", b"c")):
+        known.set(key, ACME, Wish(80, 10.0 + index))
+    known.set(b"d", ACME, Wish(80, None))
+    assert known.expire(9.9) == []
+    assert known.expire(12.0) == [b"a", b"b"]
+    assert known.expire(12.0) == [b"c"]
+    assert known.expire(1e9) == []
+    assert (known.of(b"a"), known.of(b"d")) == (50, 80)
+
+
+def test_a_later_wish_replaces_the_end_of_an_earlier_one() -> None:
+    known = Retentions()
+    known.set(b"a", ACME, Wish(80, 10.0))
+    known.raise_to(b"a", ACME, Wish(80, 20.0))
+    assert known.expire(15.0) == []
+    assert known.expire(20.0) == [b"a"]
+
+
+def test_beyond_the_bound_that_of_which_was_heard_longest_ago_is_forgotten() -> None:
+    known = Retentions(max_keys=2)
+    for key in (b"a", b"b", b"a", b"c"):
+        known.set(key, ACME, Wish(80, 10.0))
+    assert [known.of(key) for key in (b"a", b"b", b"c")] == [80, 50, 80]
+    assert known.expire(10.0) == [b"a", b"c"]
+
+
+def test_a_purge_forgets_a_tenant() -> None:
+    known = Retentions()
+    known.set(b"a", ACME, Wish(80, 10.0))
+    known.set(b"b", OTHER, Wish(80, 10.0))
+    known.purge("acme", None, None)
+    assert (known.of(b"a"), known.of(b"b")) == (50, 80)
+    assert known.expire(10.0) == [b"b"]

@@ -1,0 +1,72 @@
+from radixkv.cache.elsewhere.keyed_block import KeyedBlock
+from radixkv.cache.elsewhere.retentions import Wish
+from radixkv.cache.elsewhere.shared_shelf import SharedShelf
+from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.elsewhere.stored_retention import StoredRetention
+from radixkv.namespace import Namespace
+
+ACME = Namespace("m", "acme")
+PATH = [KeyedBlock(key, b"", b"", ACME) for key in (b"a", b"b", b"c")]
+
+
+def holding(*keys: bytes) -> tuple[StoredRetention, Shelf]:
+    shelf, shared = Shelf("host", 10), SharedShelf("redis")
+    for key in keys:
+        shelf.add(key, ACME)
+        shared.add(key, ACME)
+    return StoredRetention({"host": shelf, "redis": shared}), shelf
+
+
+def test_blocks_before_one_that_is_kept_are_kept_too() -> None:
+    retention, shelf = holding(b"a", b"b", b"c", b"x")
+    retention.set(PATH[:2], 1, Wish(90, None))
+    assert list(shelf) == [b"c", b"x", b"b", b"a"]
+    assert retention.granted(PATH, 90) == (2, 3)
+
+
+def test_blocks_before_one_that_may_go_first_stay() -> None:
+    retention, shelf = holding(b"a", b"b", b"x")
+    retention.set(PATH[:2], 1, Wish(20, None))
+    assert list(shelf) == [b"b", b"a", b"x"]
+
+
+def test_a_block_that_is_on_the_device_keeps_its_place_until_it_leaves() -> None:
+    retention, shelf = holding(b"a", b"x")
+    shelf.note_loaded(b"a")
+    retention.set(PATH[:1], 0, Wish(90, None))
+    assert list(shelf) == [b"a", b"x"]
+    shelf.note_left(b"a", retention.priority_of(b"a"))
+    assert list(shelf) == [b"x", b"a"]
+
+
+def test_the_end_of_a_priority_takes_it_back() -> None:
+    retention, shelf = holding(b"a", b"x")
+    retention.set(PATH[:1], 0, Wish(90, 10.0))
+    retention.expire(9.0)
+    assert list(shelf) == [b"x", b"a"]
+    retention.expire(10.0)
+    shelf.note_left(b"x")
+    assert list(shelf) == [b"a", b"x"]
+
+
+def test_what_left_with_a_priority_does_not_lower_one_that_was_asked_for() -> None:
+    retention, _ = holding(b"a")
+    retention.set(PATH[:1], 0, Wish(90, None))
+    retention.note(PATH[:1], 0, Wish(60, None))
+    assert retention.priority_of(b"a") == 90
+    retention.set(PATH[:1], 0, Wish(50, None))
+    assert retention.priority_of(b"a") == 50
+
+
+def test_a_purge_forgets_priorities() -> None:
+    retention, _ = holding(b"a")
+    retention.set(PATH[:1], 0, Wish(90, None))
+    retention.purge("acme", None, None)
+    assert retention.priority_of(b"a") == 50
+
+
+def test_where_not_all_may_be_kept_the_beginning_is() -> None:
+    retention, shelf = holding(b"a", b"b", b"c", b"x")
+    shelf.retained_part = 0.2  # of ten blocks
+    retention.set(PATH, 0, Wish(90, None))
+    assert retention.granted(PATH, 90) == (2, 3)

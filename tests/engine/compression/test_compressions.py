@@ -1,0 +1,344 @@
+"""Generations that keep only some of their K/V: what they answer, what they hold, and what others see of them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.api.compression import Compression, CompressionPolicy
+from radixkv.api.result import GenerateResult, GenerationFuture
+from radixkv.api.retention import Retention
+from radixkv.cache.tenants import Quota
+from radixkv.compute.forward import Chunk
+from radixkv.engine.compression import compressions
+from radixkv.errors import QuotaExceeded, StepFailed
+from radixkv.model.model import Model
+from radixkv.namespace import Namespace
+from tests.engine.compression.compressed_bench import BLOCK_SIZE, CompressedBench, load, prompt, scribble
+from tests.engine.compression.compression_oracle import oracle_logits
+from tests.fake_runner import tokens
+from tests.model.exact.checkpoints import CONFIGS, load_eager, write_checkpoint
+from tests.model.exact.exact_cases import MODELS
+
+STREAMING_LLM, H2O, SNAPKV = CompressionPolicy
+EACH = [Compression(STREAMING_LLM, 16), Compression(H2O, 16), Compression(SNAPKV, 16, window=6)]
+each_policy = pytest.mark.parametrize("compression", EACH, ids=lambda asked: asked.policy)
+MAX_DIFFERENCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(CONFIGS["llama"], tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> Model:
+    return load(directory)
+
+
+def result_of(future: GenerationFuture) -> GenerateResult:
+    return future.result(0)
+
+
+def bits(result: GenerateResult) -> tuple[object, ...]:
+    return result.token_ids, result.logprobs
+
+
+@functools.cache
+def alone(model: Model, length: int, count: int, compression: Compression | None, seed: int = 0) -> GenerateResult:
+    bench = CompressedBench(model)
+    future = bench.generate(prompt(length, seed), count, compression)
+    bench.run()
+    return result_of(future)
+
+
+def cold_logits(model: Model, ids: list[int]) -> np.ndarray:
+    logits = CompressedBench(model).prefill(ids).logits
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [*EACH, Compression(STREAMING_LLM, 9, num_sinks=0), Compression(H2O, 48, window=3), Compression(SNAPKV, 2)],
+    ids=lambda asked: f"{asked.policy}-{asked.max_tokens}",
+)
+@pytest.mark.parametrize("length", [5, 50])
+def test_an_answer_is_that_of_transformers_with_the_same_entries_left_out(
+    model: Model, directory: Path, compression: Compression, length: int
+) -> None:
+    result = alone(model, length, 16, compression)
+    logits = oracle_logits(load_eager(directory), prompt(length), list(result.token_ids), compression)
+    expected = torch.log_softmax(logits, dim=-1)[range(16), list(result.token_ids)]
+    told = torch.tensor([each.logprob for each in result.logprobs])
+    assert (told - expected).abs().max() < MAX_DIFFERENCE
+    assert logits.argmax(dim=-1).tolist() == list(result.token_ids)
+    assert logits.std() > 100 * MAX_DIFFERENCE, "the oracle's logits are too flat to tell right from wrong"
+
+
+@each_policy
+def test_of_latents_answers_are_those_of_transformers_too(tmp_path: Path, compression: Compression) -> None:
+    directory = write_checkpoint(MODELS["deepseek_v3"], tmp_path)
+    result = alone(load(directory), 50, 24, compression)
+    logits = oracle_logits(load_eager(directory), prompt(50), list(result.token_ids), compression)
+    expected = torch.log_softmax(logits, dim=-1)[range(24), list(result.token_ids)]
+    assert (torch.tensor([each.logprob for each in result.logprobs]) - expected).abs().max() < MAX_DIFFERENCE
+    assert logits.std() > 100 * MAX_DIFFERENCE
+
+
+@each_policy
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int4"])
+def test_where_nothing_is_dropped_no_bit_changes(model: Model, compression: Compression, kv_dtype: str) -> None:
+    bench = CompressedBench(model, kv_dtype=kv_dtype)
+    roomy = Compression(compression.policy, 60)
+    whole, compressed = bench.generate(prompt(40), 20), bench.generate(prompt(40), 20, roomy)
+    bench.run()
+    assert bits(result_of(compressed)) == bits(result_of(whole))
+    tight = bench.generate(prompt(40), 20, compression)
+    bench.run()
+    assert bits(result_of(tight)) != bits(result_of(whole))
+
+
+@each_policy
+def test_company_hits_and_chunks_change_no_bit(model: Model, compression: Compression) -> None:
+    expected = bits(alone(model, 50, 20, compression))
+    bench = CompressedBench(model, num_blocks=256, max_step_tokens=7)
+    bench.prefill(prompt(50)[:29])
+    futures = [bench.generate(prompt(50), 20, compression) for _ in range(2)]
+    others = [bench.generate(prompt(33, seed=seed), 30, asked) for seed, asked in enumerate([None, *EACH], start=1)]
+    bench.run()
+    assert [bits(result_of(future)) for future in futures] == [expected, expected]
+    assert all(len(result_of(other).token_ids) == 30 for other in others)
+    assert result_of(futures[1]).usage.cached_tokens >= 29
+
+
+@each_policy
+def test_nothing_of_it_is_ever_found_by_others(model: Model, compression: Compression) -> None:
+    bench = CompressedBench(model)
+    future = bench.generate(prompt(50), 30, compression)
+    published = []
+    while bench.core.has_work:
+        bench.step()
+        published.append(bench.cache.pool.num_published)
+    assert set(published[1:]) == {13}, "the blocks of the prompt"
+    usage = result_of(future).usage
+    assert (usage.written_tokens, usage.generated_tokens) == (50, 30)
+    again = [*prompt(50), *result_of(future).token_ids]
+    for length in (51, 52, 60, 80):
+        scribble(bench)
+        ids = again[:length]
+        turn = bench.prefill(ids, write_cache=False)
+        assert turn.usage.cached_tokens == min(50, length - 1)
+        assert turn.logits is not None
+        assert turn.logits.tobytes() == cold_logits(model, ids).tobytes()
+
+
+@each_policy
+def test_the_next_turn_of_a_compressed_conversation_is_computed_from_the_whole_prompt(
+    model: Model, compression: Compression
+) -> None:
+    bench = CompressedBench(model)
+    first = bench.generate(prompt(30), 12, compression)
+    bench.run()
+    ids = [*prompt(30), *result_of(first).token_ids, 5, 6]
+    second = bench.generate(ids, 12, compression)
+    bench.run()
+    assert result_of(second).usage.cached_tokens == 30
+    fresh = CompressedBench(model)
+    expected = fresh.generate(ids, 12, compression)
+    fresh.run()
+    assert bits(result_of(second)) == bits(result_of(expected))
+
+
+@each_policy
+def test_it_holds_no_more_blocks_than_its_budget_takes(model: Model, compression: Compression) -> None:
+    bench = CompressedBench(model)
+    bench.generate(prompt(200), 40, compression)
+    bench.step()
+    assert bench.num_leased_blocks >= 50, "prompt and private blocks, until the prompt is computed"
+    bench.step()
+    num_entries = compression.most_entries(200, 40)
+    assert bench.num_leased_blocks == -(-num_entries // BLOCK_SIZE)
+    assert bench.cache.evict(1000) == 50, "nobody holds the prompt any more"
+    bench.run()
+    assert bench.num_leased_blocks == 0
+
+
+def test_a_stream_goes_on_beyond_the_pool(model: Model) -> None:
+    bench = CompressedBench(model, num_blocks=12)
+    future = bench.generate(prompt(20), 100, Compression(STREAMING_LLM, 24))
+    bench.run()
+    assert len(result_of(future).token_ids) == 100
+    assert bench.num_leased_blocks == 0
+
+
+@each_policy
+def test_others_are_paused_and_it_is_not(model: Model, compression: Compression) -> None:
+    bench = CompressedBench(model, num_blocks=20 - -compression.most_entries(20, 40) // BLOCK_SIZE)
+    asked = [None, None, compression]
+    futures = [bench.generate(prompt(20, seed), 40, each) for seed, each in enumerate(asked)]
+    bench.run()
+    results = [result_of(future) for future in futures]
+    assert results[2].usage.recomputed_tokens == 0
+    assert sum(result.usage.recomputed_tokens for result in results) > 0
+    for seed, result in enumerate(results):
+        assert bits(result) == bits(alone(model, 20, 40, asked[seed], seed))
+
+
+def test_half_of_the_places_are_left_to_those_that_can_be_paused(model: Model) -> None:
+    bench = CompressedBench(model, max_running_requests=2)
+    greedy = [bench.generate(prompt(9, seed), 30, EACH[0], tenant="greedy") for seed in range(3)]
+    for _ in range(3):
+        bench.step()
+    other = bench.generate(prompt(9, 9), 3, tenant="other")
+    while not other.done():
+        bench.step()
+    assert not any(future.done() for future in greedy)
+    bench.run()
+    assert all(len(result_of(future).token_ids) == 30 for future in greedy)
+
+
+def test_its_blocks_count_for_the_ceiling_of_its_tenant(model: Model) -> None:
+    bench = CompressedBench(model, quotas={"small": Quota(ceiling_blocks=12)})
+    futures = [bench.generate(prompt(30, seed), 9, EACH[0], tenant="small") for seed in range(3)]
+    while bench.core.has_work:
+        bench.step()
+        usage = bench.cache.tenants["small"]
+        assert usage.num_leased_blocks + usage.num_cached_blocks <= 12
+    assert all(len(result_of(future).token_ids) == 9 for future in futures)
+    too_large = bench.generate(prompt(40), 9, EACH[0], tenant="small")
+    bench.run()
+    assert isinstance(too_large.exception(0), QuotaExceeded)
+    assert bench.num_leased_blocks == 0
+
+
+@each_policy
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_a_cancelled_one_leaves_nothing_behind(model: Model, compression: Compression, num_steps: int) -> None:
+    bench = CompressedBench(model)
+    cancelled = bench.generate(prompt(50), 20, compression)
+    late = bench.generate(prompt(40), 20, compression, deadline_s=1e9)
+    for _ in range(num_steps):
+        bench.step()
+    cancelled.cancel()
+    bench.run()
+    assert bits(result_of(late)) == bits(alone(model, 40, 20, compression))
+    assert bench.num_leased_blocks == 0
+
+
+@each_policy
+def test_a_late_one_leaves_nothing_behind(model: Model, compression: Compression) -> None:
+    bench = CompressedBench(model)
+    future = bench.generate(prompt(50), 300, compression, deadline_s=60.0)
+    bench.run()
+    assert future.exception(0) is not None
+    assert bench.num_leased_blocks == 0
+
+
+@each_policy
+@pytest.mark.parametrize(("num_steps", "read_cache"), [(0, True), (0, False), (1, True), (1, False), (4, True)])
+def test_a_purge_takes_its_prompt_and_not_its_answer(
+    model: Model, compression: Compression, num_steps: int, read_cache: bool
+) -> None:
+    bench = CompressedBench(model)
+    future = bench.generate(prompt(50), 20, compression, read_cache=read_cache)
+    for _ in range(num_steps):
+        bench.step()
+    bench.core.purge(tenant="", adapter=None, salt=None)
+    bench.run()
+    assert bits(result_of(future)) == bits(alone(model, 50, 20, compression))
+    assert bench.cache.pool.num_published == 0
+    assert bench.num_leased_blocks == 0
+
+
+@each_policy
+@pytest.mark.parametrize(("write_cache", "num_found"), [(True, 49), (False, 0)])
+def test_one_that_must_not_read_the_cache_publishes_its_prompt_if_it_may(
+    model: Model, compression: Compression, write_cache: bool, num_found: int
+) -> None:
+    bench = CompressedBench(model)
+    future = bench.generate(prompt(50), 20, compression, read_cache=False, write_cache=write_cache)
+    bench.run()
+    assert bits(result_of(future)) == bits(alone(model, 50, 20, compression))
+    assert result_of(future).usage.written_tokens == (50 if write_cache else 0)
+    assert bench.prefill(prompt(50)).usage.cached_tokens == num_found
+
+
+def test_choosing_writes_nothing_into_the_blocks_of_the_prompt(model: Model) -> None:
+    bench = CompressedBench(model)
+    bench.prefill(prompt(50))
+    pool = bench.runner.storage.pool
+    pool.values.mul_(0.5)  # so that K and V that were written again would be other ones
+    before = pool.blocks.clone()
+    match = bench.cache.match(Namespace("model"), tokens([*prompt(50), 0]))
+    rule = compressions.rule_of(EACH[2])
+    chunk = Chunk(tokens(prompt(50)), 0, 50, match.block_ids.copy(), None, wants_logits=False)
+    private = np.array([100, 101, 102, 103], dtype=np.int32)
+    compressions.KeptEntries.of_prompt(bench.runner, rule, chunk, private)
+    others = np.setdiff1d(np.arange(128), private)
+    assert torch.equal(pool.blocks[others], before[others])
+    assert not torch.equal(pool.blocks[private], before[private])
+
+
+@pytest.mark.parametrize("priority", [0, 80])
+def test_its_prompt_can_be_retained(model: Model, priority: int) -> None:
+    bench = CompressedBench(model)
+    future = bench.generate(prompt(48), 10, EACH[0], retention=Retention(priority))
+    bench.run()
+    retained = result_of(future).retained
+    assert retained is not None
+    assert retained.grant.granted_tokens == 48
+    assert bench.cache.num_retained_blocks == (12 if priority == 80 else 0)
+
+
+def test_what_fails_while_it_is_compressed_fails_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = CompressedBench(model)
+    failing, other = bench.generate(prompt(50), 20, EACH[1]), bench.generate(prompt(40), 20)
+    bench.step()
+
+    def raise_error(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(compressions.KeptEntries, "of_prompt", raise_error)
+    bench.run()
+    assert isinstance(failing.exception(0), StepFailed)
+    assert bits(result_of(other)) == bits(alone(model, 40, 20, None))
+    assert bench.num_leased_blocks == 0
+
+
+def test_a_step_that_is_computed_again_counts_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = bits(alone(model, 50, 20, EACH[1]))
+    bench = CompressedBench(model)
+    future = bench.generate(prompt(50), 20, EACH[1])
+    for _ in range(5):
+        bench.step()
+    start, failures = bench.runner.start, [torch.OutOfMemoryError("full")]
+
+    def fail_after_the_pass(chunks: object) -> object:
+        wait = start(chunks)
+
+        def failing() -> object:
+            result = wait()
+            if failures:
+                raise failures.pop()
+            return result
+
+        return failing
+
+    other = bench.generate(prompt(9, seed=3), 2)  # so that the step is one that can be made smaller
+    monkeypatch.setattr(bench.runner, "start", fail_after_the_pass)
+    bench.run()
+    assert not failures
+    assert bits(result_of(future)) == expected
+    assert len(result_of(other).token_ids) == 2
+
+
+@pytest.mark.parametrize(("name", "refused"), [("mistral", "sliding windows"), ("qwen3", ""), ("gemma2", "windows")])
+def test_a_model_with_windows_refuses(tmp_path: Path, name: str, refused: str) -> None:
+    bench = CompressedBench(load(write_checkpoint(CONFIGS[name], tmp_path)))
+    assert refused in bench.runner.compression_refusal
+    assert bool(refused) == bool(bench.runner.compression_refusal)

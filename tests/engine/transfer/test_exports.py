@@ -1,0 +1,105 @@
+"""K/V of held leases: what is published of a prompt, in whole blocks, as long as the lease is held."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+
+import pytest
+
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import PrefillResult
+from radixkv.engine.transfer.exports import Exports
+from radixkv.errors import UnknownLease
+from radixkv.namespace import Namespace
+from radixkv.scheduling.request import Request
+from tests.engine.offload.tiered_bench import BLOCK_SIZE, FakeMover, TieredBench
+from tests.fake_runner import tokens
+
+PROMPT = range(3 * BLOCK_SIZE + 2)
+
+
+class Exporting:
+    """An engine core that holds leases, and what gives their K/V."""
+
+    def __init__(self, num_blocks: int = 16) -> None:
+        self.bench = TieredBench(num_blocks)
+        mover = FakeMover(self.bench.runner)
+        core = self.bench.core
+        self.exports = Exports(self.bench.cache, core.held_leases, mover, self.bench.elsewhere.key_blocks)  # type: ignore[arg-type]
+
+    def hold(self, ids: range = PROMPT, tenant: str = "", **params: bool) -> str:
+        result = self.bench.prefill(ids, tenant=tenant, hold_lease=True, **params)
+        assert result.held_lease is not None
+        return result.held_lease.lease_id
+
+
+def test_the_whole_blocks_of_a_lease_come_with_their_tokens() -> None:
+    exporting = Exporting()
+    lease_id = exporting.hold()
+    found = exporting.exports.blocks_of(lease_id, "")
+    assert [block.tokens for block in found.blocks] == [
+        tokens(range(start, start + BLOCK_SIZE)) for start in range(0, 3 * BLOCK_SIZE, BLOCK_SIZE)
+    ]
+    objects = exporting.exports.objects(lease_id, "", found, 1, 3)
+    assert [each.key for each in objects] == [block.key for block in found.blocks[1:3]]
+    slots = json.loads(bytes(objects[1].payload))
+    assert [bytes.fromhex(prefix) for _, prefix in slots] == [
+        tokens(range(end)) for end in range(2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE + 1)
+    ]
+    assert exporting.exports.objects(lease_id, "", found, 3, 9) == []
+
+
+def test_leases_of_others_and_those_that_have_ended_are_not_found() -> None:
+    exporting = Exporting()
+    lease_id = exporting.hold()
+    found = exporting.exports.blocks_of(lease_id, "")
+    with pytest.raises(UnknownLease, match="expected a lease that this tenant holds"):
+        exporting.exports.blocks_of(lease_id, "other")
+    exporting.bench.core.held_leases.release(lease_id, "")
+    with pytest.raises(UnknownLease, match="expected a lease that this tenant holds"):
+        exporting.exports.objects(lease_id, "", found, 0, 1)
+
+
+def test_nothing_of_a_purged_prompt_is_given() -> None:
+    exporting = Exporting()
+    lease_id = exporting.hold()
+    found = exporting.exports.blocks_of(lease_id, "")
+    exporting.bench.core.purge(tenant="", adapter=None, salt=None)
+    for ask in (
+        lambda: exporting.exports.blocks_of(lease_id, ""),
+        lambda: exporting.exports.objects(lease_id, "", found, 0, 1),
+    ):
+        with pytest.raises(UnknownLease, match="got one whose prompt was purged"):
+            ask()
+
+
+def test_what_a_request_did_not_publish_is_left_out() -> None:
+    exporting = Exporting()
+    assert exporting.exports.blocks_of(exporting.hold(write_cache=False), "").blocks == ()
+
+
+def test_the_blocks_stay_while_others_come_and_the_prompt_goes_on() -> None:
+    exporting = Exporting()
+    lease_id = exporting.hold()
+    found = exporting.exports.blocks_of(lease_id, "")
+    before = [bytes(each.payload) for each in exporting.exports.objects(lease_id, "", found, 0, 3)]
+    exporting.bench.prefill(range(5 * BLOCK_SIZE))
+    for seed in range(1, 5):
+        exporting.bench.prefill(range(1000 * seed, 1000 * seed + 4 * BLOCK_SIZE))
+    assert exporting.exports.blocks_of(lease_id, "").blocks == found.blocks
+    assert [bytes(each.payload) for each in exporting.exports.objects(lease_id, "", found, 0, 3)] == before
+
+
+def test_a_public_prefix_before_the_prompt_comes_with_it() -> None:
+    exporting = Exporting()
+    cache = exporting.bench.cache
+    prefix = cache.public.register("system", "fake", "", tokens(range(2 * BLOCK_SIZE)))
+    future: Future[PrefillResult] = Future()
+    exporting.bench.core.submit(Request(PrefillParams(prefix.tokens), prefix.namespace, future, 0.0))
+    exporting.bench.run()
+    cache.public.keep(prefix)
+    found = exporting.exports.blocks_of(exporting.hold(tenant="acme"), "acme")
+    assert len(found.blocks) == 3
+    assert {block.namespace for block in found.blocks} == {Namespace("fake", "acme")}
+    cache.public.unregister("system")

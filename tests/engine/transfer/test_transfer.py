@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from radixkv.api.caller import Caller
+from radixkv.config import TransferConfig
+from radixkv.engine.calls.inbox import Asker
+from radixkv.engine.transfer.transfer import Transfer, TransferParts
+from radixkv.namespace import Namespace, PromptKey
+from tests.engine.offload.tiered_bench import BLOCK_SIZE, FORMAT, FakeMover, TieredBench
+from tests.fake_runner import tokens
+
+PROMPT = range(2 * BLOCK_SIZE)
+
+
+class Plain:
+    """Adapters of an engine that has none."""
+
+    def keyed(self, caller: Caller, prompt: bytes) -> Any:
+        namespace = Namespace("fake", caller.tenant)
+        return type("Keyed", (), {"key": PromptKey(namespace, prompt)})
+
+
+def made(bench: TieredBench) -> tuple[Transfer, list[tuple[Asker, str]]]:
+    askers: list[tuple[Asker, str]] = []
+
+    def call(function: Any, asker: Asker, tenant: str) -> Future[Any]:
+        askers.append((asker, tenant))
+        future: Future[Any] = Future()
+        future.set_result(function())
+        return future
+
+    mover: Any = FakeMover(bench.runner)
+    parts = TransferParts(bench.cache, mover, bench.elsewhere.key_blocks, FORMAT, TransferConfig(), {})
+    adapters: Any = Plain()
+    transfer = Transfer.of(parts, bench.core.held_leases, adapters, call)
+    assert transfer is not None
+    return transfer, askers
+
+
+def test_what_one_side_gives_is_what_the_other_side_wants() -> None:
+    bench = TieredBench(16)
+    transfer, askers = made(bench)
+    held = bench.prefill(PROMPT, hold_lease=True).held_lease
+    assert held is not None
+    found = transfer.blocks_of(held.lease_id, "").result()
+    objects = transfer.objects(held.lease_id, "", found, 0, 2).result()
+    wanted = transfer.wanted(tokens(range(2 * BLOCK_SIZE + 1)), Caller())
+    assert [each.key for each in objects] == [each.key for each in wanted]
+    assert askers == [(Asker.TENANT, "")] * 2
+    data = b"".join(objects[1].pieces())
+    assert len(data) == transfer.object_bytes
+    payload = transfer.payload_of(data, wanted[1])
+    assert not isinstance(payload, str)
+    assert bytes(payload) == bytes(objects[1].payload)
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    transfer, _ = made(TieredBench(16))
+    assert len(transfer.wanted(tokens(PROMPT), Caller())) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [(lambda data: data[:-1], "cut"), (lambda data: data[:-40] + b"\1" + data[-39:], "damaged"), (len, "foreign")],
+    ids=["cut", "damaged", "another"],
+)
+def test_what_is_wrong_is_named(change: Any, fault: str) -> None:
+    bench = TieredBench(16)
+    transfer, _ = made(bench)
+    held = bench.prefill(PROMPT, hold_lease=True).held_lease
+    assert held is not None
+    found = transfer.blocks_of(held.lease_id, "").result()
+    data = b"".join(transfer.objects(held.lease_id, "", found, 0, 1).result()[0].pieces())
+    wanted = transfer.wanted(tokens(range(2 * BLOCK_SIZE + 1)), Caller())
+    if change is len:
+        assert transfer.payload_of(data, wanted[1]) == fault
+    else:
+        assert transfer.payload_of(change(data), wanted[0]) == fault
+
+
+def test_an_engine_without_the_parts_has_none() -> None:
+    bench = TieredBench(16)
+    adapters: Any = Plain()
+    assert Transfer.of(None, bench.core.held_leases, adapters, lambda *_: Future()) is None

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from radixkv.errors import UnsupportedModel
+from radixkv.model.attention.latent_parts import LatentParts
+from radixkv.model.products.choices import ProductChoices
+from tests.model.exact.exact_cases import MODELS
+
+RANK, ROPE_DIM, NUM_HEADS = 40, 8, 4
+
+
+def module_of(name: str = "deepseek_v3", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(MODELS[name]).to(dtype).eval().requires_grad_(False)
+
+
+def attention_of(module: PreTrainedModel, layer: int = 1) -> Any:
+    return module.get_submodule(f"model.layers.{layer}.self_attn")
+
+
+@pytest.mark.parametrize("is_exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_scores_and_values_are_those_of_keys_and_values_of_each_head(name: str, is_exact: bool) -> None:
+    module = module_of(name)
+    part = attention_of(module)
+    latent, rotated = torch.randn(1, 1, 9, RANK), torch.randn(1, 1, 9, ROPE_DIM)
+    key, value = part.expand_kv(latent, rotated)
+    LatentParts(module, is_exact=is_exact)
+    stored, nothing = part.expand_kv(latent, rotated)
+    assert nothing is None
+    assert torch.equal(stored, torch.cat((latent, rotated), -1))
+    rows, heads = torch.randn(9, NUM_HEADS, key.shape[-1]), part.latent_heads
+    own = torch.einsum("qhd,hkd->hqk", rows, key[0])
+    torch.testing.assert_close(
+        torch.einsum("qhd,kd->hqk", heads.queries(rows), stored[0, 0]), own, atol=1e-4, rtol=1e-5
+    )
+    of_all_heads = stored[0].transpose(0, 1).expand(-1, NUM_HEADS, -1)
+    torch.testing.assert_close(heads.values(of_all_heads), value[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_exact_mode_no_bit_of_a_row_depends_on_their_number(dtype: torch.dtype) -> None:
+    module = module_of(dtype=dtype)
+    LatentParts(module, is_exact=True)
+    heads = attention_of(module).latent_heads
+    rows = torch.randn(65, NUM_HEADS, 16 + ROPE_DIM).to(dtype)
+    attended = torch.randn(65, NUM_HEADS, RANK + ROPE_DIM).to(dtype)
+    queries, values = heads.queries(rows), heads.values(attended)
+    for start, end in ((0, 1), (3, 5), (7, 40), (64, 65)):
+        assert torch.equal(heads.queries(rows[start:end]), queries[start:end])
+        assert torch.equal(heads.values(attended[start:end]), values[start:end])
+
+
+def test_undone_layers_make_keys_and_values() -> None:
+    module = module_of()
+    parts = LatentParts(module, is_exact=False)
+    latent, rotated = torch.randn(1, 1, 9, RANK), torch.randn(1, 1, 9, ROPE_DIM)
+    with parts.undone():
+        key, value = attention_of(module).expand_kv(latent, rotated)
+        assert key.shape == (1, NUM_HEADS, 9, 16 + ROPE_DIM)
+        assert value.shape == (1, NUM_HEADS, 9, 20)
+    assert attention_of(module).expand_kv(latent, rotated)[1] is None
+
+
+def test_a_model_without_latents_stays_as_it_is() -> None:
+    module = AutoModelForCausalLM.from_config(MODELS["llama"])
+    LatentParts(module, is_exact=True)
+    assert not hasattr(attention_of(module), "latent_heads")
+
+
+def _with_bias(part: Any) -> None:
+    part.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(part.kv_b_proj.out_features))
+
+
+def _scaled(part: Any) -> None:
+    own = part.expand_kv
+    part.expand_kv = lambda latent, rotated: tuple(1.01 * each for each in own(latent, rotated))
+
+
+def _choosing(part: Any) -> None:
+    part.indexer = torch.nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_with_bias, r"DeepseekV3Attention: expected kv_b_proj to make keys and values of latents, got Linear"),
+        (_scaled, r"DeepseekV3Attention: expected expand_kv to apply kv_b_proj alone, got more"),
+        (_choosing, r"DeepseekV3Attention: expected attention to all latents, got an indexer that chooses some"),
+    ],
+)
+def test_latents_that_are_used_otherwise_are_refused(change: Callable[[Any], None], reason: str) -> None:
+    module = module_of()
+    change(attention_of(module))
+    with pytest.raises(UnsupportedModel, match=f"^{reason}"):
+        LatentParts(module, is_exact=False)
+
+
+def test_a_version_of_transformers_that_expands_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of()
+    monkeypatch.delattr(type(attention_of(module)), "expand_kv")
+    with pytest.raises(UnsupportedModel, match=r"^DeepseekV3ForCausalLM: expected layers with a method expand_kv"):
+        LatentParts(module, is_exact=False)
+
+
+def test_products_of_a_head_that_are_not_exact_here_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProductChoices, "choose", lambda *_: None)
+    with pytest.raises(UnsupportedModel, match=r"^DeepseekV3Attention\.kv_b_proj: expected the rows of a product"):
+        LatentParts(module_of(), is_exact=True)

@@ -1,0 +1,95 @@
+"""Compares a checkpoint as we serve it with transformers' eager attention, whatever is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from radixkv.blocks import BlockCopy
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import Runner
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVStorage
+from tests.model.exact.checkpoints import VOCAB_SIZE, load_eager
+
+BLOCK_SIZE = 16
+_NUM_BLOCKS = 40
+_NUM_TOKENS = 100
+_ENDS = (1, 7, 33, 34, 64, 99, _NUM_TOKENS)
+_SHARED = 37  # tokens that the second prompt has in common with the first: two blocks and a part of a third
+
+
+class Agreement:
+    """One checkpoint, served by us and computed by transformers.
+
+    Args:
+        model: the checkpoint as we loaded it.
+        directory: where it was loaded from.
+    """
+
+    def __init__(self, model: Model, directory: Path) -> None:
+        storage = KVStorage(_NUM_BLOCKS, BLOCK_SIZE, model.kv_shape, model.device)
+        storage.pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
+        self._runner = Runner(model, storage, TorchKernels())
+        self._oracle = load_eager(directory)
+        rng = np.random.default_rng(0)
+        self._first = rng.integers(0, VOCAB_SIZE, _NUM_TOKENS).astype("<u4")
+        self._second = np.concatenate([self._first[:_SHARED], rng.integers(0, VOCAB_SIZE, 50).astype("<u4")])
+        self._expected = {id(tokens): self._eager(tokens) for tokens in (self._first, self._second)}
+        self._free = iter(rng.permutation(_NUM_BLOCKS).astype(np.int32))
+        self._answer: torch.Tensor | None = None  # of the whole first prompt, computed at once
+
+    def require(self) -> None:
+        """Compute two prompts cold, warm, from the middle of a block, in chunks and in one batch.
+
+        Raises:
+            AssertionError: an answer is not transformers', or depends on the cache in exact mode.
+        """
+        num_blocks = -(-_NUM_TOKENS // BLOCK_SIZE)
+        cold = self._blocks(num_blocks)
+        self._compare("cold", [(self._first, 0, _NUM_TOKENS, cold, None)])
+        warm = np.concatenate([cold[: 3 * BLOCK_SIZE // BLOCK_SIZE], self._blocks(num_blocks - 3)])
+        self._compare("warm", [(self._first, 3 * BLOCK_SIZE, _NUM_TOKENS, warm, None)])
+        whole = _SHARED // BLOCK_SIZE
+        inside = np.concatenate([cold[:whole], self._blocks(-(-self._second.size // BLOCK_SIZE) - whole)])
+        copy = BlockCopy(int(cold[whole]), int(inside[whole]))
+        self._compare("mid-block", [(self._second, _SHARED, self._second.size, inside, copy)])
+        chunked = self._blocks(num_blocks)
+        for start, end in zip((0, *_ENDS), _ENDS, strict=False):
+            self._compare("chunked", [(self._first, start, end, chunked, None)])
+        self._compare(
+            "batched",
+            [
+                (self._first, _NUM_TOKENS - 1, _NUM_TOKENS, chunked, None),
+                (self._second, 0, 5, self._blocks(1), None),
+                (self._second, _SHARED + 1, self._second.size, inside, None),
+            ],
+        )
+
+    def _eager(self, tokens: np.ndarray) -> torch.Tensor:
+        with torch.inference_mode():
+            logits: torch.Tensor = self._oracle(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits
+        return logits[0]
+
+    def _blocks(self, count: int) -> np.ndarray:
+        return np.array([next(self._free) for _ in range(count)], dtype=np.int32)
+
+    def _compare(self, way: str, parts: Sequence[tuple[np.ndarray, int, int, np.ndarray, BlockCopy | None]]) -> None:
+        """Compute parts of prompts in one step: each is its tokens, where it starts and ends, its blocks and a copy."""
+        chunks = [
+            Chunk(tokens.tobytes(), start, end, blocks[: -(-end // BLOCK_SIZE)], copy, wants_logits=True)
+            for tokens, start, end, blocks, copy in parts
+        ]
+        result = self._runner.run(chunks)
+        assert all(result.is_finite), way
+        for (tokens, _, end, _, _), got in zip(parts, result.logits, strict=True):
+            expected = self._expected[id(tokens)][end - 1]
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4, msg=lambda text: f"{way}: {text}")
+            assert expected.std() > 0.01, f"{way}: the oracle's logits are too flat to tell right from wrong"
+            if tokens is self._first and end == _NUM_TOKENS and self._runner.model.is_exact:
+                self._answer = got if self._answer is None else self._answer
+                assert torch.equal(got, self._answer), f"{way}: other bits than cold"

@@ -1,0 +1,58 @@
+"""docs/MODELS.md says what trials of small checkpoints say. The whole table is tried where slow tests run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.model.coverage.coverage import cover, engines_of
+from tests.model.coverage.small_configs import covered_types
+from tests.model.coverage.table import FILE, line_of, version
+
+ROOT = Path(__file__).parents[3]
+PAGE = FILE.read_text(encoding="utf-8")
+LINES = {match[1]: match[0] for match in re.finditer(r"^\| `(\w+)` \|.*$", PAGE, re.MULTILINE)}
+
+# One for each kind: softcap, learned positions, experts called by functions of torch, heads that are rotated in part,
+# layers that pass no keywords on, routers whose weight is read, layers that share K/V, layers without positions,
+# latents rotated as complex numbers, latents of two attentions a layer.
+KINDS = [
+    *("gemma2", "gpt2", "dbrx", "glm4_moe", "nemotron", "hunyuan_v1_moe", "gemma3n_text", "cohere2"),
+    *("deepseek_v2", "longcat_flash"),
+]
+REFUSED = ["bloom", "deepseek_v32", "hrm_text", "lfm2", "llama4_text", "mamba2"]
+
+needs_the_version_of_the_page = pytest.mark.skipif(
+    f"transformers {version()} " not in PAGE, reason=f"docs/MODELS.md is not of transformers {version()}"
+)
+
+
+@needs_the_version_of_the_page
+@pytest.mark.parametrize("model_type", [*KINDS, *REFUSED])
+def test_the_page_says_what_a_trial_says(model_type: str, tmp_path: Path) -> None:
+    assert line_of(cover(model_type, tmp_path)) == LINES[model_type]
+
+
+@pytest.mark.slow
+@needs_the_version_of_the_page
+@pytest.mark.parametrize("model_type", sorted(set(LINES) - {*KINDS, *REFUSED}))
+def test_the_rest_of_the_page_says_what_trials_say(model_type: str, tmp_path: Path) -> None:
+    assert line_of(cover(model_type, tmp_path)) == LINES[model_type]
+
+
+@needs_the_version_of_the_page
+def test_the_page_has_every_type_and_the_engines_that_serve_it() -> None:
+    assert sorted(LINES) == covered_types()
+    for model_type, line in LINES.items():
+        marks = [mark.strip() for mark in line.split("|")[2:4]]
+        assert marks == ["yes" if engine in engines_of(model_type) else "" for engine in ("vLLM", "SGLang")]
+
+
+def test_page_and_readme_count_at_least_fifty_served_types() -> None:
+    served = PAGE.partition("## Served")[2].partition("## Refused")[0].count("| `")
+    assert served >= 50
+    assert PAGE.splitlines()[2].startswith(f"{served} of {len(LINES)} types")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[{served} types of causal models](docs/MODELS.md)" in readme

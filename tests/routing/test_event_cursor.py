@@ -1,0 +1,67 @@
+"""Sequence numbers: what fits, what is old, and what leaves a gap."""
+
+from __future__ import annotations
+
+from radixkv.api.events import AllCleared, EventBatch, SnapshotPart
+from radixkv.routing.event_cursor import EventCursor, Verdict
+
+
+def batch(number: int) -> EventBatch:
+    return EventBatch(number, 0.0, (AllCleared(),))
+
+
+def part(number: int, index: int, count: int) -> EventBatch:
+    return EventBatch(number, 0.0, (AllCleared(),), SnapshotPart(index, count, 0))
+
+
+def verdicts(cursor: EventCursor, *batches: EventBatch) -> str:
+    return "".join(cursor.take(each).name[0] for each in batches)
+
+
+def test_a_cursor_begins_with_a_snapshot() -> None:
+    cursor = EventCursor()
+    assert verdicts(cursor, batch(5)) == "A"
+    assert verdicts(cursor, part(7, 0, 2), part(7, 1, 2), batch(8), batch(9)) == "RRRR"
+    assert (cursor.number, cursor.is_in_step) == (9, True)
+
+
+def test_a_gap_is_healed_by_a_snapshot_only() -> None:
+    cursor = EventCursor()
+    assert verdicts(cursor, part(7, 0, 1), batch(9), batch(10), batch(8)) == "RAAA"
+    assert (cursor.number, cursor.is_in_step) == (0, False)
+    assert verdicts(cursor, part(10, 0, 1), batch(11)) == "RR"
+
+
+def test_what_was_read_is_skipped() -> None:
+    cursor = EventCursor()
+    assert verdicts(cursor, part(7, 0, 1), batch(8), batch(8), batch(7), batch(9)) == "RRSSR"
+
+
+def test_a_snapshot_with_a_missing_part_is_none() -> None:
+    for batches in (
+        (part(7, 0, 3), part(7, 2, 3)),
+        (part(7, 0, 3), part(7, 1, 3), batch(8)),
+        (part(7, 1, 2),),
+    ):
+        cursor = EventCursor()
+        assert verdicts(cursor, *batches) == "R" * (len(batches) - 1) + "A"
+        assert not cursor.is_in_step
+
+
+def test_a_snapshot_may_begin_anew() -> None:
+    cursor = EventCursor()
+    assert verdicts(cursor, part(7, 0, 2), part(8, 0, 2), part(8, 1, 2), batch(9), part(9, 0, 1)) == "RRRRR"
+    assert cursor.is_in_step
+
+
+def test_parts_of_two_snapshots_do_not_make_one() -> None:
+    cursor = EventCursor()
+    assert verdicts(cursor, part(7, 0, 2), part(9, 1, 2)) == "RA"
+
+
+def test_a_cursor_is_out_of_step_within_a_snapshot() -> None:
+    cursor = EventCursor()
+    cursor.take(part(7, 0, 2))
+    assert not cursor.is_in_step
+    assert cursor.take(part(7, 1, 2)) is Verdict.READ
+    assert cursor.is_in_step

@@ -1,0 +1,87 @@
+"""Queues and what was computed of late, on a clock that the tests move."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.routing.fleet_load import FleetLoad
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def load(clock: Clock) -> FleetLoad:
+    load = FleetLoad(half_life_s=10, lost_s=60, clock=clock)
+    load.join("a")
+    load.join("b")
+    return load
+
+
+def test_a_queue_is_what_was_sent_and_not_finished(load: FleetLoad) -> None:
+    first, second = load.sent("a", 100), load.sent("a", 30)
+    assert (load.queue_tokens("a"), load.queue_tokens("b")) == (130, 0)
+    load.finished("a", first)
+    load.finished("a", first)
+    assert load.queue_tokens("a") == 30
+    load.finished("a", second)
+    assert load.queue_tokens("a") == 0
+
+
+def test_a_report_counts_where_it_is_more(load: FleetLoad) -> None:
+    load.sent("a", 100)
+    load.reported("a", 90)
+    load.reported("b", 50)
+    assert (load.queue_tokens("a"), load.queue_tokens("b")) == (100, 50)
+
+
+def test_a_request_whose_end_is_never_told_is_forgotten(load: FleetLoad, clock: Clock) -> None:
+    load.sent("a", 100)
+    clock.now_s += 59
+    load.sent("a", 1)
+    assert load.queue_tokens("a") == 101
+    clock.now_s += 1
+    assert load.queue_tokens("a") == 1
+
+
+def test_what_was_computed_counts_half_after_the_half_life(load: FleetLoad, clock: Clock) -> None:
+    load.sent("a", 800)
+    clock.now_s += 10
+    load.sent("a", 100)
+    assert load.recent_tokens("a") == pytest.approx(500)
+    clock.now_s += 20
+    assert load.recent_tokens("a") == pytest.approx(125)
+
+
+def test_what_was_computed_is_corrected_at_its_age(load: FleetLoad, clock: Clock) -> None:
+    ticket = load.sent("a", 800)
+    clock.now_s += 10
+    load.finished("a", ticket, 200)
+    assert load.recent_tokens("a") == pytest.approx(100)
+
+
+def test_a_newcomer_counts_as_the_mean_of_the_others(load: FleetLoad) -> None:
+    load.sent("a", 600)
+    load.join("c")
+    assert load.recent_tokens("c") == pytest.approx(300)
+    load.join("a")  # once more: the mean of b and c
+    assert load.recent_tokens("a") == pytest.approx(150)
+
+
+def test_the_end_of_a_request_to_a_replica_that_left_changes_nothing(load: FleetLoad) -> None:
+    ticket = load.sent("a", 600)
+    load.leave("a")
+    load.leave("a")
+    load.finished("a", ticket, 600)
+    load.join("a")
+    load.finished("a", ticket, 600)
+    assert (load.queue_tokens("a"), load.recent_tokens("a")) == (0, 0)

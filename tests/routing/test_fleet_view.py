@@ -1,0 +1,275 @@
+"""Views of caches, compared with the caches themselves."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from radixkv.api.events import AllCleared, BlocksRemoved, BlocksStored, Event, EventBatch, SnapshotPart
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.errors import ConfigError, OutOfBlocks
+from radixkv.events.block_identity import Identities
+from radixkv.events.event_log import EventLog
+from radixkv.events.snapshot import Snapshot
+from radixkv.events.tree_feed import TreeFeed
+from radixkv.namespace import Namespace
+from radixkv.routing.candidate import Hits
+from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.prompt_blocks import PromptBlocks
+
+SIZE = 4
+IDENTITIES = Identities("", bytes(range(32)))
+NAMESPACES = (Namespace("m"), Namespace("m", tenant="acme"), Namespace("m", salt="acme"))
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class WatchedReplica:
+    """A cache whose events reach a view when the test says so."""
+
+    def __init__(self, name: str, num_blocks: int = 24) -> None:
+        self.name = name
+        self.log = EventLog()
+        self.feed = TreeFeed(self.log, SIZE, SIZE, IDENTITIES)
+        self.cache = PrefixCache(num_blocks, SIZE, listeners=[self.feed])
+        self.feed.switch_on(self.cache.nodes)
+
+    def compute(self, namespace: Namespace, tokens: bytes) -> None:
+        try:
+            with self.cache.lease(namespace, tokens) as lease:
+                lease.commit(lease.num_tokens)
+        except OutOfBlocks:
+            pass
+        self.feed.publish()
+
+    def purge(self, tenant: str | None) -> None:
+        self.cache.purge(tenant=tenant)
+        self.feed.publish()
+
+    def tell(self, view: FleetView, most: int = 2**30) -> None:
+        """Send batches after those that the view has, or a snapshot where it asks for one."""
+        number = view.number_of(self.name)
+        if not number:
+            answer: Future[Snapshot] = Future()
+            self.feed.ask(answer)
+            self.feed.publish()
+            for batch in answer.result(0).batches:
+                assert view.read(self.name, batch)
+            number = view.number_of(self.name)
+        for _ in range(most):
+            batch_or_none = self.log.after(number)
+            if batch_or_none is None:
+                return
+            assert view.read(self.name, batch_or_none)
+            number += 1
+
+
+def blocks(tokens: bytes, namespace: Namespace = NAMESPACES[0]) -> list[int]:
+    return PromptBlocks(namespace, tokens, SIZE, IDENTITIES).all()
+
+
+def prompt(*ids: int) -> bytes:
+    return np.array(ids, "<u4").tobytes()
+
+
+def batch(number: int, *events: Event) -> EventBatch:
+    return EventBatch(number, 0.0, events)
+
+
+def snapshot(number: int, *events: Event) -> EventBatch:
+    return EventBatch(number, 0.0, (AllCleared(), *events), SnapshotPart(0, 1, 0))
+
+
+def stored(*hashes: int) -> BlocksStored:
+    return BlocksStored(None, np.array(hashes, "<u8").tobytes(), bytes(16 * len(hashes)), SIZE, "")
+
+
+def removed(*hashes: int) -> BlocksRemoved:
+    return BlocksRemoved(np.array(hashes, "<u8").tobytes(), "")
+
+
+def view_of(*names: str, clock: Clock | None = None, max_blocks: int = 1000) -> FleetView:
+    view = FleetView(SIZE, max_blocks=max_blocks, expect_s=30, clock=clock or Clock())
+    for name in names:
+        view.join(name)
+        assert view.read(name, snapshot(1))
+    return view
+
+
+def test_a_random_fleet_is_known_as_it_is() -> None:
+    """Caches that evict and are purged, replicas that leave and come, streams that lag, break and heal."""
+    for seed in range(12):
+        draw = random.Random(seed)
+        view = FleetView(SIZE)
+        replicas = [WatchedReplica(name) for name in "abc"]
+        there = set()
+        prompts = [
+            (draw.choice(NAMESPACES), prompt(*(draw.randrange(3) for _ in range(draw.randrange(1, 40)))))
+            for _ in range(40)
+        ]
+        for _ in range(150):
+            replica = draw.choice(replicas)
+            step = draw.randrange(12)
+            if step < 6:
+                replica.compute(*draw.choice(prompts))
+            elif step == 6:
+                replica.purge(draw.choice((None, "acme", "nobody")))
+            elif step == 7:
+                (view.leave if replica.name in there else view.join)(replica.name)
+                there ^= {replica.name}
+            elif step == 8 and replica.name in there and view.is_in_step(replica.name):
+                gap = batch(view.number_of(replica.name) + 2, stored(draw.randrange(9)))
+                assert not view.read(replica.name, gap)
+            elif replica.name in there:
+                replica.tell(view, draw.choice((1, 2**30)))
+        for replica in replicas:
+            if replica.name not in there:
+                view.join(replica.name)
+            replica.tell(view)
+        for namespace, tokens in prompts:
+            hits = view.match(blocks(tokens, namespace), [replica.name for replica in replicas])
+            for replica, found in zip(replicas, hits, strict=True):
+                cached = replica.cache.match(namespace, tokens).cached_tokens // SIZE * SIZE
+                assert found == Hits(device=cached)
+
+
+def test_a_match_takes_each_block_from_the_nearest_place_and_ends_at_a_gap() -> None:
+    view = view_of("a", "b", "c")
+    assert view.read("a", batch(2, stored(1, 2)))
+    assert view.read("a", batch(0, stored(2, 3)), tier="host")
+    assert view.read("a", batch(0, stored(4)), tier="disk")
+    assert view.read("b", batch(2, stored(1, 3, 4)))
+    view.share([2, 5, 6])
+    assert view.match([1, 2, 3, 4, 5, 7], ["a", "b", "c"]) == [
+        Hits(device=8, host=4, disk=4, remote=4),
+        Hits(device=12, remote=8),
+        Hits(),
+    ]
+    view.share([5], is_there=False)
+    assert view.match([1, 2, 3, 4, 5], ["a"]) == [Hits(device=8, host=4, disk=4)]
+
+
+def test_blocks_that_leave_one_tier_are_still_in_the_others() -> None:
+    view = view_of("a")
+    view.read("a", batch(2, stored(1, 2)))
+    view.read("a", batch(0, stored(1, 2)), tier="host")
+    view.read("a", batch(3, removed(2)))
+    assert view.match([1, 2], ["a"]) == [Hits(device=4, host=4)]
+    view.read("a", batch(0, AllCleared()), tier="host")
+    assert view.match([1, 2], ["a"]) == [Hits(device=4)]
+
+
+def test_a_gap_asks_for_a_snapshot_and_the_snapshot_heals_it() -> None:
+    view = view_of("a")
+    assert view.read("a", batch(2, stored(1, 2)))
+    assert not view.read("a", batch(4, removed(2)))
+    assert (view.number_of("a"), view.is_in_step("a")) == (0, False)
+    assert not view.read("a", batch(5, stored(9)))
+    assert view.match([1, 2], ["a"]) == [Hits(device=8)]  # better than nothing
+    assert view.read("a", snapshot(5, stored(1, 3)))
+    assert view.match([1, 2], ["a"]) == [Hits(device=4)]
+    assert view.match([9], ["a"]) == [Hits()]
+
+
+def test_a_replica_that_leaves_is_forgotten_and_comes_back_with_nothing() -> None:
+    view = view_of("a", "b")
+    for name in "ab":
+        view.read(name, batch(2, stored(1, 2)))
+    view.expect("a", [3])
+    view.leave("a")
+    view.leave("a")
+    assert view.names == ("b",)
+    view.join("a")
+    assert view.number_of("a") == 0
+    assert view.match([1, 2], ["a", "b"]) == [Hits(), Hits(device=8)]
+    assert view.match([3], ["a"]) == [Hits()]
+
+
+def test_an_expected_prefix_is_forgotten_when_no_event_tells_of_it() -> None:
+    clock = Clock()
+    view = view_of("a", "b", clock=clock)
+    clock.now_s = 29
+    view.expect("a", [1, 2])
+    view.expect("b", [1])
+    view.read("b", batch(2, stored(1)))
+    for now_s, expected in ((59, 8), (60, 0), (90, 0)):
+        clock.now_s = now_s
+        view.tidy()
+        assert view.match([1, 2], ["a", "b"]) == [Hits(device=expected), Hits(device=4)]
+
+
+def test_an_expectation_is_renewed_by_the_next_request() -> None:
+    clock = Clock()
+    view = view_of("a", clock=clock)
+    for now_s in (0, 29, 58, 87, 116):
+        clock.now_s = now_s
+        view.tidy()
+        assert view.match([1, 2], ["a"])[0].total == (8 if now_s else 0)
+        view.expect("a", [1, 2, 100 + now_s], 2 if now_s else 0)
+        assert view.match([1, 2, 100 + now_s], ["a"]) == [Hits(device=12)]
+
+
+def test_expectations_end_also_after_a_long_pause() -> None:
+    clock = Clock()
+    view = view_of("a", clock=clock)
+    view.expect("a", [1])
+    clock.now_s = 60
+    view.tidy()
+    assert view.match([1], ["a"]) == [Hits()]
+
+
+def test_a_block_that_is_evicted_is_no_longer_expected() -> None:
+    view = view_of("a")
+    view.expect("a", [1, 2])
+    view.read("a", batch(2, stored(1, 2), removed(2)))
+    assert view.match([1, 2], ["a"]) == [Hits(device=4)]
+
+
+def test_a_snapshot_leaves_what_is_being_computed_expected_and_a_purge_does_not() -> None:
+    view = view_of("a")
+    view.expect("a", [1])
+    view.read("a", snapshot(9))
+    assert view.match([1], ["a"]) == [Hits(device=4)]
+    view.read("a", batch(10, AllCleared()))
+    assert view.match([1], ["a"]) == [Hits()]
+
+
+def test_blocks_of_another_size_are_refused() -> None:
+    view = view_of("a")
+    with pytest.raises(ConfigError, match=r"events.block_size: expected 4 tokens, .* got 8"):
+        view.read("a", batch(2, BlocksStored(None, bytes(8), bytes(32), 8, "")))
+
+
+def test_a_number_that_the_replica_does_not_know_is_given_up() -> None:
+    view = view_of("a")
+    view.lose("a")
+    assert (view.number_of("a"), view.is_in_step("a")) == (0, False)
+
+
+def test_what_finds_no_room_shortens_matches() -> None:
+    view = view_of("a", max_blocks=3)
+    view.read("a", batch(2, stored(1, 2, 3, 4)))
+    assert view.match([1, 2, 3, 4], ["a"]) == [Hits(device=12)]
+    assert view.index.num_refused == 1
+
+
+def test_what_is_remembered_stays_bounded_while_replicas_come_and_go() -> None:
+    clock = Clock()
+    view = view_of(clock=clock)
+    for turn in range(400):
+        clock.now_s += 40
+        view.join("a")
+        view.read("a", snapshot(1, stored(*range(turn * 8, turn * 8 + 8))))
+        view.expect("a", range(turn * 8, turn * 8 + 9))
+        for _ in range(50):
+            view.tidy()
+        assert view.index.num_blocks < 200
+        assert view.index._num_bits < 32

@@ -1,0 +1,209 @@
+"""The router as a whole: what it sends where, between events and after them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from radixkv.api.events import AllCleared, BlocksStored, EventBatch, SnapshotPart
+from radixkv.errors import InvalidRequest, NoReplica
+from radixkv.events.block_identity import Identities
+from radixkv.namespace import Namespace
+from radixkv.routing.candidate import Hits, TokenTimes
+from radixkv.routing.fleet_load import FleetLoad
+from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.prefix_demand import PrefixDemand
+from radixkv.routing.prompt_blocks import PromptBlocks
+from radixkv.routing.router import Route, Router
+from radixkv.routing.routings import make_routing
+
+SIZE = 16
+COMPUTE_S = 1e-3
+IDENTITIES = Identities("", bytes(range(32)))
+BASE, SALTED = Namespace("m"), Namespace("m", salt="x")
+
+
+class Fleet:
+    """A router on a clock that the test moves, and replicas that have what the test says."""
+
+    def __init__(self, *names: str) -> None:
+        self.now_s = 0.0
+        times = TokenTimes(compute_s=COMPUTE_S)
+        self.router = Router(
+            FleetView(SIZE, clock=self.clock),
+            FleetLoad(clock=self.clock),
+            PrefixDemand(clock=self.clock),
+            make_routing("prefix"),
+            identities=IDENTITIES,
+            times=lambda name: times,
+        )
+        for name in names:
+            self.join(name)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def join(self, name: str, *prompts: bytes, namespace: Namespace = BASE) -> None:
+        """Add a replica whose snapshot has prompts."""
+        self.router.join(name)
+        events = [
+            BlocksStored(None, np.array(PromptBlocks(namespace, each, SIZE, IDENTITIES).all(), "<u8").tobytes(),
+                         bytes(4 * SIZE), SIZE, "")
+            for each in prompts
+        ]  # fmt: skip
+        assert self.router.read(name, EventBatch(1, 0.0, (AllCleared(), *events), SnapshotPart(0, 1, 0)))
+
+    def route(self, tokens: bytes, namespace: Namespace = BASE) -> Route:
+        return self.router.route(namespace, tokens)
+
+
+def prompt(prefix: int, own: int, prefix_tokens: int = 4096, own_tokens: int = 64) -> bytes:
+    """Tokens that all prompts of one prefix begin with, and some of its own."""
+    shared = np.arange(prefix_tokens, dtype="<u4") + 10_000 * prefix
+    return np.concatenate((shared, np.full(own_tokens, 5_000_000 + own, "<u4"))).tobytes()
+
+
+def test_requests_follow_what_events_tell() -> None:
+    fleet = Fleet("a", "b")
+    fleet.join("c", prompt(1, 0))
+    route = fleet.route(prompt(1, 1))
+    assert (route.name, route.hits) == ("c", Hits(device=4096))
+
+
+def test_requests_follow_what_was_just_sent_before_events_tell() -> None:
+    fleet = Fleet("a", "b", "c", "d")
+    names = {fleet.route(prompt(1, own)).name for own in range(20)}
+    assert len(names) == 1
+
+
+def test_what_was_sent_and_never_came_is_looked_for_elsewhere_after_a_while() -> None:
+    fleet = Fleet("a", "b")
+    first = fleet.route(prompt(1, 0))
+    fleet.router.finished(first)
+    fleet.now_s += 61
+    assert fleet.route(prompt(1, 1)).hits == Hits()
+
+
+def test_prefixes_spread_over_the_fleet() -> None:
+    fleet = Fleet(*"abcdefgh")
+    counted = Counter(fleet.route(prompt(prefix, turn)).name for turn in range(3) for prefix in range(80))
+    assert len(counted) == 8
+    assert max(counted.values()) <= 1.15 * 30
+
+
+def test_a_replica_does_not_get_everything_after_its_snapshot() -> None:
+    """It has all the prefixes that are asked for, the others have none, and no event comes in between."""
+    fleet = Fleet("a", "b", "c")
+    fleet.join("d", *(prompt(prefix, 0) for prefix in range(100)))
+    counted = Counter(fleet.route(prompt(prefix, 1, own_tokens=2048)).name for prefix in range(100))
+    assert 25 <= counted["d"] <= 70
+    assert all(counted[name] >= 5 for name in "abc")
+
+
+def test_a_newcomer_with_nothing_does_not_get_everything() -> None:
+    fleet = Fleet("a", "b", "c")
+    for prefix in range(90):
+        fleet.router.finished(fleet.route(prompt(prefix, 0)))
+    fleet.join("d")
+    counted = Counter(fleet.route(prompt(prefix, 0)).name for prefix in range(100, 140))
+    assert 5 <= counted["d"] <= 15
+
+
+def serve(fleet: Fleet, num_requests: int, every_s: float) -> list[Route]:
+    """Send requests for one prefix; replicas compute what they should, one after the other."""
+    routes, ends = [], []
+    free_s: dict[str, float] = {}
+    for own in range(num_requests):
+        fleet.now_s += every_s
+        for end in [end for end in ends if end[0] <= fleet.now_s]:
+            ends.remove(end)
+            fleet.router.finished(end[1])
+        route = fleet.route(prompt(1, own))
+        routes.append(route)
+        computed_s = (4160 - route.hits.total) * COMPUTE_S
+        free_s[route.name] = max(fleet.now_s, free_s.get(route.name, 0.0)) + computed_s
+        ends.append((free_s[route.name], route))
+    return routes
+
+
+def test_a_prefix_that_one_replica_can_not_serve_gets_a_second_home_and_no_third() -> None:
+    routes = serve(Fleet(*"abcdefgh"), 1500, 0.05)  # requests of 0.064 s: 1.3 replicas
+    counted = Counter(route.name for route in routes[1000:])
+    assert len(counted) == 2
+    assert min(counted.values()) > 100
+    assert sum(route.is_new_home for route in routes) == 1
+
+
+def test_a_prefix_that_one_replica_can_serve_stays_at_home() -> None:
+    assert len({route.name for route in serve(Fleet(*"abcdefgh"), 600, 0.1)}) == 1
+
+
+def test_salted_requests_never_match_what_others_have() -> None:
+    fleet = Fleet("a")
+    fleet.join("b", prompt(1, 0))
+    fleet.join("c", prompt(1, 0), namespace=SALTED)
+    for own in range(1, 4):
+        assert fleet.route(prompt(1, own)).name == "b"
+        route = fleet.route(prompt(1, own), SALTED)
+        assert (route.name, route.hits) == ("c", Hits(device=4096))
+    assert fleet.route(prompt(1, 0), Namespace("m", tenant="x")).hits == Hits()
+
+
+def test_what_one_tenant_sent_is_not_expected_for_another() -> None:
+    fleet = Fleet("a", "b")
+    fleet.route(prompt(1, 0), SALTED)
+    assert fleet.route(prompt(1, 0)).hits == Hits()
+    assert fleet.route(prompt(1, 0), SALTED).hits.total == 4144  # whole blocks before the last token
+
+
+def test_a_replica_to_avoid_gets_nothing() -> None:
+    fleet = Fleet("a")
+    fleet.join("b", prompt(1, 0))
+    assert fleet.router.route(BASE, prompt(1, 1), avoid={"b"}).name == "a"
+    with pytest.raises(NoReplica):
+        fleet.router.route(BASE, prompt(1, 1), avoid={"a", "b"})
+
+
+def test_a_replica_that_left_gets_nothing() -> None:
+    fleet = Fleet("a")
+    fleet.join("b", prompt(1, 0))
+    route = fleet.route(prompt(1, 1))
+    fleet.router.leave("b")
+    fleet.router.finished(route)
+    assert fleet.route(prompt(1, 1)).name == "a"
+
+
+def test_a_request_that_is_refused_leaves_no_trace() -> None:
+    fleet = Fleet("a")
+    with pytest.raises(InvalidRequest):
+        fleet.route(b"")
+    with pytest.raises(NoReplica):
+        Fleet().route(prompt(1, 1))
+    assert fleet.router.load.queue_tokens("a") == 0
+
+
+def test_no_more_is_hashed_than_some_replica_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+    real = PromptBlocks.hash_on
+
+    def counting(blocks: PromptBlocks, num_blocks: int = 64) -> list[int]:
+        new = real(blocks, num_blocks)
+        hashed.append(len(new))
+        return new
+
+    fleet = Fleet("a")
+    fleet.join("b", prompt(1, 0, prefix_tokens=SIZE * 100))
+    monkeypatch.setattr(PromptBlocks, "hash_on", counting)
+    monkeypatch.setattr(PromptBlocks, "all", lambda blocks: blocks.hashes)
+    fleet.route(prompt(1, 1, prefix_tokens=SIZE * 100, own_tokens=SIZE * 5000))
+    assert hashed == [64, 64]
+
+
+def test_prompts_too_short_for_a_block_go_to_the_shortest_queue() -> None:
+    fleet = Fleet("a", "b")
+    fleet.router.load.reported("a", 10_000)
+    assert fleet.route(bytes(4)).name == "b"
+    fleet.router.load.reported("b", 20_000)
+    assert fleet.route(bytes(4)).name == "a"

@@ -1,0 +1,147 @@
+"""The rule: what it weighs, when a prefix gets another home, and what it does with equals."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from radixkv.errors import NoReplica
+from radixkv.routing.candidate import Candidate, Hits, TokenTimes
+from radixkv.routing.rule import Rule, Wish, choose
+
+RULE = Rule(least_match_tokens=100, queue_weight=0.5, balance=0.1, home_share=0.8, slack_s=1e-9)
+WISH = Wish(1000)
+TIMES = TokenTimes(compute_s=1.0, host_s=0.1, disk_s=0.4, remote_s=0.6)
+
+
+def replica(name: str, device: int = 0, *, queue: float = 0, recent: float = 0, hits: Hits | None = None) -> Candidate:
+    return Candidate(name, hits or Hits(device=device), queue, recent, TIMES)
+
+
+def chosen(candidates: list[Candidate], wish: Wish = WISH, rule: Rule = RULE) -> str:
+    choice = choose(wish, candidates, rule)
+    assert choice.hits == candidates[choice.index].hits
+    return candidates[choice.index].name
+
+
+def test_the_longest_match_wins_among_idle_replicas() -> None:
+    assert chosen([replica("a", 200), replica("b", 300), replica("c")]) == "b"
+
+
+def test_the_shortest_queue_wins_among_equal_matches() -> None:
+    assert chosen([replica("a", 300, queue=9), replica("b", 300, queue=8), replica("c", queue=8)]) == "b"
+
+
+def test_a_match_is_left_when_its_queue_costs_more_than_the_match_saves() -> None:
+    for queue, expected in ((599, "a"), (601, "b")):  # half of it counts beside 300 tokens
+        assert chosen([replica("a", 300, queue=queue), replica("b")]) == expected
+
+
+def test_a_match_that_is_too_short_attracts_nobody() -> None:
+    assert chosen([replica("a", 99, queue=1), replica("b")]) == "b"
+    assert chosen([replica("a", 100, queue=1), replica("b")]) == "a"
+
+
+def test_each_place_costs_its_time() -> None:
+    nearest = [Hits(device=300), Hits(host=300), Hits(disk=300), Hits(remote=300), Hits()]
+    rest = [replica(str(index), hits=hits) for index, hits in enumerate(nearest)]
+    order = []
+    while rest:
+        order.append(chosen(rest))
+        rest = [each for each in rest if each.name != order[-1]]
+    assert order == ["0", "1", "2", "3", "4"]
+    choice = choose(Wish(1000), [replica("a", hits=Hits(device=100, host=200, disk=50, remote=50))], RULE)
+    assert choice.cost_s == pytest.approx(600 + 200 * 0.1 + 50 * 0.4 + 50 * 0.6)
+
+
+def test_a_longer_match_on_a_slow_disk_loses_to_a_shorter_one_on_the_device() -> None:
+    assert chosen([replica("a", hits=Hits(disk=400)), replica("b", 300)]) == "b"
+    assert chosen([replica("a", hits=Hits(disk=600)), replica("b", 300)]) == "a"
+
+
+def test_what_loads_slower_than_it_computes_is_no_worse_than_nothing() -> None:
+    slow = dataclasses.replace(TIMES, remote_s=5.0)
+    cost_s = choose(Wish(1000), [Candidate("a", Hits(remote=500), times=slow)], RULE).cost_s
+    assert cost_s == choose(Wish(1000), [Candidate("a", times=slow)], RULE).cost_s
+
+
+def test_a_replica_that_computes_slowly_has_a_longer_queue() -> None:
+    slow = dataclasses.replace(TIMES, compute_s=3.0)
+    candidates = [Candidate("a", Hits(), 100, 0, slow), Candidate("b", Hits(), 250, 0, TIMES)]
+    assert chosen(candidates) == "b"
+
+
+def test_a_part_of_what_was_computed_of_late_counts_as_a_queue() -> None:
+    for recent, expected in ((5_900, "a"), (6_100, "b")):  # half of a tenth of it counts beside 300 tokens
+        assert chosen([replica("a", 300, recent=recent), replica("b")]) == expected
+    assert chosen([replica("a", recent=5), replica("b", recent=4), replica("c", recent=9)]) == "b"
+
+
+def test_a_prefix_gets_another_home_when_more_is_wanted_than_its_homes_can_serve() -> None:
+    candidates = [replica("a", 900, queue=10), replica("b", queue=5), replica("c", queue=20)]
+    assert chosen(candidates, Wish(1000, demand=0.8)) == "a"
+    choice = choose(Wish(1000, demand=0.81), candidates, RULE)
+    assert (candidates[choice.index].name, choice.is_new_home) == ("b", True)
+
+
+def test_two_homes_serve_twice_as_much() -> None:
+    candidates = [replica("a", 900, queue=10), replica("b", 850, queue=9), replica("c")]
+    assert chosen(candidates, Wish(1000, demand=1.6)) == "a"  # 50 tokens less, a queue of 1 less
+    choice = choose(Wish(1000, demand=1.61), candidates, RULE)
+    assert (candidates[choice.index].name, choice.is_new_home) == ("c", True)
+
+
+def test_a_home_is_not_left_for_one_that_is_as_idle() -> None:
+    choice = choose(Wish(1000, demand=9.0), [replica("a", 900), replica("b")], RULE)
+    assert (choice.index, choice.is_new_home) == (0, False)
+
+
+def test_a_prompt_that_nobody_knows_is_no_new_home() -> None:
+    assert not choose(Wish(1000, demand=9.0), [replica("a", 50), replica("b")], RULE).is_new_home
+
+
+def test_equals_are_drawn_by_the_prefix_and_evenly() -> None:
+    names = [f"replica-{index}" for index in range(8)]
+    candidates = [replica(name) for name in names]
+    drawn = [chosen(candidates, Wish(1000, key=key)) for key in range(4000)]
+    assert [chosen(candidates, Wish(1000, key=key)) for key in range(100)] == drawn[:100]
+    assert all(400 < drawn.count(name) < 600 for name in names)
+
+
+def test_a_replica_that_leaves_moves_only_its_own_prefixes() -> None:
+    candidates = [replica(f"replica-{index}") for index in range(8)]
+    for key in range(500):
+        before = chosen(candidates, Wish(1000, key=key))
+        after = chosen(candidates[1:], Wish(1000, key=key))
+        assert after == before or before == "replica-0"
+
+
+def test_the_order_of_the_replicas_decides_nothing() -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        candidates = [
+            replica(str(index), draw.choice((0, 50, 300)), queue=draw.choice((0, 40)), recent=draw.choice((0, 700)))
+            for index in range(6)
+        ]
+        wish = Wish(1000, key=draw.getrandbits(64), demand=draw.choice((0.0, 1.0, 9.0)))
+        expected = chosen(candidates, wish)
+        draw.shuffle(candidates)
+        assert chosen(candidates, wish) == expected
+
+
+def test_a_longer_match_never_makes_a_replica_lose() -> None:
+    draw = random.Random(2)
+    for _ in range(300):
+        candidates = [replica(str(index), draw.randrange(900), queue=draw.randrange(500)) for index in range(5)]
+        choice = choose(Wish(1000, key=7), candidates, RULE)
+        winner = candidates[choice.index]
+        longer = Hits(device=winner.hits.total + draw.randrange(99))
+        candidates[choice.index] = winner._replace(hits=longer)
+        assert choose(Wish(1000, key=7), candidates, RULE).index == choice.index
+
+
+def test_nowhere_to_go_is_an_error() -> None:
+    with pytest.raises(NoReplica, match="expected at least one"):
+        choose(Wish(10), [])

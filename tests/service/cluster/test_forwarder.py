@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import grpc
+import grpc.aio
+import pytest
+
+from radixkv.errors import NoReplica
+from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
+from radixkv.service.cluster.question import Question
+from tests.service.cluster.fake_line import FakeLine, facts, failure
+
+GONE = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
+
+
+class Fleet:
+    """Replicas that are chosen in order, and a clock that moves when somebody sleeps."""
+
+    def __init__(self, **answers) -> None:
+        self.answers = answers
+        self.lines = {name: FakeLine(facts(name)) for name in answers}
+        self.asked: list[str] = []
+        self.finished: list[str] = []
+        self.now_s = 0.0
+        self.forwarder = Forwarder(self.choose, 5.0, self.sleep, lambda: self.now_s)
+
+    async def choose(self, question):
+        for name, line in self.lines.items():
+            if name not in question.avoid:
+                return SimpleNamespace(name=name, line=line, finish=lambda *_, name=name: self.finished.append(name))
+        raise NoReplica("replicas: expected one, got none")
+
+    async def sleep(self, seconds) -> None:
+        self.now_s += seconds
+
+    async def ask(self, line):
+        self.asked.append(line.facts.address)
+        answer = self.answers[line.facts.address]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def stream(self, line):
+        self.asked.append(line.facts.address)
+        return FakeCall(self.answers[line.facts.address])
+
+    async def parts(self):
+        parts = []
+        async for routed, part in self.forwarder.stream(Question(b"1234"), self.stream):
+            parts.append((routed.name, part))
+        return parts
+
+
+class FakeCall:
+    """A streaming call that reads from a list."""
+
+    def __init__(self, parts) -> None:
+        self.parts = list(parts)
+        self.is_cancelled = False
+
+    async def read(self):
+        part = self.parts.pop(0) if self.parts else grpc.aio.EOF
+        if isinstance(part, Exception):
+            raise part
+        return part
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def answered(fleet: Fleet):
+    routed, answer = asyncio.run(fleet.forwarder.answer(Question(b"1234"), fleet.ask))
+    return routed.name, answer
+
+
+def test_another_replica_is_asked_when_one_is_gone() -> None:
+    fleet = Fleet(a=GONE, b="yes")
+    assert answered(fleet) == ("b", "yes")
+    assert (fleet.asked, fleet.finished, fleet.forwarder.num_retries) == (["a", "b"], ["a"], 1)
+    assert [line.num_calls for line in fleet.lines.values()] == [0, 0]
+    assert fleet.lines["a"].num_looks == 1
+
+
+def test_another_replica_is_asked_when_one_is_silent() -> None:
+    fleet = Fleet(a="never told", b="yes")
+    fleet.lines["a"].is_lost = True
+    assert answered(fleet) == ("b", "yes")
+
+
+def test_what_a_replica_refuses_is_told_at_once() -> None:
+    fleet = Fleet(a=failure(grpc.StatusCode.INVALID_ARGUMENT, "token_ids: ..."), b="yes")
+    with pytest.raises(ReplicaRefusal) as refusal:
+        answered(fleet)
+    assert refusal.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert (refusal.value.details, refusal.value.trailing) == ("token_ids: ...", (("a", "b"),))
+    assert (fleet.asked, fleet.finished) == (["a"], ["a"])
+
+
+def test_a_replica_that_starts_again_is_waited_for() -> None:
+    fleet = Fleet(a=GONE)
+
+    async def sleep(seconds) -> None:
+        fleet.now_s += seconds
+        if fleet.now_s > 3:
+            fleet.answers["b"] = "yes"
+            fleet.lines["b"] = FakeLine(facts("b"))
+
+    fleet.forwarder = Forwarder(fleet.choose, 5.0, sleep, lambda: fleet.now_s)
+    assert answered(fleet) == ("b", "yes")
+
+
+def test_the_last_failure_is_told_when_none_comes() -> None:
+    with pytest.raises(ReplicaRefusal, match="connection refused"):
+        answered(Fleet(a=GONE))
+    with pytest.raises(NoReplica):
+        answered(Fleet())
+
+
+def test_a_stream_that_has_told_nothing_goes_on_elsewhere() -> None:
+    fleet = Fleet(a=[GONE], b=["one", "two"])
+    assert asyncio.run(fleet.parts()) == [("b", "one"), ("b", "two")]
+
+
+def test_a_stream_that_has_begun_ends_with_its_replica() -> None:
+    fleet = Fleet(a=["one", GONE], b=["one", "two"])
+    with pytest.raises(ReplicaRefusal, match="expected the rest of the answer, got none") as refusal:
+        asyncio.run(fleet.parts())
+    assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
+    assert fleet.asked == ["a"]
+    assert "a" in fleet.finished
+
+
+def test_a_reader_that_leaves_ends_the_call() -> None:
+    fleet = Fleet(a=["one", "two"])
+    calls = []
+
+    def ask(line):
+        calls.append(fleet.stream(line))
+        return calls[-1]
+
+    async def leave() -> None:
+        parts = fleet.forwarder.stream(Question(b"1234"), ask)
+        await anext(parts)
+        await parts.aclose()
+
+    asyncio.run(leave())
+    assert calls[0].is_cancelled
+    assert (fleet.finished, fleet.lines["a"].num_calls) == (["a"], 0)

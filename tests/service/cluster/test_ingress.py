@@ -1,0 +1,59 @@
+"""The ingress with a handle that is none of Ray's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from radixkv.config import FleetConfig, ServerConfig
+from radixkv.errors import NoReplica
+from radixkv.service.cluster.ingress import Ingress
+from radixkv.service.cluster.picture import Picture
+from radixkv.service.cluster.question import Question
+from tests.patience import PATIENCE_S
+from tests.service.cluster.fake_line import FakeLine, facts
+
+
+class Handle:
+    """Routes by a picture, as Ray's handle does by the router of a deployment."""
+
+    def __init__(self) -> None:
+        self.picture = Picture(FakeLine)
+        self.is_there = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def choose_replica(self, question, *, _reserve):
+        assert not _reserve
+        await self.is_there.wait()
+        question.answer = self.picture.route(question)
+        yield
+
+
+def test_the_ingress_listens_once_a_replica_is_there() -> None:
+    async def test() -> None:
+        handle = Handle()
+        starting = asyncio.create_task(started(handle))
+        await asyncio.sleep(0)
+        assert not starting.done()
+        handle.picture.update([facts("a")])
+        handle.is_there.set()
+        ingress = await starting
+        await ingress.check_health()
+        assert (await ingress.choose(Question(b"1234"))).name == "a"
+        with pytest.raises(NoReplica):
+            await ingress.choose(Question(b"1234", avoid={"a"}))
+        handle.is_there.clear()
+        with pytest.raises(NoReplica, match=r"expected one within 0\.05 s"):
+            await ingress.choose(Question(b"1234"))
+        await ingress.__del__()
+        del Ingress.__del__  # as Ray does, since Python can't await it
+        await handle.picture.close()
+
+    async def started(handle) -> Ingress:
+        ingress = object.__new__(Ingress)
+        await ingress.__init__(ServerConfig(port=0), FleetConfig(start_timeout_s=0.05), handle)
+        return ingress
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))

@@ -1,0 +1,201 @@
+"""An ingress before two real servers of fake engines, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+
+import grpc
+import grpc.aio
+import pytest
+
+from radixkv.config import ServerConfig
+from radixkv.routing.rule import Rule
+from radixkv.service.client import AsyncClient, Client
+from radixkv.service.cluster.facts import ReplicaFacts
+from radixkv.service.cluster.forwarder import Forwarder
+from radixkv.service.cluster.ingress_server import IngressServer
+from radixkv.service.cluster.line import Line, Patience
+from radixkv.service.cluster.picture import Picture
+from radixkv.service.cluster.question import Question
+from radixkv.service.cluster.servicers import REPLICA
+from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests.events.fake_source import FakeSource
+from tests.patience import PATIENCE_S
+from tests.service.cluster.fake_line import SECRETS
+from tests.service.fake_engine import LIMITS, FakeEngine, next_token_of
+from tests.service.serving import serving
+
+PROMPT = list(range(1, 41))
+
+
+def facts_of(address: str) -> ReplicaFacts:
+    return ReplicaFacts(
+        address, LIMITS.epoch, LIMITS.model, LIMITS.model_fingerprint, LIMITS.vocab_size, 4096, 4, "", SECRETS
+    )
+
+
+class Served:
+    """An ingress that serves, its picture and the engines behind it."""
+
+    def __init__(self, address: str, engines: dict[str, FakeEngine], picture: Picture, forwarder: Forwarder) -> None:
+        self.address = address
+        self.engines = engines
+        self.picture = picture
+        self.forwarder = forwarder
+
+
+@contextlib.asynccontextmanager
+async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
+    engines: dict[str, FakeEngine] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(num_replicas):
+            engine = FakeEngine()
+            engine.events = FakeSource()
+            _, address = await stack.enter_async_context(serving(engine))
+            engines[address] = engine
+        picture = Picture(lambda facts: Line(facts, Patience(0.05, answer_s)), rule=Rule(least_match_tokens=8))
+        stack.push_async_callback(picture.close)
+        picture.update(facts_of(address) for address in engines)
+
+        async def choose(question):
+            return picture.route(question)
+
+        forwarder = Forwarder(choose, 0.5)
+        server = IngressServer(ServerConfig(port=0, **config), facts_of(next(iter(engines))), forwarder)
+        address = await server.start()
+        stack.push_async_callback(server.drain)
+        assert not server.has_ended
+        yield Served(address, engines, picture, forwarder)
+
+
+def run(test) -> None:
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_prompts_are_answered_and_the_replica_is_named() -> None:
+    async def test() -> None:
+        async with fleet() as served, grpc.aio.insecure_channel(served.address) as channel:
+            stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+            call = stub.Prefill(prefill_pb2.PrefillRequest(token_ids=PROMPT, tenant="acme"))
+            answer = await call
+            assert answer.next_token_id == next_token_of(PROMPT)
+            name = dict(await call.trailing_metadata())[REPLICA]
+            assert served.engines[name].params[0].caller.tenant == "acme"
+            async with AsyncClient(served.address) as client:
+                told = [news async for news in client.generate(PROMPT, tenant="acme", max_new_tokens=3)]
+                assert sum(len(news.token_ids) for news in told) == 3
+                assert told[-1].finished
+                assert (await client.probe(PROMPT, tenant="acme")).prompt_tokens == len(PROMPT)
+
+    run(test)
+
+
+def test_a_route_names_a_replica_once() -> None:
+    async def test() -> None:
+        async with fleet() as served, AsyncClient(served.address) as client:
+            first = await client.route(PROMPT, tenant="acme")
+            assert (first.address in served.engines, first.reason) == (True, fleet_pb2.ROUTED_BY_LOAD)
+            again = await client.route(PROMPT, tenant="acme")
+            assert (again.address, again.cached_tokens, again.num_replicas) == (first.address, 36, 2)
+            other = await client.route(PROMPT, avoid=[first.address])
+            assert other.address in served.engines.keys() - {first.address}
+            with pytest.raises(grpc.aio.AioRpcError) as none_left:
+                await client.route(PROMPT, avoid=served.engines)
+            assert none_left.value.code() is grpc.StatusCode.UNAVAILABLE
+            with Client(served.address) as blocking:
+                assert (await asyncio.to_thread(blocking.route, PROMPT, tenant="acme")).address == first.address
+
+    run(test)
+
+
+def test_what_a_fleet_has_not_is_refused_with_a_way_out() -> None:
+    async def test() -> None:
+        async with fleet(1) as served, AsyncClient(served.address) as client:
+            for call in (
+                client.stats(),
+                client.purge(everything=True),
+                client.release("lease"),
+                client.prefill(PROMPT, hold_lease=True),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call
+                assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+                assert "expected a call to a replica, whose address Route tells" in refused.value.details()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(client.subscribe())
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    run(test)
+
+
+def test_refusals_of_a_replica_reach_the_caller() -> None:
+    async def test() -> None:
+        async with fleet() as served, AsyncClient(served.address) as client:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.prefill([])
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(client.generate(PROMPT, top_p=2.0))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert served.forwarder.num_retries == 0
+
+    run(test)
+
+
+def test_a_replica_that_drains_or_hangs_is_passed_over() -> None:
+    async def test() -> None:
+        async with fleet(answer_s=0.2) as served, AsyncClient(served.address) as client:
+            first = next(iter(served.engines))
+            served.engines[first].is_draining = True
+
+            async def choose(question):
+                """Go to the first replica unless the question avoids it."""
+                avoid = question.avoid or served.engines.keys() - {first}
+                return served.picture.route(Question(question.tokens, avoid=set(avoid)))
+
+            served.forwarder._choose = choose
+            assert (await client.prefill(PROMPT)).next_token_id == next_token_of(PROMPT)
+            assert served.forwarder.num_retries == 1
+            told = [news async for news in client.generate(PROMPT, max_new_tokens=2)]
+            assert (told[-1].finished, served.forwarder.num_retries) == (True, 2)
+
+    run(test)
+
+
+def test_callers_are_known_as_by_a_single_server(tmp_path) -> None:
+    digest = hashlib.sha256(b"own").hexdigest()
+    (tmp_path / "tokens").write_text(
+        f'[[credentials]]\nname = "a"\nrole = "tenant"\ntenant = "acme"\ntoken_sha256 = "{digest}"\n', "utf-8"
+    )
+
+    async def test() -> None:
+        async with fleet(1, tokens_file=str(tmp_path / "tokens"), insecure=True) as served:
+            (engine,) = served.engines.values()
+            async with grpc.aio.insecure_channel(served.address) as channel:
+                stub, routes = (
+                    prefill_pb2_grpc.PrefillServiceStub(channel),
+                    fleet_pb2_grpc.FleetServiceStub(channel),
+                )
+                own = (("authorization", "Bearer own"),)
+                await stub.Prefill(prefill_pb2.PrefillRequest(token_ids=PROMPT), metadata=own)
+                assert engine.params[-1].caller.tenant == "acme"
+                await routes.Route(fleet_pb2.RouteRequest(token_ids=PROMPT), metadata=own)
+                for call, code in (
+                    (stub.Prefill(prefill_pb2.PrefillRequest(token_ids=PROMPT)), grpc.StatusCode.UNAUTHENTICATED),
+                    (routes.Route(fleet_pb2.RouteRequest(token_ids=PROMPT)), grpc.StatusCode.UNAUTHENTICATED),
+                    (
+                        stub.Prefill(prefill_pb2.PrefillRequest(token_ids=PROMPT, tenant="b"), metadata=own),
+                        grpc.StatusCode.PERMISSION_DENIED,
+                    ),
+                    (
+                        routes.Route(fleet_pb2.RouteRequest(token_ids=PROMPT, tenant="b"), metadata=own),
+                        grpc.StatusCode.PERMISSION_DENIED,
+                    ),
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await call
+                    assert refused.value.code() is code
+
+    run(test)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import builtins
+import sys
+
+import pytest
+
+from radixkv.service.commands.cli import main
+
+
+@pytest.mark.parametrize("replicas", ["0", "3:2", "0:2", "two", "-1", "1:"])
+def test_a_wrong_number_of_replicas_is_refused(replicas, capsys) -> None:
+    assert main(["fleet", f"--replicas={replicas}"]) == 2
+    assert "--replicas: expected N, or N:M" in capsys.readouterr().err
+
+
+def test_a_fleet_beyond_this_machine_needs_credentials(capsys) -> None:
+    assert main(["fleet", "--host", "0.0.0.0"]) == 2
+    assert "server.host: expected 127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "node"])
+def test_replicas_beyond_this_machine_need_a_network_of_their_own(host, capsys) -> None:
+    assert main(["fleet", "--replica-host", host]) == 2
+    assert "--replica-host: expected 127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_missing_package_names_the_extra(monkeypatch, capsys) -> None:
+    real = builtins.__import__
+
+    def without_ray(name, *arguments, **named):
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError("No module named 'ray'", name="ray")
+        return real(name, *arguments, **named)
+
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without_ray)
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_SERVE_LOG_TO_STDERR", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.setenv(name, "0")
+    assert main(["fleet", "--port", "0"]) == 2
+    assert "the package ray is missing" in capsys.readouterr().err
+    assert "pip install '.[ray]'" in main_help(capsys)
+
+
+def main_help(capsys) -> str:
+    main(["fleet", "--port", "0"])
+    return capsys.readouterr().err

@@ -1,0 +1,64 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from radixkv.config import KVSourceConfig
+from radixkv.errors import ConfigError, InvalidRequest
+from radixkv.service.server.transfer.kv_sources import KVSources
+
+HERE = "127.0.0.1:50051"
+
+
+def test_a_connection_is_made_once() -> None:
+    async def run() -> None:
+        sources = KVSources({"a": KVSourceConfig(HERE)})
+        client = sources.client_of(HERE)
+        assert sources.client_of(HERE) is client
+        with pytest.raises(InvalidRequest, match=r"kv_source\.address: expected that of a section"):
+            sources.client_of("127.0.0.1:50052")
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_fleet_may_name_any_source() -> None:
+    async def run() -> None:
+        sources = KVSources({"a": KVSourceConfig(HERE)})
+        assert sources.client_of(HERE, "fleet")._access.metadata is None
+        other = sources.client_of("127.0.0.1:50052", "fleet")
+        assert other._access.metadata == (("authorization", "Bearer fleet"),)
+        assert sources.client_of("127.0.0.1:50052", "fleet") is other
+        with pytest.raises(InvalidRequest):
+            sources.client_of("127.0.0.1:50053")
+        await other.close()
+        await sources.client_of(HERE).close()
+
+    asyncio.run(run())
+
+
+def test_a_token_comes_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret-token\n")
+    sources = KVSources({"a": KVSourceConfig(HERE, token_file=str(tmp_path / "token"))})
+
+    async def run() -> None:
+        client = sources.client_of(HERE)
+        assert client._access.metadata == (("authorization", "Bearer secret-token"),)
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_files_that_can_not_be_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    for name in ("absent", "empty"):
+        with pytest.raises(ConfigError, match=r"kv_sources\.a\.token_file: expected a"):
+            KVSources({"a": KVSourceConfig(HERE, token_file=str(tmp_path / name))})
+
+
+def test_a_token_does_not_leave_this_machine_in_the_clear(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret-token")
+    sources = KVSources({"a": KVSourceConfig("10.0.0.1:50051", token_file=str(tmp_path / "token"))})
+    with pytest.raises(ConfigError, match=r"kv_sources\.a: token: expected tls_ca beside it") as caught:
+        sources.client_of("10.0.0.1:50051")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,104 @@
+"""Two real servers behind the real router: prompts go where their prefixes are."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from radixkv.events.block_identity import Identities
+from radixkv.namespace import Namespace
+from radixkv.routing.fleet_load import FleetLoad
+from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.prefix_demand import PrefixDemand
+from radixkv.routing.prompt_blocks import PromptBlocks
+from radixkv.routing.router import Router
+from radixkv.routing.routings import make_routing
+from radixkv.routing.rule import Rule
+from radixkv.service.client import AsyncClient
+from radixkv.service.routing.event_stream import EventStream
+from tests.patience import PATIENCE_S
+from tests.service.serving import becomes_true
+from tests.whole.forked_server import serving
+
+BLOCK_SIZE = 16  # the default of `events.block_size`
+PREFIX_TOKENS = 192
+BASE = Namespace("tiny")
+
+
+def prompt(prefix: int, own: int) -> list[int]:
+    draw = np.random.default_rng(prefix)
+    return [*draw.integers(500, size=PREFIX_TOKENS).tolist(), *([own] * 9)]
+
+
+class RoutedServers:
+    """A router, its streams, and clients to call where it says."""
+
+    def __init__(self, addresses: list[str]) -> None:
+        self.router = Router(
+            FleetView(BLOCK_SIZE),
+            FleetLoad(),
+            PrefixDemand(),
+            make_routing("prefix", Rule(least_match_tokens=64)),
+            identities=Identities(),
+        )
+        self.clients = {address: AsyncClient(address) for address in addresses}
+        for address in addresses:
+            self.router.join(address)
+        self.streams = [
+            asyncio.create_task(EventStream(address, client, self.router.view).run())
+            for address, client in self.clients.items()
+        ]
+
+    async def ask(self, ids: list[int], avoid: frozenset[str] = frozenset()) -> tuple[str, int, int]:
+        """Return the server that answered, the tokens that it was supposed to have, and those that it had."""
+        route = self.router.route(BASE, np.array(ids, "<u4").tobytes(), avoid)
+        answer = await self.clients[route.name].prefill(ids)
+        self.router.finished(route, answer.usage.computed_tokens)
+        return route.name, route.hits.total, answer.usage.cached_tokens
+
+    def known_tokens(self, name: str, ids: list[int]) -> int:
+        """Count the tokens of a prompt that a server is known to have."""
+        blocks = PromptBlocks(BASE, np.array(ids, "<u4").tobytes(), BLOCK_SIZE, Identities())
+        return self.router.view.match(blocks.all(), [name])[0].device
+
+    async def close(self) -> None:
+        for stream in self.streams:
+            stream.cancel()
+        await asyncio.gather(*self.streams, return_exceptions=True)
+        for client in self.clients.values():
+            await client.close()
+
+
+async def visit(one: str, two: str, kill_one) -> None:
+    fleet = RoutedServers([one, two])
+    view = fleet.router.view
+    try:
+        assert await becomes_true(lambda: view.is_in_step(one) and view.is_in_step(two))
+        homes = {}
+        for own in range(4):
+            for prefix in range(8):
+                name, supposed, cached = await fleet.ask(prompt(prefix, own))
+                assert homes.setdefault(prefix, name) == name
+                assert (supposed, cached >= supposed) == (PREFIX_TOKENS if own else 0, True)
+        assert set(homes.values()) == {one, two}
+
+        await fleet.clients[two].prefill(prompt(100, 0))  # behind the router's back
+        assert await becomes_true(lambda: fleet.known_tokens(two, prompt(100, 1)) == PREFIX_TOKENS)
+        assert (await fleet.ask(prompt(100, 1)))[0] == two
+
+        kill_one()
+        lost = next(prefix for prefix, name in homes.items() if name == one)
+        name, supposed, _ = await fleet.ask(prompt(lost, 9), frozenset({one}))
+        assert (name, supposed) == (two, 0)
+        fleet.router.leave(one)
+        assert (await fleet.ask(prompt(lost, 10)))[:2] == (two, PREFIX_TOKENS)
+    finally:
+        await fleet.close()
+
+
+@pytest.mark.slow
+def test_prompts_go_where_their_prefixes_are() -> None:
+    with serving() as (process, one), serving() as (_, two):
+        asyncio.run(asyncio.wait_for(visit(one, two, process.kill), PATIENCE_S))

@@ -1,0 +1,256 @@
+"""Decoding elsewhere: one server computes a prompt, another one fetches its K/V and generates the same answer."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import pytest
+
+from radixkv.service.client import Client, Compression, CompressionPolicy, KVSource
+from radixkv.v1.prefill_pb2 import PrefillResponse
+from tests.forked_process import ForkedProcess
+from tests.model.exact.checkpoints import write_checkpoint
+from tests.model.exact.exact_cases import MODELS
+from tests.patience import PATIENCE_S
+from tests.whole.forked_server import serving
+
+_BLOCK, _TENANT = 64, "acme"
+SENDING = ("--set", "transfer.serve=true")
+
+
+def prompt(seed: int, num_tokens: int = 5 * _BLOCK + 17) -> list[int]:
+    return [seed % 500, *random.Random(seed).choices(range(500), k=num_tokens - 1)]
+
+
+def fetching_from(*addresses: str) -> tuple[str, ...]:
+    settings = [f"kv_sources.s{index}.address={address}" for index, address in enumerate(addresses)]
+    return tuple(argument for setting in settings for argument in ("--set", setting))
+
+
+class Pair(NamedTuple):
+    """A server that computes prompts, and one that decodes."""
+
+    prefill: Client
+    decode: Client
+    address: str
+    process: ForkedProcess
+
+    def hold(self, tokens: list[int], **options: str) -> tuple[PrefillResponse, KVSource]:
+        held = self.prefill.prefill(tokens, tenant=_TENANT, hold_lease=True, **options)
+        return held, KVSource(address=self.address, lease_id=held.lease_id, epoch=held.epoch)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with (
+        serving(*SENDING) as (process, address),
+        serving(*fetching_from(address, "127.0.0.1:1")) as (_, decoding),
+        Client(address, timeout_s=PATIENCE_S) as prefill,
+        Client(decoding, timeout_s=PATIENCE_S) as decode,
+    ):
+        yield Pair(prefill, decode, address, process)
+
+
+def generated(client: Client, tokens: list[int], source: KVSource | None = None, **options) -> tuple[list[int], object]:
+    """The tokens of a generation, and what its prompt used."""
+    answers = list(client.generate(tokens, tenant=_TENANT, max_new_tokens=12, kv_source=source, **options))
+    return [token_id for each in answers for token_id in each.token_ids], answers[0].usage
+
+
+def refusal(client: Client, tokens: list[int], source: KVSource) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        generated(client, tokens, source)
+    return caught.value.code(), caught.value.details()
+
+
+def test_servers_with_roles_take_their_calls_alone() -> None:
+    tokens = prompt(70)
+    with (
+        serving("--role", "prefill") as (_, address),
+        serving("--role", "decode", *fetching_from(address)) as (_, decoding),
+        Client(address, timeout_s=PATIENCE_S) as prefill,
+        Client(decoding, timeout_s=PATIENCE_S) as decode,
+    ):
+        held = prefill.prefill(tokens, tenant=_TENANT, hold_lease=True)
+        source = KVSource(address=address, lease_id=held.lease_id, epoch=held.epoch)
+        answer, usage = generated(decode, tokens, source)
+        assert (answer[0], usage.remote_tokens) == (held.next_token_id, 5 * _BLOCK)
+        assert refusal(prefill, tokens, source) == (
+            grpc.StatusCode.UNIMPLEMENTED,
+            "Generate: expected a server whose transfer.role has it, got one with prefill",
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            decode.prefill(tokens, tenant=_TENANT)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_answers_are_those_of_one_server_that_does_both(pair: Pair) -> None:
+    for seed in range(8):
+        tokens = prompt(seed)
+        expected, _ = generated(pair.prefill, tokens, temperature=0.9, seed=seed)
+        _, source = pair.hold(tokens)
+        answer, usage = generated(pair.decode, tokens, source, temperature=0.9, seed=seed)
+        assert answer == expected
+        assert (usage.remote_tokens, usage.cached_tokens, usage.computed_tokens) == (5 * _BLOCK, 5 * _BLOCK, 17)
+        pair.prefill.release(source.lease_id, tenant=_TENANT)
+
+
+def test_latents_are_fetched_with_the_same_bits(tmp_path: Path) -> None:
+    model = ("--model", str(write_checkpoint(MODELS["deepseek_v3"], tmp_path)))
+    tokens = [each % 300 for each in prompt(3)]
+    with (
+        serving(*model, *SENDING) as (_, address),
+        Client(address, timeout_s=PATIENCE_S) as prefill,
+        serving(*model, *fetching_from(address)) as (_, decoding),
+        Client(decoding, timeout_s=PATIENCE_S) as decode,
+    ):
+        expected, _ = generated(prefill, tokens, ignore_eos=True)
+        held = prefill.prefill(tokens, tenant=_TENANT, hold_lease=True)
+        source = KVSource(address=address, lease_id=held.lease_id, epoch=held.epoch)
+        answer, usage = generated(decode, tokens, source, ignore_eos=True)
+        assert (len(answer), answer) == (12, expected)
+        assert (usage.remote_tokens, usage.computed_tokens) == (5 * _BLOCK, 17)
+        assert decode.stats().block_bytes == _BLOCK * 3 * (40 + 8) * 4
+
+
+def test_what_is_cached_here_is_not_fetched(pair: Pair) -> None:
+    tokens = prompt(100)
+    _, source = pair.hold(tokens)
+    pair.decode.prefill(tokens[: 2 * _BLOCK], tenant=_TENANT)
+    _, usage = generated(pair.decode, tokens, source)
+    assert (usage.device_tokens, usage.remote_tokens) == (2 * _BLOCK, 3 * _BLOCK)
+    _, usage = generated(pair.decode, tokens, source)
+    assert usage.remote_tokens == 0
+
+
+def test_several_answers_use_what_was_fetched_once(pair: Pair) -> None:
+    tokens = prompt(101)
+    expected = generated(pair.prefill, tokens, n=3, seed=1, temperature=1.0)[0]
+    _, source = pair.hold(tokens)
+    answer, usage = generated(pair.decode, tokens, source, n=3, seed=1, temperature=1.0)
+    assert sorted(answer) == sorted(expected)
+    assert usage.remote_tokens == 5 * _BLOCK
+
+
+@pytest.mark.parametrize("policy", CompressionPolicy)
+def test_what_was_fetched_is_compressed_like_what_was_computed(pair: Pair, policy: CompressionPolicy) -> None:
+    tokens, compression = prompt(120 + len(policy)), Compression(policy, 40)
+    expected = generated(pair.prefill, tokens, compression=compression)[0]
+    _, source = pair.hold(tokens)
+    answer, usage = generated(pair.decode, tokens, source, compression=compression)
+    assert answer == expected
+    assert usage.remote_tokens == 5 * _BLOCK
+
+
+def test_log_probabilities_of_the_prompt_are_told_although_its_kv_is_there(pair: Pair) -> None:
+    tokens = prompt(113)
+    _, source = pair.hold(tokens)
+    first = next(iter(pair.decode.generate(tokens, tenant=_TENANT, kv_source=source, prompt_logprobs=0)))
+    assert len(first.prompt_logprobs) == len(tokens) - 1
+
+
+def test_raw_blocks_come_in_order_from_where_they_are_wanted(pair: Pair) -> None:
+    _, source = pair.hold(prompt(102))
+    first, *others = pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT, epoch=source.epoch)
+    assert (first.format.num_blocks, first.format.block_size, first.format.epoch) == (5, _BLOCK, source.epoch)
+    assert [each.block for each in others] == list(range(5))
+    assert {len(each.data) for each in others} == {128 + 4 * _BLOCK + first.format.block_bytes + 16}
+    again = list(pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT, first_block=3))[1:]
+    assert again == others[3:]
+
+
+def test_a_lease_that_is_not_held_there_is_not_found(pair: Pair) -> None:
+    tokens = prompt(103)
+    _, source = pair.hold(tokens)
+    wrong_epoch = KVSource(address=source.address, lease_id=source.lease_id, epoch=source.epoch + 1)
+    code, details = refusal(pair.decode, tokens, wrong_epoch)
+    assert (code, details) == (
+        grpc.StatusCode.NOT_FOUND,
+        "kv_source: epoch: expected that of this start of the service, got another",
+    )
+    pair.prefill.release(source.lease_id, tenant=_TENANT)
+    code, details = refusal(pair.decode, tokens, source)
+    assert (code, details.partition(": expected")[0]) == (grpc.StatusCode.NOT_FOUND, "kv_source: lease_id")
+
+
+def test_a_lease_of_another_prompt_or_tenant_is_of_no_use(pair: Pair) -> None:
+    _, source = pair.hold(prompt(104))
+    code, details = refusal(pair.decode, prompt(105), source)
+    assert (code, details) == (
+        grpc.StatusCode.UNAVAILABLE,
+        "kv_source: expected the K/V of this prompt, got a block that is foreign",
+    )
+    with pytest.raises(grpc.RpcError) as caught:
+        list(pair.decode.generate(prompt(104), tenant="other", kv_source=source))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    salted = pair.hold(prompt(106), salt="a")[1]
+    code, _ = refusal(pair.decode, prompt(106), salted)
+    assert code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_only_named_servers_are_asked_and_one_that_is_away_is_told(pair: Pair) -> None:
+    _, source = pair.hold(prompt(107))
+    unnamed = KVSource(address="127.0.0.1:2", lease_id=source.lease_id)
+    assert refusal(pair.decode, prompt(107), unnamed) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "kv_source.address: expected that of a section kv_sources here, got another",
+    )
+    away = KVSource(address="127.0.0.1:1", lease_id=source.lease_id)
+    code, details = refusal(pair.decode, prompt(107), away)
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert details.startswith("kv_source: expected K/V of the lease, got UNAVAILABLE")
+    assert refusal(pair.prefill, prompt(108), source)[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_purged_prompt_is_sent_no_more(pair: Pair) -> None:
+    tokens = prompt(109)
+    _, source = pair.hold(tokens)
+    pair.prefill.purge(tenant=_TENANT)
+    code, details = refusal(pair.decode, tokens, source)
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert "purged" in details
+
+
+def test_a_service_sends_nothing_unless_it_is_asked_to(pair: Pair) -> None:
+    held = pair.decode.prefill(prompt(110), tenant=_TENANT, hold_lease=True)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(pair.decode.fetch_kv(held.lease_id, tenant=_TENANT))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_another_format_is_refused_by_name(pair: Pair) -> None:
+    tokens = prompt(111)
+    _, source = pair.hold(tokens)
+    other_blocks = (*fetching_from(pair.address), "--set", "cache.block_size=32")
+    with serving(*other_blocks) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
+        assert refusal(client, tokens, source) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "kv_source: expected K/V with the block_size 32, got 64",
+        )
+
+
+def test_a_server_that_is_killed_or_starts_again_is_told_and_nothing_leaks(tmp_path: Path) -> None:
+    tokens = prompt(112)
+    with serving(*SENDING) as (process, address), Client(address, timeout_s=PATIENCE_S) as first:
+        held = first.prefill(tokens, tenant=_TENANT, hold_lease=True)
+        source = KVSource(address=address, lease_id=held.lease_id, epoch=held.epoch)
+        with serving(*fetching_from(address)) as (_, decoding), Client(decoding, timeout_s=PATIENCE_S) as decode:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait(PATIENCE_S)
+            assert refusal(decode, tokens, source)[0] is grpc.StatusCode.UNAVAILABLE
+            with serving(*SENDING, "--port", address.rpartition(":")[2]):
+                assert refusal(decode, tokens, source)[0] in (
+                    grpc.StatusCode.NOT_FOUND,
+                    grpc.StatusCode.UNAVAILABLE,  # while gRPC waits before it connects again
+                )
+            answer, usage = generated(decode, tokens)
+            assert usage.cached_tokens == 0
+            assert len(answer) == 12
+            blocks = decode.stats().blocks
+            assert (blocks.leased, blocks.pinned) == (0, 0)
