@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -15,6 +14,8 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
 from radixkv.model.attention.interface import AttentionKernels, AttentionKind, AttentionUse
+from radixkv.model.attention.paged_step import PagedStep
+from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.refusals import SERVE_FAST, reason_of
 from radixkv.storage.device_pool import KVShape
 
@@ -82,6 +83,15 @@ def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Liter
     return torch.equal(at_once, trial.attend(*inputs, scale=CANCELLING_SCALE, cuts=_CUTS))
 
 
+class _Reference(TorchKernels):
+    """The operations as they are defined."""
+
+    def paged_attention(
+        self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
+    ) -> torch.Tensor:
+        return reference.paged_attention(query, pool, layer, batch, scoring)
+
+
 class _Trial:
     """One layer of K and V, and the last queries over it."""
 
@@ -116,24 +126,18 @@ class _Trial:
             Float32 `[num_queries, num_query_heads, head_dim]`.
         """
         query, key, written = self._placed(query, key, value)
-        slots = self._batch([self.num_tokens], [self.num_tokens]).slots
-        largest = torch.zeros(key.shape[:2], device=self._device)  # as in a step, for which other code is compiled
-        self._kernels.write_kv(key, written, slots, self._pool, 0, largest)
+        self._write(self._kernels, key, written)
         ends = [*cuts, _NUM_QUERIES]
         rows = []
         for start, end in zip((0, *cuts), ends, strict=True):
             first, last = self.num_tokens - _NUM_QUERIES + start, self.num_tokens - _NUM_QUERIES + end
             if not cuts:
-                rows.append(
-                    self._run(
-                        self._kernels.paged_attention, query[first:last], self._batch([end - start], [last]), scale
-                    )
-                )
+                rows.append(self._run(self._kernels, query[first:last], self._batch([end - start], [last]), scale))
                 continue
             shared = self.num_tokens - _NUM_QUERIES  # tokens of the company that shares a prefix
             packed = torch.cat((query[:7], query[first:last], query[shared - 3 : shared]))
             batch = self._batch([7, end - start, 3], [7, last, shared])
-            rows.append(self._run(self._kernels.paged_attention, packed, batch, scale)[7:-3])
+            rows.append(self._run(self._kernels, packed, batch, scale)[7:-3])
         return torch.cat(rows).float()
 
     def attend_reference(
@@ -141,10 +145,10 @@ class _Trial:
     ) -> torch.Tensor:
         """Attend from the last queries with the reference."""
         query, key, written = self._placed(query, key, value)
-        reference.write_kv(key, written, self._batch([self.num_tokens], [self.num_tokens]).slots, self._pool, 0)
-        return self._run(
-            reference.paged_attention, query[-_NUM_QUERIES:], self._batch([_NUM_QUERIES], [self.num_tokens]), scale
-        ).float()
+        kernels = _Reference()
+        self._write(kernels, key, written)
+        batch = self._batch([_NUM_QUERIES], [self.num_tokens])
+        return self._run(kernels, query[-_NUM_QUERIES:], batch, scale).float()
 
     def _placed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -153,12 +157,13 @@ class _Trial:
         query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
         return query, key, None if self._pool.is_latent else value
 
-    def _run(
-        self, attend: Callable[..., torch.Tensor], query: torch.Tensor, batch: PagedBatch, scale: float
-    ) -> torch.Tensor:
+    def _write(self, kernels: AttentionKernels, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        PagedStep(self._pool, self._batch([self.num_tokens], [self.num_tokens]), kernels).write(0, key, value)
+
+    def _run(self, kernels: AttentionKernels, query: torch.Tensor, batch: PagedBatch, scale: float) -> torch.Tensor:
         sinks = torch.linspace(-2, 4, self._kind.num_query_heads, device=self._device, dtype=self._dtype)
         scoring = Scoring(scale, self._kind.window, self._kind.softcap, sinks if self._kind.has_sinks else None)
-        return attend(query, self._pool, 0, batch, scoring)
+        return PagedStep(self._pool, batch, kernels).read(0, query, scoring)
 
     def _batch(self, query_lens: list[int], kv_lens: list[int]) -> PagedBatch:
         tables = [self._table] * len(kv_lens)

@@ -21,7 +21,10 @@ def add_compression(parser: argparse.ArgumentParser) -> None:
         help=f"keep only some K/V after the prompt: {', '.join(CompressionPolicy)} (default: keep all)",
     )
     group.add_argument(
-        "--compression-tokens", metavar="N", type=argument_types.positive, help="K/V entries that each head keeps"
+        "--compression-tokens",
+        metavar="N",
+        type=argument_types.positive,
+        help="K/V entries that each head keeps (default: none, --compression needs it)",
     )
     group.add_argument(
         "--compression-sinks",

@@ -59,25 +59,33 @@ class PagedStep:
         value: torch.Tensor | None,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """See `AttentionStep.attend`. All K and V are read from the pool, also those just written.
+        """See `AttentionStep.attend`. All K and V are read from the pool, also those just written."""
+        self.write(layer, key, value)
+        return self.read(layer, query, scoring)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Write K and V of a layer, rotated where the pool stores rotated vectors; shapes as in `attend`."""
+        if self._largest is None:
+            self._largest = key.new_zeros(key.shape[:2], dtype=torch.float32)
+        if self._is_reading:
+            return
+        if self._pool.is_rotated:
+            key = self._kernels.rotate(key, torch.float32)
+            value = None if value is None else self._kernels.rotate(value, torch.float32)
+        self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, self._largest)
+
+    def read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        """Attend over K and V that are written; arguments and result as in `attend`.
 
         Over a pool of rotated vectors queries are rotated like keys, which leaves their scores as they are, and what is
         attended is rotated back.
         """
-        if self._largest is None:
-            self._largest = key.new_zeros(key.shape[:2], dtype=torch.float32)
         if not self._pool.is_rotated:
-            return self._attend(layer, query, key, value, scoring)
+            return self._read(layer, query, scoring)
         rotate, dtype = self._kernels.rotate, query.dtype
-        query, key = rotate(query, dtype), rotate(key, torch.float32)
-        value = None if value is None else rotate(value, torch.float32)
-        return rotate(self._attend(layer, query, key, value, scoring), dtype)
+        return rotate(self._read(layer, rotate(query, dtype), scoring), dtype)
 
-    def _attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
-    ) -> torch.Tensor:
-        if not self._is_reading:
-            self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, self._largest)
+    def _read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         for start, end, watcher in self._watched:
             watcher.see(layer, query[start:end], scoring)
         return self._kernels.paged_attention(query, self._pool, layer, self._batch, scoring)

@@ -25,9 +25,21 @@ from tests.model.exact.exact_cases import MODELS
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
 
-# The linear layers of experts are no modules: peft adapts them as parameters, which is refused.
-_TARGETS = {"mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-_FEW_TARGETS = {"phi3": ["qkv_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"], "mixtral": ["q_proj", "v_proj"]}
+# The linear layers of experts are no modules: peft adapts them as parameters, which is refused. Nor is `kv_b_proj` a
+# product of a step's rows.
+_LATENT_TARGETS = ["kv_a_proj_with_mqa", "o_proj"]
+_TARGETS = {
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "deepseek_v2": ["q_proj", *_LATENT_TARGETS],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", *_LATENT_TARGETS],
+}
+_FEW_TARGETS = {
+    "phi3": ["qkv_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_fc"],
+    "mixtral": ["q_proj", "v_proj"],
+    "deepseek_v2": _LATENT_TARGETS,
+    "deepseek_v3": _LATENT_TARGETS,
+}
 
 
 def adapter_options(family: str) -> list[dict[str, Any]]:
