@@ -1,0 +1,113 @@
+"""All groups of layers whose blocks have parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from radixkv.blocks import BlockIds
+from radixkv.cache.parts.part_holder import PartHolder
+from radixkv.cache.parts.part_pool import PartPool
+
+
+class PartGroups:
+    """The part pools of one cache. Without any it does nothing, and all layers are found by the ids of blocks.
+
+    Args:
+        pools: the pool of each group.
+
+    Attributes:
+        pools: as above.
+    """
+
+    def __init__(self, pools: Sequence[PartPool] = ()) -> None:
+        self.pools = tuple(pools)
+
+    def longest(self, packed: bytes, num_tokens: int) -> int:
+        """Find how much of a cached prompt can be reused.
+
+        Args:
+            packed: ids of the blocks of at least `num_tokens` tokens.
+            num_tokens: tokens that are cached.
+
+        Returns:
+            The most tokens after which every group has what it needs.
+        """
+        if not self.pools or not num_tokens:
+            return num_tokens
+        block_ids = np.frombuffer(packed, dtype=np.int32)
+        before = -1
+        while before != num_tokens:  # what suits one group may not suit another
+            before = num_tokens
+            for pool in self.pools:
+                num_tokens = pool.longest(block_ids, num_tokens)
+        return num_tokens
+
+    def open(
+        self, block_ids: BlockIds, cached_tokens: int, num_tokens: int, *, keeps_all: bool = False
+    ) -> tuple[PartHolder, ...]:
+        """Reserve what a request may need, and keep what it found.
+
+        Args:
+            block_ids: int32, the blocks that hold the cached tokens.
+            cached_tokens: tokens that are reused, as `longest` says.
+            num_tokens: tokens that it will have at most.
+            keeps_all: whether everything is within its reach.
+
+        Returns:
+            A holder for each group. The caller must close them.
+
+        Raises:
+            OutOfBlocks: other requests have reserved too many parts. Nothing has changed.
+        """
+        numbers = [self._most(pool, num_tokens, keeps_all=keeps_all) for pool in self.pools]
+        self.require_room(num_tokens, keeps_all=keeps_all)
+        holders = []
+        for pool, number in zip(self.pools, numbers, strict=True):
+            pool.reserve(number)
+            holders.append(PartHolder(pool, number, keeps_all=keeps_all))
+            holders[-1].find(block_ids, cached_tokens)
+        return tuple(holders)
+
+    def require_room(self, num_tokens: int, *, keeps_all: bool = False) -> None:
+        """Raise if a request of `num_tokens` tokens can't run now.
+
+        Raises:
+            OutOfBlocks: other requests have reserved too many parts.
+        """
+        for pool in self.pools:
+            pool.require_room(self._most(pool, num_tokens, keeps_all=keeps_all))
+
+    def can_ever_fit(self, num_tokens: int, *, keeps_all: bool = False) -> bool:
+        """Whether a request of `num_tokens` tokens could run alone."""
+        return all(pool.can_ever_fit(self._most(pool, num_tokens, keeps_all=keeps_all)) for pool in self.pools)
+
+    def exchange(self, holders: Iterable[PartHolder], old: BlockIds, new: BlockIds) -> None:
+        """Let blocks of a tree stand for a request's own ones; see `PartHolder.exchange`."""
+        for holder in holders:
+            for one, other in zip(old.tolist(), new.tolist(), strict=True):
+                holder.exchange(one, other)
+
+    def freed(self, block_ids: BlockIds) -> None:
+        """Take back the parts of blocks that nobody owns any more."""
+        for pool in self.pools:
+            pool.freed(block_ids)
+
+    def check(self, open_holders: Iterable[Sequence[PartHolder]], free_blocks: BlockIds) -> None:
+        """Recount the parts of each group; see `PartPool.check`.
+
+        Args:
+            open_holders: the holders of each open lease that has some.
+            free_blocks: blocks that nobody owns.
+        """
+        by_group = list(zip(*open_holders, strict=True)) or [()] * len(self.pools)
+        for pool, holders in zip(self.pools, by_group, strict=True):
+            needs = Counter(block_id for holder in holders for block_id in holder.needed)
+            pool.check(needs, sum(holder.num_reserved for holder in holders), free_blocks)
+
+    def _most(self, pool: PartPool, num_tokens: int, *, keeps_all: bool) -> int:
+        if keeps_all:
+            return -(-num_tokens // pool.block_size) + 1
+        return pool.reach.most_blocks(num_tokens, pool.block_size)

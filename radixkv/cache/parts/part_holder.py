@@ -1,0 +1,139 @@
+"""The parts that one running request needs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.cache.parts.part_pool import NO_PART, PartPool
+from radixkv.errors import InvariantViolation
+
+_COPIED = -1  # in place of the position of a block that is only copied from
+
+
+class Cover(NamedTuple):
+    """The parts in which one step of a request reads and writes.
+
+    Attributes:
+        part_ids: int32 `[ceil(end / block_size)]`, the part of each block that is within reach or written; 0, which
+            means nothing, for those before.
+        copy: a copy to make first, of parts; None for none.
+    """
+
+    part_ids: BlockIds
+    copy: BlockCopy | None
+
+
+class PartHolder:
+    """Keeps the parts that a request needs in one pool, from its lease until that is closed.
+
+        cover    needs those within reach of the next tokens, and those of the tokens themselves
+        settle   the tokens are computed: needs those within reach of what comes then
+
+    Args:
+        pool: the parts of the group.
+        num_reserved: parts that the request may need at most, those of its tokens in a step excepted; they are
+            reserved already.
+        keeps_all: whether everything is within reach.
+
+    Attributes:
+        num_reserved: as above.
+    """
+
+    __slots__ = ("_keeps_all", "_needed", "_num_found_blocks", "_pool", "num_reserved")
+
+    def __init__(self, pool: PartPool, num_reserved: int, *, keeps_all: bool = False) -> None:
+        self._pool = pool
+        self._keeps_all = keeps_all
+        self._needed: dict[int, int] = {}  # block ids, and which block of the prompt each is
+        self._num_found_blocks = 0
+        self.num_reserved = num_reserved
+
+    @property
+    def needed(self) -> list[int]:
+        """Ids of the blocks whose parts are needed."""
+        return list(self._needed)
+
+    def find(self, block_ids: BlockIds, cached_tokens: int) -> None:
+        """Keep what is needed to go on after the cached tokens.
+
+        Args:
+            block_ids: int32, the blocks that hold them; `PartPool.longest` has said that this is possible.
+            cached_tokens: tokens that are reused.
+        """
+        first, end = self._first_block(cached_tokens), -(-cached_tokens // self._pool.block_size)
+        self._num_found_blocks = end
+        self._move(dict(zip(block_ids[first:end].tolist(), range(first, end), strict=True)), end)
+
+    def cover(self, block_ids: BlockIds, start: int, end: int, copy: BlockCopy | None = None) -> Cover:
+        """Keep what a step needs that computes the tokens `[start, end)`, and give parts to the blocks that it writes.
+
+        Args:
+            block_ids: int32, the blocks of at least `end` tokens.
+            start, end: the tokens. Those before are computed.
+            copy: a copy of a block that is made first: its target holds the token before `start`.
+
+        Raises:
+            InvariantViolation: a part is missing that should have been kept.
+        """
+        size = self._pool.block_size
+        first, last = self._first_block(start), -(-end // size)
+        wanted = dict(zip(block_ids[first:last].tolist(), range(first, last), strict=True))
+        num_written_blocks = -(-start // size)
+        if copy is not None:
+            wanted[copy.source] = _COPIED
+            num_written_blocks -= 1
+        self._move(wanted, num_written_blocks)
+        table = self._pool.table
+        part_ids = np.zeros(last, dtype=np.int32)
+        part_ids[first:] = table[block_ids[first:last]]
+        part_copy = None if copy is None else BlockCopy(int(table[copy.source]), int(table[copy.target]))
+        return Cover(part_ids, part_copy)
+
+    def settle(self, upto: int, copy: BlockCopy | None = None) -> None:
+        """Keep only what is needed to go on from a token.
+
+        Args:
+            upto: tokens that are computed.
+            copy: a copy that is still to be made.
+        """
+        first, end = self._first_block(upto), -(-upto // self._pool.block_size)
+        source = None if copy is None else copy.source
+        needed = self._needed
+        dropped = [b for b, at in needed.items() if not first <= at < end and (at != _COPIED or b != source)]
+        self._let_go(dropped)
+
+    def exchange(self, old: int, new: int) -> None:
+        """Let a tree's block stand for one of the request's own; see `PartPool.exchange`."""
+        if self._pool.exchange(old, new):
+            self._needed[new] = self._needed.pop(old)
+
+    def close(self) -> None:
+        """Need nothing any more, and give the reservation back. Closing again does nothing."""
+        self._pool.let_go(self._needed, are_ends=True)
+        self._pool.reserve(-self.num_reserved)
+        self._needed, self.num_reserved = {}, 0
+
+    def _first_block(self, upto: int) -> int:
+        return 0 if self._keeps_all else self._pool.reach.first_token(upto) // self._pool.block_size
+
+    def _move(self, wanted: dict[int, int], num_written_blocks: int) -> None:
+        """Need these blocks and no others. Those before `num_written_blocks` must have their parts."""
+        needed, table = self._needed, self._pool.table
+        more = {block_id: at for block_id, at in wanted.items() if block_id not in needed}
+        if any(at < num_written_blocks and table[block_id] == NO_PART for block_id, at in more.items()):
+            raise InvariantViolation("parts: expected that of a block within reach to be kept, got none")
+        self._let_go([block_id for block_id in needed if block_id not in wanted])  # first, so that there are enough
+        self._pool.need(more)
+        needed.update(wanted)
+
+    def _let_go(self, block_ids: list[int]) -> None:
+        found: list[int] = []
+        passed: list[int] = []
+        for block_id in block_ids:
+            at = self._needed.pop(block_id)
+            (found if at < self._num_found_blocks else passed).append(block_id)
+        self._pool.let_go(found, are_ends=True)
+        self._pool.let_go(passed, are_ends=False)

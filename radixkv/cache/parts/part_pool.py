@@ -1,0 +1,234 @@
+"""The parts of one group of layers: which block has one, and who needs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.blocks import BlockIds
+from radixkv.cache.parts.reach import Reach
+from radixkv.errors import InvariantViolation, OutOfBlocks, require_invariant
+
+NO_PART = -1  # in the table, which the device's tables are made of
+
+
+class PartPool:
+    """Hands out the parts of blocks for one group of layers, and takes back those that nobody needs.
+
+        blocks      0     1     2     3     4     5          ids of the block pool: trees, leases, tenants know these
+        table       3     -     0     -     -     1          the part of each, if it has one
+        parts    [ of 2 | of 5 | free | of 0 ]               memory of these layers, for fewer tokens
+
+    A part is needed while a running request has it within reach. Others stay where they are, because another prompt
+    may go on there, and are given up when parts are short: first those that a request has passed, then those where
+    one ended or was found; the least recently used first.
+
+              give, need             let go                      give, to another block
+        free ───────────▶ needed ◀───────────▶ waiting in a line ──────────────▶ needed
+             ◀──────────────────────────────────────────────────
+                          freed, with its block
+
+    Reservations keep requests from getting stuck: what all of them may need at once never exceeds the pool.
+
+    Args:
+        num_blocks: blocks of the block pool.
+        num_parts: parts of this pool.
+        block_size: tokens a block.
+        reach: the rule of these layers.
+        step_tokens: tokens that one step computes at most, all requests together.
+
+    Attributes:
+        num_blocks, num_parts, block_size, reach: as above.
+        table: int32 `[num_blocks]`, the part of each block; `NO_PART` where there is none. Read-only for others.
+        num_step_parts: parts that are kept for the tokens of a step.
+        num_reserved: parts that are reserved for requests.
+        num_given_up: parts that were taken from cached blocks so far.
+
+    Raises:
+        InvariantViolation: not a single request could run.
+    """
+
+    def __init__(self, num_blocks: int, num_parts: int, block_size: int, reach: Reach, step_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_parts = num_parts
+        self.block_size = block_size
+        self.reach = reach
+        self.num_step_parts = -(-step_tokens // block_size)
+        least = least_parts(reach, block_size, step_tokens)
+        require_invariant("parts", num_parts >= least, f"expected at least {least}, got {num_parts}")
+        self.table: npt.NDArray[np.int32] = np.full(num_blocks, NO_PART, dtype=np.int32)
+        self.num_reserved = 0
+        self.num_given_up = 0
+        self._free = list(range(num_parts - 1, -1, -1))
+        self._needs: Counter[int] = Counter()  # requests that need the part of a block
+        self._passed: dict[int, None] = {}  # blocks with a part that nobody needs, the least recently used first
+        self._ended: dict[int, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Parts that no block has."""
+        return len(self._free)
+
+    @property
+    def num_needed(self) -> int:
+        """Parts that running requests need."""
+        return len(self._needs)
+
+    @property
+    def num_waiting(self) -> int:
+        """Parts of cached blocks that no running request needs."""
+        return len(self._passed) + len(self._ended)
+
+    def require_room(self, num_parts: int) -> None:
+        """Raise if a request may not reserve `num_parts` parts now.
+
+        Raises:
+            OutOfBlocks: other requests have reserved too many.
+        """
+        room = self.num_parts - self.num_step_parts - self.num_reserved
+        if num_parts > room:
+            raise OutOfBlocks(
+                f"parts of windowed layers: expected room for {num_parts} blocks more, got {max(0, room)} of "
+                f"{self.num_parts}, since running requests and public prefixes may need {self.num_reserved} and a "
+                f"step {self.num_step_parts}"
+            )
+
+    def can_ever_fit(self, num_parts: int) -> bool:
+        """Whether a request could reserve `num_parts` parts if no other had any."""
+        return num_parts <= self.num_parts - self.num_step_parts
+
+    def reserve(self, num_parts: int) -> None:
+        """Reserve parts for a request, or give reserved ones back if negative. Call `require_room` before."""
+        self.num_reserved += num_parts
+
+    def longest(self, block_ids: BlockIds, num_tokens: int) -> int:
+        """Find how much of a cached prompt can be reused; see `Reach.longest`.
+
+        Args:
+            block_ids: int32, the blocks of at least `num_tokens` tokens.
+            num_tokens: tokens that are cached.
+        """
+        own = block_ids[: -(-num_tokens // self.block_size)]
+        return self.reach.longest(self.table[own] != NO_PART, num_tokens, self.block_size)
+
+    def need(self, block_ids: Iterable[int]) -> None:
+        """Note that one more request needs the parts of blocks; give parts to those that have none.
+
+        Raises:
+            InvariantViolation: other requests need all parts, although each may need no more than it has reserved.
+        """
+        for block_id in block_ids:
+            if not self._needs[block_id]:
+                if self.table[block_id] == NO_PART:
+                    self.table[block_id] = self._take()
+                else:
+                    self._leave_line(block_id)
+            self._needs[block_id] += 1
+
+    def let_go(self, block_ids: Iterable[int], *, are_ends: bool) -> None:
+        """Note that a request does not need the parts of blocks any more.
+
+        Args:
+            block_ids: blocks that it needed.
+            are_ends: whether a prompt ended there, or was found so far; else it has passed them.
+        """
+        line = self._ended if are_ends else self._passed
+        for block_id in block_ids:
+            self._needs[block_id] -= 1
+            if not self._needs[block_id]:
+                del self._needs[block_id]
+                line[block_id] = None
+
+    def exchange(self, old: int, new: int) -> bool:
+        """Let one block stand for another one with the same content, because a tree had it first.
+
+        A part that only the old block has becomes the new one's. What else the old one has goes with it.
+
+        Args:
+            old: a block that one request has, and will release.
+            new: the block of the tree.
+
+        Returns:
+            Whether the request needed the part of the old block. Then it needs that of the new one now.
+        """
+        was_needed = old in self._needs
+        if self.table[old] != NO_PART and self.table[new] == NO_PART:
+            self.table[new], self.table[old] = self.table[old], NO_PART
+            if was_needed:
+                self._needs[new] = self._needs.pop(old)
+            else:
+                self._leave_line(old)
+                self._passed[new] = None
+        elif was_needed:
+            self.need([new])
+            self.let_go([old], are_ends=False)
+        return was_needed
+
+    def freed(self, block_ids: BlockIds) -> None:
+        """Take back the parts of blocks that nobody owns any more. Complexity: O(len), a loop over those with parts.
+
+        Raises:
+            InvariantViolation: a request needs one of them.
+        """
+        for block_id in block_ids[self.table[block_ids] != NO_PART].tolist():
+            if block_id in self._needs:
+                raise InvariantViolation("parts: a block was freed whose part a request needs")
+            self._leave_line(block_id)
+            self._free.append(int(self.table[block_id]))
+            self.table[block_id] = NO_PART
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        line = self._passed or self._ended
+        if not line:
+            raise InvariantViolation(f"parts: expected one that no request needs, got {self.num_parts} needed ones")
+        block_id = next(iter(line))
+        del line[block_id]
+        part = int(self.table[block_id])
+        self.table[block_id] = NO_PART
+        self.num_given_up += 1
+        return part
+
+    def _leave_line(self, block_id: int) -> None:
+        if block_id in self._passed:
+            del self._passed[block_id]
+        else:
+            del self._ended[block_id]
+
+    def check(self, needs: Counter[int], num_reserved: int, free_blocks: BlockIds) -> None:
+        """Compare everything with what the caller has counted.
+
+        Args:
+            needs: holders by block.
+            num_reserved: parts that holders have reserved.
+            free_blocks: blocks that nobody owns.
+
+        Raises:
+            InvariantViolation: the message says what does not agree.
+        """
+        with_part = np.flatnonzero(self.table != NO_PART)
+        parts = sorted([*self._free, *self.table[with_part].tolist()])
+        require_invariant("parts", parts == list(range(self.num_parts)), "one is lost, or two blocks have one")
+        require_invariant("parts", self._needs == needs, "the needed ones are not those of the holders")
+        require_invariant("parts", min(self._needs.values(), default=1) > 0, "a block is kept that nobody needs")
+        lines = [*self._passed, *self._ended]
+        require_invariant("parts", len(set(lines)) == len(lines), "a block waits in two lines")
+        owners = sorted([*self._needs, *lines])
+        require_invariant("parts", owners == with_part.tolist(), "a part is neither needed nor in a line")
+        require_invariant("parts", bool((self.table[free_blocks] == NO_PART).all()), "a free block has one")
+        require_invariant("parts", self.num_reserved == num_reserved, "the reservations are not those of the holders")
+        is_bounded = num_reserved + self.num_step_parts <= self.num_parts
+        require_invariant("parts", is_bounded, "more are reserved than there are")
+
+
+def least_parts(reach: Reach, block_size: int, step_tokens: int) -> int:
+    """Return the parts that a pool needs so that a request of any length can run alone.
+
+    >>> least_parts(Reach.of_window(512), block_size=64, step_tokens=2048)
+    43
+    """
+    return reach.most_blocks(2**62, block_size) + -(-step_tokens // block_size)
