@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.errors import require_invariant
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.staging import to_device
@@ -17,7 +18,23 @@ from radixkv.model.adapters.adapter_range import AdapterRange
 from radixkv.model.attention.interface import AttentionKernels, QueryWatcher, WatchedRows
 from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.model import Model
+from radixkv.model.states.state_rows import StateRows
+from radixkv.model.states.state_step import StateStep
+from radixkv.storage.state_pool import StatePool
 from radixkv.tokens import TOKEN_BYTES
+
+
+class ChunkState(NamedTuple):
+    """The states that a chunk of a model with states reads and leaves.
+
+    Attributes:
+        source: the slot of the state before its first token; None for the beginning of a sequence.
+        writes: positions, after the chunk's start and up to its end, and the slots that keep the states there. A
+            source may be written, since it is read first.
+    """
+
+    source: int | None
+    writes: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +56,8 @@ class Chunk:
         adapter_from: position from which on tokens are computed with the adapter; those before are the base model's.
         num_dropped: tokens before the chunk whose K/V are not in the blocks any more: these hold those of the others.
         watcher: looks at the chunk's queries; None for nobody.
+        state: the states that it reads and leaves; None for the beginning of a sequence that leaves none, and for a
+            model without states.
     """
 
     tokens: bytes | bytearray
@@ -52,6 +71,7 @@ class Chunk:
     adapter_from: int = 0
     num_dropped: int = 0
     watcher: QueryWatcher | None = None
+    state: ChunkState | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +94,7 @@ class StepLayout:
         batch: the requests of the tokens, and the places of their K/V.
         adapters: the rows that are computed with an adapter.
         watched: the rows whose queries somebody looks at.
+        states: the states before and after rows; None for a model without states.
     """
 
     positions: torch.Tensor
@@ -81,6 +102,7 @@ class StepLayout:
     batch: PagedBatch
     adapters: Sequence[AdapterRange] = ()
     watched: Sequence[WatchedRows] = ()
+    states: StateRows | None = None
 
     def to(self, device: torch.device) -> StepLayout:
         """Return the same layout with its tensors on a device; see `to_device`."""
@@ -90,15 +112,17 @@ class StepLayout:
             self.batch.to(device),
             self.adapters,
             self.watched,
+            None if self.states is None else self.states.to(device),
         )
 
 
-def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepLayout:
+def lay_out(chunks: Sequence[Chunk], block_size: int, states: StatePool | None = None) -> StepLayout:
     """Lay out the tokens of some chunks, one chunk after the other, on the host. Does not read the tokens.
 
     Args:
         chunks: at least one chunk.
         block_size: tokens a block.
+        states: the states that the chunks name slots of; None for a model without states.
     """
     batch = PagedBatch.build(
         query_lens=[chunk.num_tokens for chunk in chunks],
@@ -123,7 +147,25 @@ def lay_out(chunks: Sequence[Chunk], block_size: int) -> StepLayout:
             for chunk, end in zip(chunks, ends, strict=True)
             if chunk.watcher is not None
         ],
+        None if states is None else _state_rows(chunks, batch.query_starts, states),
     )
+
+
+def _state_rows(chunks: Sequence[Chunk], starts: Sequence[int], states: StatePool) -> StateRows:
+    """Lay out the states of some chunks.
+
+    Raises:
+        InvariantViolation: a chunk goes on after tokens whose state it does not name.
+    """
+    sources, writes = [], []
+    for index, chunk in enumerate(chunks):
+        source, kept = chunk.state or ChunkState(None, ())
+        require_invariant("states", source is not None or not chunk.start, "a chunk goes on without a state")
+        sources.append(states.start if source is None else source)
+        for position, slot in kept:
+            require_invariant("states", chunk.start < position <= chunk.end, "a state is kept outside a chunk")
+            writes.append((index, position - chunk.start, slot))
+    return StateRows.build(starts, sources, writes, states.shape.num_inputs)
 
 
 def _adapter_ranges(chunks: Sequence[Chunk], starts: Sequence[int]) -> list[AdapterRange]:
@@ -157,9 +199,14 @@ class StepOutputs(NamedTuple):
 
 
 def compute_step(
-    model: Model, pool: KVPool, kernels: AttentionKernels, input_ids: torch.Tensor, layout: StepLayout
+    model: Model,
+    pool: KVPool,
+    kernels: AttentionKernels,
+    input_ids: torch.Tensor,
+    layout: StepLayout,
+    states: StatePool | None = None,
 ) -> StepOutputs:
-    """Compute all tokens and write their K/V. Does not wait for the device.
+    """Compute all tokens and write their K/V, and then the states that they leave. Does not wait for the device.
 
     Args:
         model: the weights.
@@ -167,7 +214,11 @@ def compute_step(
         kernels: the operations on the pool.
         input_ids: int64 `[num_tokens]` on the model's device.
         layout: the layout of these tokens, on the model's device.
+        states: the states of a model that keeps some.
     """
-    step = PagedStep(pool, layout.batch, kernels, layout.watched)
+    state_step = None if states is None or layout.states is None else StateStep(states, layout.states)
+    step = PagedStep(pool, layout.batch, kernels, layout.watched, states=state_step)
     logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters)
+    if state_step is not None:
+        state_step.keep()
     return StepOutputs(logits, torch.cat((is_finite & step.is_finite, logits.argmax(dim=-1))))

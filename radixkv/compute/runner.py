@@ -20,6 +20,7 @@ from radixkv.model.fingerprint import fingerprint_cached
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.mover import payload_layout
+from radixkv.storage.state_pool import StatePool
 
 
 class StepResult(NamedTuple):
@@ -56,15 +57,28 @@ class Runner:
         storage: the K/V memory.
         kernels: the operations on it.
         graphs: steps recorded over model, storage and kernels; None for no recorded steps.
+        num_state_slots: states that a model which keeps some may leave for later steps.
     """
 
     def __init__(
-        self, model: Model, storage: KVStorage, kernels: AttentionKernels, graphs: StepGraphs | None = None
+        self,
+        model: Model,
+        storage: KVStorage,
+        kernels: AttentionKernels,
+        graphs: StepGraphs | None = None,
+        num_state_slots: int = 0,
     ) -> None:
         self.model = model
         self.storage = storage
         self._kernels = kernels
         self._graphs = graphs
+        shape = model.state_shape
+        self._states = None if shape is None else StatePool(num_state_slots, shape, model.device)
+
+    @property
+    def num_state_slots(self) -> int | None:
+        """States that steps may leave for later ones; None for a model without states."""
+        return None if self._states is None else self._states.num_slots
 
     @property
     def fingerprint(self) -> str:
@@ -87,6 +101,8 @@ class Runner:
         """Reason why generations can't drop K/V; empty if they can."""
         if self.model.device.type != "cpu":
             return f"a model on {self.model.device.type}, where it is not tested yet"
+        if self.model.state_shape is not None:
+            return "a model with layers that keep a state, which has seen all tokens"
         if any(kind.window is not None for kind in self.model.attention_kinds):
             return "a model with sliding windows, whose own rule says what is seen"
         return ""
@@ -105,9 +121,9 @@ class Runner:
         Returns:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
         """
-        layout = lay_out(chunks, self.storage.block_size)
+        layout = lay_out(chunks, self.storage.block_size, self._states)
         copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
-        is_own = self._graphs is None or layout.adapters or layout.watched
+        is_own = self._graphs is None or layout.adapters or layout.watched or layout.states
         recorded = None if is_own or self._graphs is None else self._graphs.prepare(layout)
         return functools.partial(self._start, layout, copies, recorded or functools.partial(self._compute, layout))
 
@@ -161,7 +177,7 @@ class Runner:
     def _compute(self, layout: StepLayout, input_ids: torch.Tensor) -> StepOutputs:
         device = self.model.device
         return compute_step(
-            self.model, self.storage.pool, self._kernels, to_device(input_ids, device), layout.to(device)
+            self.model, self.storage.pool, self._kernels, to_device(input_ids, device), layout.to(device), self._states
         )
 
 

@@ -15,6 +15,9 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Kinds of layers that keep a state, in models that do not say of themselves that they do.
 _STATE_LAYERS = frozenset({"linear_attention", "conv"})
 
+# Layers of short convolutions; see `radixkv.model.states`.
+_SHORT_CONV = "conv"
+
 # What config.json sets for masks that are neither causal nor a sliding window. They would get lost without an error.
 _OTHER_MASKS = ("attention_chunk_size", "use_bidirectional_attention")
 
@@ -39,6 +42,11 @@ def check_architecture(model_class: type[PreTrainedModel], config: Any, device: 
         raise UnsupportedModel(f"{name}: keeps a state for each sequence{layers}, which a cache of K/V does not hold")
     if others:
         raise UnsupportedModel(f"{name}: expected layers of full or sliding attention, got {others}")
+    if _SHORT_CONV in kinds and device.type != "cpu":
+        raise UnsupportedModel(
+            f"{name}: short convolutions (layers of {_SHORT_CONV}): expected model.device to be cpu, got {device}, "
+            "where no recorded step keeps their states yet"
+        )
     rank = getattr(text, "kv_lora_rank", None)
     if rank and device.type != "cpu":
         raise UnsupportedModel(

@@ -27,7 +27,9 @@ from radixkv.model.on_gpu import fuse_modules, low_rank_kernels
 from radixkv.model.products.choices import ProductChoices
 from radixkv.model.products.joined_parts import JoinedParts
 from radixkv.model.products.packed_linear import pack_linears
+from radixkv.model.states.short_convs import ShortConvs
 from radixkv.storage.device_pool import KVShape
+from radixkv.storage.state_pool import StateShape
 
 # RoPE variants whose rotation of every token depends on the longest position in the batch, once a position exceeds the
 # value of this key.
@@ -53,6 +55,7 @@ class Model:
         module: the transformers model, in evaluation mode on `device`.
         num_parameters: numbers in its weights.
         kv_shape: K and V of one token.
+        state_shape: what layers keep for each sequence beside K and V; None if none does.
         attention_kinds: what the layers ask of attention, each kind once.
         vocab_size: token ids are below this.
         is_exact: whether a token's K, V and logits depend on its prefix alone, bit for bit.
@@ -86,6 +89,8 @@ class Model:
         self.weights = weights
         self.adapted: AdaptedLayers[Any] | None = None
         self.latent = LatentParts(module, is_exact=is_exact)
+        short_convs = ShortConvs(module)
+        self.state_shape: StateShape | None = short_convs.shape
         choices = ProductChoices(is_exact=is_exact, weights=weights)
         is_packed = device.type == "cpu" and is_fused is None
         if is_packed:
@@ -93,7 +98,7 @@ class Model:
         if max_adapters:
             products = _low_rank_products(device, is_exact=is_exact)
             self.adapted = AdaptedLayers(module, products, max_adapters, adapter_bytes)
-        self._undone: list[Callable[[], AbstractContextManager[None]]] = [self.latent.undone]
+        self._undone: list[Callable[[], AbstractContextManager[None]]] = [self.latent.undone, short_convs.undone]
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
             self._undone.append(fuse_modules(module))
         elif is_packed:
@@ -235,6 +240,7 @@ class _ShapeProbe:
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int | None, torch.dtype]] = {}
         self.kinds: dict[AttentionKind, None] = {}
+        self.num_convolutions = 0
         self.is_repeated = False  # whether a layer attended more than once
 
     def attend(
@@ -251,6 +257,10 @@ class _ShapeProbe:
         self.kinds[AttentionKind(query.shape[1], scoring.window, scoring.softcap, scoring.sinks is not None)] = None
         return query.new_zeros(*query.shape[:2], key.shape[2] if value_dim is None else value_dim)
 
+    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        self.num_convolutions += 1
+        return torch.zeros_like(rows)
+
 
 def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[AttentionKind, ...]]:
     """Run two tokens, and read K/V shape and attention from what the layers ask for.
@@ -264,7 +274,8 @@ def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[Atte
     model.forward(ids, torch.arange(2, device=model.device), probe, torch.ones(1, dtype=torch.int64, device=ids.device))
     if probe.is_repeated:
         raise UnsupportedModel(f"{name}: expected each layer to attend once a token, got layers that attend again")
-    if sorted(probe.shapes) != list(range(num_layers)):
+    num_layers -= probe.num_convolutions
+    if sorted(probe.shapes) != list(range(num_layers)) or not probe.shapes:
         raise UnsupportedModel(
             f"{name}: expected {num_layers} layers to call attention, got {len(probe.shapes)}; the others keep state "
             "that the cache does not hold"

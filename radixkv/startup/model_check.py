@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from radixkv.compute.forward import Chunk
+from radixkv.compute.forward import Chunk, ChunkState
 from radixkv.compute.runner import Runner
 from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.interface import AttentionKernels
@@ -59,7 +59,7 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
         if shape != model.kv_shape and not model.is_exact:
             continue
         storage = KVStorage(2 * -(-num_tokens // block_size), block_size, shape, model.device)
-        runner, middle = Runner(model, storage, kernels), storage.num_blocks // 2
+        runner, middle = Runner(model, storage, kernels, num_state_slots=1), storage.num_blocks // 2
         steps = [(start, end, middle) for start, end in itertools.pairwise([0, *ends])]
         if model.is_exact:
             steps.insert(0, (0, num_tokens, 0))
@@ -76,10 +76,16 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
             )
 
 
-def _compute(runner: Runner, tokens: bytes, start: int, end: int, first_block: int) -> torch.Tensor:
-    """Compute the part `[start, end)` of a prompt in the blocks from `first_block` on. Returns its last logits."""
+def _compute(
+    runner: Runner, tokens: bytes, start: int, end: int, first_block: int, kept: int | None = None
+) -> torch.Tensor:
+    """Compute the part `[start, end)` of a prompt in the blocks from `first_block` on. Returns its last logits.
+
+    A part after the first goes on from the state that the part before left at position `kept`, by default at its end.
+    """
     block_ids = first_block + np.arange(-(-end // runner.storage.block_size), dtype=np.int32)
-    return runner.run([Chunk(tokens, start, end, block_ids, None, wants_logits=True)]).logits[0]
+    state = None if runner.num_state_slots is None else ChunkState(0 if start else None, [(kept or end, 0)])
+    return runner.run([Chunk(tokens, start, end, block_ids, None, wants_logits=True, state=state)]).logits[0]
 
 
 def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
@@ -101,7 +107,7 @@ def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
     try:
         for start in (0, num_tokens - 1):
             num_new = num_tokens - start
-            _compute(runner, tokens, start, num_tokens, first_block=0)
+            _compute(runner, tokens, start, num_tokens, first_block=0, kept=None if start else num_tokens - 1)
             outputs.append(dict(seen))
             seen.clear()
     finally:

@@ -40,6 +40,14 @@ class AttentionStep(Protocol):
         ...
 
 
+class ConvolutionStep(Protocol):
+    """Computes the short convolutions of all layers in one forward pass of a model that has some."""
+
+    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Convolve new tokens, each with the inputs before it in its own sequence; see `StateStep.convolve`."""
+        ...
+
+
 class QueryWatcher(Protocol):
     """Looks at queries of one request."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface
@@ -13,8 +13,9 @@ from radixkv.errors import InvariantViolation, UnsupportedModel
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.interface import AttentionKernels, AttentionStep, WatchedRows
+from radixkv.model.attention.interface import AttentionKernels, AttentionStep, ConvolutionStep, WatchedRows
 from radixkv.model.attention.latent_heads import latent_heads_of
+from radixkv.model.states.state_step import StateStep
 
 ATTENTION_NAME = "radixkv_paged"
 
@@ -33,6 +34,7 @@ class PagedStep:
         kernels: the operations on the pool.
         watched: rows whose queries somebody looks at.
         is_reading: whether K and V of all tokens are in the pool already, and are left as they are.
+        states: the states of the sequences; None if the model keeps none.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class PagedStep:
         watched: Sequence[WatchedRows] = (),
         *,
         is_reading: bool = False,
+        states: StateStep | None = None,
     ) -> None:
         self._pool = pool
         self._batch = batch
         self._kernels = kernels
         self._watched = watched
         self._is_reading = is_reading
+        self._states = states
         self._largest: torch.Tensor | None = None  # magnitude in K and V of each token and KV head, all layers so far
 
     def attend(
@@ -62,6 +66,16 @@ class PagedStep:
         """See `AttentionStep.attend`. All K and V are read from the pool, also those just written."""
         self.write(layer, key, value)
         return self.read(layer, query, scoring)
+
+    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See `ConvolutionStep.convolve`.
+
+        Raises:
+            InvariantViolation: the step has no states.
+        """
+        if self._states is None:
+            raise InvariantViolation("convolution: expected a step with states, got one without")
+        return self._states.convolve(layer, rows, weight, bias)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """Write K and V of a layer, rotated where the pool stores rotated vectors; shapes as in `attend`."""
@@ -92,7 +106,7 @@ class PagedStep:
 
     @property
     def is_finite(self) -> torch.Tensor:
-        """Whether all K and V written so far are finite as the pool stores them, bool `[num_tokens]`.
+        """Whether all K, V and inputs of states so far are finite as they are stored, bool `[num_tokens]`.
 
         Raises:
             InvariantViolation: no layer has attended yet.
@@ -100,7 +114,9 @@ class PagedStep:
         if self._largest is None:
             raise InvariantViolation("attention: no layer of the model has attended")
         largest = self._largest.amax(dim=1)
-        return (largest if self._pool.scales is not None else largest.to(self._pool.dtype)).isfinite()
+        is_finite = (largest if self._pool.scales is not None else largest.to(self._pool.dtype)).isfinite()
+        states = None if self._states is None else self._states.is_finite
+        return is_finite if states is None else is_finite & states
 
 
 class RunningPass:
@@ -151,6 +167,18 @@ class PaddedStep:
         padding = attended.new_zeros(query.shape[0] - self._num_tokens, *attended.shape[1:])
         return torch.cat((attended, padding))
 
+    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See `ConvolutionStep.convolve`. The result for the padding is 0."""
+        step = cast("ConvolutionStep", self._step)  # a model that convolves is given no other
+        with torch._C.DisableTorchFunction():
+            convolved = step.convolve(layer, rows[: self._num_tokens], weight, bias)
+        return torch.cat((convolved, convolved.new_zeros(len(rows) - self._num_tokens, rows.shape[1])))
+
+
+def kv_layer_of(module: Any) -> int:
+    """Return the index of a layer among those that have K and V; layers that keep a state are not counted."""
+    return int(getattr(module, "kv_layer", module.layer_idx))
+
 
 def _attention_forward(
     module: torch.nn.Module,
@@ -196,7 +224,7 @@ def _attention_forward(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scoring = Scoring(scale, sliding_window, softcap, s_aux)
     rows, keys = query[0].transpose(0, 1), key[0].transpose(0, 1)
-    index = int(module.layer_idx)  # type: ignore[arg-type]
+    index = kv_layer_of(module)
     if value is not None:
         return radix_step.attend(index, rows, keys, value[0].transpose(0, 1), scoring)[None], None
     heads = latent_heads_of(module)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from radixkv.blocks import BlockCopy
-from radixkv.compute.forward import Chunk
+from radixkv.compute.forward import Chunk, ChunkState
 from radixkv.compute.runner import Runner
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
@@ -21,6 +21,7 @@ _NUM_BLOCKS = 40
 _NUM_TOKENS = 100
 _ENDS = (1, 7, 33, 34, 64, 99, _NUM_TOKENS)
 _SHARED = 37  # tokens that the second prompt has in common with the first: two blocks and a part of a third
+_KEPT = (_SHARED // BLOCK_SIZE * BLOCK_SIZE, _SHARED + 1, 3 * BLOCK_SIZE, _NUM_TOKENS - 1)  # where states are kept
 
 
 class Agreement:
@@ -34,7 +35,8 @@ class Agreement:
     def __init__(self, model: Model, directory: Path) -> None:
         storage = KVStorage(_NUM_BLOCKS, BLOCK_SIZE, model.kv_shape, model.device)
         storage.pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
-        self._runner = Runner(model, storage, TorchKernels())
+        self._runner = Runner(model, storage, TorchKernels(), num_state_slots=32)
+        self._slots: dict[tuple[int, int], int] = {}  # of states, by prompt and position
         self._oracle = load_eager(directory)
         rng = np.random.default_rng(0)
         self._first = rng.integers(0, VOCAB_SIZE, _NUM_TOKENS).astype("<u4")
@@ -56,8 +58,13 @@ class Agreement:
         self._compare("warm", [(self._first, 3 * BLOCK_SIZE, _NUM_TOKENS, warm, None)])
         whole = _SHARED // BLOCK_SIZE
         inside = np.concatenate([cold[:whole], self._blocks(-(-self._second.size // BLOCK_SIZE) - whole)])
-        copy = BlockCopy(int(cold[whole]), int(inside[whole]))
-        self._compare("mid-block", [(self._second, _SHARED, self._second.size, inside, copy)])
+        if self._runner.num_state_slots is None:
+            copy = BlockCopy(int(cold[whole]), int(inside[whole]))
+            self._compare("mid-block", [(self._second, _SHARED, self._second.size, inside, copy)])
+        else:  # a state is of the end of a block
+            start = whole * BLOCK_SIZE
+            self._slots[id(self._second), start] = self._slots[id(self._first), start]
+            self._compare("after two blocks", [(self._second, start, self._second.size, inside, None)])
         chunked = self._blocks(num_blocks)
         for start, end in zip((0, *_ENDS), _ENDS, strict=False):
             self._compare("chunked", [(self._first, start, end, chunked, None)])
@@ -78,12 +85,25 @@ class Agreement:
     def _blocks(self, count: int) -> np.ndarray:
         return np.array([next(self._free) for _ in range(count)], dtype=np.int32)
 
+    def _state(self, tokens: np.ndarray, start: int, end: int) -> ChunkState | None:
+        """Go on from the state at `start`, if the model keeps any, and keep those that later parts go on from."""
+        if self._runner.num_state_slots is None:
+            return None
+        kept = sorted({end, *(position for position in _KEPT if start < position < end)})
+        source = self._slots[id(tokens), start] if start else None
+        for position in kept:
+            self._slots.setdefault((id(tokens), position), len(self._slots))
+        return ChunkState(source, [(position, self._slots[id(tokens), position]) for position in kept])
+
     def _compare(self, way: str, parts: Sequence[tuple[np.ndarray, int, int, np.ndarray, BlockCopy | None]]) -> None:
         """Compute parts of prompts in one step: each is its tokens, where it starts and ends, its blocks and a copy."""
         chunks = [
-            Chunk(tokens.tobytes(), start, end, blocks[: -(-end // BLOCK_SIZE)], copy, wants_logits=True)
+            Chunk(
+                tokens.tobytes(), start, end, blocks[: -(-end // BLOCK_SIZE)], copy, wants_logits=True,
+                state=self._state(tokens, start, end),
+            )
             for tokens, start, end, blocks, copy in parts
-        ]
+        ]  # fmt: skip
         result = self._runner.run(chunks)
         assert all(result.is_finite), way
         for (tokens, _, end, _, _), got in zip(parts, result.logits, strict=True):

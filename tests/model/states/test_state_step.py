@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from radixkv.model.states.state_rows import StateRows
+from radixkv.model.states.state_step import StateStep, convolve
+from radixkv.storage.state_pool import StatePool, StateShape
+
+CHANNELS, INPUTS = 24, 2
+WEIGHT, BIAS = torch.randn(2, CHANNELS, INPUTS + 1), torch.randn(CHANNELS)
+
+
+def pool_of(dtype: torch.dtype, num_slots: int = 6) -> StatePool:
+    pool = StatePool(num_slots, StateShape(2, INPUTS, CHANNELS, dtype), torch.device("cpu"))
+    pool.states[:num_slots] = float("nan")  # nothing may depend on what was never written
+    return pool
+
+
+def run(
+    pool: StatePool, chunks: list[tuple[torch.Tensor, int, list[tuple[int, int]]]], weight: torch.Tensor = WEIGHT
+) -> list[torch.Tensor]:
+    """Convolve chunks, each its rows `[2, n, CHANNELS]` by layer, its source and its writes. Returns their results."""
+    starts = [0, *itertools.accumulate(rows.shape[1] for rows, _, _ in chunks)]
+    writes = [(index, end, slot) for index, (_, _, kept) in enumerate(chunks) for end, slot in kept]
+    step = StateStep(pool, StateRows.build(starts, [source for _, source, _ in chunks], writes, INPUTS))
+    packed = torch.cat([rows for rows, _, _ in chunks], 1)
+    outputs = [step.convolve(layer, packed[layer], weight[layer].to(packed), BIAS.to(packed)) for layer in range(2)]
+    step.keep()
+    return list(torch.stack(outputs).split([rows.shape[1] for rows, _, _ in chunks], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_is_a_causal_convolution(dtype: torch.dtype) -> None:
+    pool, rows = pool_of(dtype), torch.randn(2, 37, CHANNELS).to(dtype)
+    (got,) = run(pool, [(rows, pool.start, [])])
+    for layer in range(2):
+        inputs, weight = rows[layer].T[None], WEIGHT[layer].to(dtype)[:, None]
+        own = functional.conv1d(inputs.float(), weight.float(), BIAS.to(dtype).float(), padding=INPUTS, groups=CHANNELS)
+        torch.testing.assert_close(got[layer], own[0, :, :37].T.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_depends_on_chunks_or_on_other_requests(dtype: torch.dtype) -> None:
+    pool = pool_of(dtype)
+    mine, other = torch.randn(2, 40, CHANNELS).to(dtype), torch.randn(2, 40, CHANNELS).to(dtype)
+    (whole,) = run(pool, [(mine, pool.start, [(16, 3), (17, 4), (40, 5)])])
+    states = pool.states.clone()
+    run(pool, [(other[:, :9], pool.start, [(9, 1)])])
+    parts, source = [], pool.start
+    for start, end in itertools.pairwise([0, 1, 2, 16, 17, 33, 40]):
+        mine_now = (mine[:, start:end], source, [(end - start, 0)])
+        got = run(pool, [(other[:, 9:12], 1, []), mine_now, (other[:, :1], pool.start, [])])
+        parts.append(got[1])
+        source = 0
+        if end in (16, 17, 40):
+            assert torch.equal(pool.states[0], states[{16: 3, 17: 4, 40: 5}[end]])
+    assert torch.equal(torch.cat(parts, 1), whole)
+    (resumed,) = run(pool, [(mine[:, 16:], 3, [])])
+    assert torch.equal(resumed, whole[:, 16:])
+
+
+def test_a_step_that_is_not_finished_leaves_all_states() -> None:
+    pool, rows = pool_of(torch.float32), torch.randn(2, 5, CHANNELS)
+    run(pool, [(rows, pool.start, [(5, 0)])])
+    before = pool.states.clone()
+    step = StateStep(pool, StateRows.build([0, 5], [0], [(0, 5, 0)], INPUTS))
+    step.convolve(0, rows[0], WEIGHT[0], None)
+    assert torch.equal(pool.states.nan_to_num(7), before.nan_to_num(7))
+
+
+def test_rows_that_are_not_finite_are_told() -> None:
+    pool, rows = pool_of(torch.float32), torch.randn(2, 5, CHANNELS)
+    rows[1, 3, 7] = float("inf")
+    step = StateStep(pool, StateRows.build([0, 5], [pool.start], [], INPUTS))
+    assert step.is_finite is None
+    for layer in range(2):
+        step.convolve(layer, rows[layer], WEIGHT[layer], None)
+    assert step.is_finite is not None
+    assert step.is_finite.tolist() == [True, True, True, False, True]
+
+
+def test_half_precision_is_added_up_in_float32() -> None:
+    inputs = [torch.full((1, 1), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    assert convolve(inputs, torch.ones(1, 3, dtype=torch.bfloat16), None).item() == 258.0
