@@ -1,6 +1,7 @@
 """Simulates fleets over traces, routing by routing, beside one cache with the room of all; and times decisions.
 
 python -m bench.fleet [--trace FILE] [--json FILE]
+python -m bench.fleet --only-decisions [--json FILE]
 
 The traces are an hour of agents, which is made here (`bench/fleet/agents.py`), and FILE, in Mooncake's format. The same
 command gives the same counts on every machine; only the times of decisions differ.
@@ -45,10 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--routing", type=names, default=list(ROUTINGS), help="which ones to compare")
     parser.add_argument("--decisions", type=positive, default=10_000, help="decisions to time, for each length")
     parser.add_argument("--known-blocks", type=positive, default=1_000_000, help="blocks that the router knows")
+    parser.add_argument("--only-decisions", action="store_true", help="simulate nothing")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    traces = {"agents": agents_trace()}
-    if options.trace is not None:
+    traces = {} if options.only_decisions else {"agents": agents_trace()}
+    if options.trace is not None and not options.only_decisions:
         traces = {options.trace.name: load_trace(options.trace)} | traces
     rows = [row for name, requests in traces.items() for row in _simulate(name, requests[: options.limit], options)]
     times = [_time(block_size, prompt_tokens, options) for block_size, prompt_tokens in _DECISIONS]

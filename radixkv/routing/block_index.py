@@ -57,19 +57,17 @@ class BlockIndex:
 
     def store(self, bit: int, hashes: Sequence[int]) -> None:
         """Note that a holder has blocks. Complexity: O(blocks)."""
+        if self.num_blocks + len(hashes) > self._max_blocks:
+            hashes = self._with_room(hashes)
         shards, same = self._shards, self._same
         bit = same.setdefault(bit, bit)
         for block in hashes:
             shard = shards[block & _LOW]
-            known = shard.get(block)
-            if known is not None:
+            known = shard.setdefault(block, bit)
+            if known is not bit:
                 holders = known | bit
                 shard[block] = same.setdefault(holders, holders)
-            elif self.num_blocks < self._max_blocks:
-                self.num_blocks += 1
-                shard[block] = bit
-            else:
-                self.num_refused += 1
+        self.num_blocks = sum(map(len, shards))
 
     def remove(self, bits: int, hashes: Sequence[int]) -> None:
         """Note that holders no longer have blocks. Blocks that are unknown stay so. Complexity: O(blocks)."""
@@ -125,6 +123,17 @@ class BlockIndex:
     def holders_of(self, block: int) -> int:
         """Return the bits of a block's holders."""
         return self._shards[block & _LOW].get(block, 0) & self._live
+
+    def _with_room(self, hashes: Sequence[int]) -> list[int]:
+        """Return the blocks that are known, and as many others as there is room for."""
+        left, kept = self._max_blocks - self.num_blocks, []
+        for block in hashes:
+            is_new = block not in self._shards[block & _LOW]
+            if not is_new or left > 0:
+                left -= is_new
+                kept.append(block)
+        self.num_refused += len(hashes) - len(kept)
+        return kept
 
     def _keep(self, shard: dict[int, int], block: int, holders: int) -> None:
         if holders:

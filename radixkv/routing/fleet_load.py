@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 _HALF_LIFE_S = 600.0
@@ -75,6 +75,7 @@ class FleetLoad:
         self._clock = clock
         self._then_s = clock()
         self._loads: dict[str, _Load] = {}
+        self._oldest_s = self._then_s  # no request that is not finished was sent before
         self._tickets = itertools.count(1)
 
     def join(self, name: str) -> None:
@@ -126,38 +127,61 @@ class FleetLoad:
 
     def queue_tokens(self, name: str) -> int:
         """Return the tokens that a replica has yet to compute: what it tells, or what it was sent if that is more."""
+        self._forget_lost()
         load = self._loads[name]
-        lost_s = self._clock() - self._lost_s
-        while load.sent:
-            ticket, sent = next(iter(load.sent.items()))
-            if sent.then_s > lost_s:
-                break
-            load.pop(ticket)
         return max(load.reported_tokens, load.sent_tokens)
 
-    def wait_tokens(self, name: str, tenant: str, num_tokens: int) -> int:
-        """Return the tokens that a replica computes before it ends a request, besides the request's own.
+    def waits(self, names: Iterable[str], tenant: str, tokens: Iterable[int]) -> list[tuple[int, float]]:
+        """Return what replicas compute before they end a request, besides the request's own, and did of late.
 
         A replica serves tenants in turn: while it computes what this one has there and the request, it computes at most
         as much for each other. So the queue of a tenant that floods a replica drives nobody else away from it.
 
         Args:
-            name: of the replica.
+            names: of the replicas.
             tenant: whose request it is.
-            num_tokens: that the request makes it compute.
+            tokens: that the request makes each of them compute.
 
-        Complexity: O(tenants whose requests wait there).
+        Returns:
+            For each replica the tokens that wait before the request, and those that it got to compute of late, older
+            ones counting less.
+
+        Complexity: O(replicas and tenants whose requests wait there).
         """
-        total = self.queue_tokens(name)
-        waiting = self._loads[name].tenant_tokens
-        own = waiting.get(tenant, 0)
-        others = sum(min(each, own + num_tokens) for other, each in waiting.items() if other != tenant)
-        return min(total, own + others + max(0, total - self._loads[name].sent_tokens))
+        self._age()
+        self._forget_lost()
+        loads, waits = self._loads, []
+        for name, num_tokens in zip(names, tokens, strict=True):
+            load = loads[name]
+            sent_tokens, reported_tokens = load.sent_tokens, load.reported_tokens
+            total = reported_tokens if reported_tokens > sent_tokens else sent_tokens
+            waiting = load.tenant_tokens
+            if not waiting or (len(waiting) == 1 and tenant in waiting):
+                waits.append((total, load.recent_tokens))  # nobody else to share with
+                continue
+            turn = waiting.get(tenant, 0) + num_tokens
+            others = sum([each if each < turn else turn for other, each in waiting.items() if other != tenant])
+            wait_tokens = turn - num_tokens + others + total - sent_tokens
+            waits.append((wait_tokens if wait_tokens < total else total, load.recent_tokens))
+        return waits
 
     def recent_tokens(self, name: str) -> float:
         """Return the tokens that a replica got to compute, older ones counting less."""
         self._age()
         return self._loads[name].recent_tokens
+
+    def _forget_lost(self) -> None:
+        lost_s = self._clock() - self._lost_s
+        if self._oldest_s > lost_s:
+            return
+        self._oldest_s = lost_s + self._lost_s
+        for load in self._loads.values():
+            while load.sent:
+                ticket, sent = next(iter(load.sent.items()))
+                if sent.then_s > lost_s:
+                    self._oldest_s = min(self._oldest_s, sent.then_s)
+                    break
+                load.pop(ticket)
 
     def _age(self) -> None:
         now_s = self._clock()

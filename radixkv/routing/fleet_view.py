@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,7 +11,7 @@ import numpy as np
 from radixkv.api.events import AllCleared, BlocksStored, Event, EventBatch
 from radixkv.errors import ConfigError
 from radixkv.routing.block_index import BlockIndex
-from radixkv.routing.candidate import NO_HITS, Hits
+from radixkv.routing.candidate import Hits
 from radixkv.routing.event_cursor import EventCursor, Verdict
 
 TIERS = ("device", "host", "disk")
@@ -171,34 +172,35 @@ class FleetView:
         Complexity: O(blocks + replicas * changes of holders along the prompt).
         """
         runs = self.index.runs(hashes)
-        return [self._hits(self._replicas[name], runs) for name in names]
+        ends = itertools.accumulate((num for _, num in runs), initial=0)
+        upto = [Hits(num_blocks * self.block_size) for num_blocks in ends]  # by the number of runs on the device
+        replicas, shared = self._replicas, self._shared
+        matched = []
+        for name in names:
+            known = replicas[name]
+            tiers = known.tiers
+            device = tiers[0] | known.lately | known.before
+            for depth, (holders, _) in enumerate(runs):
+                if not holders & device:
+                    if holders & (tiers[1] | tiers[2] | shared):
+                        matched.append(self._lower_hits(known, runs[depth:], upto[depth].device))
+                    else:
+                        matched.append(upto[depth])
+                    break
+            else:
+                matched.append(upto[-1])
+        return matched
 
-    def _hits(self, known: _Known, runs: Sequence[tuple[int, int]]) -> Hits:
-        device = known.tiers[0] | known.lately | known.before
-        num_blocks, depth = 0, 0
-        for holders, num in runs:
-            if not holders & device:
-                break
-            num_blocks += num
-            depth += 1
-        if depth == len(runs):
-            return Hits(num_blocks * self.block_size)
-        return self._lower_hits(known, runs[depth:], num_blocks)
-
-    def _lower_hits(self, known: _Known, runs: Sequence[tuple[int, int]], num_device_blocks: int) -> Hits:
+    def _lower_hits(self, known: _Known, runs: Sequence[tuple[int, int]], device_tokens: int) -> Hits:
         """Go on where a block is not on the device. A later one may be there again."""
-        _, host, disk = known.tiers
-        if not runs[0][0] & (host | disk | self._shared):
-            return Hits(num_device_blocks * self.block_size) if num_device_blocks else NO_HITS
-        device = known.tiers[0] | known.expected
-        counts = [num_device_blocks, 0, 0, 0]
+        places = (known.tiers[0] | known.expected, *known.tiers[1:], self._shared)
+        tokens = [device_tokens, 0, 0, 0]
         for holders, num in runs:
-            places = (device, host, disk, self._shared)
             place = next((index for index, bits in enumerate(places) if holders & bits), None)
             if place is None:
                 break
-            counts[place] += num
-        return Hits(*(count * self.block_size for count in counts))
+            tokens[place] += num * self.block_size
+        return Hits(*tokens)
 
     def _end_turn(self, known: _Known) -> None:
         self.index.forget_holder(known.before)

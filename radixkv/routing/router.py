@@ -107,14 +107,13 @@ class Router:
         self.view.tidy()
         blocks = PromptBlocks(namespace, tokens, self.view.block_size, self._identities)
         names = [name for name in self.view.names if name not in avoid]
-        candidates, wish = self._ask(blocks, names, namespace.tenant)
+        candidates, wish, most_tokens = self._ask(blocks, names, namespace.tenant)
         choice = self._choose(wish, candidates)
         name, times = names[choice.index], candidates[choice.index].times
         computed_tokens = blocks.num_tokens - choice.hits.total
         self.view.expect(name, blocks.all(), choice.hits.device // self.view.block_size)
         self._demand.add(wish.key, computed_tokens * times.compute_s)
         ticket = self.load.sent(name, computed_tokens, namespace.tenant)
-        most_tokens = max(each.hits.total for each in candidates)
         queue_tokens = int(candidates[choice.index].queue_tokens)
         return Route(name, choice.hits, choice.is_new_home, ticket, most_tokens, queue_tokens)
 
@@ -127,19 +126,17 @@ class Router:
         """
         self.load.finished(route.name, route.ticket, computed_tokens)
 
-    def _ask(self, blocks: PromptBlocks, names: list[str], tenant: str) -> tuple[list[Candidate], Wish]:
-        """Find what each replica has, no further along the prompt than any of them has something."""
+    def _ask(self, blocks: PromptBlocks, names: list[str], tenant: str) -> tuple[list[Candidate], Wish, int]:
+        """Find what each replica has, and the most that one has, no further along the prompt than any has something."""
         while not blocks.is_all and self.view.index.holders_of(blocks.hash_on()[-1]):
             pass
         hits = self.view.match(blocks.hashes, names)
-        longest = max((each.total for each in hits), default=0) // self.view.block_size
-        key = blocks.hashes[max(0, longest - 1)] if blocks.hashes else 0
-        waits = [
-            self.load.wait_tokens(name, tenant, blocks.num_tokens - found.total)
-            for name, found in zip(names, hits, strict=True)
-        ]
+        totals = [sum(found) for found in hits]
+        most_tokens = max(totals, default=0)
+        key = blocks.hashes[max(0, most_tokens // self.view.block_size - 1)] if blocks.hashes else 0
+        waits = self.load.waits(names, tenant, [blocks.num_tokens - total for total in totals])
         candidates = [
-            Candidate(name, found, wait, self.load.recent_tokens(name), self._times(name))
-            for name, found, wait in zip(names, hits, waits, strict=True)
+            Candidate(name, found, wait_tokens, recent_tokens, self._times(name))
+            for name, found, (wait_tokens, recent_tokens) in zip(names, hits, waits, strict=True)
         ]
-        return candidates, Wish(blocks.num_tokens, key, self._demand.of(key))
+        return candidates, Wish(blocks.num_tokens, key, self._demand.of(key)), most_tokens

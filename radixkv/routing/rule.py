@@ -90,20 +90,23 @@ def choose(wish: Wish, candidates: Sequence[Candidate], rule: Rule = DEFAULT_RUL
     """
     if not candidates:
         raise NoReplica("replicas: expected at least one that may get the request, got none")
-    useful = [each.hits if each.hits.total >= rule.least_match_tokens else NO_HITS for each in candidates]
-    totals = [hits.total for hits in useful]
+    totals = [sum(each.hits) for each in candidates]
+    useful = [each.hits for each in candidates]
+    for index, total in enumerate(totals):
+        if total < rule.least_match_tokens:
+            totals[index], useful[index] = 0, NO_HITS
     longest = max(totals)
     homes = sum(longest - total < rule.least_match_tokens for total in totals) if longest else 0
     is_wanted_more = bool(longest) and wish.demand > homes * rule.home_share
     if is_wanted_more:
         useful = [Hits(device=longest) if total < longest else hits for hits, total in zip(useful, totals, strict=True)]
-    costs = []
-    for hits, (_, _, queue_tokens, recent_tokens, times) in zip(useful, candidates, strict=True):
-        waiting_tokens = queue_tokens + rule.balance * recent_tokens
-        waiting_s = waiting_tokens * times.compute_s
-        costs.append(times.seconds(wish.prompt_tokens, hits) + rule.queue_weight * waiting_s)
-    least = min(costs)
-    equals = [index for index, cost_s in enumerate(costs) if cost_s - least < rule.slack_s]
+    prompt_tokens, queue_weight, balance = wish.prompt_tokens, rule.queue_weight, rule.balance
+    costs = [
+        times.seconds(prompt_tokens, hits) + queue_weight * ((queue_tokens + balance * recent_tokens) * times.compute_s)
+        for hits, (_, _, queue_tokens, recent_tokens, times) in zip(useful, candidates, strict=True)
+    ]
+    least, slack_s = min(costs), rule.slack_s
+    equals = [index for index, cost_s in enumerate(costs) if cost_s - least < slack_s]
     best = max(equals, key=lambda index: (totals[index], _draw(wish.key, candidates[index].name)))
     return Choice(best, candidates[best].hits, costs[best], is_wanted_more and totals[best] < longest)
 

@@ -85,3 +85,28 @@ def test_the_end_of_a_request_to_a_replica_that_left_changes_nothing(load: Fleet
     load.join("a")
     load.finished("a", ticket, 600)
     assert (load.queue_tokens("a"), load.recent_tokens("a")) == (0, 0)
+
+
+def test_a_tenant_waits_for_as_many_tokens_of_each_other_as_of_its_own(load: FleetLoad) -> None:
+    load.sent("a", 1000, "flood")
+    load.sent("a", 30, "small")
+    load.sent("b", 50, "small")
+    assert load.waits(["a", "b"], "small", [20, 20]) == [(30 + 50, 1030), (50, 50)]
+    assert load.waits(["a", "b"], "flood", [20, 20]) == [(1030, 1030), (20, 50)]
+    assert load.waits(["a"], "new", [10]) == [(20, 1030)]
+    load.reported("a", 1100)  # 70 of them are not known by tenant: all wait for these
+    assert load.waits(["a"], "small", [20]) == [(30 + 50 + 70, 1030)]
+
+
+def test_one_that_is_lost_is_forgotten_on_each_replica(load: FleetLoad, clock: Clock) -> None:
+    load.sent("a", 100)
+    clock.now_s += 30
+    ended = load.sent("b", 10)
+    load.sent("b", 7)
+    clock.now_s += 30
+    load.finished("b", ended)
+    assert (load.queue_tokens("b"), load.queue_tokens("a")) == (7, 0)
+    clock.now_s += 29
+    assert load.queue_tokens("b") == 7
+    clock.now_s += 1
+    assert load.queue_tokens("b") == 0

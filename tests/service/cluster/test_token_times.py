@@ -35,3 +35,12 @@ def test_a_replica_is_forgotten() -> None:
     times.forget("a")
     times.forget("b")
     assert times.of("a") == DEFAULT_TIMES
+
+
+def test_one_that_has_told_nothing_has_the_mean_of_those_that_are_there() -> None:
+    times = MeasuredTimes()
+    times.note("a", 100, 1.0)
+    times.note("b", 100, 3.0)
+    assert times.of("c").compute_s == pytest.approx(0.02)
+    times.forget("a")
+    assert times.of("c").compute_s == pytest.approx(0.03)
