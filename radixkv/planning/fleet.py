@@ -188,6 +188,7 @@ class _Replay:
         self.run_until(max(self.now_s + _LEAST_STEP_S, request.timestamp_ms / 1000))
         tokens = prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes()
         route = self.router.route(self._namespace, tokens)
+        self.router.remember()
         self.num_new_homes += route.is_new_home
         place = int(route.name)
         self._note(place, self.replicas[place].send(Job(index, self.now_s, tokens, route)))

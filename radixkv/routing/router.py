@@ -45,7 +45,8 @@ class Router:
                                load: queues ────────────────┼─▶ rule ──▶ replica; view and load expect it there
                                demand for the prefix ───────┘
 
-    It belongs to one thread.
+    It belongs to one thread. What takes longest for a new prompt, to hash and note all of it, is done after the choice:
+    by `remember`, or else before the next call.
 
     Args:
         view: what replicas have.
@@ -75,23 +76,27 @@ class Router:
         self._choose = choose
         self._identities = identities
         self._times = times
+        self._unnoted: tuple[str, PromptBlocks, int] | None = None
 
     def join(self, name: str) -> None:
         """Add a replica of which nothing is known."""
+        self.remember()
         self.view.join(name)
         self.load.join(name)
 
     def leave(self, name: str) -> None:
         """Forget a replica."""
+        self.remember()
         self.view.leave(name)
         self.load.leave(name)
 
     def read(self, name: str, batch: EventBatch) -> bool:
         """Learn from a batch of a replica's events; see `FleetView.read`."""
+        self.remember()
         return self.view.read(name, batch)
 
     def route(self, namespace: Namespace, tokens: bytes, avoid: Container[str] = ()) -> Route:
-        """Choose a replica, and expect the request there.
+        """Choose a replica, and expect the request there from the next call on.
 
         Args:
             namespace: of the request. What another namespace has is never counted.
@@ -102,8 +107,9 @@ class Router:
             InvalidRequest: `tokens` is empty or not whole tokens.
             NoReplica: no replica is left.
 
-        Complexity: O(blocks that some replica has + replicas) to choose, O(blocks) to remember.
+        Complexity: O(blocks that some replica has + replicas); `remember` takes O(blocks).
         """
+        self.remember()
         self.view.tidy()
         blocks = PromptBlocks(namespace, tokens, self.view.block_size, self._identities)
         names = [name for name in self.view.names if name not in avoid]
@@ -111,11 +117,18 @@ class Router:
         choice = self._choose(wish, candidates)
         name, times = names[choice.index], candidates[choice.index].times
         computed_tokens = blocks.num_tokens - choice.hits.total
-        self.view.expect(name, blocks.all(), choice.hits.device // self.view.block_size)
+        self._unnoted = name, blocks, choice.hits.device // self.view.block_size
         self._demand.add(wish.key, computed_tokens * times.compute_s)
         ticket = self.load.sent(name, computed_tokens, namespace.tenant)
         queue_tokens = int(candidates[choice.index].queue_tokens)
         return Route(name, choice.hits, choice.is_new_home, ticket, most_tokens, queue_tokens)
+
+    def remember(self) -> None:
+        """Note what was routed last. To be called when its caller has the answer; once more changes nothing."""
+        if self._unnoted is not None:
+            name, blocks, num_matched = self._unnoted
+            self._unnoted = None
+            self.view.expect(name, blocks.all(), num_matched)
 
     def finished(self, route: Route, computed_tokens: int | None = None) -> None:
         """Note the end of a request, well or not. Telling it again changes nothing.

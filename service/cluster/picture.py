@@ -101,6 +101,7 @@ class Picture:
             avoid = avoid | {question.source}
         namespace = Namespace(self._fingerprint, question.tenant, question.adapter, question.salt)
         route = self._router.route(namespace, question.tokens, avoid)
+        asyncio.get_running_loop().call_soon(self._router.remember)
         line, num_replicas = self._lines[route.name], len(self._lines.keys() - avoid)
         left_tokens = len(question.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
         seconds = left_tokens * self._times.of(route.name).compute_s

@@ -674,7 +674,7 @@ ROUTING_MUTANTS = (
     Mutant("routing/prompt_blocks.py", "identities.of(namespace).root", "bytes(8)"),
     Mutant(
         "routing/router.py",
-        "        self.view.expect(name, blocks.all(), choice.hits.device // self.view.block_size)\n",
+        "            self.view.expect(name, blocks.all(), num_matched)\n",
         "",
     ),
     Mutant("routing/router.py", "        self._demand.add(wish.key, computed_tokens * times.compute_s)\n", ""),

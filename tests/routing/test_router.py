@@ -82,8 +82,28 @@ def test_what_was_sent_and_never_came_is_looked_for_elsewhere_after_a_while() ->
     fleet = Fleet("a", "b")
     first = fleet.route(prompt(1, 0))
     fleet.router.finished(first)
+    fleet.router.remember()
     fleet.now_s += 61
     assert fleet.route(prompt(1, 1)).hits == Hits()
+
+
+def test_what_was_sent_is_noted_after_the_choice_and_before_whatever_comes_next() -> None:
+    for then in ("remember", "join", "leave", "read"):
+        fleet = Fleet("a", "b", "c")
+        name = fleet.route(prompt(1, 0)).name
+        assert fleet.router.view.index.num_blocks == 0
+        other = next(each for each in "abc" if each != name)
+        if then == "read":
+            fleet.router.read(other, EventBatch(1, 0.0, (AllCleared(),), SnapshotPart(0, 1, 0)))
+        else:
+            getattr(fleet.router, then)(*(() if then == "remember" else (other,)))
+        assert fleet.router.view.index.num_blocks == len(PromptBlocks(BASE, prompt(1, 0), SIZE, IDENTITIES).all())
+    fleet = Fleet("a")
+    fleet.route(prompt(1, 0))
+    fleet.router.leave("a")
+    fleet.router.remember()
+    with pytest.raises(NoReplica):
+        fleet.route(prompt(1, 0))
 
 
 def test_prefixes_spread_over_the_fleet() -> None:
