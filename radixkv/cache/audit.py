@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from radixkv.blocks import BLOCK_ID_BYTES
+from radixkv.cache.block_pool import BlockState
 from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
 from radixkv.cache.pins import Pins
@@ -34,6 +35,7 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
     leases_of: Counter[Node] = Counter()  # by the node that their path ends in
     kept_of: Counter[Node] = Counter()  # the same, of kept leases
     leased, published = [], []  # packed block ids
+    leases = list(leases)
     held: dict[str, Counter[str]] = {tenant: Counter() for tenant, _ in tenants.items()}
     for lease in leases:
         leased.append(lease.block_ids[lease.num_published_blocks :].tobytes())
@@ -93,6 +95,8 @@ def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
         _require(usage.num_leased_blocks == blocks["leased"], "a tenant's number of leased blocks drifted")
         _require(usage.num_probation_blocks == blocks["probation"], "a tenant's blocks on probation drifted")
         _require(usage.num_retained_blocks == blocks["retained"], "a tenant's number of retained blocks drifted")
+    free_block_ids = np.flatnonzero(np.frombuffer(pool.states(), dtype=np.uint8) == BlockState.FREE)
+    holdings.parts.check([lease.parts for lease in leases if lease.parts], free_block_ids.astype(np.int32))
     pool.check(np.frombuffer(b"".join(leased), dtype=np.int32), np.frombuffer(b"".join(published), dtype=np.int32))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 
@@ -48,6 +49,10 @@ class BlockPool:
     look costs more: O(free log free) where few blocks are free, otherwise a pass over the states (0.16 to 0.7 ms for a
     million). A method that raises has changed nothing.
 
+    Args:
+        num_blocks: all blocks.
+        on_release: called with the ids of blocks that are free now.
+
     Attributes:
         num_blocks: all blocks.
         num_free: blocks that nobody owns.
@@ -63,8 +68,9 @@ class BlockPool:
         (array([3, 4], dtype=int32), array([6], dtype=int32), array([5], dtype=int32))
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_release: Callable[[BlockIds], None] | None = None) -> None:
         self.num_blocks = num_blocks
+        self._on_release = on_release
         self.num_free = num_blocks
         self.num_published = 0
         self._bytes = bytearray(num_blocks)  # the states once more, for comparisons: numpy's take 0.9 us, these 0.2
@@ -218,6 +224,8 @@ class BlockPool:
             self._noted.frombytes(block_ids.tobytes())
             if len(self._noted) > self._max_noted:
                 self._noted = None
+        if self._on_release is not None:
+            self._on_release(block_ids)
 
     def publish(self, block_ids: BlockIds) -> None:
         """Hand leased blocks to a tree.

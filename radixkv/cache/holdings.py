@@ -11,6 +11,7 @@ from radixkv.cache.kept_blocks import KeptBlocks
 from radixkv.cache.lines.eviction_lines import EvictionLines
 from radixkv.cache.lines.probation import Probation
 from radixkv.cache.namespaces.forest import Forest
+from radixkv.cache.parts.part_groups import PartGroups
 from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Tenants
@@ -24,6 +25,7 @@ class Holdings:
         block_size: tokens a block.
         trees: the tree of each namespace that has a cached token.
         pool: the state of each block.
+        parts: the parts of blocks for layers that need less of a prompt.
         tenants: the bounds and the counters of each tenant.
         policy: orders the eviction lines.
         lines: the leaves that may be evicted.
@@ -37,6 +39,7 @@ class Holdings:
     block_size: int
     trees: Forest
     pool: BlockPool
+    parts: PartGroups
     tenants: Tenants
     policy: EvictionPolicy
     lines: EvictionLines

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
 
 from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.cache.parts.part_holder import PartHolder
 from radixkv.cache.tenants import TenantUsage
 from radixkv.cache.tree.node import Node
 from radixkv.namespace import Namespace
@@ -59,6 +61,7 @@ class Lease:
         num_expected_tokens: length that it will probably reach; adjacent blocks are left free for that.
         num_nodes: nodes that were passed to find what is reused.
         is_resumed: whether its holder goes on after an earlier lease of the same prompt.
+        parts: what it keeps of each group of layers that needs less of the prompt.
         is_closed: whether the lease was closed.
         is_kept: whether it only keeps blocks now: see `keep`.
         is_revoked: whether its namespace was purged; if so it publishes nothing more.
@@ -80,6 +83,7 @@ class Lease:
         "num_expected_tokens",
         "num_nodes",
         "num_published_blocks",
+        "parts",
         "public_tokens",
         "tokens",
         "usage",
@@ -119,6 +123,7 @@ class Lease:
         self.committed_tokens = cached_tokens
         self.written_from_tokens: int | None = None
         self.is_resumed = is_resumed
+        self.parts: Sequence[PartHolder] = ()
         self.is_closed = False
         self.is_kept = False
         self.is_revoked = False

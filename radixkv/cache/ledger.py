@@ -13,7 +13,7 @@ from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
 from radixkv.cache.namespaces.open_leases import OpenLeases
 from radixkv.cache.pins import Pins
-from radixkv.cache.tree.node import Node, Owner, path_to
+from radixkv.cache.tree.node import Owner
 from radixkv.cache.tree.radix_tree import Insertion, RadixTree
 from radixkv.errors import InvalidRequest, LeaseClosed
 from radixkv.namespace import Namespace
@@ -37,6 +37,7 @@ class Ledger:
         self._block_size = holdings.block_size
         self._trees = holdings.trees
         self._pool = holdings.pool
+        self._parts = holdings.parts
         self._tenants = holdings.tenants
         self._lines = holdings.lines
         self._probation = holdings.probation
@@ -75,10 +76,16 @@ class Ledger:
         num_new_blocks = -(-len(tokens) // (self._block_size * TOKEN_BYTES)) - cached_tokens // self._block_size
         num_takeable_blocks = self._evictor.num_takeable_blocks(namespace.tenant, usage, num_spared_blocks)
         num_spare_blocks = num_takeable_blocks - num_new_blocks
-        if num_spare_blocks < self._pins.num_unheld_blocks(node, num_spare_blocks):
-            node, cached_tokens, num_missing_blocks = self._narrow(node, cached_tokens, num_spare_blocks)
+        while num_spare_blocks < self._pins.num_unheld_blocks(node, num_spare_blocks):
+            node, cached_tokens, num_missing_blocks = self._pins.narrowed(node, cached_tokens, num_spare_blocks)
             if num_missing_blocks:
                 raise self._evictor.shortage(num_missing_blocks, namespace.tenant, usage, num_spared_blocks)
+            possible_tokens = self._parts.longest(packed, cached_tokens)  # less has other parts within reach
+            if possible_tokens == cached_tokens:
+                break
+            num_more_blocks = cached_tokens // self._block_size - possible_tokens // self._block_size
+            num_new_blocks, num_spare_blocks = num_new_blocks + num_more_blocks, num_spare_blocks - num_more_blocks
+            cached_tokens = possible_tokens
         num_whole_blocks, shared_tokens = divmod(cached_tokens, self._block_size)
         node_used_s = 0.0
         if node is not None:
@@ -115,31 +122,6 @@ class Ledger:
         )
         self._open.add(lease)
         return lease
-
-    def _narrow(self, node: Node | None, cached_tokens: int, num_spare_blocks: int) -> tuple[Node | None, int, int]:
-        """Pin less of a path whose own blocks the lease needs, and if need be reuse less of it.
-
-        First the path is cut off after the reused blocks; then the block that is reused in part is given up. Whole
-        reused blocks are never given up, because computing one again takes a block as well.
-
-        Args:
-            node: the deepest node that shares tokens.
-            cached_tokens: tokens that could be reused.
-            num_spare_blocks: blocks that the lease could take, less those that the suffix takes.
-
-        Returns:
-            The end of the path to pin, the tokens to reuse, and the number of blocks that are missing to keep the
-            whole ones of these beside the suffix. If any are missing, nothing has changed.
-        """
-        num_pinned_blocks = sum(above.num_blocks for above in path_to(node) if above.num_holds)
-        num_held_blocks = -(-cached_tokens // self._block_size)
-        if num_spare_blocks < num_held_blocks - num_pinned_blocks:
-            num_held_blocks = cached_tokens // self._block_size
-            cached_tokens = num_held_blocks * self._block_size
-        num_available_blocks = num_spare_blocks - max(0, num_held_blocks - num_pinned_blocks)
-        if num_available_blocks < 0 or node is None or not cached_tokens:
-            return None, 0, max(0, -num_available_blocks)
-        return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens, 0
 
     def extend(self, lease: Lease, tokens: bytes) -> None:
         """Add tokens to a lease, as `Lease.extend` describes."""
@@ -227,6 +209,7 @@ class Ledger:
     def _adopt(self, lease: Lease, known: BlockIds) -> None:
         """Exchange the lease's own copies for blocks that were published first."""
         differing = np.flatnonzero(lease.block_ids[: known.size] != known)
+        self._parts.exchange(lease.parts, lease.block_ids[differing], known[differing])
         self._pool.release(lease.block_ids[differing])
         lease.usage.num_leased_blocks -= differing.size
         lease.block_ids[differing] = known[differing]
@@ -265,6 +248,8 @@ class Ledger:
         """Keep a lease's blocks only, as `Lease.keep` describes."""
         self._require_open(lease)
         self._end_path(lease)
+        for holder in lease.parts:
+            holder.keep()
         lease.is_kept = True
         lease.tokens, lease.copy = b"", None
         lease.block_ids, lease.num_published_blocks = lease.block_ids[lease.num_published_blocks :].copy(), 0
@@ -289,6 +274,8 @@ class Ledger:
             raise LeaseClosed("lease: expected a lease of this cache, got a foreign one")
         lease.is_closed = True
         self._open.remove(lease)
+        for holder in lease.parts:
+            holder.close()
         if lease.is_kept:
             self._kept.release(lease)
         own = lease.block_ids[lease.num_published_blocks :]

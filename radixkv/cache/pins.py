@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixkv.cache.holdings import Holdings
-from radixkv.cache.tree.node import NUM_FOLLOWED_NODES, Node
+from radixkv.cache.tree.node import NUM_FOLLOWED_NODES, Node, path_to
 from radixkv.tokens import TOKEN_BYTES
 
 
@@ -30,6 +30,8 @@ class Pins:
         self._trees = holdings.trees
         self._pool = holdings.pool
         self._policy = holdings.policy
+        self._retained = holdings.retained
+        self._block_size = holdings.block_size
         self._lines = holdings.lines
         self._changes = holdings.changes
         self._clock = holdings.clock
@@ -126,6 +128,31 @@ class Pins:
             num_blocks += node.num_blocks
             node = node.parent
         return num_blocks
+
+    def narrowed(self, node: Node | None, cached_tokens: int, num_spare_blocks: int) -> tuple[Node | None, int, int]:
+        """Pin less of a path whose own blocks the lease needs, and if need be reuse less of it.
+
+        First the path is cut off after the reused blocks; then the block that is reused in part is given up. Whole
+        reused blocks are never given up, because computing one again takes a block as well.
+
+        Args:
+            node: the deepest node that shares tokens.
+            cached_tokens: tokens that could be reused.
+            num_spare_blocks: blocks that the lease could take, less those that the suffix takes.
+
+        Returns:
+            The end of the path to pin, the tokens to reuse, and the number of blocks that are missing to keep the
+            whole ones of these beside the suffix. If any are missing, nothing has changed.
+        """
+        num_pinned_blocks = sum(above.num_blocks for above in path_to(node) if above.num_holds)
+        num_held_blocks = -(-cached_tokens // self._block_size)
+        if num_spare_blocks < num_held_blocks - num_pinned_blocks:
+            num_held_blocks = cached_tokens // self._block_size
+            cached_tokens = num_held_blocks * self._block_size
+        num_available_blocks = num_spare_blocks - max(0, num_held_blocks - num_pinned_blocks)
+        if num_available_blocks < 0 or node is None or not cached_tokens:
+            return None, 0, max(0, -num_available_blocks)
+        return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens, 0
 
     def count(self, node: Node, num_blocks: int) -> None:
         """Note that `num_blocks` more blocks of a node are pinned, or fewer if it is negative."""

@@ -20,6 +20,7 @@ from radixkv.cache.listing.segment_index import SegmentIndex
 from radixkv.cache.lost_prefixes import LostPrefixes
 from radixkv.cache.namespaces.forest import Forest
 from radixkv.cache.namespaces.purge import Purged, all_slices, purge, sweep
+from radixkv.cache.parts.part_groups import PartGroups
 from radixkv.cache.pins import Pins
 from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.prompt_lease import PromptLease
@@ -50,9 +51,10 @@ class PrefixCache:
         listeners: are told of every change to the trees, after the cache's own parts.
         clock: seconds, never going back.
         marks: tell what invoked adapters computed.
+        parts: of blocks, for layers that need less of a prompt; by default there are none.
 
     Attributes:
-        pool: the state of each block.
+        pool, parts: the state of each block, and its parts.
         tenants: the bounds and the counters of each tenant.
         leases: the open leases.
         kept: the bounds and the counts of what held leases keep.
@@ -88,27 +90,27 @@ class PrefixCache:
         listeners: Iterable[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
         marks: InvocationMarks | None = None,
+        parts: PartGroups | None = None,
     ) -> None:
-        self.marks = marks or InvocationMarks()
-        self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.marks, self.block_size = marks or InvocationMarks(), block_size
+        self.parts = parts or PartGroups()
+        self.pool = BlockPool(num_blocks, self.parts.freed)
         self.tenants = Tenants(quotas or {}, default_quota)
-        self._trees = Forest()
+        self._trees = Forest(self.parts)
         self._lost = LostPrefixes(evicted_prefixes, self.marks)
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
-        self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
+        self._retained, self._clock = RetainedNodes(self.max_retained_blocks, self._cut), clock
         self.kept = KeptBlocks(num_blocks // 2 if max_kept_blocks is None else max_kept_blocks, self.tenants, self._cut)
-        self._clock = clock
-        policy = policy or EvictionPolicy()
-        self.segments = SegmentIndex(clock, self.marks)
+        self.segments, policy = SegmentIndex(clock, self.marks), policy or EvictionPolicy()
         self.probation = probation = Probation(probation_share, num_blocks)
         self._lines, counting = make_lines(policy, self.tenants, probation)
-        own = (self._retained, self.kept, policy, *counting, self._lost, self.segments)
-        self._changes = Changes((*listeners, *own))  # listeners still see the priority of what is evicted
+        # Listeners still see the priority of what is evicted.
+        self._changes = Changes((*listeners, self._retained, self.kept, policy, *counting, self._lost, self.segments))
         self._holdings = Holdings(
             block_size=block_size,
             trees=self._trees,
             pool=self.pool,
+            parts=self.parts,
             tenants=self.tenants,
             policy=policy,
             lines=self._lines,
@@ -121,8 +123,8 @@ class PrefixCache:
         self._pins = Pins(self._holdings)
         self._evictor = Evictor(self._holdings, self._pins)
         self.leases = Ledger(self._holdings, self._pins, self._evictor)
-        max_public_blocks = num_blocks // 4 if max_public_blocks is None else max_public_blocks
-        self.public = PublicPrefixes(self._holdings, self._pins, self._evictor, self.leases, max_public_blocks)
+        max_public = num_blocks // 4 if max_public_blocks is None else max_public_blocks
+        self.public = PublicPrefixes(self._holdings, self._pins, self._evictor, self.leases, max_public)
         self.places = Places(self._holdings, self.public, self.leases)
 
     @property
@@ -234,9 +236,9 @@ class PrefixCache:
         require_tokens(tokens)
         start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
         place = self.places.of(namespace, tokens)
-        start_tokens = place.start_tokens
-        public = Grant(max(0, min(end, start_tokens) - start), 0, 0)  # which stays as long as the operator wishes
-        start, end = max(0, start - start_tokens), max(0, end - start_tokens)
+        first = place.start_tokens
+        public = Grant(max(0, min(end, first) - start), 0, 0)  # which stays as long as the operator wishes
+        start, end = max(0, start - first), max(0, end - first)
         expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
         own, nodes = self._retained.grant_tokens(
             self._trees.get(place.namespace), place.tokens, start, end, retention.priority, expires_s, only_raise

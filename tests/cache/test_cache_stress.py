@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from radixkv.config import EVICTION_POLICIES
-from tests.cache.walk.cache_walk import ROOMY, SHARED, TIGHT, World, dice_of, fails, shortest_failing, walk
+from tests.cache.walk.cache_walk import PARTED, ROOMY, SHARED, TIGHT, World, dice_of, fails, shortest_failing, walk
 
 # A walk of the usual length meets everything that is looked for. The mutants are tried against the long one, too.
 NUM_STEPS = [4000, pytest.param(10_000, marks=pytest.mark.slow)]
@@ -70,6 +70,16 @@ def test_tenants_get_what_they_were_promised(world: World, num_steps: int) -> No
     wanted = {"evicted blocks", "OutOfBlocks", "retained tokens", "refused tokens", "blocks purged while in use"}
     wanted |= {"explained as ADAPTER_CHANGED"} if world.num_namespaces > 2 else set()
     wanted |= {"QuotaExceeded"} if any(quota.ceiling_blocks for _, quota in world.quotas) else set()
+    assert {event for event in wanted if not events[event]} == set()
+
+
+@pytest.mark.parametrize("num_steps", [2500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", PARTED, ids=world_id)
+def test_what_is_found_has_the_parts_that_it_needs(world: World, num_steps: int) -> None:
+    events = walk(world, "lru", dice_of(3, num_steps))
+    wanted = {"matches cut short", "evicted blocks", "blocks adopted", "blocks purged while in use", "extensions"}
+    wanted |= {"extensions in a copy"} if world.block_size > 1 else set()
+    wanted |= {"copies"} if world.block_size > 1 and len(world.parts) == 1 else set()
     assert {event for event in wanted if not events[event]} == set()
 
 

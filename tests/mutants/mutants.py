@@ -615,7 +615,9 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("cache/elsewhere/retentions.py", "self.of(key) <= wish.priority or key not in self._wishes", "True"),
     Mutant("cache/elsewhere/elsewhere.py", "        self.retention.purge(*names)\n", ""),
-    Mutant("cache/prefix_cache.py", "Changes((*listeners, *own))", "Changes((*own, *listeners))"),
+    Mutant(
+        "cache/prefix_cache.py", "(*listeners, self._retained, self.kept,", "(self._retained, self.kept, *listeners,"
+    ),
     Mutant("engine/offload/offload.py", "        self.elsewhere.retention.expire(self._clock())\n", ""),
     Mutant("cache/elsewhere/shelf.py", " and not self._has_its_share(namespace.tenant)\n", "\n"),
     Mutant(

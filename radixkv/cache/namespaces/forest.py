@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from radixkv.cache.namespaces.namespace_index import NamespaceIndex
+from radixkv.cache.parts.part_groups import PartGroups
 from radixkv.cache.tree.node import Node
 from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.namespace import Namespace
@@ -12,10 +13,15 @@ from radixkv.tokens import TOKEN_BYTES, require_tokens
 
 
 class Forest(dict[Namespace, RadixTree]):
-    """The tree of each namespace that has a cached token. Item assignment and `del` are the only ways to change it."""
+    """The tree of each namespace that has a cached token. Item assignment and `del` are the only ways to change it.
 
-    def __init__(self) -> None:
+    Args:
+        parts: say how much of what is found can be reused.
+    """
+
+    def __init__(self, parts: PartGroups) -> None:
         super().__init__()
+        self._parts = parts
         self._index: NamespaceIndex[RadixTree] = NamespaceIndex()
         # Those that hang below a public prefix, by the namespace of prompts and the prefix's serial, and by the trunk.
         self._hung: dict[tuple[Namespace, str], dict[str, RadixTree]] = {}
@@ -59,7 +65,13 @@ class Forest(dict[Namespace, RadixTree]):
             return None, 0, 0, b"", 0
         node, num_bytes, packed, num_nodes = tree.match(tokens)
         cached_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        cached_tokens = self._parts.longest(packed, cached_tokens)
         return node if cached_tokens else None, num_bytes, cached_tokens, packed, num_nodes
+
+    def has_more(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> bool:
+        """Whether more of a prompt is cached than can be reused, because parts of it were given up."""
+        tree = self.get(namespace)
+        return bool(self._parts.pools) and tree is not None and tree.match(tokens)[1] > cached_tokens * TOKEN_BYTES
 
 
 def _below(namespace: Namespace) -> tuple[Namespace, str]:

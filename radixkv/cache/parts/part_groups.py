@@ -54,13 +54,14 @@ class PartGroups:
             block_ids: int32, the blocks that hold the cached tokens.
             cached_tokens: tokens that are reused, as `longest` says.
             num_tokens: tokens that it will have at most.
-            keeps_all: whether everything is within its reach.
+            keeps_all: whether everything is within its reach, and stays when it is over.
 
         Returns:
             A holder for each group. The caller must close them.
 
         Raises:
-            OutOfBlocks: other requests have reserved too many parts. Nothing has changed.
+            OutOfBlocks: other requests have reserved too many parts, or too many would outlive their requests. Nothing
+                has changed.
         """
         numbers = [self._most(pool, num_tokens, keeps_all=keeps_all) for pool in self.pools]
         self.require_room(num_tokens, keeps_all=keeps_all)
@@ -75,14 +76,10 @@ class PartGroups:
         """Raise if a request of `num_tokens` tokens can't run now.
 
         Raises:
-            OutOfBlocks: other requests have reserved too many parts.
+            OutOfBlocks: as `open` says.
         """
         for pool in self.pools:
-            pool.require_room(self._most(pool, num_tokens, keeps_all=keeps_all))
-
-    def can_ever_fit(self, num_tokens: int, *, keeps_all: bool = False) -> bool:
-        """Whether a request of `num_tokens` tokens could run alone."""
-        return all(pool.can_ever_fit(self._most(pool, num_tokens, keeps_all=keeps_all)) for pool in self.pools)
+            pool.require_room(self._most(pool, num_tokens, keeps_all=keeps_all), lasts=keeps_all)
 
     def exchange(self, holders: Iterable[PartHolder], old: BlockIds, new: BlockIds) -> None:
         """Let blocks of a tree stand for a request's own ones; see `PartHolder.exchange`."""

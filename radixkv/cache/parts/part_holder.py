@@ -40,9 +40,10 @@ class PartHolder:
 
     Attributes:
         num_reserved: as above.
+        num_lasting: those of them that outlive the request.
     """
 
-    __slots__ = ("_keeps_all", "_needed", "_num_found_blocks", "_pool", "num_reserved")
+    __slots__ = ("_keeps_all", "_needed", "_num_found_blocks", "_pool", "num_lasting", "num_reserved")
 
     def __init__(self, pool: PartPool, num_reserved: int, *, keeps_all: bool = False) -> None:
         self._pool = pool
@@ -50,6 +51,7 @@ class PartHolder:
         self._needed: dict[int, int] = {}  # block ids, and which block of the prompt each is
         self._num_found_blocks = 0
         self.num_reserved = num_reserved
+        self.num_lasting = 0
 
     @property
     def needed(self) -> list[int]:
@@ -93,13 +95,15 @@ class PartHolder:
         return Cover(part_ids, part_copy)
 
     def settle(self, upto: int, copy: BlockCopy | None = None) -> None:
-        """Keep only what is needed to go on from a token.
+        """Keep only what is needed to go on after the computed tokens, or to compute the last of them again.
+
+        So the same prompt is found but for its last token, which is always computed.
 
         Args:
             upto: tokens that are computed.
             copy: a copy that is still to be made.
         """
-        first, end = self._first_block(upto), -(-upto // self._pool.block_size)
+        first, end = self._first_block(upto - 1), -(-upto // self._pool.block_size)
         source = None if copy is None else copy.source
         needed = self._needed
         dropped = [b for b, at in needed.items() if not first <= at < end and (at != _COPIED or b != source)]
@@ -110,11 +114,27 @@ class PartHolder:
         if self._pool.exchange(old, new):
             self._needed[new] = self._needed.pop(old)
 
+    def keep(self) -> bool:
+        """Keep what is needed now, and nothing else, until `close`, although the request is over.
+
+        Returns:
+            Whether there is room for that. If not, nothing is kept any more.
+        """
+        num_parts = len(self._needed)
+        if not self._pool.may_last(num_parts):
+            self.close()
+            return False
+        self._pool.reserve(num_parts - self.num_reserved)
+        self._pool.num_lasting += num_parts
+        self.num_reserved = self.num_lasting = num_parts
+        return True
+
     def close(self) -> None:
         """Need nothing any more, and give the reservation back. Closing again does nothing."""
         self._pool.let_go(self._needed, are_ends=True)
         self._pool.reserve(-self.num_reserved)
-        self._needed, self.num_reserved = {}, 0
+        self._pool.num_lasting -= self.num_lasting
+        self._needed, self.num_reserved, self.num_lasting = {}, 0, 0
 
     def _first_block(self, upto: int) -> int:
         return 0 if self._keeps_all else self._pool.reach.first_token(upto) // self._pool.block_size

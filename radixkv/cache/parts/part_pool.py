@@ -31,7 +31,8 @@ class PartPool:
              ◀──────────────────────────────────────────────────
                           freed, with its block
 
-    Reservations keep requests from getting stuck: what all of them may need at once never exceeds the pool.
+    Reservations keep requests from getting stuck: what all of them may need at once never exceeds the pool. What
+    outlives its request, as held leases and public prefixes do, takes at most half of what one request does not need.
 
     Args:
         num_blocks: blocks of the block pool.
@@ -44,7 +45,9 @@ class PartPool:
         num_blocks, num_parts, block_size, reach: as above.
         table: int32 `[num_blocks]`, the part of each block; `NO_PART` where there is none. Read-only for others.
         num_step_parts: parts that are kept for the tokens of a step.
-        num_reserved: parts that are reserved for requests.
+        num_reserved: parts that are reserved for requests, and for what outlives them.
+        num_lasting: those of them that outlive their request.
+        max_lasting: bound on these.
         num_given_up: parts that were taken from cached blocks so far.
 
     Raises:
@@ -61,6 +64,8 @@ class PartPool:
         require_invariant("parts", num_parts >= least, f"expected at least {least}, got {num_parts}")
         self.table: npt.NDArray[np.int32] = np.full(num_blocks, NO_PART, dtype=np.int32)
         self.num_reserved = 0
+        self.num_lasting = 0
+        self.max_lasting = (num_parts - least) // 2
         self.num_given_up = 0
         self._free = list(range(num_parts - 1, -1, -1))
         self._needs: Counter[int] = Counter()  # requests that need the part of a block
@@ -82,12 +87,21 @@ class PartPool:
         """Parts of cached blocks that no running request needs."""
         return len(self._passed) + len(self._ended)
 
-    def require_room(self, num_parts: int) -> None:
+    def require_room(self, num_parts: int, *, lasts: bool = False) -> None:
         """Raise if a request may not reserve `num_parts` parts now.
+
+        Args:
+            num_parts: parts to reserve.
+            lasts: whether they are to outlive the request.
 
         Raises:
             OutOfBlocks: other requests have reserved too many.
         """
+        if lasts and not self.may_last(num_parts):
+            raise OutOfBlocks(
+                f"parts of windowed layers: expected at most {self.max_lasting} that outlive their requests, got "
+                f"{num_parts} beside {self.num_lasting}"
+            )
         room = self.num_parts - self.num_step_parts - self.num_reserved
         if num_parts > room:
             raise OutOfBlocks(
@@ -96,9 +110,9 @@ class PartPool:
                 f"step {self.num_step_parts}"
             )
 
-    def can_ever_fit(self, num_parts: int) -> bool:
-        """Whether a request could reserve `num_parts` parts if no other had any."""
-        return num_parts <= self.num_parts - self.num_step_parts
+    def may_last(self, num_parts: int) -> bool:
+        """Whether `num_parts` parts may outlive their request, beside those that do."""
+        return self.num_lasting + num_parts <= self.max_lasting
 
     def reserve(self, num_parts: int) -> None:
         """Reserve parts for a request, or give reserved ones back if negative. Call `require_room` before."""

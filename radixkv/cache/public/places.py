@@ -17,7 +17,7 @@ from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.public.hung_lease import HungLease
 from radixkv.cache.public.public_prefix import Place, Trunk
 from radixkv.cache.public.public_prefixes import PublicPrefixes
-from radixkv.namespace import Namespace, PromptKey
+from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, shared_bytes
 
 
@@ -58,6 +58,7 @@ class Places:
     def __init__(self, holdings: Holdings, public: PublicPrefixes, ledger: Ledger) -> None:
         self._block_size = holdings.block_size
         self._trees = holdings.trees
+        self._parts = holdings.parts
         self._tenants = holdings.tenants
         self._public = public
         self._ledger = ledger
@@ -126,6 +127,8 @@ class Places:
             start = place.start_tokens * TOKEN_BYTES
             former = [PromptKey(place.namespace, each.tokens[start:]) for each in former if each.namespace == namespace]
             cached_tokens = max(0, cached_tokens - place.start_tokens)
+        if self._trees.has_more(place.namespace, place.tokens, cached_tokens):
+            return MissReason.EVICTED
         next_end = (cached_tokens // self._block_size + 1) * self._block_size
         return lost.explain(place.namespace, place.tokens, cached_tokens, next_end, former, self._trees.find)
 
@@ -146,6 +149,9 @@ class Places:
         is_resumed: bool,
     ) -> PromptLease:
         """Open a lease, as `PrefixCache.lease` describes."""
+        num_tokens = max(num_expected_tokens, len(tokens) // TOKEN_BYTES)
+        keeps_all = namespace.tenant == PUBLIC_TENANT
+        self._parts.require_room(num_tokens, keeps_all=keeps_all)
         place = self.of(namespace, tokens, read=read)
         trunk = place.trunk
         own = self._ledger.lease(
@@ -157,11 +163,20 @@ class Places:
             is_resumed=is_resumed,
             other=(0, b"") if trunk is None else (trunk.num_more_tokens, trunk.next_block),
         )
-        if trunk is None:
-            return own
-        own.usage.num_hit_tokens += trunk.num_tokens
-        self._public.enter(trunk.prefix)
-        return HungLease(tokens, trunk, own, self._public.leave)
+        lease: PromptLease = own
+        if trunk is not None:
+            own.usage.num_hit_tokens += trunk.num_tokens
+            self._public.enter(trunk.prefix)
+            lease = HungLease(tokens, trunk, own, self._public.leave)
+        own.parts = self._parts.open(self._found_blocks(lease), lease.cached_tokens, num_tokens, keeps_all=keeps_all)
+        return lease
+
+    def _found_blocks(self, lease: PromptLease) -> BlockIds:
+        """Return the blocks that hold the cached tokens of a new lease."""
+        block_ids = lease.block_ids[: -(-lease.cached_tokens // self._block_size)]
+        if lease.copy is not None:
+            block_ids = np.append(block_ids[:-1], np.int32(lease.copy.source))
+        return block_ids
 
 
 def _hung(namespace: Namespace, tokens: bytes, trunk: Trunk) -> Place:

@@ -42,6 +42,7 @@ class PublicPrefixes:
         self._pins = pins
         self._evictor = evictor
         self._ledger = ledger
+        self._parts = holdings.parts
         self._serials = count(1)
         self._by_name: dict[str, PublicPrefix] = {}
         self._leaving: set[PublicPrefix] = set()
@@ -105,6 +106,7 @@ class PublicPrefixes:
 
         Raises:
             UnknownPublicPrefix: it was unregistered meanwhile. Its blocks are free.
+            OutOfBlocks: what windowed layers need of it has no room. `give_up` frees it.
             InvariantViolation: it is not cached as a whole; `give_up` frees what is.
         """
         if not self.holds(prefix):
@@ -114,14 +116,18 @@ class PublicPrefixes:
         node, num_bytes, packed, num_nodes = (None, 0, b"", 0) if tree is None else tree.match(prefix.tokens)
         if node is None or num_bytes < len(prefix.tokens):
             raise InvariantViolation("public prefix: expected it to be cached, got less of it")
+        block_ids = np.frombuffer(packed, np.int32)
+        parts = self._parts.open(block_ids, prefix.num_tokens, prefix.num_tokens, keeps_all=True)
+        for holder in parts:
+            holder.keep()
         prefix.is_computing = False
         self._pins.pin(node)
-        block_ids = np.frombuffer(packed, np.int32)
         usage = self._tenants[PUBLIC_TENANT]
         prefix.lease = Lease(
             self._ledger, prefix.namespace, usage, prefix.tokens, prefix.num_tokens, block_ids, block_ids.size, None,
             node, node.last_used_s, num_nodes=num_nodes,
         )  # fmt: skip
+        prefix.lease.parts = parts
         self._ledger.open.add(prefix.lease)
         self._computed.setdefault(self._key(prefix.namespace, prefix.tokens), []).append(prefix)
 

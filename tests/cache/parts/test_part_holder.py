@@ -107,7 +107,7 @@ def test_an_exchanged_block_is_let_go_in_the_place_of_the_old_one() -> None:
     holder.cover(BLOCKS, 0, 4)
     holder.exchange(11, 28)
     assert sorted(holder.needed) == [10, 28]
-    holder.settle(7)
+    holder.settle(8)
     assert holder.needed == []
 
 

@@ -91,8 +91,15 @@ def test_no_more_is_reserved_than_there_is_beside_a_step() -> None:
     pool.reserve(3)
     with pytest.raises(OutOfBlocks, match="expected room for 3 blocks more, got 2 of 6"):
         pool.require_room(3)
-    assert pool.can_ever_fit(5)
-    assert not pool.can_ever_fit(6)
+
+
+def test_what_outlives_its_request_takes_half_of_what_one_request_does_not_need() -> None:
+    pool = pool_of(12)
+    assert pool.max_lasting == 3
+    pool.num_lasting = 2
+    assert pool.may_last(1)
+    with pytest.raises(OutOfBlocks, match="expected at most 3 that outlive their requests, got 2 beside 2"):
+        pool.require_room(2, lasts=True)
 
 
 def test_a_pool_that_is_too_small_for_one_request_is_refused() -> None:

@@ -22,6 +22,9 @@ import pytest
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
 from radixkv.cache.namespaces.purge import Purged, all_slices
+from radixkv.cache.parts.part_groups import PartGroups
+from radixkv.cache.parts.part_pool import PartPool
+from radixkv.cache.parts.reach import Reach
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -29,7 +32,7 @@ from radixkv.cache.tree.node import Node
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, RadixKVError
 from radixkv.namespace import Namespace, PromptKey
-from tests.cache.walk.oracle import Holder, Oracle
+from tests.cache.walk.oracle import STEP_TOKENS, Holder, Oracle
 from tests.cache.walk.retention_oracle import Ask
 from tests.events.event_oracle import WatchedCache
 from tests.fakes import FakeClock
@@ -59,6 +62,7 @@ class World:
     max_retained_blocks: int = 0
     quotas: tuple[tuple[str, Quota], ...] = ()
     default_quota: Quota = field(default_factory=Quota)
+    parts: tuple[tuple[int, Reach], ...] = ()  # how many each group has, and what it needs
 
     def quota_of(self, tenant: str) -> Quota:
         return dict(self.quotas).get(tenant, self.default_quota)
@@ -106,7 +110,21 @@ SHARED = [
         probation_share=0.5,
     ),
 ]
-WORLDS = (*ROOMY, *TIGHT, *SHARED)
+PARTED = [
+    World(block_size=1, num_blocks=60, max_tokens=20, max_leases=3, parts=((27, Reach(3)),)),
+    World(block_size=4, num_blocks=40, max_tokens=44, alphabet=3, max_leases=3, parts=((16, Reach(6)),)),
+    World(
+        block_size=2,
+        num_blocks=40,
+        max_tokens=30,
+        max_leases=4,
+        max_retained_blocks=8,
+        parts=((26, Reach(5)), (24, Reach(2, ends_at_blocks=True))),
+        quotas=(("a", Quota(floor_blocks=7)),),
+    ),
+    World(block_size=4, num_blocks=11, max_tokens=28, num_namespaces=1, max_leases=2, parts=((10, Reach(9)),)),
+]
+WORLDS = (*ROOMY, *TIGHT, *SHARED, *PARTED)
 EVENT_BLOCK_SIZES = {1: 2, 2: 1, 4: 6, 16: 4}  # by block size of the cache
 
 
@@ -127,6 +145,9 @@ class Walk:
         self.world = world
         self.random = random.Random()
         self.clock = FakeClock()
+        self.parts = PartGroups(
+            [PartPool(world.num_blocks, number, world.block_size, reach, STEP_TOKENS) for number, reach in world.parts]
+        )
         self.watch = WatchedCache(EVENT_BLOCK_SIZES[world.block_size], world.block_size, max_step_blocks=40)
         self.cache = PrefixCache(
             world.num_blocks,
@@ -139,9 +160,10 @@ class Walk:
             clock=self.clock,
             evicted_prefixes=16,
             listeners=[self.watch.feed],
+            parts=self.parts,
         )
         self.watch.feed.switch_on(self.cache.nodes)
-        self.oracle = Oracle(world.num_blocks, world.block_size, world.max_retained_blocks)
+        self.oracle = Oracle(world.num_blocks, world.block_size, world.max_retained_blocks, self.parts)
         self.holders: list[Holder] = []
         self.foreign = PrefixCache(4, world.block_size).lease(NAMESPACES[0], b"\1\0\0\0")
         self.prompts: list[tuple[int, ...]] = [()]
@@ -190,7 +212,8 @@ class Walk:
         namespace, tokens = self._namespace(), self._prompt()
         match = self.cache.match(namespace, tokens)
         identities = self.oracle.identities(namespace, tokens)
-        assert match.cached_tokens == self.oracle.num_reusable(identities)
+        num_reusable = self.oracle.num_reusable(identities)
+        assert match.cached_tokens == self.oracle.num_with_parts(self.cache, namespace, tokens, num_reusable)
         self.oracle.verify_match(match, identities)
         former = namespace._replace(adapter="b" if namespace.adapter == "a" else "a")
         keys = [PromptKey(former, tokens)] if namespace.adapter else []
@@ -203,7 +226,10 @@ class Walk:
                 assert reason in (MissReason.EVICTED, MissReason.EXPIRED)
         block_end = (match.cached_tokens // self.world.block_size + 1) * self.world.block_size
         assert (reason is MissReason.NONE) == (match.cached_tokens == identities.size - 1)
-        if reason in (MissReason.EVICTED, MissReason.EXPIRED):
+        if match.cached_tokens < num_reusable:
+            assert reason is MissReason.EVICTED
+            self.events["matches cut short"] += 1
+        elif reason in (MissReason.EVICTED, MissReason.EXPIRED):
             assert self.oracle.was_published(int(identities[:block_end][-1]))
         self.events[f"explained as {reason.value}"] += 1
 
@@ -213,18 +239,25 @@ class Walk:
         namespace, tokens, read = self._namespace(), self._prompt(), self.random.random() < 0.85
         identities = self.oracle.identities(namespace, tokens)
         num_reusable = self.oracle.num_reusable(identities) if read else 0
+        num_reusable = self.oracle.num_with_parts(self.cache, namespace, tokens, num_reusable)
+        num_expected = 2 * self.world.max_tokens + self.world.block_size if self.parts.pools else 0
         before, floors = self._counts(), self._floors(namespace.tenant)
         try:
-            lease = self.cache.lease(namespace, tokens, read=read)
+            lease = self.cache.lease(namespace, tokens, read=read, num_expected_tokens=num_expected)
         except CapacityError as error:
             num_blocks = -(-identities.size // self.world.block_size)
-            assert num_blocks > self._num_takeable(namespace.tenant)
+            is_for_parts = "parts of" in str(error)
+            assert is_for_parts or num_blocks > self._num_takeable(namespace.tenant)
+            assert not is_for_parts or self.holders, "one request always has the parts that it may need"
             assert self._counts() == before
+            self.events["refused for its parts"] += is_for_parts
             self.events[type(error).__name__] += 1
             return None
         self._verify_floors(floors)
         if lease.cached_tokens != num_reusable:  # the block shared in part was given up, for the last block there was
-            assert lease.cached_tokens == num_reusable // self.world.block_size * self.world.block_size
+            whole = num_reusable // self.world.block_size * self.world.block_size
+            assert lease.cached_tokens == self.oracle.num_with_parts(self.cache, namespace, tokens, whole)
+            self.events["less within reach"] += lease.cached_tokens < whole
             assert self._num_takeable(namespace.tenant) == 0
             self.events["shared blocks given up"] += 1
         num_new_blocks = lease.block_ids.size - lease.cached_tokens // self.world.block_size

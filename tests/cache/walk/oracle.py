@@ -16,15 +16,15 @@ import numpy.typing as npt
 
 from radixkv.cache.block_pool import BlockState
 from radixkv.cache.lease import Lease
+from radixkv.cache.parts.part_groups import PartGroups
 from radixkv.cache.prefix_cache import Match, PrefixCache
 from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.namespace import Namespace
 from tests.cache.walk.retention_oracle import RetentionOracle
-from tests.fakes import spell
 
 FREE = -1
 UNWRITTEN = -2
-END = spell("\U0010ffff")  # a token that no prompt has: a match before it may reach the prompt's last token
+STEP_TOKENS = 7  # that one request computes at most
 
 Identities = npt.NDArray[np.int64]
 
@@ -32,8 +32,12 @@ Identities = npt.NDArray[np.int64]
 class Oracle:
     """The prefixes that are published, and the content that each slot of the pool must have."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_retained_blocks: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, max_retained_blocks: int = 0, parts: PartGroups | None = None
+    ) -> None:
         self.block_size = block_size
+        self.parts = PartGroups() if parts is None else parts
+        self.part_content = [np.full((pool.num_parts, block_size), FREE, dtype=np.int64) for pool in self.parts.pools]
         self.retention = RetentionOracle(block_size, max_retained_blocks)
         self.content = np.full((num_blocks, block_size), FREE, dtype=np.int64)
         self._identities: dict[tuple[object, int], int] = {}
@@ -61,6 +65,26 @@ class Oracle:
         """Count the tokens of a prompt that a match must find."""
         return min(self.num_published(identities), identities.size - 1)
 
+    def num_with_parts(self, cache: PrefixCache, namespace: Namespace, tokens: bytes, num_tokens: int) -> int:
+        """Count the tokens of a prompt, `num_tokens` of which are cached, that can be reused with their parts."""
+        if not self.parts.pools or not num_tokens:
+            return num_tokens
+        blocks = np.frombuffer(cache._trees[namespace].match(tokens)[2], dtype=np.int32)
+        identities = self.identities(namespace, tokens)
+        return next(upto for upto in range(num_tokens, -1, -1) if self._has_parts(blocks, identities, upto))
+
+    def _has_parts(self, blocks: npt.NDArray[np.int32], identities: Identities, upto: int) -> bool:
+        """Whether each token within reach has a part. Those that there are hold the right content."""
+        for pool, content in zip(self.parts.pools, self.part_content, strict=True):
+            if pool.reach.ends_at_blocks and upto % self.block_size:
+                return False
+            for token in range(max(0, upto - pool.reach.num_tokens), upto):
+                part = pool.table[blocks[token // self.block_size]]
+                if part < 0:
+                    return False
+                assert content[part, token % self.block_size] == identities[token], f"token {token} has a wrong part"
+        return True
+
     def was_published(self, identity: int) -> bool:
         """Whether a prefix could be matched at any time."""
         return identity in self._ever_published
@@ -85,9 +109,10 @@ class Oracle:
         num_before = len(self._published)
         runs, self._longest, self._published = self.runs(), {}, set()
         for namespace, tokens in runs:
-            kept = cache.match(namespace, tokens + END).cached_tokens
-            if kept:
-                tokens = tokens[: kept * 4]
+            tree = cache._trees.get(namespace)
+            kept_bytes = 0 if tree is None else tree.match(tokens)[1]
+            if kept_bytes:
+                tokens = tokens[:kept_bytes]
                 self.publish(namespace, tokens, self.identities(namespace, tokens))
         self.retention.forget_all_but(self._published)
         return num_before - len(self._published)
@@ -151,14 +176,42 @@ class Holder:
 
     def write(self, upto: int) -> None:
         """Compute the prompt up to a token."""
+        while self.lease.parts and self.num_written < upto:
+            self.write_parts(min(upto, self.num_written + STEP_TOKENS))
         self.begin()
         for position in range(self.num_written, upto):
-            block, offset = divmod(position, self.oracle.block_size)
-            self.oracle.content[self.lease.block_ids[block], offset] = self.identities[position]
+            self._write(position)
         self.num_written = max(self.num_written, upto)
+
+    def _write(self, position: int) -> None:
+        block, offset = divmod(position, self.oracle.block_size)
+        self.oracle.content[self.lease.block_ids[block], offset] = self.identities[position]
+
+    def write_parts(self, upto: int) -> None:
+        """Compute one step, with the parts of blocks."""
+        lease, size, start = self.lease, self.oracle.block_size, self.num_written
+        for holder, pool, content in zip(lease.parts, self.oracle.parts.pools, self.oracle.part_content, strict=True):
+            part_ids, copy = holder.cover(lease.block_ids, start, upto, lease.copy)
+            if copy is not None:
+                content[copy.target] = content[copy.source]
+            for position in range(max(0, start - pool.reach.num_tokens), start):
+                held = content[part_ids[position // size], position % size]
+                assert held == self.identities[position], f"token {position} within reach is not what was computed"
+            for position in range(start, upto):
+                content[part_ids[position // size], position % size] = self.identities[position]
+            holder.settle(upto)
+        self.copy_block()
+        for position in range(start, upto):
+            self._write(position)
+        self.num_written = upto
 
     def begin(self) -> None:
         """Copy the block that the lease asks to copy, if there is one."""
+        if self.lease.copy is not None and self.lease.parts:
+            self.write_parts(self.num_written)
+        self.copy_block()
+
+    def copy_block(self) -> None:
         copy = self.lease.copy
         if copy is not None:
             self.oracle.content[copy.target] = self.oracle.content[copy.source]
