@@ -18,8 +18,8 @@ from radixkv.service.server.identity.gate import Admission
 from radixkv.service.server.intake.account import Account
 from radixkv.service.server.intake.answer_bytes import answer_bytes
 from radixkv.service.server.intake.bounds import largest_message_bytes
+from radixkv.service.server.intake.lanes import Lanes
 from radixkv.service.server.intake.parsing import PIECE_BYTES, parse_in_pieces
-from radixkv.service.server.intake.places import Places
 from radixkv.service.server.intake.shares import Shares
 from radixkv.service.server.intake.unsent import UnsentAnswers
 from radixkv.service.server.unfinished_calls import Context, UnfinishedCalls, when_over
@@ -53,7 +53,7 @@ class Intake:
     """Bounds what callers can make the server hold, and for how long.
 
         call ─▶ counted ─▶ place ─▶ received ─▶ parsed ─▶ held until the call is over ─▶ answer unsent ─▶ sent
-                (Shares)   (Places)             (large: in pieces, on a thread) (Shares)  (UnsentAnswers)
+                (Shares)   (Lanes)              (large: in pieces, on a thread) (Shares)  (UnsentAnswers)
 
     Args:
         config: the bounds.
@@ -63,7 +63,7 @@ class Intake:
 
     def __init__(self, config: ServerConfig, limits: Limits, unfinished: UnfinishedCalls) -> None:
         num_places = max(_LEAST_PLACES, config.max_receiving_bytes // largest_message_bytes(config, limits))
-        self._places = Places(num_places, _MOST_WAITING, config.receive_timeout_s)
+        self._lanes = Lanes(num_places, _MOST_WAITING, config.receive_timeout_s)
         self._parsing = asyncio.Semaphore(_MOST_PARSED)
         self._calls = Shares(config.max_calls, "calls under way")
         self._endless = Shares(max(1, config.max_calls // _ENDLESS_PART), "streams without an end")
@@ -97,7 +97,7 @@ class Intake:
             PermissionDenied: the caller may not act for its tenant.
             QueueFull, DeadlineExceeded: it had to wait, or came too slowly; or too much is held for its tenant.
         """
-        data = await self._places.receive(context.peer(), context.read)
+        data = await self._lanes.receive(context.peer(), context.read)
         if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
             raise InvalidRequest("request: expected one message, got none")
         if not admission.rule.has_prompts:
