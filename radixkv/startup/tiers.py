@@ -24,9 +24,11 @@ from radixkv.config import KVSourceConfig, StoreConfig, TiersConfig, TransferCon
 from radixkv.engine.offload.disk_record import DiskRecord
 from radixkv.engine.offload.offload import Offload
 from radixkv.engine.offload.prompt_keys import PromptKeys
+from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import ConfigError, StoreError
 from radixkv.invocation import InvocationMarks
+from radixkv.storage.layer_bytes import LayerBytes
 from radixkv.storage.mover import BlockMover, payload_layout
 from radixkv.storage.tiers.block_key import MAX_SECRET_BYTES, BlockFormat, BlockKeys
 from radixkv.storage.tiers.block_object import object_bytes
@@ -76,6 +78,7 @@ class Stores:
         max_waiting_bytes: see `Offload`.
         ciphers: seal what is stored outside this process; None for none.
         transfer: K/V for other servers and from them; None for neither.
+        layer_bytes: sizes of the layers of a block.
     """
 
     backends: dict[str, StoreBackend]
@@ -85,6 +88,7 @@ class Stores:
     max_waiting_bytes: int
     ciphers: TenantCiphers | None
     transfer: Transfers | None
+    layer_bytes: LayerBytes
 
     def offload(self, cache: PrefixCache) -> Offload:
         """Put them below a cache that `elsewhere` listens to."""
@@ -107,7 +111,11 @@ class Stores:
         offload = Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, record)
         if self.transfer is not None:
             key_blocks, block_format = self.elsewhere.key_blocks, self.keys.format
-            offload.transfer = TransferParts(cache, self.mover, key_blocks, block_format, *self.transfer)
+            shared = {tier.name: tier for tier in tiers if self.elsewhere.shelves[tier.name].is_shared}
+            stores = SharedStores(shared, offload.purger.is_purging)
+            offload.transfer = TransferParts(
+                cache, self.mover, key_blocks, block_format, *self.transfer, self.layer_bytes, stores
+            )
         return offload
 
 
@@ -162,7 +170,8 @@ def open_stores(
     shelves = [_shelf(name, backend, block_format) for name, backend in backends.items()]
     elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, storage.block_size)
     waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_blocks * storage.block_bytes // _WAITING_SHARE)
-    return Stores(backends, keys, elsewhere, mover, waiting_bytes, ciphers, transfer)
+    layer_bytes = LayerBytes.of(storage.pool)
+    return Stores(backends, keys, elsewhere, mover, waiting_bytes, ciphers, transfer, layer_bytes)
 
 
 def _wanted(

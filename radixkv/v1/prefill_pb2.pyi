@@ -346,29 +346,45 @@ class RenewResponse(_message.Message):
     def __init__(self, lease_expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class FetchKVRequest(_message.Message):
-    __slots__ = ("lease_id", "tenant", "epoch", "first_block")
+    __slots__ = ("lease_id", "tenant", "epoch", "first_block", "first_layer", "num_layers", "stores")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     tenant: str
     epoch: int
     first_block: int
-    def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., first_block: _Optional[int] = ...) -> None: ...
+    first_layer: int
+    num_layers: int
+    stores: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., first_block: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., stores: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FetchKVResponse(_message.Message):
-    __slots__ = ("format", "block", "data")
+    __slots__ = ("format", "block", "data", "handle")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
     format: KVFormat
     block: int
     data: bytes
-    def __init__(self, format: _Optional[_Union[KVFormat, _Mapping]] = ..., block: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    handle: KVHandle
+    def __init__(self, format: _Optional[_Union[KVFormat, _Mapping]] = ..., block: _Optional[int] = ..., data: _Optional[bytes] = ..., handle: _Optional[_Union[KVHandle, _Mapping]] = ...) -> None: ...
+
+class KVHandle(_message.Message):
+    __slots__ = ("store", "key")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    key: bytes
+    def __init__(self, store: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class KVFormat(_message.Message):
-    __slots__ = ("fingerprint", "model_fingerprint", "dtype", "kv_dtype", "layout", "block_size", "block_bytes", "num_blocks", "epoch")
+    __slots__ = ("fingerprint", "model_fingerprint", "dtype", "kv_dtype", "layout", "block_size", "block_bytes", "num_blocks", "epoch", "num_layers", "first_layer", "sent_layers", "sent_bytes")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +394,10 @@ class KVFormat(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    SENT_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     model_fingerprint: str
     dtype: str
@@ -387,4 +407,8 @@ class KVFormat(_message.Message):
     block_bytes: int
     num_blocks: int
     epoch: int
-    def __init__(self, fingerprint: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    num_layers: int
+    first_layer: int
+    sent_layers: int
+    sent_bytes: int
+    def __init__(self, fingerprint: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., epoch: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_layer: _Optional[int] = ..., sent_layers: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...

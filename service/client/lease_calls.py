@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -43,6 +43,9 @@ class LeaseCalls:
         tenant: str = "",
         epoch: int = 0,
         first_block: int = 0,
+        first_layer: int = 0,
+        num_layers: int = 0,
+        stores: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> Iterator[FetchKVResponse]:
         """Read the K/V of a lease; see `FetchKVResponse` for what comes. The service sends as fast as it is read.
@@ -50,12 +53,15 @@ class LeaseCalls:
         Args:
             lease_id, tenant, epoch: of the answer that handed it out; an epoch of 0 is any.
             first_block: begin with this block.
+            first_layer, num_layers: send only these layers of each block; 0 layers are all from the first one on.
+            stores: shared stores that the caller reads as well: what is there comes as a handle.
             timeout_s: deadline of the whole; None for that of all calls.
 
         Raises:
-            grpc.RpcError: NOT_FOUND: the lease has ended, or the service has started again.
+            grpc.RpcError: NOT_FOUND: the lease has ended, or the service has started again. INVALID_ARGUMENT: the lease
+                has no such block, or the model no such layers.
         """
-        request = fetch_request(lease_id, tenant, epoch, first_block)
+        request = fetch_request(lease_id, tenant, epoch, first_block, first_layer, num_layers, stores)
         return closing(self._prefill.FetchKV(request, timeout=self._timeout(timeout_s), metadata=self._access.metadata))
 
     def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
@@ -90,10 +96,13 @@ class AsyncLeaseCalls:
         tenant: str = "",
         epoch: int = 0,
         first_block: int = 0,
+        first_layer: int = 0,
+        num_layers: int = 0,
+        stores: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> AsyncGenerator[FetchKVResponse]:
         """Read the K/V of a held lease; see `Client.fetch_kv`."""
-        request = fetch_request(lease_id, tenant, epoch, first_block)
+        request = fetch_request(lease_id, tenant, epoch, first_block, first_layer, num_layers, stores)
         return closing_async(
             self._prefill.FetchKV(request, timeout=self._timeout(timeout_s), metadata=self._access.metadata)
         )
@@ -105,6 +114,22 @@ class AsyncLeaseCalls:
         raise NotImplementedError
 
 
-def fetch_request(lease_id: str, tenant: str, epoch: int, first_block: int) -> FetchKVRequest:
+def fetch_request(
+    lease_id: str,
+    tenant: str,
+    epoch: int,
+    first_block: int,
+    first_layer: int = 0,
+    num_layers: int = 0,
+    stores: Sequence[str] = (),
+) -> FetchKVRequest:
     """Make the message of `fetch_kv`."""
-    return FetchKVRequest(lease_id=lease_id, tenant=tenant, epoch=epoch, first_block=first_block)
+    return FetchKVRequest(
+        lease_id=lease_id,
+        tenant=tenant,
+        epoch=epoch,
+        first_block=first_block,
+        first_layer=first_layer,
+        num_layers=num_layers,
+        stores=stores,
+    )

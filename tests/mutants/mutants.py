@@ -459,18 +459,26 @@ EVENT_MUTANTS = (
 OFFLOAD_MUTANTS = (
     Mutant("engine/transfer/exports.py", "[: num_tokens * TOKEN_BYTES]", ""),
     Mutant("engine/transfer/exports.py", "        if lease.is_revoked:\n", "        if False:\n"),
-    Mutant("engine/transfer/exports.py", "found.block_ids[start:end]", "found.block_ids[: end - start]"),
+    Mutant(
+        "engine/transfer/exports.py", "[found.block_ids[index] for index in indices]", "found.block_ids[: len(indices)]"
+    ),
     Mutant("engine/transfer/transfer.py", "marked[:-TOKEN_BYTES]", "marked"),
     Mutant("scheduling/held_leases.py", "secrets.token_hex(16), lease.num_tokens", "secrets.token_hex(16), 1 << 30"),
     Mutant(
         "service/server/transfer/kv_fetcher.py",
-        "first_block=self._first_block + len(self._payloads)",
-        "first_block=self._first_block",
+        "first_block=self._first_block + index,",
+        "first_block=self._first_block,",
     ),
     Mutant(
         "service/server/transfer/kv_fetcher.py",
         "        self._room.give((len(missing) - len(payloads)) * num_bytes)\n",
         "",
+    ),
+    Mutant("service/server/transfer/kv_fetcher.py", " or handle.key != wanted.key", ""),
+    Mutant(
+        "service/server/transfer/kv_sender.py",
+        "left = [index for index in indices if index not in handles]\n            copied",
+        "left = list(indices)\n            copied",
     ),
     Mutant(
         "service/server/transfer/byte_room.py",
@@ -510,8 +518,8 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/core.py", "None if self._offload is None else self._offload.seconds_to_rest()", "None"),
     Mutant(
         "engine/offload/offload.py",
-        "_RETRY_PERIOD_S if self._deleter.has_failed or self._purger",
-        "_RETRY_PERIOD_S if self._purger",
+        "_RETRY_PERIOD_S if self._deleter.has_failed or self.purger",
+        "_RETRY_PERIOD_S if self.purger",
     ),
     Mutant(
         "engine/offload/lookups.py", "if found and not self._purger.is_purging(store, request.namespace):", "if found:"
@@ -523,7 +531,7 @@ OFFLOAD_MUTANTS = (
         "        if not request.params.read_cache:\n            return False\n        if fetched",
         "        if fetched",
     ),
-    Mutant("engine/offload/offload.py", "        self._purger.retry()\n", ""),
+    Mutant("engine/offload/offload.py", "        self.purger.retry()\n", ""),
     Mutant("engine/offload/purger.py", "for each in (*self._open, *self._failed)", "for each in self._open"),
     Mutant(
         "engine/offload/purger.py",

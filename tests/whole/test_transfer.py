@@ -17,7 +17,8 @@ from radixkv.v1.prefill_pb2 import PrefillResponse
 from tests.forked_process import ForkedProcess
 from tests.model.exact.checkpoints import write_checkpoint
 from tests.model.exact.exact_cases import MODELS
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
+from tests.storage.tiers.redis_server import SERVER, WHY_NOT, redis_server
 from tests.whole.forked_server import serving
 
 _BLOCK, _TENANT = 64, "acme"
@@ -163,6 +164,57 @@ def test_raw_blocks_come_in_order_from_where_they_are_wanted(pair: Pair) -> None
     assert {len(each.data) for each in others} == {128 + 4 * _BLOCK + first.format.block_bytes + 16}
     again = list(pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT, first_block=3))[1:]
     assert again == others[3:]
+
+
+def test_layers_come_by_themselves_and_make_the_whole(pair: Pair) -> None:
+    _, source = pair.hold(prompt(114))
+    told, *whole = pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT)
+    num_layers, head_bytes = told.format.num_layers, 128 + 4 * _BLOCK
+    layers = [
+        list(pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT, first_layer=layer, num_layers=1))[1:]
+        for layer in range(num_layers)
+    ]
+    assert num_layers > 1
+    for index, block in enumerate(whole):
+        parts = [each[index].data[head_bytes:-16] for each in layers]
+        assert b"".join(parts) == block.data[head_bytes:-16]
+    with pytest.raises(grpc.RpcError) as caught:
+        list(pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT, first_layer=num_layers))
+    assert (caught.value.code(), caught.value.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        f"first_layer: expected at most {num_layers - 1}, the last one, got {num_layers}",
+    )
+
+
+@pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
+def test_blocks_of_a_shared_store_are_taken_from_there_and_fetched_when_it_is_gone(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as redis:
+        shared = ("--set", f"tiers.redis_url={redis.url}")
+        with (
+            serving(*SENDING, *shared) as (_, address),
+            serving(*fetching_from(address), *shared) as (_, decoding),
+            Client(address, timeout_s=PATIENCE_S) as first,
+            Client(decoding, timeout_s=PATIENCE_S) as decode,
+        ):
+            both = Pair(first, decode, address, ForkedProcess)
+            for seed, is_gone in ((115, False), (116, False), (117, False), (118, True)):
+                tokens = prompt(seed)
+                expected, _ = generated(first, tokens, temperature=0.9, seed=1)
+                num_blocks = 5 * (seed - 114)
+                wait_until(lambda: first.stats().tiers[0].saved_blocks >= num_blocks)  # noqa: B023 - asked at once
+                _, source = both.hold(tokens)
+                ask = lambda: first.fetch_kv(source.lease_id, tenant=_TENANT, stores=["redis"])  # noqa: B023, E731
+                wait_until(lambda: [each.handle.store for each in ask()][1:] == ["redis"] * 5)  # noqa: B023
+                num_loaded = decode.stats().tiers[0].loaded_blocks
+                if is_gone:
+                    assert num_loaded >= 5, "a busy machine may be late for some"
+                    redis.stop()
+                answer, usage = generated(decode, tokens, source, temperature=0.9, seed=1)
+                assert answer == expected
+                assert usage.remote_tokens == 5 * _BLOCK
+                if is_gone:
+                    assert decode.stats().tiers[0].loaded_blocks == num_loaded
+                first.release(source.lease_id, tenant=_TENANT)
 
 
 def test_a_lease_that_is_not_held_there_is_not_found(pair: Pair) -> None:

@@ -59,6 +59,7 @@ class Offload:
 
     Attributes:
         elsewhere, tiers: see above; the tiers by name.
+        purger: of the shared stores.
         wake: see `Loader`; the engine sets it.
         transfer: to give and take K/V of these blocks; None for neither.
     """
@@ -85,9 +86,9 @@ class Offload:
         self._saver = Saver(elsewhere, self.tiers, self._deleter, mover, max_bytes, record)
         self._loader = Loader(cache, elsewhere, self.tiers, mover, self._choice, clock, lambda: self.wake(), max_bytes)
         shared = {name: tier for name, tier in self.tiers.items() if elsewhere.shelves[name].is_shared}
-        self._purger = Purger(shared, keys)
+        self.purger = Purger(shared, keys)
         self._lookups = Lookups(
-            elsewhere, shared, self._purger, self._choice, clock, lambda: self.wake(), cache.block_size
+            elsewhere, shared, self.purger, self._choice, clock, lambda: self.wake(), cache.block_size
         )
         self._resuming: set[Request] = set()  # those that were paused, and for which `begin_again` was called
         self._found: queue.SimpleQueue[list[tuple[bytes, Namespace]]] = queue.SimpleQueue()
@@ -97,7 +98,7 @@ class Offload:
         """Seconds until `flush` is to be called although nothing is written; None if it need not be."""
         if self.elsewhere.has_departures:
             return 0.0
-        return _RETRY_PERIOD_S if self._deleter.has_failed or self._purger.has_failed else None
+        return _RETRY_PERIOD_S if self._deleter.has_failed or self.purger.has_failed else None
 
     def stats(self) -> list[TierStats]:
         """Count what the stores hold and did, the fastest first. Any thread may ask."""
@@ -185,7 +186,7 @@ class Offload:
         """Copy what has left the device, and what shared stores are to have; see `Saver.flush`."""
         self.elsewhere.retention.expire(self._clock())
         self._deleter.retry()
-        self._purger.retry()
+        self.purger.retry()
         self._saver.flush()
 
     def fill(self, request: Request, lease: PromptLease) -> int:
@@ -221,7 +222,7 @@ class Offload:
         self._take_found()
         self._loader.forget(tenant, adapter, salt)
         keys = self.elsewhere.purge(tenant, adapter, salt)
-        purges = self._purger.purge(tenant, adapter, salt)
+        purges = self.purger.purge(tenant, adapter, salt)
         own = [Deletion(name, self._deleter.delete(name, gone)) for name, gone in keys.items() if name not in purges]
         return own + [Deletion(name, purged) for name, purged in purges.items()]
 

@@ -11,6 +11,7 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tree.node import path_to
 from radixkv.errors import UnknownLease
 from radixkv.scheduling.held_leases import HeldLeases
+from radixkv.storage.layer_bytes import LayerBytes, Layers
 from radixkv.storage.mover import BlockMover
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.tokens import TOKEN_BYTES
@@ -38,13 +39,22 @@ class Exports:
         held_leases: the leases.
         mover: copies blocks.
         key_blocks: makes the keys of a prompt's blocks.
+        layer_bytes: sizes of the layers of a block.
     """
 
-    def __init__(self, cache: PrefixCache, held_leases: HeldLeases, mover: BlockMover, key_blocks: KeyBlocks) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        held_leases: HeldLeases,
+        mover: BlockMover,
+        key_blocks: KeyBlocks,
+        layer_bytes: LayerBytes,
+    ) -> None:
         self._cache = cache
         self._held_leases = held_leases
         self._mover = mover
         self._key_blocks = key_blocks
+        self._layer_bytes = layer_bytes
 
     def blocks_of(self, lease_id: str, tenant: str) -> LeaseBlocks:
         """Find the blocks of a lease.
@@ -66,17 +76,28 @@ class Exports:
         blocks = tuple(self._key_blocks(namespace, tokens))[:num_blocks]
         return LeaseBlocks(blocks, found.block_ids[: len(blocks)].tolist())
 
-    def objects(self, lease_id: str, tenant: str, found: LeaseBlocks, start: int, end: int) -> list[BlockObject]:
-        """Copy blocks of a lease, from `start` to before `end`.
+    def objects(
+        self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None
+    ) -> list[BlockObject]:
+        """Copy blocks of a lease.
+
+        Args:
+            lease_id, tenant: of the lease.
+            found: its blocks.
+            indices: of those to copy, in `found`; without any, only the lease is looked for.
+            layers: to copy; None for all.
 
         Raises:
             UnknownLease: as `blocks_of`; the lease may have ended since.
         """
         self._lease(lease_id, tenant)
-        payloads = self._mover.read(found.block_ids[start:end]) if start < end else []
+        payloads = self._mover.read([found.block_ids[index] for index in indices]) if indices else []
+        if layers is not None:
+            payloads = [self._layer_bytes.cut(payload, layers) for payload in payloads]
+        blocks = [found.blocks[index] for index in indices]
         return [
             BlockObject(block.key, block.parent, 0, block.tokens, payload)
-            for block, payload in zip(found.blocks[start:end], payloads, strict=True)
+            for block, payload in zip(blocks, payloads, strict=True)
         ]
 
     def _lease(self, lease_id: str, tenant: str) -> tuple[Lease, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,9 @@ from radixkv.config import KVSourceConfig, TransferConfig
 from radixkv.engine.adapters.adapters import Adapters
 from radixkv.engine.calls.inbox import Asker
 from radixkv.engine.transfer.exports import Exports, LeaseBlocks
+from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.scheduling.held_leases import HeldLeases
+from radixkv.storage.layer_bytes import LayerBytes, Layers
 from radixkv.storage.mover import BlockMover
 from radixkv.storage.tiers.block_key import BlockFormat
 from radixkv.storage.tiers.block_object import BlockObject, ObjectFault, Wanted, object_bytes, open_object
@@ -32,6 +34,8 @@ class TransferParts:
         block_format: of the blocks.
         config: whether others may fetch, and how much is fetched at a time.
         sources: the servers that are asked, by the names of their sections.
+        layer_bytes: sizes of the layers of a block.
+        stores: that other servers share.
     """
 
     cache: PrefixCache
@@ -40,6 +44,8 @@ class TransferParts:
     block_format: BlockFormat
     config: TransferConfig
     sources: Mapping[str, KVSourceConfig]
+    layer_bytes: LayerBytes
+    stores: SharedStores
 
 
 class Transfer:
@@ -57,7 +63,9 @@ class Transfer:
 
     Attributes:
         block_format: of all blocks.
-        object_bytes: bytes of each block on the way.
+        object_bytes: bytes of each block on the way, of all layers.
+        layer_bytes: sizes of the layers of a block.
+        stores: that other servers share.
         config, sources: see `TransferParts`.
         fleet_token: shown by the fleet that the server belongs to, which may name any address as a source, and to that
             source; None without a fleet.
@@ -73,9 +81,10 @@ class Transfer:
         self.block_format = parts.block_format
         self.object_bytes = object_bytes(parts.block_format.block_size, parts.block_format.payload_bytes)
         self.config, self.sources = parts.config, parts.sources
+        self.layer_bytes, self.stores = parts.layer_bytes, parts.stores
         self.fleet_token: str | None = None
         self._key_blocks = parts.key_blocks
-        self._exports = Exports(parts.cache, held_leases, parts.mover, parts.key_blocks)
+        self._exports = Exports(parts.cache, held_leases, parts.mover, parts.key_blocks, parts.layer_bytes)
         self._adapters = adapters
         self._call = call
 
@@ -95,10 +104,10 @@ class Transfer:
         return self._call(lambda: self._exports.blocks_of(lease_id, tenant), Asker.TENANT, tenant)
 
     def objects(
-        self, lease_id: str, tenant: str, found: LeaseBlocks, start: int, end: int
+        self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None
     ) -> Future[list[BlockObject]]:
         """Copy some of these blocks; see `Exports.objects`. The future may raise UnknownLease."""
-        copied = lambda: self._exports.objects(lease_id, tenant, found, start, end)  # noqa: E731
+        copied = lambda: self._exports.objects(lease_id, tenant, found, indices, layers)  # noqa: E731
         return self._call(copied, Asker.TENANT, tenant)
 
     def wanted(self, tokens: bytes, caller: Caller) -> list[KeyedBlock]:
@@ -111,6 +120,11 @@ class Transfer:
         """
         namespace, marked = self._adapters.keyed(caller, tokens).key
         return list(self._key_blocks(namespace, marked[:-TOKEN_BYTES]))
+
+    def stores_for(self, tokens: bytes, caller: Caller) -> Future[list[str]]:
+        """List the shared stores from which blocks of a prompt may be loaded. The future may raise UnknownAdapter."""
+        usable = lambda: self.stores.names_for(self._adapters.keyed(caller, tokens).key[0])  # noqa: E731
+        return self._call(usable, Asker.TENANT, caller.tenant)
 
     def payload_of(self, data: bytes, wanted: KeyedBlock) -> memoryview | str:
         """Return K and V of a block that came, if it is the wanted one and whole; or else what is wrong with it."""

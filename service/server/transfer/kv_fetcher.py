@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
+import itertools
 import time
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 import grpc.aio
@@ -80,8 +84,9 @@ class KVFetcher:
             return None
         await self._room.take(len(missing) * num_bytes)
         try:
+            stores = await answer_of(self._engine, self._mailbox, transfer.stores_for(params.tokens, params.caller))
             stream = _Stream(transfer, client, params, source, first_block, missing)
-            payloads = await stream.payloads()
+            payloads = await stream.payloads(stores)
         except BaseException:
             self._room.give(len(missing) * num_bytes)
             raise
@@ -103,6 +108,12 @@ def _fleet_token(transfer: Transfer, authorization: str) -> str | None:
     return token if hmac.compare_digest(shown, expected) else None
 
 
+class _InStore(NamedTuple):
+    """A block that is in a shared store, by its name."""
+
+    store: str
+
+
 class _Stream:
     """The blocks of one prompt, while they come."""
 
@@ -121,29 +132,46 @@ class _Stream:
         self._source = source
         self._first_block = first_block
         self._wanted = wanted
-        self._payloads: list[memoryview] = []
+        self._payloads: list[memoryview | _InStore | None] = [None] * len(wanted)
 
-    async def payloads(self) -> list[memoryview]:
-        """Return K and V of the wanted blocks, up to the last that is there."""
+    async def payloads(self, stores: Sequence[str]) -> list[memoryview]:
+        """Return K and V of the wanted blocks, up to the first that is not there.
+
+        Args:
+            stores: shared stores whose handles may come in place of blocks. What can't be loaded is fetched.
+        """
+        await self._fetch(0, len(self._wanted), stores)
+        await asyncio.gather(*(self._load(store) for store in stores))
+        for start, end in self._runs_to_fetch():
+            await self._fetch(start, end, ())
+        there = itertools.takewhile(lambda payload: isinstance(payload, memoryview), self._payloads)
+        return [payload for payload in there if isinstance(payload, memoryview)]
+
+    async def _fetch(self, start: int, end: int, stores: Sequence[str]) -> None:
+        """Fetch the blocks from `start` to before `end`. A stream that breaks off goes on where it was."""
         for attempt in range(1, _MAX_ATTEMPTS + 1):
-            num_before = len(self._payloads)
+            before = start
             try:
-                await self._read()
+                async with contextlib.aclosing(self._come(before, end, stores)) as coming:
+                    async for start in coming:
+                        if start == end:
+                            break
             except grpc.aio.AioRpcError as error:
-                has_gone_on = len(self._payloads) > num_before
-                if error.code() not in _UNSURE or (attempt == _MAX_ATTEMPTS and not has_gone_on):
+                if error.code() not in _UNSURE or (attempt == _MAX_ATTEMPTS and start == before):
                     raise _translated(error) from error
             else:
-                return self._payloads
+                return
         raise KVSourceError("kv_source: expected the whole K/V of the lease, got a stream that breaks off each time")
 
-    async def _read(self) -> None:
+    async def _come(self, index: int, end: int, stores: Sequence[str]) -> AsyncGenerator[int]:
+        """Read one stream of blocks. Yields the index of the next one after each."""
         deadline_s = self._params.deadline_s
         responses = self._client.fetch_kv(
             self._source.lease_id,
             tenant=self._params.caller.tenant,
             epoch=self._source.epoch,
-            first_block=self._first_block + len(self._payloads),
+            first_block=self._first_block + index,
+            stores=stores,
             timeout_s=None if deadline_s is None else max(1e-3, deadline_s - time.monotonic()),
         )
         data = bytearray()
@@ -151,25 +179,56 @@ class _Stream:
             async for response in responses:
                 if response.HasField("format"):
                     self._require_format(response.format)
-                if len(self._payloads) == len(self._wanted):
-                    return
-                if not response.data:
+                has_handle = response.HasField("handle")
+                if not (response.data or has_handle):
                     continue
-                expected = self._first_block + len(self._payloads)
+                expected = self._first_block + index
                 if response.block != expected:
                     raise KVSourceError(f"kv_source: expected block {expected}, got {response.block}")
-                data += response.data
-                if len(data) >= self._transfer.object_bytes:
-                    self._payloads.append(self._payload(bytes(data)))
+                if has_handle:
+                    self._payloads[index] = self._in_store(response.handle, self._wanted[index], stores)
+                else:
+                    data += response.data
+                    if len(data) < self._transfer.object_bytes:
+                        continue
+                    self._payloads[index] = self._payload(bytes(data), self._wanted[index])
                     data.clear()
+                index += 1
+                yield index
         finally:
             await responses.aclose()
 
-    def _payload(self, data: bytes) -> memoryview:
-        payload = self._transfer.payload_of(data, self._wanted[len(self._payloads)])
+    async def _load(self, store: str) -> None:
+        """Load the blocks whose handles came. What is not there, or is not what it should be, is left out."""
+        indices = [index for index, each in enumerate(self._payloads) if each == _InStore(store)]
+        if not indices:
+            return
+        blocks = [self._wanted[index] for index in indices]
+        found = await asyncio.wrap_future(self._transfer.stores.load(store, blocks))
+        for index, block in zip(indices, found, strict=True):
+            payload = self._transfer.stores.copy_of(block)
+            if payload is not None:
+                self._payloads[index] = payload
+
+    def _runs_to_fetch(self) -> list[tuple[int, int]]:
+        """Return the runs of blocks that are in a store and did not come from there, as half-open ranges."""
+        runs: list[tuple[int, int]] = []
+        for index, each in enumerate(self._payloads):
+            if isinstance(each, _InStore):
+                start = runs.pop()[0] if runs and runs[-1][1] == index else index
+                runs.append((start, index + 1))
+        return runs
+
+    def _payload(self, data: bytes, wanted: KeyedBlock) -> memoryview:
+        payload = self._transfer.payload_of(data, wanted)
         if isinstance(payload, str):
             raise KVSourceError(f"kv_source: expected the K/V of this prompt, got a block that is {payload}")
         return payload
+
+    def _in_store(self, handle: prefill_pb2.KVHandle, wanted: KeyedBlock, stores: Sequence[str]) -> _InStore:
+        if handle.store not in stores or handle.key != wanted.key:
+            raise KVSourceError("kv_source: expected the K/V of this prompt, got a handle of another block or store")
+        return _InStore(handle.store)
 
     def _require_format(self, theirs: prefill_pb2.KVFormat) -> None:
         ours = self._transfer.block_format

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from radixkv.errors import InvalidRequest, SwitchedOff, UnknownLease
@@ -13,15 +13,21 @@ from radixkv.v1 import prefill_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
+    from radixkv.engine.transfer.exports import LeaseBlocks
     from radixkv.engine.transfer.transfer import Transfer
+    from radixkv.storage.layer_bytes import Layers
 
 # Copied between two steps, in about 1 ms. A busy engine sends as much a step.
 _SLICE_BYTES = 8 << 20
 _MAX_DATA_BYTES = 1 << 20
+_MAX_STORES = 16
 
 
 class KVSender:
-    """Sends blocks as fast as the caller reads: the next ones are copied when those before them have left."""
+    """Sends blocks as fast as the caller reads: the next ones are copied when those before them have left.
+
+    Of blocks that are in a store which the caller shares it sends handles, and copies nothing.
+    """
 
     def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
         self._engine = engine
@@ -42,22 +48,58 @@ class KVSender:
         require_names(tenant=request.tenant, lease_id=request.lease_id)
         if request.epoch not in (0, epoch):
             raise UnknownLease("epoch: expected that of this start of the service, got another")
+        layers, stores = (
+            transfer.layer_bytes.range_of(request.first_layer, request.num_layers),
+            _stores(request, transfer),
+        )
         found = await answer_of(self._engine, self._mailbox, transfer.blocks_of(request.lease_id, request.tenant))
         num_blocks = len(found.blocks)
         if request.first_block > num_blocks:
             raise InvalidRequest(f"first_block: expected at most the {num_blocks} blocks, got {request.first_block}")
-        yield prefill_pb2.FetchKVResponse(format=_format(transfer, num_blocks, epoch))
-        num_at_once = max(1, _SLICE_BYTES // transfer.block_format.payload_bytes)
+        yield prefill_pb2.FetchKVResponse(format=_format(transfer, num_blocks, epoch, layers))
+        num_at_once = max(1, _SLICE_BYTES // transfer.layer_bytes.size_of(layers.num))
         for start in range(request.first_block, num_blocks, num_at_once):
-            copied = transfer.objects(request.lease_id, request.tenant, found, start, start + num_at_once)
-            objects = await answer_of(self._engine, self._mailbox, copied)
-            for index, each in enumerate(objects, start):
-                data = b"".join(each.pieces())
+            indices = range(start, min(start + num_at_once, num_blocks))
+            handles = await self._handles(transfer, stores, found, indices)
+            left = [index for index in indices if index not in handles]
+            copied = transfer.objects(request.lease_id, request.tenant, found, left, layers)
+            came = await answer_of(self._engine, self._mailbox, copied)
+            objects = dict(zip(left, came, strict=True))
+            for index in indices:
+                if index in handles:
+                    yield prefill_pb2.FetchKVResponse(block=index, handle=handles[index])
+                    continue
+                data = b"".join(objects.pop(index).pieces())
                 for offset in range(0, len(data), _MAX_DATA_BYTES):
                     yield prefill_pb2.FetchKVResponse(block=index, data=data[offset : offset + _MAX_DATA_BYTES])
 
+    async def _handles(
+        self, transfer: Transfer, stores: Sequence[str], found: LeaseBlocks, indices: Sequence[int]
+    ) -> dict[int, prefill_pb2.KVHandle]:
+        """Find which blocks are in a shared store. One that does not answer has none of them."""
+        handles: dict[int, prefill_pb2.KVHandle] = {}
+        for store in stores:
+            left = [index for index in indices if index not in handles]
+            asked = transfer.stores.exists(store, [found.blocks[index] for index in left])
+            are_there = await answer_of(self._engine, self._mailbox, asked)
+            for index, is_there in zip(left, are_there or [False] * len(left), strict=True):
+                if is_there:
+                    handles[index] = prefill_pb2.KVHandle(store=store, key=found.blocks[index].key)
+        return handles
 
-def _format(transfer: Transfer, num_blocks: int, epoch: int) -> prefill_pb2.KVFormat:
+
+def _stores(request: prefill_pb2.FetchKVRequest, transfer: Transfer) -> list[str]:
+    """Read which stores are to be looked into. Those that this server lacks have nothing."""
+    if not request.stores:
+        return []
+    if request.first_layer or request.num_layers:
+        raise InvalidRequest("stores: expected none beside a range of layers, since they have whole blocks, got some")
+    if len(request.stores) > _MAX_STORES:
+        raise InvalidRequest(f"stores: expected at most {_MAX_STORES}, got {len(request.stores)}")
+    return [name for name in transfer.stores.names() if name in request.stores]
+
+
+def _format(transfer: Transfer, num_blocks: int, epoch: int, layers: Layers) -> prefill_pb2.KVFormat:
     block_format = transfer.block_format
     return prefill_pb2.KVFormat(
         fingerprint=block_format.fingerprint,
@@ -69,4 +111,8 @@ def _format(transfer: Transfer, num_blocks: int, epoch: int) -> prefill_pb2.KVFo
         block_bytes=block_format.payload_bytes,
         num_blocks=num_blocks,
         epoch=epoch,
+        num_layers=transfer.layer_bytes.num_layers,
+        first_layer=layers.first,
+        sent_layers=layers.num,
+        sent_bytes=transfer.layer_bytes.size_of(layers.num),
     )

@@ -31,7 +31,7 @@ def test_nothing_is_loaded_before_the_store_has_purged() -> None:
         second.core.step()
     assert remote(future.result(0)) == 0
     second.run()
-    assert not second.offload._purger.is_purging("redis", Namespace("fake"))
+    assert not second.offload.purger.is_purging("redis", Namespace("fake"))
 
 
 def test_an_answer_that_is_older_than_a_purge_is_not_believed() -> None:
@@ -57,13 +57,13 @@ def test_a_store_that_can_not_be_asked_is_asked_again(error: Exception) -> None:
     store.error = error
     second.core.purge(tenant="acme", adapter=None, salt=None)
     store.run()
-    assert second.offload._purger.is_purging("redis", Namespace("fake", "acme"))
-    assert not second.offload._purger.is_purging("redis", Namespace("fake", "other"))
-    assert not second.offload._purger.is_purging("redis", Namespace("fake", PUBLIC_TENANT))
+    assert second.offload.purger.is_purging("redis", Namespace("fake", "acme"))
+    assert not second.offload.purger.is_purging("redis", Namespace("fake", "other"))
+    assert not second.offload.purger.is_purging("redis", Namespace("fake", PUBLIC_TENANT))
     assert second.core.seconds_to_rest() == 1.0, "also if no request comes"
     store.error = None
     assert remote(second.prefill(PROMPT, tenant="acme")) == 0
     second.run()
     assert second.core.seconds_to_rest() is None
-    assert not second.offload._purger.is_purging("redis", Namespace("fake", "acme"))
+    assert not second.offload.purger.is_purging("redis", Namespace("fake", "acme"))
     assert remote(second.prefill(PROMPT, tenant="other")) == 12

@@ -13,7 +13,9 @@ from radixkv.engine.transfer.exports import Exports
 from radixkv.errors import UnknownLease
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Request
-from tests.engine.offload.tiered_bench import BLOCK_SIZE, FakeMover, TieredBench
+from radixkv.storage.layer_bytes import LayerBytes, Layers
+from radixkv.storage.tiers.block_object import ObjectFault, Wanted, open_object
+from tests.engine.offload.tiered_bench import BLOCK_SIZE, PAYLOAD_BYTES, FakeMover, TieredBench
 from tests.fake_runner import tokens
 
 PROMPT = range(3 * BLOCK_SIZE + 2)
@@ -26,7 +28,9 @@ class Exporting:
         self.bench = TieredBench(num_blocks)
         mover = FakeMover(self.bench.runner)
         core = self.bench.core
-        self.exports = Exports(self.bench.cache, core.held_leases, mover, self.bench.elsewhere.key_blocks)  # type: ignore[arg-type]
+        layers = LayerBytes(4, PAYLOAD_BYTES // 4, 0)
+        keys = self.bench.elsewhere.key_blocks
+        self.exports = Exports(self.bench.cache, core.held_leases, mover, keys, layers)  # type: ignore[arg-type]
 
     def hold(self, ids: range = PROMPT, tenant: str = "", **params: bool) -> str:
         result = self.bench.prefill(ids, tenant=tenant, hold_lease=True, **params)
@@ -41,13 +45,27 @@ def test_the_whole_blocks_of_a_lease_come_with_their_tokens() -> None:
     assert [block.tokens for block in found.blocks] == [
         tokens(range(start, start + BLOCK_SIZE)) for start in range(0, 3 * BLOCK_SIZE, BLOCK_SIZE)
     ]
-    objects = exporting.exports.objects(lease_id, "", found, 1, 3)
+    objects = exporting.exports.objects(lease_id, "", found, range(1, 3))
     assert [each.key for each in objects] == [block.key for block in found.blocks[1:3]]
     slots = json.loads(bytes(objects[1].payload))
     assert [bytes.fromhex(prefix) for _, prefix in slots] == [
         tokens(range(end)) for end in range(2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE + 1)
     ]
-    assert exporting.exports.objects(lease_id, "", found, 3, 9) == []
+    assert exporting.exports.objects(lease_id, "", found, ()) == []
+
+
+def test_some_layers_of_some_blocks_come_with_a_checksum_of_their_own() -> None:
+    exporting = Exporting()
+    lease_id = exporting.hold()
+    found = exporting.exports.blocks_of(lease_id, "")
+    whole = exporting.exports.objects(lease_id, "", found, [0, 2])
+    parts = exporting.exports.objects(lease_id, "", found, [0, 2], Layers(1, 2))
+    quarter = PAYLOAD_BYTES // 4
+    assert [bytes(each.payload) for each in parts] == [bytes(each.payload[quarter : 3 * quarter]) for each in whole]
+    data = b"".join(parts[1].pieces())
+    wanted = Wanted(found.blocks[2].key, found.blocks[2].tokens)
+    assert open_object(memoryview(data), wanted, 2 * quarter) == parts[1].payload
+    assert open_object(memoryview(data), wanted, PAYLOAD_BYTES) is ObjectFault.FOREIGN
 
 
 def test_leases_of_others_and_those_that_have_ended_are_not_found() -> None:
@@ -58,7 +76,7 @@ def test_leases_of_others_and_those_that_have_ended_are_not_found() -> None:
         exporting.exports.blocks_of(lease_id, "other")
     exporting.bench.core.held_leases.release(lease_id, "")
     with pytest.raises(UnknownLease, match="expected a lease that this tenant holds"):
-        exporting.exports.objects(lease_id, "", found, 0, 1)
+        exporting.exports.objects(lease_id, "", found, range(1))
 
 
 def test_nothing_of_a_purged_prompt_is_given() -> None:
@@ -68,7 +86,7 @@ def test_nothing_of_a_purged_prompt_is_given() -> None:
     exporting.bench.core.purge(tenant="", adapter=None, salt=None)
     for ask in (
         lambda: exporting.exports.blocks_of(lease_id, ""),
-        lambda: exporting.exports.objects(lease_id, "", found, 0, 1),
+        lambda: exporting.exports.objects(lease_id, "", found, range(1)),
     ):
         with pytest.raises(UnknownLease, match="got one whose prompt was purged"):
             ask()
@@ -83,12 +101,12 @@ def test_the_blocks_stay_while_others_come_and_the_prompt_goes_on() -> None:
     exporting = Exporting()
     lease_id = exporting.hold()
     found = exporting.exports.blocks_of(lease_id, "")
-    before = [bytes(each.payload) for each in exporting.exports.objects(lease_id, "", found, 0, 3)]
+    before = [bytes(each.payload) for each in exporting.exports.objects(lease_id, "", found, range(3))]
     exporting.bench.prefill(range(5 * BLOCK_SIZE))
     for seed in range(1, 5):
         exporting.bench.prefill(range(1000 * seed, 1000 * seed + 4 * BLOCK_SIZE))
     assert exporting.exports.blocks_of(lease_id, "").blocks == found.blocks
-    assert [bytes(each.payload) for each in exporting.exports.objects(lease_id, "", found, 0, 3)] == before
+    assert [bytes(each.payload) for each in exporting.exports.objects(lease_id, "", found, range(3))] == before
 
 
 def test_a_public_prefix_before_the_prompt_comes_with_it() -> None:

@@ -8,9 +8,11 @@ import pytest
 from radixkv.api.caller import Caller
 from radixkv.config import TransferConfig
 from radixkv.engine.calls.inbox import Asker
+from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.engine.transfer.transfer import Transfer, TransferParts
 from radixkv.namespace import Namespace, PromptKey
-from tests.engine.offload.tiered_bench import BLOCK_SIZE, FORMAT, FakeMover, TieredBench
+from radixkv.storage.layer_bytes import LayerBytes
+from tests.engine.offload.tiered_bench import BLOCK_SIZE, FORMAT, PAYLOAD_BYTES, FakeMover, TieredBench
 from tests.fake_runner import tokens
 
 PROMPT = range(2 * BLOCK_SIZE)
@@ -34,7 +36,10 @@ def made(bench: TieredBench) -> tuple[Transfer, list[tuple[Asker, str]]]:
         return future
 
     mover: Any = FakeMover(bench.runner)
-    parts = TransferParts(bench.cache, mover, bench.elsewhere.key_blocks, FORMAT, TransferConfig(), {})
+    key_blocks, layers = bench.elsewhere.key_blocks, LayerBytes(1, PAYLOAD_BYTES, 0)
+    shared = {name: tier for name, tier in bench.offload.tiers.items() if name == "redis"}
+    stores = SharedStores(shared, bench.offload.purger.is_purging)
+    parts = TransferParts(bench.cache, mover, key_blocks, FORMAT, TransferConfig(), {}, layers, stores)
     adapters: Any = Plain()
     transfer = Transfer.of(parts, bench.core.held_leases, adapters, call)
     assert transfer is not None
@@ -47,7 +52,7 @@ def test_what_one_side_gives_is_what_the_other_side_wants() -> None:
     held = bench.prefill(PROMPT, hold_lease=True).held_lease
     assert held is not None
     found = transfer.blocks_of(held.lease_id, "").result()
-    objects = transfer.objects(held.lease_id, "", found, 0, 2).result()
+    objects = transfer.objects(held.lease_id, "", found, [0, 1]).result()
     wanted = transfer.wanted(tokens(range(2 * BLOCK_SIZE + 1)), Caller())
     assert [each.key for each in objects] == [each.key for each in wanted]
     assert askers == [(Asker.TENANT, "")] * 2
@@ -74,7 +79,7 @@ def test_what_is_wrong_is_named(change: Any, fault: str) -> None:
     held = bench.prefill(PROMPT, hold_lease=True).held_lease
     assert held is not None
     found = transfer.blocks_of(held.lease_id, "").result()
-    data = b"".join(transfer.objects(held.lease_id, "", found, 0, 1).result()[0].pieces())
+    data = b"".join(transfer.objects(held.lease_id, "", found, [0]).result()[0].pieces())
     wanted = transfer.wanted(tokens(range(2 * BLOCK_SIZE + 1)), Caller())
     if change is len:
         assert transfer.payload_of(data, wanted[1]) == fault
@@ -86,3 +91,14 @@ def test_an_engine_without_the_parts_has_none() -> None:
     bench = TieredBench(16)
     adapters: Any = Plain()
     assert Transfer.of(None, bench.core.held_leases, adapters, lambda *_: Future()) is None
+
+
+def test_no_handle_is_taken_from_a_store_that_has_not_answered_a_purge() -> None:
+    bench = TieredBench(16, redis=100)
+    transfer, _ = made(bench)
+    ask = lambda tenant: transfer.stores_for(tokens(PROMPT), Caller(tenant)).result()  # noqa: E731
+    assert ask("acme") == ["redis"]
+    bench.offload.purge("acme", None, None)
+    assert (ask("acme"), ask("other")) == ([], ["redis"])
+    bench.stores["redis"].run()
+    assert ask("acme") == ["redis"]

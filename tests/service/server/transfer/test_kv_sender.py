@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,8 +23,10 @@ from radixkv.service.client import KVSource
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.transfer import kv_sender
 from radixkv.service.server.transfer.kv_fetcher import KVFetcher
+from radixkv.storage.layer_bytes import LayerBytes, Layers
 from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
-from radixkv.storage.tiers.block_object import BlockObject, object_bytes
+from radixkv.storage.tiers.block_object import BlockObject, Wanted, object_bytes, open_object
+from radixkv.v1.prefill_pb2 import FetchKVRequest
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
 
@@ -42,10 +45,46 @@ def blocks() -> list[KeyedBlock]:
     return listed
 
 
+def payload_of(index: int, layers: Layers | None = None) -> memoryview:
+    payload = memoryview(bytes([index]) * PAYLOAD_BYTES)
+    return payload if layers is None else FakeTransfer.layer_bytes.cut(payload, layers)
+
+
+def ended(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class FakeStores:
+    """A shared store without a place of its own. `there` are the blocks that it is said to have, `gone` those of them
+    that it has not."""
+
+    def __init__(self, there: Sequence[int] | None = None, gone: Sequence[int] = (), name: str = "redis") -> None:
+        self.there, self.gone, self.name = there, gone, name
+        self.num_loaded = 0
+
+    def names(self) -> list[str]:
+        return [] if self.there is None else [self.name]
+
+    def exists(self, name: str, asked: Sequence[KeyedBlock]) -> Future[Any]:
+        assert name == self.name
+        return ended([blocks().index(each) in (self.there or ()) for each in asked])
+
+    def load(self, name: str, asked: Sequence[KeyedBlock]) -> Future[Any]:
+        indices = [blocks().index(each) for each in asked]
+        self.num_loaded += len(indices)
+        return ended([None if index in self.gone else payload_of(index) for index in indices])
+
+    def copy_of(self, block: memoryview | None) -> memoryview | None:
+        return block
+
+
 class FakeTransfer:
     """Gives and takes blocks whose K and V are their index. `faults` says what to do instead, call by call."""
 
     block_format, object_bytes = FORMAT, object_bytes(SIZE, PAYLOAD_BYTES)
+    layer_bytes = LayerBytes(5, PAYLOAD_BYTES // 5, 0)
     payload_of = Transfer.payload_of
 
     def __init__(self, address: str = "", **config: Any) -> None:
@@ -54,16 +93,22 @@ class FakeTransfer:
         self.fleet_token: str | None = None
         self.faults: list[Any] = []
         self.num_reads = 0
+        self.stores = FakeStores()
 
     def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
         return self._answer(lambda: LeaseBlocks(blocks(), range(NUM_BLOCKS)))
 
-    def objects(self, lease_id: str, tenant: str, found: LeaseBlocks, start: int, end: int) -> Future[Any]:
-        self.num_reads += 1
+    def stores_for(self, prompt: bytes, caller: Caller) -> Future[list[str]]:
+        return ended(self.stores.names())
+
+    def objects(
+        self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None
+    ) -> Future[Any]:
+        self.num_reads += len(indices)
         return self._answer(
             lambda: [
-                BlockObject(each.key, each.parent, 0, each.tokens, memoryview(bytes([index]) * PAYLOAD_BYTES))
-                for index, each in list(enumerate(found.blocks))[start:end]
+                BlockObject(each.key, each.parent, 0, each.tokens, payload_of(index, layers))
+                for index, each in ((index, found.blocks[index]) for index in indices)
             ]
         )
 
@@ -82,7 +127,7 @@ class FakeTransfer:
         return future
 
 
-def fetched(sending: FakeTransfer, lease_id: str = "a lease", **config: Any) -> Any:
+def fetched(sending: FakeTransfer, lease_id: str = "a lease", stores: FakeStores | None = None, **config: Any) -> Any:
     """Fetch a prompt through two engines; returns what came, and the bytes that are free in the end."""
 
     async def run() -> Any:
@@ -90,6 +135,7 @@ def fetched(sending: FakeTransfer, lease_id: str = "a lease", **config: Any) -> 
         source.transfer = sending
         async with serving(source) as (_, address):
             target.transfer = FakeTransfer(address, **config)
+            target.transfer.stores = stores or FakeStores()
             fetcher = KVFetcher(target, Mailbox())
             params = PrefillParams(PROMPT, Caller("acme"))
             try:
@@ -170,14 +216,95 @@ def test_a_block_that_is_changed_on_the_way_is_found() -> None:
         fetched(sending)
 
 
-def test_fields_out_of_range_are_named() -> None:
-    async def run() -> str:
+def test_blocks_of_a_shared_store_come_as_handles_and_are_loaded_there() -> None:
+    sending, stores = FakeTransfer(), FakeStores(there=())
+    sending.stores = FakeStores(there=(0, 1, 3, 5))
+    assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))
+    assert (stores.num_loaded, sending.num_reads) == (4, 2)
+
+
+def test_what_can_not_be_loaded_is_fetched() -> None:
+    sending, stores = FakeTransfer(), FakeStores(there=(), gone=(1, 2, 5))
+    sending.stores = FakeStores(there=range(NUM_BLOCKS))
+    assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))
+    assert stores.num_loaded == NUM_BLOCKS
+    assert sending.num_reads >= 3
+
+
+def test_a_store_that_only_one_side_has_is_not_used() -> None:
+    for ours, theirs in ((None, range(NUM_BLOCKS)), ((), None)):
+        sending, stores = FakeTransfer(), FakeStores(ours)
+        sending.stores = FakeStores(theirs)
+        assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))
+        assert stores.num_loaded == 0
+    sending, stores = FakeTransfer(), FakeStores((), name="mooncake")
+    sending.stores = FakeStores(range(NUM_BLOCKS))
+    assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))
+
+
+def test_a_handle_of_another_block_is_found() -> None:
+    sending = FakeTransfer()
+    sending.stores = FakeStores(there=range(NUM_BLOCKS))
+    other = [each._replace(key=bytes(32)) for each in blocks()]
+    sending.faults = [lambda found: LeaseBlocks(other, found.block_ids)]
+    sending.stores.exists = lambda name, asked: ended([True] * len(asked))
+    with pytest.raises(KVSourceError, match="got a handle of another block or store"):
+        fetched(sending, stores=FakeStores(there=()))
+
+
+def test_a_lease_that_ends_before_what_is_gone_is_fetched_is_told() -> None:
+    sending = FakeTransfer()
+    sending.stores = FakeStores(there=range(NUM_BLOCKS))
+    sending.faults = [None, None, UnknownLease("lease_id: expected another")]
+    with pytest.raises(UnknownLease, match="kv_source: lease_id: expected another"):
+        fetched(sending, stores=FakeStores(there=(), gone=(4,)))
+
+
+@pytest.mark.parametrize(("first", "num", "expected"), [(0, 0, (0, 5)), (0, 2, (0, 2)), (2, 0, (2, 3)), (4, 1, (4, 1))])
+def test_some_layers_are_sent_from_the_middle_on(first: int, num: int, expected: tuple[int, int]) -> None:
+    request = FetchKVRequest(lease_id="a", first_block=4, first_layer=first, num_layers=num)
+    told, *others = sent(request)
+    num_bytes = expected[1] * PAYLOAD_BYTES // 5
+    assert (told.format.first_layer, told.format.sent_layers, told.format.sent_bytes) == (*expected, num_bytes)
+    assert (told.format.num_layers, told.format.block_bytes) == (5, PAYLOAD_BYTES)
+    for index, response in enumerate(others, 4):
+        wanted = Wanted(blocks()[index].key, blocks()[index].tokens)
+        assert open_object(memoryview(response.data), wanted, num_bytes) == memoryview(bytes([index]) * num_bytes)
+    assert len(others) == 2
+
+
+def sent(request: FetchKVRequest) -> list[Any]:
+    """All that a server answers."""
+
+    async def run() -> list[Any]:
         engine = FakeEngine()
         engine.transfer = FakeTransfer()
-        sender = kv_sender.KVSender(engine, Mailbox())
-        with pytest.raises(InvalidRequest) as caught:
-            async for _ in sender.responses(kv_sender.prefill_pb2.FetchKVRequest(lease_id="a", first_block=7)):
-                pass
-        return str(caught.value)
+        engine.transfer.stores = FakeStores(there=(1, 4))
+        return [each async for each in kv_sender.KVSender(engine, Mailbox()).responses(request)]
 
-    assert asyncio.run(run()) == "first_block: expected at most the 6 blocks, got 7"
+    return asyncio.run(run())
+
+
+def test_handles_name_a_store_of_the_caller() -> None:
+    stores = [each.handle.store for each in sent(FetchKVRequest(lease_id="a", stores=["mooncake", "redis"]))[1:]]
+    assert stores == ["", "redis", "", "", "redis", ""]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"first_block": 7}, "first_block: expected at most the 6 blocks, got 7"),
+        ({"first_layer": 5}, "first_layer: expected at most 4, the last one, got 5"),
+        ({"first_layer": 3, "num_layers": 3}, "num_layers: expected at most 2 from layer 3 on, got 3"),
+        ({"num_layers": 6}, "num_layers: expected at most 5 from layer 0 on, got 6"),
+        (
+            {"num_layers": 1, "stores": ["redis"]},
+            "stores: expected none beside a range of layers, since they have whole blocks, got some",
+        ),
+        ({"stores": ["redis"] * 17}, "stores: expected at most 16, got 17"),
+    ],
+)
+def test_fields_out_of_range_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        sent(FetchKVRequest(lease_id="a", **fields))
+    assert str(caught.value) == message

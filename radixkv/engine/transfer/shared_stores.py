@@ -1,0 +1,54 @@
+"""Stores that this server and others share, from which blocks are loaded by their handles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+from radixkv.cache.elsewhere.keyed_block import KeyedBlock
+from radixkv.namespace import Namespace
+from radixkv.storage.tiers.block_object import Wanted
+from radixkv.storage.tiers.tier import LoadedBlock, Miss, Tier
+
+
+class SharedStores:
+    """Tells which shared stores have blocks, and loads blocks from them, verified.
+
+    Args:
+        tiers: the shared stores, by name.
+        is_purging: tells, on the engine's thread, whether a store may still hold what is to be forgotten.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[str, Tier] | None = None,
+        is_purging: Callable[[str, Namespace], bool] = lambda store, namespace: False,
+    ) -> None:
+        self._tiers = dict(tiers or {})
+        self._is_purging = is_purging
+
+    def names(self) -> list[str]:
+        """List the stores that work. Any thread may ask."""
+        return [name for name, tier in self._tiers.items() if tier.is_working()]
+
+    def names_for(self, namespace: Namespace) -> list[str]:
+        """List the stores that work and are not being purged of a namespace. For the engine's thread."""
+        return [name for name in self.names() if not self._is_purging(name, namespace)]
+
+    def exists(self, name: str, blocks: Sequence[KeyedBlock]) -> Future[list[bool] | None]:
+        """Return whether a store has each block; None if it can't be asked. Any thread may ask."""
+        return self._tiers[name].exists([block.key for block in blocks])
+
+    def load(self, name: str, blocks: Sequence[KeyedBlock]) -> Future[list[LoadedBlock | Miss]]:
+        """Load blocks, their tokens compared and their checksums verified. Any thread may ask."""
+        tier = self._tiers[name]
+        return tier.load(
+            [Wanted(each.key, each.tokens, cipher=tier.cipher_of(each.namespace.tenant)) for each in blocks]
+        )
+
+    def copy_of(self, block: LoadedBlock | Miss) -> memoryview | None:
+        """Copy a loaded block, and give the loan of its bytes back; None if it was not loaded."""
+        if not isinstance(block, LoadedBlock):
+            return None
+        with block.loan:
+            return memoryview(bytes(block.payload))

@@ -1,0 +1,78 @@
+"""The bytes that some layers have in the payload of a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from radixkv.errors import InvalidRequest
+from radixkv.kernels.kv_pool import KVPool
+
+
+class Layers(NamedTuple):
+    """Layers of a model that follow each other: the first one, and their number."""
+
+    first: int
+    num: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Sizes of the parts of a payload: the values of all layers, one after the other, then their scales.
+
+    >>> layers = LayerBytes(num_layers=3, value_bytes=2, scale_bytes=1)
+    >>> bytes(layers.cut(memoryview(b"aabbccxyz"), layers.range_of(1, 0)))
+    b'bbccyz'
+
+    Attributes:
+        num_layers: layers that store K and V.
+        value_bytes: bytes of the values of one layer.
+        scale_bytes: bytes of its scales; 0 where there are none.
+    """
+
+    num_layers: int
+    value_bytes: int
+    scale_bytes: int
+
+    @classmethod
+    def of(cls, pool: KVPool) -> Self:
+        """Return the sizes of a pool's payloads."""
+        value_bytes = pool.values[0, 0].numel() * pool.values.element_size()
+        scale_bytes = 0 if pool.scales is None else pool.scales[0, 0].numel() * pool.scales.element_size()
+        return cls(pool.num_layers, value_bytes, scale_bytes)
+
+    def range_of(self, first_layer: int, num_layers: int) -> Layers:
+        """Return a range that somebody asked for. 0 layers are all from the first one on.
+
+        Raises:
+            InvalidRequest: there are no such layers.
+        """
+        if not 0 <= first_layer < self.num_layers:
+            raise InvalidRequest(
+                f"first_layer: expected at most {self.num_layers - 1}, the last one, got {first_layer}"
+            )
+        num_left = self.num_layers - first_layer
+        if num_layers > num_left:
+            raise InvalidRequest(
+                f"num_layers: expected at most {num_left} from layer {first_layer} on, got {num_layers}"
+            )
+        return Layers(first_layer, num_layers or num_left)
+
+    def size_of(self, num_layers: int) -> int:
+        """Return the bytes of some layers."""
+        return num_layers * (self.value_bytes + self.scale_bytes)
+
+    def cut(self, payload: memoryview, layers: Layers) -> memoryview:
+        """Return the values of some layers, then their scales.
+
+        Returns:
+            A view of the payload where one run of its bytes has them; else a copy.
+        """
+        first, end = layers.first, layers.first + layers.num
+        if layers.num == self.num_layers:
+            return payload
+        values = payload[first * self.value_bytes : end * self.value_bytes]
+        if not self.scale_bytes:
+            return values
+        scales = payload[self.num_layers * self.value_bytes :]
+        return memoryview(bytes(values) + bytes(scales[first * self.scale_bytes : end * self.scale_bytes]))

@@ -1,0 +1,55 @@
+"""Blocks of shared stores by their handles: what is there, and what is loaded of it."""
+
+from __future__ import annotations
+
+from radixkv.engine.transfer.shared_stores import SharedStores
+from radixkv.errors import StoreUnavailable
+from radixkv.namespace import Namespace
+from radixkv.storage.tiers.tier import Absence, LoadedBlock
+from tests.engine.offload.tiered_bench import BLOCK_SIZE, TieredBench
+from tests.fake_runner import tokens
+
+PROMPT = range(2 * BLOCK_SIZE + 1)
+
+
+def stored() -> tuple[TieredBench, SharedStores]:
+    """A bench whose shared store has the whole blocks of a prompt."""
+    bench = TieredBench(16, redis=100)
+    bench.prefill(PROMPT)
+    return bench, SharedStores(bench.offload.tiers)
+
+
+def test_what_a_server_published_is_loaded_by_its_keys() -> None:
+    bench, stores = stored()
+    blocks = list(bench.elsewhere.key_blocks(Namespace("fake"), tokens(PROMPT)))
+    other = blocks[0]._replace(key=bytes(32))
+    there, loaded = stores.exists("redis", [*blocks, other]), stores.load("redis", [*blocks, other])
+    bench.stores["redis"].run()
+    assert there.result() == [True, True, False]
+    first, second, missing = loaded.result()
+    assert missing is Absence.ABSENT
+    assert isinstance(first, LoadedBlock)
+    copy = stores.copy_of(second)
+    assert copy is not None
+    assert copy.nbytes == first.payload.nbytes
+    assert copy != first.payload
+    assert stores.copy_of(missing) is None
+
+
+def test_a_block_with_other_tokens_is_no_copy() -> None:
+    bench, stores = stored()
+    block = next(bench.elsewhere.key_blocks(Namespace("fake"), tokens(PROMPT)))
+    loaded = stores.load("redis", [block._replace(tokens=block.tokens[::-1])])
+    bench.stores["redis"].run()
+    assert stores.copy_of(loaded.result()[0]) is None
+
+
+def test_a_store_that_fails_has_nothing() -> None:
+    bench, stores = stored()
+    block = next(bench.elsewhere.key_blocks(Namespace("fake"), tokens(PROMPT)))
+    bench.stores["redis"].error = StoreUnavailable("redis: expected an answer, got none")
+    there, loaded = stores.exists("redis", [block]), stores.load("redis", [block])
+    bench.stores["redis"].run()
+    assert (there.result(), loaded.result()) == (None, [Absence.UNAVAILABLE])
+    assert stores.names() == ["redis"]
+    assert SharedStores().names_for(Namespace("fake")) == []

@@ -1,0 +1,40 @@
+"""Parts of payloads, against the tensors of the pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.errors import InvalidRequest
+from radixkv.kernels.quantization import INT4
+from radixkv.storage.layer_bytes import LayerBytes, Layers
+from radixkv.storage.mover import BlockMover
+from tests.storage.test_mover import pool_of
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, INT4])
+def test_layers_of_a_payload_are_those_of_the_pool(dtype: torch.dtype, is_latent: bool) -> None:
+    pool = pool_of(dtype, is_latent=is_latent)
+    layers, (payload,) = LayerBytes.of(pool), BlockMover(pool).read([3])
+    assert layers.size_of(pool.num_layers) == len(payload)
+    for layer in range(pool.num_layers):
+        expected = bytes(pool.values[3, layer].contiguous().view(torch.uint8).numpy())
+        if pool.scales is not None:
+            expected += bytes(np.ascontiguousarray(pool.scales[3, layer].numpy()))
+        cut = layers.cut(payload, Layers(layer, 1))
+        assert bytes(cut) == expected
+        assert len(cut) == layers.size_of(1)
+    assert layers.cut(payload, layers.range_of(0, 0)) is payload
+
+
+def test_ranges_that_are_not_there_are_refused_by_name() -> None:
+    layers = LayerBytes(4, 10, 0)
+    assert layers.range_of(0, 0) == (0, 4)
+    assert layers.range_of(1, 0) == layers.range_of(1, 3) == (1, 3)
+    assert layers.range_of(3, 1) == (3, 1)
+    with pytest.raises(InvalidRequest, match=r"^first_layer: expected at most 3, the last one, got 4$"):
+        layers.range_of(4, 1)
+    with pytest.raises(InvalidRequest, match=r"^num_layers: expected at most 2 from layer 2 on, got 3$"):
+        layers.range_of(2, 3)
