@@ -10,7 +10,9 @@ from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerationFuture, PrefillResult
 from radixkv.api.sampling import Sampling
+from radixkv.cache.parts.part_groups import PartGroups
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.states.state_slots import StateSlots
 from radixkv.cache.tenants import Quota
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
@@ -32,7 +34,10 @@ class Clock:
 
 
 class Bench:
-    """An engine core over a fake runner, with a clock that only tests move."""
+    """An engine core over a fake runner, with a clock that only tests move.
+
+    With `num_snapshots` the fake model keeps states.
+    """
 
     def __init__(
         self,
@@ -41,10 +46,17 @@ class Bench:
         weights: dict[str, float] | None = None,
         observers: Iterable[Observer] = (),
         probation_share: float = 1.0,
+        num_snapshots: int | None = None,
+        every_tokens: int = 16,
         **config: object,
     ) -> None:
         self.clock = Clock()
         self.has_news = False  # while it is true, no step is started ahead
+        engine_config = EngineConfig(**config)
+        states = None
+        if num_snapshots is not None:
+            num_requests = engine_config.max_running_requests
+            states = StateSlots(num_blocks, BLOCK_SIZE, num_requests, num_snapshots, every_tokens)
         self.cache = PrefixCache(
             num_blocks,
             BLOCK_SIZE,
@@ -52,12 +64,14 @@ class Bench:
             max_kept_blocks=2 * num_blocks,
             probation_share=probation_share,
             clock=self.clock,
+            parts=PartGroups(states=states),
         )
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
+        self.runner.has_states = states is not None
         self.core = EngineCore(
             self.runner,
             self.cache,
-            EngineConfig(**config),
+            engine_config,
             clock=self.clock,
             observers=observers,
             weights=weights,

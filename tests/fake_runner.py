@@ -18,7 +18,7 @@ Seen = tuple[str, bytes]  # an adapter, and tokens up to a position
 
 class FakeRunner:
     """Writes each computed token's adapter and whole prefix into its slot, and reads back what a real model would
-    attend to.
+    attend to. A state is the prefix that it stands for; once `has_states` is set, each chunk has to go on from its own.
 
     The logits after a prompt are one-hot at `next_token(prompt, adapter)`.
     """
@@ -40,6 +40,8 @@ class FakeRunner:
         self.fail_next: Exception | None = None
         self.logits_scale = 1.0
         self.not_finite: bytes | None = None  # the prompt whose values come out as NaN
+        self.has_states = False
+        self.states: dict[int, Seen] = {}  # by slot
         self._block_size = block_size
         self.content: list[list[Seen | None]] = [[None] * block_size for _ in range(num_blocks)]
 
@@ -72,6 +74,7 @@ class FakeRunner:
             for position in range(chunk.end):
                 seen = self._slot(chunk, position)[position % self._block_size]
                 assert seen == _seen(chunk, position), f"position {position} holds another prefix's K/V"
+        self._read_states(chunks)
         self.steps.append([(chunk.start, chunk.end) for chunk in chunks])
         rows = [
             self.logits_scale
@@ -85,6 +88,18 @@ class FakeRunner:
     def forget_everything(self) -> None:
         """Wipe the K/V of all blocks, so that reading a cached one fails."""
         self.content = [[None] * self._block_size for _ in self.content]
+
+    def _read_states(self, chunks: Sequence[Chunk]) -> None:
+        """Read all states, and then write those that are left."""
+        for chunk in chunks if self.has_states else ():
+            assert chunk.state is not None
+            source = chunk.state.source
+            assert (source is None) == (chunk.start == 0), "a chunk begins with no state, and goes on from one"
+            if source is not None:
+                assert self.states[source] == _seen(chunk, chunk.start - 1), "a slot holds another prefix's state"
+        written = [(slot, _seen(chunk, at - 1)) for chunk in chunks if chunk.state for at, slot in chunk.state.writes]
+        assert len(dict(written)) == len(written), "a slot is written twice"
+        self.states.update(written)
 
     def _slot(self, chunk: Chunk, position: int) -> list[Seen | None]:
         return self.content[int(chunk.block_ids[position // self._block_size])]

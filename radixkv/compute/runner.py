@@ -58,6 +58,10 @@ class Runner:
         kernels: the operations on it.
         graphs: steps recorded over model, storage and kernels; None for no recorded steps.
         num_state_slots: states that a model which keeps some may leave for later steps.
+
+    Attributes:
+        model, storage: as above.
+        states: the states; None for a model that keeps none.
     """
 
     def __init__(
@@ -73,12 +77,7 @@ class Runner:
         self._kernels = kernels
         self._graphs = graphs
         shape = model.state_shape
-        self._states = None if shape is None else StatePool(num_state_slots, shape, model.device)
-
-    @property
-    def num_state_slots(self) -> int | None:
-        """States that steps may leave for later ones; None for a model without states."""
-        return None if self._states is None else self._states.num_slots
+        self.states = None if shape is None else StatePool(num_state_slots, shape, model.device)
 
     @property
     def fingerprint(self) -> str:
@@ -121,7 +120,7 @@ class Runner:
         Returns:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
         """
-        layout = lay_out(chunks, self.storage.block_size, self._states)
+        layout = lay_out(chunks, self.storage.block_size, self.states)
         copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
         is_own = self._graphs is None or layout.adapters or layout.watched or layout.states
         recorded = None if is_own or self._graphs is None else self._graphs.prepare(layout)
@@ -177,7 +176,7 @@ class Runner:
     def _compute(self, layout: StepLayout, input_ids: torch.Tensor) -> StepOutputs:
         device = self.model.device
         return compute_step(
-            self.model, self.storage.pool, self._kernels, to_device(input_ids, device), layout.to(device), self._states
+            self.model, self.storage.pool, self._kernels, to_device(input_ids, device), layout.to(device), self.states
         )
 
 

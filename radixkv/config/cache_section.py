@@ -35,6 +35,9 @@ class CacheConfig:
         max_public_share: part of the pool that public prefixes may take, 0 to 1; 0 for none.
         probation_share: part of the pool that prompts that came once may take before they are evicted ahead of all that
             was reused, 0 to 1. With 1 the policy alone decides.
+        state_bytes: memory for snapshots of models that keep a state for each sequence, beside the states of running
+            requests. Without it, a tenth of what K and V take, and at least 64 snapshots.
+        state_every_tokens: tokens between snapshots of a long prompt; rounded down to whole blocks, at least one.
     """
 
     block_size: Annotated[int, OneOf(16, 32, 64)] = 64
@@ -47,6 +50,8 @@ class CacheConfig:
     max_held_share: _Share = 0.5
     max_public_share: _Share = 0.25
     probation_share: _Share = 0.5
+    state_bytes: Annotated[int, Range(0, 2**63 - 1)] | None = None
+    state_every_tokens: Annotated[int, Range(1)] = 512
 
     def __post_init__(self) -> None:
         require_fields("cache", self)

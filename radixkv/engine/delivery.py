@@ -82,6 +82,8 @@ class Delivery:
             return
         request.computed_upto, request.has_computed = upto, True
         request.open_lease.copy = None  # the step has made it
+        if request.state is not None:
+            request.state.advance(upto)
         if prompt_logprobs and request.generation is not None:
             told = request.generation.prompt_logprobs
             told += prompt_logprobs[len(told) - start :]  # after a pause some are computed again
@@ -137,6 +139,8 @@ class Delivery:
         is_finished = upto == request.num_tokens if generation is None else generation.finish_reason is not None
         if params.write_cache and not request.is_revoked and (params.read_cache or is_finished):
             request.written_tokens += lease.commit(upto)
+            if request.state is not None:
+                request.state.publish(lease.block_ids, lease.own.num_published_blocks)
             self._scheduler.resume(self._flights.published(request, lease.committed_tokens))
 
     def _tell(self, request: Request, generation: Generation, prediction: Prediction) -> None:

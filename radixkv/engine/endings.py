@@ -54,6 +54,7 @@ class Endings:
         self._scheduler.resume(self._flights.leave(request))
         self._tally.ended(request, outcome)
         self._early_ends.forget(request)
+        request.close_state()
         if request.lease is not None:
             request.lease.close()
             request.lease = None

@@ -64,6 +64,7 @@ class Growth:
     def _pause(self, request: Request) -> None:
         """Take a running request's blocks. What it published stays cached, and it goes on from there later."""
         self._scheduler.resume(self._flights.leave(request))
+        request.close_state()
         request.open_lease.close()
         request.lease = None
         self._scheduler.pause(request)

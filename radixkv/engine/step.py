@@ -14,7 +14,7 @@ import torch
 
 from radixkv.api.result import TokenLogprobs
 from radixkv.compute.compression.kept_entries import KeptEntries
-from radixkv.compute.forward import Chunk
+from radixkv.compute.forward import Chunk, ChunkState
 from radixkv.compute.runner import Runner, Wait
 from radixkv.engine.sampler import Prediction, allowed_tokens, predict, read_logprobs
 from radixkv.errors import RadixKVError
@@ -152,6 +152,7 @@ def chunk_of(part: Slice) -> Chunk:
         adapter=request.adapter,
         adapter_from=0 if invocation is None else invocation.start,
         num_dropped=lease.num_dropped_tokens,
+        state=None if request.state is None else ChunkState(request.state.source, request.state.writes(start, end)),
     )
 
 

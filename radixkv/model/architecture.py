@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Layers of short convolutions keep a state that is served; see `radixkv.model.states`.
+_SHORT_CONV = "conv"
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", _SHORT_CONV})
 
 # Kinds of layers that keep a state, in models that do not say of themselves that they do.
-_STATE_LAYERS = frozenset({"linear_attention", "conv"})
-
-# Layers of short convolutions; see `radixkv.model.states`.
-_SHORT_CONV = "conv"
+_STATE_LAYERS = frozenset({"linear_attention"})
 
 # What config.json sets for masks that are neither causal nor a sliding window. They would get lost without an error.
 _OTHER_MASKS = ("attention_chunk_size", "use_bidirectional_attention")

@@ -96,7 +96,8 @@ class Admitter:
         params = request.params
         if cached_tokens is None:
             cached_tokens = self.look(request)[0] if self._flights.has_leaders(request) else 0
-        if params.read_cache and self._flights.follow(request, cached_tokens):
+        request.found_tokens = self._found(request, cached_tokens)
+        if params.read_cache and self._flights.follow(request, request.found_tokens, cached_tokens):
             return Admission.FOLLOWS
         if params.hold_lease:
             try:
@@ -136,6 +137,12 @@ class Admitter:
             return lease
         return with_private_blocks(self._cache.leases, request.namespace, lease, num_private_tokens)
 
+    def _found(self, request: Request, cached_tokens: int) -> int:
+        """Count the tokens of a request that are cached, those included from whose end no state lets it go on."""
+        if self._cache.parts.states is None or not request.params.read_cache:
+            return cached_tokens
+        return self._cache.places.found_tokens(request.namespace, request.tokens)
+
     def _path_of(self, request: Request) -> Path:
         """Look up what a request that will hold its lease shares."""
         read = request.params.read_cache
@@ -154,6 +161,15 @@ class Admitter:
         else:
             request.recomputed_tokens += max(0, request.computed_upto - cached_tokens)
         request.computed_upto = cached_tokens
+        states = self._cache.parts.states
+        if states is not None:
+            request.state = states.open(
+                lease.block_ids,
+                cached_tokens,
+                request.params.num_tokens,
+                request.found_tokens,
+                keeps=request.params.write_cache and not request.is_revoked,
+            )
         self._on_start(request)
 
     def _explain(self, request: Request, cached_tokens: int) -> MissReason:

@@ -18,6 +18,7 @@ from radixkv.api.result import FinishReason, GenerateResult, OnTokens, PrefillRe
 from radixkv.api.sampling import Sampling
 from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.states.state_lease import StateLease
 from radixkv.invocation import Invocation
 from radixkv.namespace import Namespace, PromptKey
 
@@ -102,6 +103,7 @@ class Request:
         tenant: its caller's tenant.
         arrival: number of requests that came before it.
         lease: its blocks; None while it holds none.
+        state: its states; None while it runs not, and of a model that keeps none.
         miss_reason: why it did not reuse more.
         num_nodes: nodes of the cache that were passed to find reused tokens, at the last admission.
         cached_tokens: prompt tokens that it reused; set at each admission until it has computed a token.
@@ -110,6 +112,8 @@ class Request:
         stored_upto: tokens at its start that were on the device or in stores when it was looked up there.
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.
+        found_tokens: tokens whose K/V were cached at the last try to admit it, of a model with states also those after
+            the last snapshot.
         written_tokens: tokens that it made matchable for others.
         recomputed_tokens: tokens computed again after a pause.
         is_revoked: its namespace was purged after it came, so it publishes nothing.
@@ -128,6 +132,7 @@ class Request:
     tenant: str = field(init=False)
     arrival: int = 0
     lease: PromptLease | None = None
+    state: StateLease | None = None
     miss_reason: MissReason = MissReason.COLD
     num_nodes: int = 0
     cached_tokens: int = 0
@@ -136,6 +141,7 @@ class Request:
     stored_upto: int = 0
     has_computed: bool = False
     computed_upto: int = 0
+    found_tokens: int = 0
     written_tokens: int = 0
     recomputed_tokens: int = 0
     is_revoked: bool = False
@@ -156,6 +162,12 @@ class Request:
     def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
         """Whether it has these names; None matches any."""
         return self.namespace._replace(adapter=self.adapter).is_among(tenant, adapter, salt)
+
+    def close_state(self) -> None:
+        """Give back the slots of its states, if it has any."""
+        if self.state is not None:
+            self.state.close()
+            self.state = None
 
     @property
     def open_lease(self) -> PromptLease:

@@ -33,6 +33,9 @@ class SingleFlight:
     A leader is a running request that publishes after each chunk. It holds all its blocks, so it always makes progress,
     and a follower that computed the same tokens itself would not have them earlier. So waiting costs nothing.
 
+    Where a model keeps states, a follower goes on at the end of the last whole block that it shares. It waits if the
+    leader has not passed that yet, and the leader leaves a snapshot there.
+
     Args:
         block_size: tokens a block.
     """
@@ -54,14 +57,15 @@ class SingleFlight:
         """Let others wait for the tokens that this request computes. Complexity: hashes its next block."""
         self._first_blocks[self._first_block(request.namespace, request.tokens)] += 1
         self._followers[request] = []
-        self._lead_on(request, request.tokens, request.computed_upto)
+        self._lead_on(request, request.tokens, max(request.computed_upto, request.found_tokens))
 
-    def follow(self, request: Request, cached_tokens: int) -> bool:
+    def follow(self, request: Request, cached_tokens: int, reusable_tokens: int | None = None) -> bool:
         """Let a request wait if a leader computes at least its next block, or all tokens that it has left.
 
         Args:
             request: neither running nor following.
-            cached_tokens: tokens that it could reuse now.
+            cached_tokens: tokens whose K/V are cached now.
+            reusable_tokens: tokens that it could reuse now, fewer where a state is missing; None for all of these.
 
         Returns:
             Whether it waits now.
@@ -79,8 +83,16 @@ class SingleFlight:
             return False
         # A part of a block is published with the whole block, or when the leader ends.
         upto = min(-(-shared // self._block_bytes) * self._block_bytes, len(led))
-        if min(shared, len(tokens) - TOKEN_BYTES) <= cached_tokens * TOKEN_BYTES:
-            return False  # each request computes its own last token
+        usable = min(shared, len(tokens) - TOKEN_BYTES)  # each request computes its own last token
+        if leader.state is not None:
+            position = usable // self._block_bytes * self._block_bytes // TOKEN_BYTES
+            reusable_tokens = cached_tokens if reusable_tokens is None else reusable_tokens
+            if position <= max(reusable_tokens, leader.computed_upto):
+                return False
+            leader.state.want(position)
+            upto = position * TOKEN_BYTES
+        elif usable <= cached_tokens * TOKEN_BYTES:
+            return False
         self._waits[request] = _Wait(leader, upto // TOKEN_BYTES)
         self._followers[leader].append(request)
         return True
@@ -92,7 +104,7 @@ class SingleFlight:
             return []
         self._lead_no_more(leader, lead)
         if upto_tokens * TOKEN_BYTES < len(lead.tokens):
-            self._lead_on(leader, lead.tokens, upto_tokens)
+            self._lead_on(leader, lead.tokens, max(upto_tokens, leader.found_tokens))
         return self._release(leader, upto_tokens)
 
     def next_release(self, leader: Request) -> int | None:

@@ -12,6 +12,7 @@ import torch
 
 from radixkv.api.limits import longest_sequence
 from radixkv.cache.changes import Listener
+from radixkv.cache.parts.part_groups import PartGroups
 from radixkv.cache.policies.by_name import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -36,6 +37,7 @@ from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.startup.host_memory import keep_freed_memory, use_huge_pages
 from radixkv.startup.model_check import check_model
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks
+from radixkv.startup.states import make_state_slots
 from radixkv.startup.tiers import Transfers, open_stores
 from radixkv.storage.device_pool import KVShape, KVStorage
 
@@ -70,6 +72,7 @@ def build_engine(config: Config, observers: Iterable[Observer] = (), events_key:
     recorder = GraphRecorder(model, kernels, limits)
     num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
     _require_floors(quotas, num_blocks)
+    states = make_state_slots(model, kv_shape, num_blocks, config, limits)
     storage = KVStorage(
         num_blocks, config.cache.block_size, kv_shape, model.device, is_by_layer=kernels.wants_pool_by_layer
     )
@@ -89,12 +92,12 @@ def build_engine(config: Config, observers: Iterable[Observer] = (), events_key:
         )
     marks = InvocationMarks()
     events = _make_feed(config, limits.step_tokens, marks, events_key)
-    runner = make_runner(model, storage, kernels, recorder)
+    runner = make_runner(model, storage, kernels, recorder, 0 if states is None else states.num_slots)
     has_transfers = config.transfer.sends or bool(config.kv_sources)
     transfer = Transfers(config.transfer, config.kv_sources) if has_transfers else None
     stores = open_stores(config.tiers, runner, marks, config.stores, transfer)
     listeners = [events] if stores is None else [events, stores.elsewhere]
-    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks)
+    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks, PartGroups(states=states))
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     rates = Rates(config.tenants, config.default_tenant)
     engine = Engine(
@@ -112,7 +115,9 @@ def build_engine(config: Config, observers: Iterable[Observer] = (), events_key:
     return engine
 
 
-def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, recorder: GraphRecorder) -> Runner:
+def make_runner(
+    model: Model, storage: KVStorage, kernels: AttentionKernels, recorder: GraphRecorder, num_state_slots: int = 0
+) -> Runner:
     """Compile kernels, record short steps, if there are CUDA graphs, and keep those that answer right.
 
     What is in the pool is lost.
@@ -122,6 +127,7 @@ def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, rec
         storage: the K/V memory.
         kernels: the operations on it.
         recorder: records steps of this model with these kernels.
+        num_state_slots: see `Runner`.
     """
     start_s = time.perf_counter()
     max_sequence_tokens = longest_sequence(storage.num_blocks * storage.block_size, model.max_tokens)
@@ -132,7 +138,7 @@ def make_runner(model: Model, storage: KVStorage, kernels: AttentionKernels, rec
         drop_wrong_graphs(graphs, model, storage, kernels, max_sequence_tokens)
         num_steps, took_s = len(graphs.shapes), time.perf_counter() - start_s
         _log.info("compiled kernels, recorded and checked %d steps as CUDA graphs in %.1f s", num_steps, took_s)
-    return Runner(model, storage, kernels, graphs)
+    return Runner(model, storage, kernels, graphs, num_state_slots)
 
 
 def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int) -> AttentionKernels:
@@ -169,6 +175,7 @@ def _make_cache(
     num_blocks: int,
     listeners: Iterable[Listener],
     marks: InvocationMarks,
+    parts: PartGroups,
 ) -> PrefixCache:
     return PrefixCache(
         num_blocks,
@@ -183,6 +190,7 @@ def _make_cache(
         evicted_prefixes=cache.evicted_prefixes,
         listeners=listeners,
         marks=marks,
+        parts=parts,
     )
 
 

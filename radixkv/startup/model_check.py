@@ -84,7 +84,7 @@ def _compute(
     A part after the first goes on from the state that the part before left at position `kept`, by default at its end.
     """
     block_ids = first_block + np.arange(-(-end // runner.storage.block_size), dtype=np.int32)
-    state = None if runner.num_state_slots is None else ChunkState(0 if start else None, [(kept or end, 0)])
+    state = None if runner.states is None else ChunkState(0 if start else None, [(kept or end, 0)])
     return runner.run([Chunk(tokens, start, end, block_ids, None, wants_logits=True, state=state)]).logits[0]
 
 

@@ -34,6 +34,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     READ_DISABLED: _ClassVar[MissReason]
     ADAPTER_CHANGED: _ClassVar[MissReason]
     NOT_LOADED: _ClassVar[MissReason]
+    NO_STATE: _ClassVar[MissReason]
 COMPRESSION_POLICY_UNSPECIFIED: CompressionPolicy
 STREAMING_LLM: CompressionPolicy
 H2O: CompressionPolicy
@@ -49,6 +50,7 @@ EXPIRED: MissReason
 READ_DISABLED: MissReason
 ADAPTER_CHANGED: MissReason
 NOT_LOADED: MissReason
+NO_STATE: MissReason
 
 class PrefillRequest(_message.Message):
     __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "retention", "top_logprobs", "return_logits", "hold_lease", "priority")

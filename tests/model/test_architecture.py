@@ -32,7 +32,6 @@ def refusal(config: PretrainedConfig, directory: Path) -> str:
     [
         ("bloom", "BloomForCausalLM: its attention does not go through transformers' attention interface"),
         ("mamba", "MambaForCausalLM: keeps a state for each sequence in layers of linear_attention"),
-        ("lfm2", "Lfm2ForCausalLM: keeps a state for each sequence in layers of conv"),
         ("deepseek_v32", "DeepseekV32ForCausalLM: expected layers of full or sliding attention, got indexed_attention"),
         ("llama4_text", "Llama4ForCausalLM: expected layers of full or sliding attention, got chunked_attention"),
         ("gemma4_text", "Gemma4ForCausalLM: expected one K/V shape in all layers"),

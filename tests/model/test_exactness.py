@@ -41,7 +41,7 @@ def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
     assert first_difference == ""
     assert counts["cases"] == 12
     assert counts["partial hits"] >= 6
-    assert counts["hits inside a block"] >= 5
+    assert counts["hits inside a block"] >= (0 if model == "lfm2" else 5)  # a state is of the end of a block
     assert counts["turns"] >= 2
 
 
@@ -75,7 +75,7 @@ def test_no_bit_of_int8_weights_depends_on_the_cache(model: str, dtype: str) -> 
 @pytest.mark.parametrize(
     ("model", "dtype", "weights"),
     [
-        *((model, "float32", "auto") for model in ("llama", "phi3", "gpt2", "deepseek_v3")),
+        *((model, "float32", "auto") for model in ("llama", "phi3", "gpt2", "deepseek_v3", "lfm2")),
         ("qwen3", "bfloat16", "auto"),
         pytest.param("qwen2", "float32", "int8", marks=needs_exact_int8),
     ],

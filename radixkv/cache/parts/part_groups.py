@@ -10,6 +10,7 @@ import numpy as np
 from radixkv.blocks import BlockIds
 from radixkv.cache.parts.part_holder import PartHolder
 from radixkv.cache.parts.part_pool import PartPool
+from radixkv.cache.states.state_slots import StateSlots
 
 
 class PartGroups:
@@ -17,13 +18,16 @@ class PartGroups:
 
     Args:
         pools: the pool of each group.
+        states: snapshots of states, from one of which each request goes on; None for a model without states.
 
     Attributes:
-        pools: as above.
+        pools, states: as above.
     """
 
-    def __init__(self, pools: Sequence[PartPool] = ()) -> None:
+    def __init__(self, pools: Sequence[PartPool] = (), states: StateSlots | None = None) -> None:
         self.pools = tuple(pools)
+        self.states = states
+        self._all: tuple[PartPool | StateSlots, ...] = self.pools if states is None else (*self.pools, states)
 
     def longest(self, packed: bytes, num_tokens: int) -> int:
         """Find how much of a cached prompt can be reused.
@@ -35,13 +39,13 @@ class PartGroups:
         Returns:
             The most tokens after which every group has what it needs.
         """
-        if not self.pools or not num_tokens:
+        if not self._all or not num_tokens:
             return num_tokens
         block_ids = np.frombuffer(packed, dtype=np.int32)
         before = -1
         while before != num_tokens:  # what suits one group may not suit another
             before = num_tokens
-            for pool in self.pools:
+            for pool in self._all:
                 num_tokens = pool.longest(block_ids, num_tokens)
         return num_tokens
 
@@ -89,7 +93,7 @@ class PartGroups:
 
     def freed(self, block_ids: BlockIds) -> None:
         """Take back the parts of blocks that nobody owns any more."""
-        for pool in self.pools:
+        for pool in self._all:
             pool.freed(block_ids)
 
     def check(self, open_holders: Iterable[Sequence[PartHolder]], free_blocks: BlockIds) -> None:
@@ -103,6 +107,8 @@ class PartGroups:
         for pool, holders in zip(self.pools, by_group, strict=True):
             needs = Counter(block_id for holder in holders for block_id in holder.needed)
             pool.check(needs, sum(holder.num_reserved for holder in holders), free_blocks)
+        if self.states is not None:
+            self.states.check(free_blocks)
 
     def _most(self, pool: PartPool, num_tokens: int, *, keeps_all: bool) -> int:
         if keeps_all:

@@ -115,11 +115,21 @@ class Places:
         found_block_ids = np.frombuffer(packed, np.int32, -(-found_tokens // self._block_size))
         return Match(place.cached_tokens(found_tokens), place.block_ids(found_tokens, found_block_ids), num_nodes)
 
+    def found_tokens(self, namespace: Namespace, tokens: bytes) -> int:
+        """Count the tokens before the last one whose K/V are cached, whether or not a state lets one go on there."""
+        found_bytes = self._trees.find(namespace, tokens)[1]
+        return min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+
     def explain(
         self, lost: LostPrefixes, key: PromptKey, cached_tokens: int, former: Sequence[PromptKey]
     ) -> MissReason:
         """Tell why the tokens after the cached ones have to be computed, as `PrefixCache.explain` describes."""
         namespace, tokens = key
+        if self._parts.states is not None:
+            found_tokens = self.found_tokens(namespace, tokens)
+            if cached_tokens < found_tokens // self._block_size * self._block_size:
+                return MissReason.NO_STATE
+            cached_tokens = found_tokens
         if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
             return MissReason.NONE
         place = self.of(namespace, tokens)

@@ -13,7 +13,14 @@ from radixkv.cache.lease import Lease
 from radixkv.cache.ledger import Ledger
 from radixkv.cache.pins import Pins
 from radixkv.cache.public.public_prefix import PublicPrefix
-from radixkv.errors import InvalidRequest, InvariantViolation, OutOfBlocks, UnknownPublicPrefix, require_invariant
+from radixkv.errors import (
+    InvalidRequest,
+    InvariantViolation,
+    OutOfBlocks,
+    SwitchedOff,
+    UnknownPublicPrefix,
+    require_invariant,
+)
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.tokens import TOKEN_BYTES
 
@@ -80,9 +87,12 @@ class PublicPrefixes:
             invoked: digest of the adapter that is invoked in it; empty for none.
 
         Raises:
+            SwitchedOff: the model keeps states.
             InvalidRequest: the name is empty or taken, or the tokens are fewer than a block.
             OutOfBlocks: public prefixes would take too many blocks.
         """
+        if self._parts.states is not None:
+            raise SwitchedOff("public prefixes: expected a model without states, got one whose requests each need one")
         if not name:
             raise InvalidRequest("name: expected at least 1 character, got 0")
         if name in self._by_name:

@@ -58,7 +58,7 @@ class Agreement:
         self._compare("warm", [(self._first, 3 * BLOCK_SIZE, _NUM_TOKENS, warm, None)])
         whole = _SHARED // BLOCK_SIZE
         inside = np.concatenate([cold[:whole], self._blocks(-(-self._second.size // BLOCK_SIZE) - whole)])
-        if self._runner.num_state_slots is None:
+        if self._runner.states is None:
             copy = BlockCopy(int(cold[whole]), int(inside[whole]))
             self._compare("mid-block", [(self._second, _SHARED, self._second.size, inside, copy)])
         else:  # a state is of the end of a block
@@ -87,7 +87,7 @@ class Agreement:
 
     def _state(self, tokens: np.ndarray, start: int, end: int) -> ChunkState | None:
         """Go on from the state at `start`, if the model keeps any, and keep those that later parts go on from."""
-        if self._runner.num_state_slots is None:
+        if self._runner.states is None:
             return None
         kept = sorted({end, *(position for position in _KEPT if start < position < end)})
         source = self._slots[id(tokens), start] if start else None

@@ -73,5 +73,6 @@ def _described(model: Model) -> str:
         ("sinks", any(kind.has_sinks for kind in kinds)),
         ("latent", model.kv_shape.is_latent),
         ("experts", any("experts" in name.rpartition(".")[2] for name, _ in model.module.named_modules())),
+        ("short convolutions", model.state_shape is not None),
     ]
     return ", ".join(word for word, is_there in words if is_there)

@@ -17,12 +17,12 @@ LINES = {match[1]: match[0] for match in re.finditer(r"^\| `(\w+)` \|.*$", PAGE,
 
 # One for each kind: softcap, learned positions, experts called by functions of torch, heads that are rotated in part,
 # layers that pass no keywords on, routers whose weight is read, layers that share K/V, layers without positions,
-# latents rotated as complex numbers, latents of two attentions a layer.
+# latents rotated as complex numbers, latents of two attentions a layer, states.
 KINDS = [
     *("gemma2", "gpt2", "dbrx", "glm4_moe", "nemotron", "hunyuan_v1_moe", "gemma3n_text", "cohere2"),
-    *("deepseek_v2", "longcat_flash"),
+    *("deepseek_v2", "longcat_flash", "lfm2"),
 ]
-REFUSED = ["bloom", "deepseek_v32", "hrm_text", "lfm2", "llama4_text", "mamba2"]
+REFUSED = ["bloom", "deepseek_v32", "hrm_text", "llama4_text", "mamba2"]
 
 needs_the_version_of_the_page = pytest.mark.skipif(
     f"transformers {version()} " not in PAGE, reason=f"docs/MODELS.md is not of transformers {version()}"

@@ -23,7 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DeepseekV2Config, DeepseekV3Config, GPT2Config, GptOssConfig, MixtralConfig, PretrainedConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    GPT2Config,
+    GptOssConfig,
+    Lfm2Config,
+    MixtralConfig,
+    PretrainedConfig,
+)
 
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
@@ -31,7 +39,9 @@ from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult
 from radixkv.api.sampling import Sampling
+from radixkv.cache.parts.part_groups import PartGroups
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.states.state_slots import StateSlots
 from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
 from radixkv.engine.core import EngineCore
@@ -73,6 +83,12 @@ MODELS: dict[str, PretrainedConfig] = {
     "deepseek_v3": DeepseekV3Config(**_LATENT),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
     "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=3, n_head=4, n_positions=1024, initializer_range=0.2),
+    "lfm2": Lfm2Config(
+        **SHAPE | {"num_hidden_layers": 4},
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        pad_token_id=0,
+        eos_token_id=1,
+    ),
     "gpt_oss": GptOssConfig(
         **SHAPE,
         head_dim=16,
@@ -85,6 +101,7 @@ MODELS: dict[str, PretrainedConfig] = {
 }
 NUM_BLOCKS = 240
 HOST_BLOCKS = 40
+MAX_RUNNING = 8
 _STORE_PATIENCE_S = 60.0
 MAX_TOKENS = 900  # beyond the first unit of attention
 USUAL_TOKENS = 420  # beyond the first part
@@ -162,12 +179,19 @@ class Cases:
         is_by_layer = kernels.wants_pool_by_layer and self.random.random() < 0.8
         storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device, is_by_layer=is_by_layer)
         recorder = GraphRecorder(self.model, kernels, EngineConfig())
-        self.runner = make_runner(self.model, storage, kernels, recorder)
+        states = None
+        if self.model.state_shape is not None:  # some cases have too few snapshots
+            num_snapshots = self.random.choice((4, 40))
+            states = StateSlots(NUM_BLOCKS, self.block_size, MAX_RUNNING, num_snapshots, 4 * self.block_size)
+        num_state_slots = 0 if states is None else states.num_slots
+        self.runner = make_runner(self.model, storage, kernels, recorder, num_state_slots)
+        if self.runner.states is not None:
+            self.runner.states.states[:num_state_slots] = float("nan")
         tiers = (places or Places({})).config(HOST_BLOCKS, 4 * NUM_BLOCKS, storage.block_bytes)
         stores = open_stores(tiers, self.runner, InvocationMarks())
         storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
         listeners = [] if stores is None else [stores.elsewhere]
-        self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners)
+        self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners, parts=PartGroups(states=states))
         self.offload = None if stores is None else stores.offload(self.cache)
         if self.offload is not None:
             choice = _AlwaysLoad(self.block_size)
@@ -237,7 +261,7 @@ class Cases:
         return turn[:USUAL_TOKENS]
 
     def _core(self, max_step_tokens: int) -> EngineCore:
-        config = EngineConfig(max_step_tokens=max_step_tokens)
+        config = EngineConfig(max_step_tokens=max_step_tokens, max_running_requests=MAX_RUNNING)
         return EngineCore(self.runner, self.cache, config, offload=self.offload)
 
     def _finish(self, core: EngineCore, futures: Sequence[Future[Any]]) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Lfm2ForCausalLM, PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
-from radixkv.model import architecture
+from radixkv.model.architecture import check_architecture
 from radixkv.model.attention.paged_step import RunningPass, kv_layer_of
 from radixkv.model.states.short_convs import ShortConvs
 from radixkv.model.states.state_rows import StateRows
@@ -24,17 +24,18 @@ def module_of(name: str = "lfm2") -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(small_config(name)).eval().requires_grad_(False)
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architecture, "_STATE_LAYERS", frozenset())
-    monkeypatch.setattr(architecture, "_LAYER_TYPES", architecture._LAYER_TYPES | {"conv"})
-
-
 @pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe"])
-@pytest.mark.usefixtures("served")
 def test_answers_are_those_of_eager_attention_whatever_is_kept(model_type: str, tmp_path: Path) -> None:
     """Cold, from kept states, in chunks and in a batch; in exact mode with the same bits."""
     assert cover(model_type, tmp_path).refusal is None
+
+
+def test_short_convolutions_are_refused_on_a_gpu() -> None:
+    config = small_config("lfm2")
+    with pytest.raises(
+        UnsupportedModel, match=r"Lfm2ForCausalLM: short convolutions .*: expected model\.device to be cpu"
+    ):
+        check_architecture(Lfm2ForCausalLM, config, torch.device("cuda"))
 
 
 def test_layers_that_attend_are_counted_by_themselves() -> None:

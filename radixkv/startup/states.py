@@ -1,0 +1,74 @@
+"""Makes room for the states that some models keep for each sequence, and refuses what can't be done with them yet."""
+
+from __future__ import annotations
+
+import logging
+
+from radixkv.cache.states.state_slots import StateSlots
+from radixkv.config import Config, EngineConfig
+from radixkv.errors import UnsupportedModel
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVShape
+
+# Without `cache.state_bytes`, snapshots take this share of what K and V take, and are at least this many.
+_SHARE = 0.1
+_LEAST_SNAPSHOTS = 64
+
+_log = logging.getLogger(__name__)
+
+
+def make_state_slots(
+    model: Model, kv_shape: KVShape, num_blocks: int, config: Config, limits: EngineConfig
+) -> StateSlots | None:
+    """Return the slots for states of a model that keeps some; None for any other. Logs how many they are.
+
+    Args:
+        model: the model.
+        kv_shape: its K and V as the pool stores them.
+        num_blocks: blocks of the pool.
+        config: the configuration; `cache` says how much the snapshots may take.
+        limits: requests that run at the same time.
+
+    Raises:
+        UnsupportedModel: the configuration asks for something that can't be done with states.
+    """
+    shape, size = model.state_shape, config.cache.block_size
+    if shape is None:
+        return None
+    _require_possible(model, config)
+    num_snapshots = (
+        max(_LEAST_SNAPSHOTS, int(_SHARE * num_blocks * size * kv_shape.token_bytes / shape.slot_bytes))
+        if config.cache.state_bytes is None
+        else config.cache.state_bytes // shape.slot_bytes
+    )
+    num_snapshots = min(num_snapshots, num_blocks)  # a block has one
+    num_requests = limits.max_running_requests
+    _log.info(
+        "states: %d snapshots beside those of %d running requests, %.1f kB each, %.1f MB in all",
+        num_snapshots,
+        num_requests,
+        shape.slot_bytes / 1e3,
+        (num_snapshots + num_requests) * shape.slot_bytes / 1e6,
+    )
+    return StateSlots(num_blocks, size, num_requests, num_snapshots, config.cache.state_every_tokens)
+
+
+def _require_possible(model: Model, config: Config) -> None:
+    """Refuse K/V that come from elsewhere: their states would be missing, and all tokens would be computed again."""
+    tiers, transfer = config.tiers, config.transfer
+    asked = {
+        "tiers.host_bytes": tiers.host_bytes,
+        "tiers.disk_path": tiers.disk_path,
+        "tiers.redis_url": tiers.redis_url,
+        "tiers.mooncake_master": tiers.mooncake_master,
+        "stores": config.stores,
+        "transfer.serve": transfer.serve,
+        "transfer.role": transfer.role != "both",
+        "kv_sources": config.kv_sources,
+    }
+    keys = [key for key, value in asked.items() if value]
+    if keys:
+        raise UnsupportedModel(
+            f"{keys[0]}: expected it to be left out for {type(model.module).__name__}, which keeps a state for each "
+            "sequence: stores and other servers have K and V only"
+        )
