@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from radixkv.config.bounds import OneOf, Range, require_fields
+from radixkv.errors import ConfigError
 
 _MAX_INT32 = 2**31 - 1
 _YEAR_S = 366 * 24 * 3600
+_Replicas = Annotated[int, Range(1, 999_999)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,8 @@ class FleetConfig:
             given up, and sent to another one where nothing was answered yet.
         start_timeout_s: seconds that a request waits for a replica while none is there.
         calls_per_replica: calls under way for each replica that a fleet which grows by its load aims at.
+        prefill_replicas: replicas that compute prompts; others generate from their K/V. None: all do both.
+        decode_replicas: those others; None exactly if `prefill_replicas` is.
     """
 
     routing: Annotated[str, OneOf("prefix", "longest-prefix", "least-loaded", "round-robin")] = "prefix"
@@ -30,5 +34,22 @@ class FleetConfig:
     start_timeout_s: Annotated[float, Range(0, _YEAR_S)] = 30.0
     calls_per_replica: Annotated[float, Range(0.01, 1e6)] = 8.0
 
+    prefill_replicas: _Replicas | None = None
+    decode_replicas: _Replicas | None = None
+
     def __post_init__(self) -> None:
         require_fields("fleet", self)
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether some replicas compute prompts and others generate.
+
+        Raises:
+            ConfigError: only one of the two numbers is there.
+        """
+        numbers = {"prefill_replicas": self.prefill_replicas, "decode_replicas": self.decode_replicas}
+        missing = [name for name, number in numbers.items() if number is None]
+        if len(missing) == 1:
+            (there,) = numbers.keys() - set(missing)
+            raise ConfigError(f"fleet.{missing[0]}: expected a number beside fleet.{there}, got none")
+        return not missing

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from radixkv.config import Config
 from radixkv.errors import ConfigError
@@ -42,7 +42,8 @@ class FleetPlan:
 
     Attributes:
         config: of each engine; its section `server` is the ingress's.
-        least_replicas, most_replicas: of which there are as many as their load asks for.
+        least_replicas, most_replicas: of which there are as many as their load asks for. Where `config.fleet` has
+            numbers of replicas by their roles, these count alone.
         replica_host: address that replicas listen on; `node` for that of their machine.
         cpus, gpus: of each replica.
         ray_address: of a running Ray cluster; None to start one on this machine, for this process alone.
@@ -107,7 +108,7 @@ def _ray_options(plan: FleetPlan) -> dict[str, Any]:
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
     if plan.ray_address is not None:
         return {"address": plan.ray_address, "namespace": APPLICATION, **quiet}
-    cpus = max(os.cpu_count() or 1, round(plan.most_replicas * plan.cpus + 0.5))
+    cpus = max(os.cpu_count() or 1, round(sum(each.most for each in _groups(plan)) * plan.cpus + 0.5))
     return {
         "address": "local",
         "namespace": APPLICATION,
@@ -129,35 +130,37 @@ def _application(plan: FleetPlan) -> Any:
     from radixkv.service.cluster.replica import Replica
 
     fleet, drain_s = plan.config.fleet, plan.config.server.drain_timeout_s
-    number: dict[str, Any] = {"num_replicas": plan.least_replicas}
-    if plan.most_replicas > plan.least_replicas:
-        policy = AutoscalingPolicy(
-            policy_function=_POLICY, policy_kwargs={"calls_per_replica": fleet.calls_per_replica}
-        )
-        number = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=plan.least_replicas, max_replicas=plan.most_replicas, policy=policy
-            )
-        }
     lives = {"health_check_period_s": _HEALTH_PERIOD_S, "health_check_timeout_s": _HEALTH_TIMEOUT_S}
     ends = {"graceful_shutdown_timeout_s": drain_s + _STOP_S, "graceful_shutdown_wait_loop_s": 0.1}
-    replicas = serve.deployment(
-        Replica,
-        name="Replica",
-        request_router_config=RequestRouterConfig(
-            request_router_class=_ROUTER,
-            request_router_kwargs={
-                "routing": fleet.routing,
-                "least_match_tokens": fleet.least_match_tokens,
-                "health_timeout_s": fleet.health_timeout_s,
-            },
-        ),
-        ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus},
-        max_constructor_retry_count=_MOST_STARTS,
-        **number,
-        **lives,
-        **ends,
-    ).bind(plan.config, FleetSecrets.make(), plan.replica_host)
+    routing = RequestRouterConfig(
+        request_router_class=_ROUTER,
+        request_router_kwargs={
+            "routing": fleet.routing,
+            "least_match_tokens": fleet.least_match_tokens,
+            "health_timeout_s": fleet.health_timeout_s,
+        },
+    )
+    secrets = FleetSecrets.make()
+    replicas = []
+    for group in _groups(plan):
+        number: dict[str, Any] = {"num_replicas": group.least}
+        if group.most > group.least:
+            policy = AutoscalingPolicy(
+                policy_function=_POLICY, policy_kwargs={"calls_per_replica": fleet.calls_per_replica}
+            )
+            scaling = AutoscalingConfig(min_replicas=group.least, max_replicas=group.most, policy=policy)
+            number = {"autoscaling_config": scaling}
+        described = serve.deployment(
+            Replica,
+            name=group.name,
+            request_router_config=routing,
+            ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus},
+            max_constructor_retry_count=_MOST_STARTS,
+            **number,
+            **lives,
+            **ends,
+        )
+        replicas.append(described.bind(with_role(plan.config, group.role), secrets, plan.replica_host))
     return serve.deployment(
         Ingress,
         name="Ingress",
@@ -165,7 +168,32 @@ def _application(plan: FleetPlan) -> Any:
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": _ONE_LOOP}},
         **lives,
         **ends,
-    ).bind(plan.config.server, fleet, replicas)
+    ).bind(plan.config.server, fleet, *replicas)
+
+
+class _Group(NamedTuple):
+    """Replicas that take the same calls: Ray's name for them, their role, and how many there are."""
+
+    name: str
+    role: str
+    least: int
+    most: int
+
+
+def _groups(plan: FleetPlan) -> list[_Group]:
+    """Return the replicas of a plan: those that compute prompts come first."""
+    fleet = plan.config.fleet
+    if fleet.prefill_replicas is None or fleet.decode_replicas is None:
+        return [_Group("Replica", plan.config.transfer.role, plan.least_replicas, plan.most_replicas)]
+    return [
+        _Group("Prefill", "prefill", fleet.prefill_replicas, fleet.prefill_replicas),
+        _Group("Decode", "decode", fleet.decode_replicas, fleet.decode_replicas),
+    ]
+
+
+def with_role(config: Config, role: str) -> Config:
+    """Return the configuration of a replica with a role."""
+    return dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, role=role))
 
 
 def with_port(config: Config, port: int) -> Config:

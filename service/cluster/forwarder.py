@@ -42,6 +42,8 @@ class Forwarder:
            ▲       │ UNAVAILABLE, or silence to health checks, before the first part of an answer
            └───────┘ not that one again; after the first part the call ends with UNAVAILABLE
 
+    A replica that can't reach the source of its K/V is not to blame: the caller is told.
+
     Args:
         choose: routes a question; raises NoReplica if no replica is left for it.
         wait_s: seconds that a call waits for a replica while there is none.
@@ -144,7 +146,7 @@ class Forwarder:
             refusal = ReplicaRefusal(error.code(), error.details() or "", trailing)
         else:
             refusal = ReplicaRefusal(grpc.StatusCode.UNAVAILABLE, str(error))
-        if refusal.code is not grpc.StatusCode.UNAVAILABLE:
+        if refusal.code is not grpc.StatusCode.UNAVAILABLE or refusal.details.startswith("kv_source:"):
             raise refusal from error
         if is_begun:
             raise ReplicaRefusal(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 from radixkv.config import FleetConfig, ServerConfig
 from radixkv.errors import NoReplica
-from radixkv.service.cluster.forwarder import Forwarder
+from radixkv.service.cluster.forwarder import Choose, Forwarder
 from radixkv.service.cluster.ingress_server import IngressServer
 from radixkv.service.cluster.question import Question, Routed
+from radixkv.service.cluster.split.hand_over import HandOver
 
 _ONE_TOKEN = bytes(4)
 
@@ -26,37 +28,36 @@ class Ingress:
     Args:
         server: where to listen, and who may call.
         fleet: how to route.
-        replicas: Ray's handle of the replicas.
+        replicas: Ray's handle of the replicas; of those that compute prompts, where they have roles.
+        generating: Ray's handle of those that generate; None where all do both.
     """
 
-    async def __init__(self, server: ServerConfig, fleet: FleetConfig, replicas: Any) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, server: ServerConfig, fleet: FleetConfig, replicas: Any, generating: Any = None
+    ) -> None:
         self._replicas = replicas
         self._wait_s = fleet.start_timeout_s
-        first = await self._first()
+        first = await self._first(self.choose)
         first.finish(0, 0.0)
-        self._server = IngressServer(server, first.line.facts, Forwarder(self.choose, fleet.start_timeout_s))
+        forwarder, hand_over = Forwarder(self.choose, self._wait_s), None
+        if generating is not None:
+            choose = partial(_choice, generating, self._wait_s)
+            (await self._first(choose)).finish(0, 0.0)
+            # Who generates can compute as well: a generation waits for nobody else for long.
+            patience_s = min(self._wait_s, fleet.health_timeout_s)
+            computing = Forwarder(partial(_choice, replicas, patience_s), patience_s)
+            hand_over = HandOver(computing, Forwarder(choose, self._wait_s))
+        self._server = IngressServer(server, first.line.facts, forwarder, hand_over)
         self._address = await self._server.start()
         _log.info("ingress listens on %s", self._address)
 
     async def choose(self, question: Question) -> Routed:
-        """Have Ray's router choose a replica. No request is sent through Ray.
+        """Have Ray's router choose a replica, of those that compute prompts.
 
         Raises:
             NoReplica: none is there, or none that the question does not avoid.
         """
-        question.answer = None
-        try:
-            async with (
-                asyncio.timeout(self._wait_s),
-                # Ray need not reserve a place: replicas have queues of their own, and tell how many wait.
-                self._replicas.choose_replica(question, _reserve=False),
-            ):
-                pass
-        except TimeoutError as error:
-            raise NoReplica(f"replicas: expected one within {self._wait_s:g} s, got none") from error
-        if question.answer is None:
-            raise NoReplica("replicas: expected one, got none")
-        return question.answer
+        return await _choice(self._replicas, self._wait_s, question)
 
     async def check_health(self) -> None:
         """Raise if the process should be replaced. Ray asks every few seconds."""
@@ -68,10 +69,27 @@ class Ingress:
         if hasattr(self, "_address"):
             await self._server.drain()
 
-    async def _first(self) -> Routed:
+    async def _first(self, choose: Choose) -> Routed:
         """Wait for the first replica, however long its model takes to load."""
         while True:
             try:
-                return await self.choose(Question(_ONE_TOKEN))
+                return await choose(Question(_ONE_TOKEN))
             except NoReplica:
                 await asyncio.sleep(0)
+
+
+async def _choice(replicas: Any, wait_s: float, question: Question) -> Routed:
+    """Have Ray's router choose one of the replicas of a handle. No request is sent through Ray."""
+    question.answer = None
+    try:
+        async with (
+            asyncio.timeout(wait_s),
+            # Ray need not reserve a place: replicas have queues of their own, and tell how many wait.
+            replicas.choose_replica(question, _reserve=False),
+        ):
+            pass
+    except TimeoutError as error:
+        raise NoReplica(f"replicas: expected one within {wait_s:g} s, got none") from error
+    if question.answer is None:
+        raise NoReplica("replicas: expected one, got none")
+    return question.answer

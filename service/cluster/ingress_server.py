@@ -18,6 +18,7 @@ from radixkv.service.cluster.servicers import (
     FleetServicer,
     refusing_handler,
 )
+from radixkv.service.cluster.split.hand_over import HandOver
 from radixkv.service.server.health.servicer import HealthServicer
 from radixkv.service.server.identity.doors import Doors
 from radixkv.service.server.identity.gate import Gate
@@ -60,13 +61,17 @@ class IngressServer:
         config: where to listen, who may call, and bounds on what callers hold.
         facts: of a replica; all have the same model.
         forwarder: sends calls to replicas.
+        hand_over: generates, where replicas have roles; None where all do both.
 
     Raises:
         ConfigError: a file of credentials or certificates can't be used.
     """
 
-    def __init__(self, config: ServerConfig, facts: ReplicaFacts, forwarder: Forwarder) -> None:
+    def __init__(
+        self, config: ServerConfig, facts: ReplicaFacts, forwarder: Forwarder, hand_over: HandOver | None = None
+    ) -> None:
         self._config = config
+        self._hand_over = hand_over
         self._doors = Doors(config)
         self._unfinished = UnfinishedCalls()
         self._health = HealthServicer()
@@ -77,7 +82,7 @@ class IngressServer:
             options=grpc_options(config, limits),
             maximum_concurrent_rpcs=_TIMES_MAX_CALLS * config.max_calls,
         )
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FleetPrefillServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FleetPrefillServicer(forwarder, hand_over), self._grpc)  # type: ignore[no-untyped-call]
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
         model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
         self._grpc.add_generic_rpc_handlers(tuple(refusing_handler(service) for service in _REFUSED))
@@ -115,6 +120,8 @@ class IngressServer:
         """Refuse new calls, let running ones finish within `server.drain_timeout_s`, and stop."""
         self._health.leave()
         await self._unfinished.finish(self._config.drain_timeout_s)
+        if self._hand_over is not None:
+            await self._hand_over.finish()
         await self._grpc.stop(_FLUSH_S)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeVar
 
 import grpc
@@ -16,7 +16,9 @@ from radixkv.errors import InvalidRequest, SwitchedOff
 from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.cluster.line import Line
 from radixkv.service.cluster.question import Question, Routed
+from radixkv.service.cluster.split.hand_over import HandOver, SourceLost
 from radixkv.service.server.calls import traceparent_of
+from radixkv.service.server.generation.options import read_num_answers, read_sampling
 from radixkv.service.server.messages import require_names
 from radixkv.service.server.unfinished_calls import Context
 from radixkv.service.token_ids import read_token_ids
@@ -34,11 +36,14 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Sends prompts where they cost least.
 
     Args:
-        forwarder: sends calls.
+        forwarder: sends calls; where the replicas have roles, to those that compute prompts.
+        hand_over: generates then; None where all do both.
     """
 
-    def __init__(self, forwarder: Forwarder) -> None:
+    def __init__(self, forwarder: Forwarder, hand_over: HandOver | None = None) -> None:
         self._forwarder = forwarder
+        self._hand_over = hand_over
+        self._generating = forwarder if hand_over is None else hand_over.generating
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
         """Have a replica compute the part of a prompt that it has not cached."""
@@ -58,21 +63,33 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
         """Have a replica generate tokens after a prompt; with `kv_source` another one than has computed it."""
-        question = _question(request.prefill)
-        question.source = request.kv_source.address if request.HasField("kv_source") else ""
-        async with (
-            _telling(context),
-            contextlib.aclosing(
-                self._forwarder.stream(
-                    question, lambda line: line.prefill.Generate(_for(line, request), **_manners(line, context))
-                )
-            ) as parts,
-        ):
+        async with _telling(context), contextlib.aclosing(await self._parts(request, context)) as parts:
             async for routed, part in parts:
                 if part.HasField("usage"):
-                    routed.finish(part.usage.computed_tokens, part.timing.prefill_us * _MICROSECONDS)
+                    if self._hand_over is None:  # else its load is what it generates, until the end
+                        routed.finish(part.usage.computed_tokens, part.timing.prefill_us * _MICROSECONDS)
                     _name(routed, context)
                 yield part
+
+    async def _parts(
+        self, request: prefill_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[tuple[Routed, prefill_pb2.GenerateResponse], None]:
+        """Return the parts of an answer as they come, each with the replica that generates."""
+        question = _question(request.prefill)
+        if self._hand_over is not None:
+            if not request.HasField("kv_source"):
+                read_sampling(request), read_num_answers(request)  # before anything is computed
+                return self._hand_over.stream(
+                    request, lambda: _question(request.prefill), lambda line: _manners(line, context)
+                )
+            there = _question(request.prefill)
+            there.source = request.kv_source.address
+            (await self._forwarder.routed(there)).finish(0, 0.0)  # no address but that of a replica
+        elif request.HasField("kv_source"):
+            question.source = request.kv_source.address
+        return self._generating.stream(
+            question, lambda line: line.prefill.Generate(_for(line, request), **_manners(line, context))
+        )
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
         """Ask the replica that would get a prompt what it would reuse."""
@@ -208,3 +225,5 @@ async def _telling(context: Context) -> AsyncIterator[None]:
         yield
     except ReplicaRefusal as refusal:
         await context.abort(refusal.code, refusal.details, refusal.trailing)
+    except SourceLost as lost:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, str(lost))

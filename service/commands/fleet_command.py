@@ -18,6 +18,8 @@ from radixkv.errors import ConfigError
 from radixkv.service.server.identity.requirements import is_on_this_machine, require_secure
 from radixkv.service.server.listen_address import host_port, require_free
 
+_DEFAULT_REPLICAS = "2"
+
 
 def add_fleet_command(commands: argparse._SubParsersAction[Any]) -> None:
     """Add `fleet` to the commands of a parser."""
@@ -29,8 +31,12 @@ def add_fleet_command(commands: argparse._SubParsersAction[Any]) -> None:
         "where it costs least. Prints one line, listening on HOST:PORT, on stdout when ready.",
     )
     fleet.add_argument(
-        "--replicas", metavar="N|N:M", default="2", help="engines; N:M for as many as their load asks for"
+        "--replicas", metavar="N|N:M", help="engines; N:M for as many as their load asks for (default: 2)"
     )
+    fleet.add_argument(
+        "--prefill-replicas", metavar="N", type=int, help="engines that compute prompts, in place of --replicas"
+    )
+    fleet.add_argument("--decode-replicas", metavar="N", type=int, help="engines that generate from their K/V")
     fleet.add_argument("--model", metavar="tiny|DIR", help="the embedded model, or a directory (default: tiny)")
     fleet.add_argument("--host", help=f"address to listen on (default: {server.host})")
     fleet.add_argument("--port", type=int, help=f"0 picks a free one (default: {server.port})")
@@ -52,8 +58,10 @@ def _fleet(arguments: argparse.Namespace) -> None:
     from radixkv.service.cluster.fleet import FleetPlan, running_fleet, with_port
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    least, most = _numbers(arguments.replicas)
     config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
+    if config.fleet.has_roles and arguments.replicas is not None:
+        raise ConfigError("--replicas: expected none beside fleet.prefill_replicas and fleet.decode_replicas, got some")
+    least, most = _numbers(_DEFAULT_REPLICAS if arguments.replicas is None else arguments.replicas)
     require_secure(config.server)
     require_free(config.server)
     _require_private(arguments.replica_host, config.server)
@@ -107,5 +115,7 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
         "server.host": arguments.host,
         "server.port": arguments.port,
         "server.insecure": arguments.insecure or None,
+        "fleet.prefill_replicas": arguments.prefill_replicas,
+        "fleet.decode_replicas": arguments.decode_replicas,
     }
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]

@@ -40,6 +40,8 @@ EXAMPLES = {
     "tiers.mooncake_master": "10.0.0.6:50051",
     "tiers.secret_file": "/etc/radixkv/store.secret",
     "tiers.encryption_key_file": "/etc/radixkv/store.key",
+    "fleet.prefill_replicas": 2,
+    "fleet.decode_replicas": 2,
     "default_tenant.ceiling_tokens": 65_536,
     "default_tenant.max_retained_tokens": 16_384,
     "default_tenant.max_held_tokens": 32_768,

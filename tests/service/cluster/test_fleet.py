@@ -186,3 +186,27 @@ def test_a_shared_store_has_what_was_computed_and_a_fleet_ends_with_its_answers(
                 first = next(told)
                 fleet.terminate()
                 assert len(tokens_of([first, *told])) == 200
+
+
+def test_prompts_are_computed_by_some_and_answers_generated_by_others(tmp_path) -> None:
+    ids = prompt(200)
+    flags = ("--prefill-replicas", "1", "--decode-replicas", "1", "--set", f"fleet.start_timeout_s={PATIENCE_S}")
+    with running_fleet(*flags, log=tmp_path / "log") as fleet:
+        (computing,) = fleet.pids(f"ServeReplica:{APPLICATION}:Prefill")
+        (generating,) = fleet.pids(f"ServeReplica:{APPLICATION}:Decode")
+        address = route(fleet, ids).address
+        assert listener_of(address, [computing, generating]) == computing
+        with Client(fleet.address, timeout_s=PATIENCE_S) as client, Client(address, timeout_s=PATIENCE_S) as replica:
+            told = list(client.generate(ids, tenant="acme", max_new_tokens=5))
+            assert told[-1].usage.cached_tokens == 0
+            assert replica.prefill(ids, tenant="acme").next_token_id == tokens_of(told)[0]
+            with pytest.raises(grpc.RpcError) as refused:
+                list(replica.generate(ids, tenant="acme"))
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            again = list(client.generate(ids, tenant="acme", max_new_tokens=5))
+            assert (tokens_of(again), again[-1].usage.cached_tokens) == (tokens_of(told), len(ids) - 1)
+            wait_until(lambda: replica.stats().held_leases == 0)
+            os.kill(computing, signal.SIGKILL)
+            assert tokens_of(client.generate(ids, tenant="acme", max_new_tokens=5)) == tokens_of(told)
+            os.kill(generating, signal.SIGKILL)
+            assert tokens_of(client.generate(ids, tenant="acme", max_new_tokens=5)) == tokens_of(told)

@@ -14,6 +14,29 @@ def test_a_wrong_number_of_replicas_is_refused(replicas, capsys) -> None:
     assert "--replicas: expected N, or N:M" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--prefill-replicas", "1"],
+            "fleet.decode_replicas: expected a number beside fleet.prefill_replicas",
+        ),
+        (
+            ["--decode-replicas", "1"],
+            "fleet.prefill_replicas: expected a number beside fleet.decode_replicas",
+        ),
+        (["--prefill-replicas", "0", "--decode-replicas", "1"], "fleet.prefill_replicas: expected"),
+        (
+            ["--replicas", "2", "--prefill-replicas", "1", "--decode-replicas", "1"],
+            "--replicas: expected none beside fleet.prefill_replicas and fleet.decode_replicas",
+        ),
+    ],
+)
+def test_numbers_by_role_come_together_and_alone(flags, message, capsys) -> None:
+    assert main(["fleet", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_fleet_beyond_this_machine_needs_credentials(capsys) -> None:
     assert main(["fleet", "--host", "0.0.0.0"]) == 2
     assert "server.host: expected 127.0.0.1" in capsys.readouterr().err

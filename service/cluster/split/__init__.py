@@ -1,0 +1,4 @@
+"""Prompts computed on some replicas of a fleet, and answers generated on others.
+
+Face: `HandOver`.
+"""
