@@ -232,12 +232,12 @@ def _first_key(tile: _Tile, demand: Demand) -> int:
     """Return the first key of a tile's own sums."""
     if not demand.is_whole:
         return tile.tile_start // PART_TOKENS * PART_TOKENS
-    return _first_visible(tile, demand) // SUM_MULTIPLE * SUM_MULTIPLE
+    return _first_visible(tile.tile_start, demand) // SUM_MULTIPLE * SUM_MULTIPLE
 
 
-def _first_visible(tile: _Tile, demand: Demand) -> int:
-    """Return the first position that the first token of a tile would see."""
-    return 0 if demand.window is None else max(0, tile.tile_start + 1 - demand.window)
+def _first_visible(position: int, demand: Demand) -> int:
+    """Return the first position that a token sees."""
+    return 0 if demand.window is None else max(0, position + 1 - demand.window)
 
 
 def _tails_alike(
@@ -257,7 +257,8 @@ def _tails_alike(
     kv_lens = np.array([batch.kv_lens[tile.request] for tile in tiles])[:, None]
     in_table = np.minimum(places, (kv_lens - 1) // block_size)
     slots = (first_keys // block_size * block_size)[:, None] + np.arange(blocks_a_tile * block_size)
-    first_visible = np.array([_first_visible(tile, demand) for tile in tiles])[:, None]
+    # Where a tile begins inside, what only its first positions would see may not be there any more.
+    first_visible = np.array([_first_visible(tile.start, demand) for tile in tiles])[:, None]
     is_written = (slots < kv_lens) & (slots >= first_visible)
     tails = Tails(
         torch.from_numpy(rows.reshape(-1)) if len(members.tiles) > 1 else None,

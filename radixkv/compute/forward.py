@@ -12,14 +12,15 @@ import torch
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.errors import require_invariant
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.staging import to_device
 from radixkv.model.adapters.adapter_range import AdapterRange
+from radixkv.model.attention.grouped_step import GroupedStep
 from radixkv.model.attention.interface import AttentionKernels, QueryWatcher, WatchedRows
 from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.model import Model
 from radixkv.model.states.state_rows import StateRows
 from radixkv.model.states.state_step import StateStep
+from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.state_pool import StatePool
 from radixkv.tokens import TOKEN_BYTES
 
@@ -56,6 +57,9 @@ class Chunk:
         adapter_from: position from which on tokens are computed with the adapter; those before are the base model's.
         num_dropped: tokens before the chunk whose K/V are not in the blocks any more: these hold those of the others.
         watcher: looks at the chunk's queries; None for nobody.
+        part_ids: int32, the parts of these blocks, which windowed layers store; any before their reach. None if all
+            layers are in one pool.
+        part_copy: a copy of a part to make first.
         state: the states that it reads and leaves; None for the beginning of a sequence that leaves none, and for a
             model without states.
     """
@@ -71,6 +75,8 @@ class Chunk:
     adapter_from: int = 0
     num_dropped: int = 0
     watcher: QueryWatcher | None = None
+    part_ids: BlockIds | None = None
+    part_copy: BlockCopy | None = None
     state: ChunkState | None = None
 
     @property
@@ -95,6 +101,7 @@ class StepLayout:
         adapters: the rows that are computed with an adapter.
         watched: the rows whose queries somebody looks at.
         states: the states before and after rows; None for a model without states.
+        parts: like `batch`, but the places of windowed layers; None if all layers are in one pool.
     """
 
     positions: torch.Tensor
@@ -103,6 +110,7 @@ class StepLayout:
     adapters: Sequence[AdapterRange] = ()
     watched: Sequence[WatchedRows] = ()
     states: StateRows | None = None
+    parts: PagedBatch | None = None
 
     def to(self, device: torch.device) -> StepLayout:
         """Return the same layout with its tensors on a device; see `to_device`."""
@@ -113,6 +121,7 @@ class StepLayout:
             self.adapters,
             self.watched,
             None if self.states is None else self.states.to(device),
+            None if self.parts is None else self.parts.to(device),
         )
 
 
@@ -148,7 +157,18 @@ def lay_out(chunks: Sequence[Chunk], block_size: int, states: StatePool | None =
             if chunk.watcher is not None
         ],
         None if states is None else _state_rows(chunks, batch.query_starts, states),
+        _part_batch(chunks, block_size),
     )
+
+
+def _part_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
+    """Lay out the places of windowed layers, if chunks name them."""
+    tables = [chunk.part_ids for chunk in chunks if chunk.part_ids is not None]
+    if not tables:
+        return None
+    require_invariant("parts", len(tables) == len(chunks), "one chunk names its parts, and another one does not")
+    lens = [chunk.num_tokens for chunk in chunks]
+    return PagedBatch.build(lens, [chunk.end for chunk in chunks], tables, block_size)
 
 
 def _state_rows(chunks: Sequence[Chunk], starts: Sequence[int], states: StatePool) -> StateRows:
@@ -200,7 +220,7 @@ class StepOutputs(NamedTuple):
 
 def compute_step(
     model: Model,
-    pool: KVPool,
+    storage: KVStorage,
     kernels: AttentionKernels,
     input_ids: torch.Tensor,
     layout: StepLayout,
@@ -210,15 +230,27 @@ def compute_step(
 
     Args:
         model: the weights.
-        pool: the K/V memory.
-        kernels: the operations on the pool.
+        storage: the K/V memory.
+        kernels: the operations on it.
         input_ids: int64 `[num_tokens]` on the model's device.
         layout: the layout of these tokens, on the model's device.
         states: the states of a model that keeps some.
     """
     state_step = None if states is None or layout.states is None else StateStep(states, layout.states)
-    step = PagedStep(pool, layout.batch, kernels, layout.watched, states=state_step)
+    require_invariant("parts", storage.parts is None or layout.parts is not None, "a chunk names none")
+    paged = PagedStep(storage.pool, layout.batch, kernels, layout.watched, states=state_step)
+    step = paged if layout.parts is None else _grouped_step(paged, storage, kernels, layout.parts)
     logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters)
     if state_step is not None:
         state_step.keep()
     return StepOutputs(logits, torch.cat((is_finite & step.is_finite, logits.argmax(dim=-1))))
+
+
+def _grouped_step(whole: PagedStep, storage: KVStorage, kernels: AttentionKernels, parts: PagedBatch) -> GroupedStep:
+    """Return a step over both pools, given that over the pool of layers that store every token."""
+    require_invariant("parts", storage.parts is not None, "chunks name parts, and the pool has none")
+    assert storage.parts is not None
+    assert storage.groups is not None
+    steps = {False: whole, True: PagedStep(storage.parts, parts, kernels)}
+    used = {place.is_windowed for place in storage.groups.places}
+    return GroupedStep({kind: step for kind, step in steps.items() if kind in used}, storage.groups.places)

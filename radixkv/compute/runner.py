@@ -13,6 +13,7 @@ import torch
 from radixkv.blocks import BlockCopy
 from radixkv.compute.forward import Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
 from radixkv.compute.graphs.graphs import StepGraphs
+from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.staging import to_device
 from radixkv.model.attention.interface import AttentionKernels, QueryWatcher
 from radixkv.model.attention.paged_step import PagedStep
@@ -121,7 +122,9 @@ class Runner:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
         """
         layout = lay_out(chunks, self.storage.block_size, self.states)
-        copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
+        copies = [(self.storage.pool, [chunk.copy for chunk in chunks if chunk.copy is not None])]
+        if self.storage.parts is not None:
+            copies.append((self.storage.parts, [chunk.part_copy for chunk in chunks if chunk.part_copy is not None]))
         is_own = self._graphs is None or layout.adapters or layout.watched or layout.states
         recorded = None if is_own or self._graphs is None else self._graphs.prepare(layout)
         return functools.partial(self._start, layout, copies, recorded or functools.partial(self._compute, layout))
@@ -158,14 +161,15 @@ class Runner:
     def _start(
         self,
         layout: StepLayout,
-        copies: Sequence[BlockCopy],
+        copies: Sequence[tuple[KVPool, Sequence[BlockCopy]]],
         compute: Callable[[torch.Tensor], StepOutputs],
         input_ids: torch.Tensor,
     ) -> Wait:
         def launch() -> StepOutputs:
-            if copies:
-                sources, targets = to_device(torch.tensor(copies).T.contiguous(), self.model.device)
-                self._kernels.copy_blocks(self.storage.pool, sources, targets)
+            for pool, blocks in copies:
+                if blocks:
+                    sources, targets = to_device(torch.tensor(blocks).T.contiguous(), self.model.device)
+                    self._kernels.copy_blocks(pool, sources, targets)
             return compute(input_ids)
 
         if not self.is_asynchronous:
@@ -176,7 +180,7 @@ class Runner:
     def _compute(self, layout: StepLayout, input_ids: torch.Tensor) -> StepOutputs:
         device = self.model.device
         return compute_step(
-            self.model, self.storage.pool, self._kernels, to_device(input_ids, device), layout.to(device), self.states
+            self.model, self.storage, self._kernels, to_device(input_ids, device), layout.to(device), self.states
         )
 
 

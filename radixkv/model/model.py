@@ -57,6 +57,7 @@ class Model:
         kv_shape: K and V of one token.
         state_shape: what layers keep for each sequence beside K and V; None if none does.
         attention_kinds: what the layers ask of attention, each kind once.
+        windows: tokens that a query of each layer with K and V sees, its own included; None for all.
         vocab_size: token ids are below this.
         is_exact: whether a token's K, V and logits depend on its prefix alone, bit for bit.
         max_tokens: tokens of the longest sequence that the model is made for; None if its configuration does not say.
@@ -116,7 +117,7 @@ class Model:
         self.vocab_size = int(config.vocab_size)
         self.max_tokens = _max_tokens(config)
         self.eos_token_ids = _eos_token_ids(module)
-        self.kv_shape, self.attention_kinds = _probe_attention(self, int(config.num_hidden_layers))
+        self.kv_shape, self.attention_kinds, self.windows = _probe_attention(self, int(config.num_hidden_layers))
         check_windows(type(module).__name__, config, (kind.window for kind in self.attention_kinds), self.max_tokens)
 
     @torch.inference_mode()
@@ -240,6 +241,7 @@ class _ShapeProbe:
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int | None, torch.dtype]] = {}
         self.kinds: dict[AttentionKind, None] = {}
+        self.windows: dict[int, int | None] = {}
         self.num_convolutions = 0
         self.is_repeated = False  # whether a layer attended more than once
 
@@ -254,6 +256,7 @@ class _ShapeProbe:
         self.is_repeated |= layer in self.shapes
         value_dim = None if value is None else value.shape[2]
         self.shapes[layer] = (key.shape[1], key.shape[2], value_dim, key.dtype)
+        self.windows[layer] = scoring.window
         self.kinds[AttentionKind(query.shape[1], scoring.window, scoring.softcap, scoring.sinks is not None)] = None
         return query.new_zeros(*query.shape[:2], key.shape[2] if value_dim is None else value_dim)
 
@@ -262,8 +265,10 @@ class _ShapeProbe:
         return torch.zeros_like(rows)
 
 
-def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[AttentionKind, ...]]:
-    """Run two tokens, and read K/V shape and attention from what the layers ask for.
+def _probe_attention(
+    model: Model, num_layers: int
+) -> tuple[KVShape, tuple[AttentionKind, ...], tuple[int | None, ...]]:
+    """Run two tokens, and read K/V shape, attention and windows from what the layers ask for.
 
     Raises:
         UnsupportedModel: the model keeps state elsewhere, or its layers store different K/V.
@@ -286,4 +291,5 @@ def _probe_attention(model: Model, num_layers: int) -> tuple[KVShape, tuple[Atte
         raise UnsupportedModel(f"{name}: expected K/V of float32, bfloat16 or float16, got {dtype}")
     if len(shapes) > 1 or value_dim not in (None, head_dim):
         raise UnsupportedModel(f"{name}: expected one K/V shape in all layers, got {sorted(map(str, shapes))}")
-    return KVShape(num_layers, num_kv_heads, head_dim, dtype, is_latent=value_dim is None), tuple(probe.kinds)
+    shape = KVShape(num_layers, num_kv_heads, head_dim, dtype, is_latent=value_dim is None)
+    return shape, tuple(probe.kinds), tuple(probe.windows[layer] for layer in range(num_layers))

@@ -11,6 +11,7 @@ from radixkv.errors import ConfigError
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import INT4, is_quantized
 from radixkv.storage.kv_layout import KVFormat
+from radixkv.storage.layer_groups import LayerGroups
 
 _NAMES = {
     torch.float32: "fp32",
@@ -73,11 +74,18 @@ class KVShape:
 class KVStorage:
     """Physical KV blocks.
 
+        layers that store every token     pool     [ block 0 )[ block 1 )[ block 2 )[ ...   num_blocks
+        windowed layers, if divided       parts    [ part 0 )[ part 1 )[ ...                num_parts
+
     Attributes:
         num_blocks: blocks of the pool.
         block_size: tokens a block.
         pool: the blocks, zeroed.
-        block_bytes: bytes of one block, all layers, scales included.
+        block_bytes: bytes of one block, all layers that store every token, scales included.
+        groups: the layers of both pools; None if all layers are in one.
+        parts: the pool of the windowed layers; None if all layers are in one.
+        num_parts: blocks of that pool.
+        part_bytes: bytes of one of them.
         kv_dtype: format of the stored numbers, as `KVFormat` names it.
 
     Args:
@@ -85,25 +93,51 @@ class KVStorage:
         shape: K and V of a token as the pool stores them.
         device: where the pool is.
         is_by_layer: whether the memory is ordered by layer, see `KVPool`.
+        groups: divides the layers; None for one pool.
+        num_parts: blocks of the windowed layers' pool.
 
     Raises:
         ConfigError: the device does not have enough memory.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, shape: KVShape, device: torch.device, *, is_by_layer: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        shape: KVShape,
+        device: torch.device,
+        *,
+        is_by_layer: bool = False,
+        groups: LayerGroups | None = None,
+        num_parts: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.block_bytes = block_size * shape.token_bytes
+        self.groups = groups
+        self.num_parts = num_parts
+        whole = shape if groups is None else dataclasses.replace(shape, num_layers=groups.num_whole)
+        windowed = dataclasses.replace(shape, num_layers=shape.num_layers - whole.num_layers)
+        self.block_bytes = block_size * whole.token_bytes
+        self.part_bytes = block_size * windowed.token_bytes
         self.kv_dtype = shape.format.name
-        size = (num_blocks, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim)
-        try:
-            self.pool = KVPool.allocate(
-                *size, dtype=shape.dtype, device=device, is_by_layer=is_by_layer, is_latent=shape.is_latent
+
+        def allocate(number: int, shape: KVShape) -> KVPool:
+            size = (number, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim)
+            ordered = is_by_layer or not shape.num_layers  # torch can't view blocks of no bytes as numbers
+            return KVPool.allocate(
+                *size, dtype=shape.dtype, device=device, is_by_layer=ordered, is_latent=shape.is_latent
             )
+
+        try:
+            self.pool = allocate(num_blocks, whole)
+            self.parts = None if groups is None else allocate(num_parts, windowed)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise ConfigError(
-                f"cache.capacity_tokens: {num_blocks * block_size} tokens need {num_blocks * self.block_bytes} bytes "
-                f"of K/V on {device}, which can't be allocated"
+                f"cache.capacity_tokens: {num_blocks * block_size} tokens need {self.num_bytes} bytes of K/V on "
+                f"{device}, which can't be allocated"
             ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks and parts."""
+        return self.num_blocks * self.block_bytes + self.num_parts * self.part_bytes

@@ -140,7 +140,7 @@ class StepGraphs:
 
         def compute() -> StepOutputs:
             self._kernels.use_plans(layout.batch, plans)
-            return compute_step(self._model, self._storage.pool, self._kernels, input_ids, layout)
+            return compute_step(self._model, self._storage, self._kernels, input_ids, layout)
 
         return compute
 

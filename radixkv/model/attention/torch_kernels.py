@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 from radixkv.kernels import cpu_attention, reference
@@ -11,11 +13,13 @@ from radixkv.kernels.cpu_attention_work import Demand, Group
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 
+_MAX_BATCHES = 2  # of a step: that of the pool, and that of the parts of windowed layers
+
 
 class TorchKernels:
     """Implements `AttentionKernels` with torch's scatter and fused attention. Serves models on a CPU.
 
-    The attention of a step is planned once for all layers that demand the same.
+    The attention of a step is planned once for all layers that demand the same. A step has a batch for each pool.
     """
 
     wants_pool_by_layer = True  # blocks that are adjacent are read in place
@@ -25,16 +29,17 @@ class TorchKernels:
     rotate = staticmethod(reference.rotate)
 
     def __init__(self) -> None:
-        self._batch: PagedBatch | None = None
-        self._plans: dict[Demand, list[Group]] = {}  # of `_batch`
+        self._plans: deque[tuple[PagedBatch, dict[Demand, list[Group]]]] = deque(maxlen=_MAX_BATCHES)
 
     def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
     ) -> torch.Tensor:
         """Compute `reference.paged_attention`; see `cpu_attention.paged_attention`."""
-        if batch is not self._batch:
-            self._batch, self._plans = batch, {}
+        plans = next((plans for planned, plans in self._plans if planned is batch), None)
+        if plans is None:
+            plans = {}
+            self._plans.append((batch, plans))
         demand = cpu_attention.demand_of(query, pool, scoring)
-        if demand not in self._plans:
-            self._plans[demand] = plan_cpu_attention(batch, demand)
-        return cpu_attention.paged_attention(query, pool, layer, self._plans[demand], scoring)
+        if demand not in plans:
+            plans[demand] = plan_cpu_attention(batch, demand)
+        return cpu_attention.paged_attention(query, pool, layer, plans[demand], scoring)

@@ -477,7 +477,7 @@ def test_a_step_can_be_recorded_since_it_asks_the_device_nothing(family: str, tm
     chunk = Chunk(random_tokens(0), 3, 10, np.zeros(1, dtype=np.int32), None, wants_logits=True)
     input_ids, layout = pack_tokens([chunk]).to(meta), lay_out([chunk], BLOCK_SIZE).to(meta)
     with _OnHost() as seen:
-        outputs = compute_step(model, storage.pool, _Launched(), input_ids, layout)  # type: ignore[arg-type]
+        outputs = compute_step(model, storage, _Launched(), input_ids, layout)  # type: ignore[arg-type]
     assert outputs.summary.shape == (8,)
     assert seen.num_calls > 50
     assert seen.on_host == []

@@ -1,0 +1,145 @@
+"""Windowed layers in a pool of their own: the same bits, with no more than the window and a step kept."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.blocks import BlockCopy
+from radixkv.cache.parts.part_holder import PartHolder
+from radixkv.cache.parts.part_pool import PartPool, least_parts
+from radixkv.cache.parts.reach import Reach
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import Runner
+from radixkv.config import ModelConfig
+from radixkv.errors import InvariantViolation
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.loading import load_model
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVStorage
+from radixkv.storage.layer_groups import LayerGroups
+from tests.model.exact.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.model.exact.exact_cases import MODELS
+
+SIZE = 16
+NUM_BLOCKS = 64
+STEP_TOKENS = 150
+
+
+@pytest.fixture(params=["mistral", "gemma2", "qwen2", "gpt_oss"], scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory = write_checkpoint(MODELS[request.param], tmp_path_factory.mktemp(request.param))
+    return load_model(ModelConfig(path=str(directory), dtype="float32"))
+
+
+def tokens_of(seed: int, count: int) -> bytes:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, count).astype("<u4").tobytes()
+
+
+class Divided:
+    """A runner over two pools whose slots are NaN where nobody wrote, and the books of the parts."""
+
+    def __init__(self, model: Model, kv_dtype: str = "auto") -> None:
+        groups = LayerGroups.of(model.windows, model.max_tokens)
+        reach = Reach.of_window(groups.window)
+        num_parts = least_parts(reach, SIZE, STEP_TOKENS) + 4
+        shape = model.kv_shape.stored_as(kv_dtype)
+        storage = KVStorage(NUM_BLOCKS, SIZE, shape, model.device, is_by_layer=True, groups=groups, num_parts=num_parts)
+        assert storage.parts is not None
+        for pool in (storage.pool, storage.parts):
+            pool.blocks.fill_(0xFF)
+        self.runner = Runner(model, storage, TorchKernels())
+        self.pool = PartPool(NUM_BLOCKS, num_parts, SIZE, reach, STEP_TOKENS)
+
+    def chunk(
+        self, holder: PartHolder, tokens: bytes, start: int, end: int, blocks: np.ndarray, copy: BlockCopy | None = None
+    ) -> Chunk:
+        cover = holder.cover(blocks, start, end, copy)
+        return Chunk(tokens, start, end, blocks, copy, True, part_ids=cover.part_ids, part_copy=cover.copy)
+
+    def compute(
+        self,
+        tokens: bytes,
+        blocks: np.ndarray,
+        holder: PartHolder,
+        start: int = 0,
+        copy: BlockCopy | None = None,
+        seed: int = 0,
+    ) -> torch.Tensor:
+        """Compute a prompt from `start` on in random chunks. Returns the logits after its last token."""
+        rng, logits = random.Random(seed), torch.empty(0)
+        while start < len(tokens) // 4:
+            end = min(len(tokens) // 4, start + rng.choice((1, 17, 33, STEP_TOKENS)))
+            result = self.runner.run([self.chunk(holder, tokens, start, end, blocks, copy)])
+            assert result.is_finite == [True]
+            holder.settle(end)
+            logits, start, copy = result.logits[0].clone(), end, None
+        return logits
+
+
+def alone(model: Model, tokens: bytes, kv_dtype: str = "auto") -> torch.Tensor:
+    """Compute a prompt at once, with all layers in one pool."""
+    shape = model.kv_shape.stored_as(kv_dtype)
+    runner = Runner(model, KVStorage(NUM_BLOCKS, SIZE, shape, model.device, is_by_layer=True), TorchKernels())
+    blocks = np.arange(-(-len(tokens) // 4 // SIZE), dtype=np.int32)
+    return runner.run([Chunk(tokens, 0, len(tokens) // 4, blocks, None, wants_logits=True)]).logits[0].clone()
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+def test_no_bit_depends_on_what_is_given_up(model: Model, kv_dtype: str) -> None:
+    divided, tokens = Divided(model, kv_dtype), tokens_of(1, 400)
+    blocks = np.random.default_rng(2).permutation(NUM_BLOCKS).astype(np.int32)[:25]
+    holder = PartHolder(divided.pool, 0)
+    got = divided.compute(tokens, blocks, holder)
+    assert divided.pool.num_given_up > 0
+    assert torch.equal(got, alone(model, tokens, kv_dtype))
+
+
+@pytest.mark.parametrize("cached", [161, 176, 190])
+def test_no_bit_depends_on_a_hit_whose_earlier_parts_are_gone(model: Model, cached: int) -> None:
+    divided, tokens = Divided(model), tokens_of(1, 200)
+    blocks = np.arange(20, 33, dtype=np.int32)
+    first = PartHolder(divided.pool, 0)
+    divided.compute(tokens, blocks, first)
+    first.close()
+    window = divided.pool.reach.num_tokens + 1
+    divided.pool.freed(blocks[: (cached - window + 1) // SIZE])
+    assert divided.pool.longest(blocks, cached) == cached
+    holder = PartHolder(divided.pool, 0)
+    holder.find(blocks[: -(-cached // SIZE)], cached)
+    tokens = tokens[: cached * 4] + tokens_of(3, 100)
+    whole = cached // SIZE
+    own = np.arange(40, 40 + -(-len(tokens) // 4 // SIZE) - whole, dtype=np.int32)
+    copy = BlockCopy(int(blocks[whole]), 40) if cached % SIZE else None
+    got = divided.compute(tokens, np.concatenate((blocks[:whole], own)), holder, cached, copy, seed=5)
+    assert torch.equal(got, alone(model, tokens))
+
+
+def test_requests_of_one_step_do_not_see_each_other(model: Model) -> None:
+    divided = Divided(model)
+    prompts = [tokens_of(7, 190), tokens_of(8, 75)]
+    tables = [np.arange(12, dtype=np.int32), np.arange(30, 35, dtype=np.int32)]
+    holders = [PartHolder(divided.pool, 0) for _ in prompts]
+    logits = {}
+    for start in (0, 70, 140):
+        running = [i for i, tokens in enumerate(prompts) if start < len(tokens) // 4]
+        ends = {i: min(len(prompts[i]) // 4, start + 70) for i in running}
+        chunks = [divided.chunk(holders[i], prompts[i], start, ends[i], tables[i]) for i in running]
+        for i, row in zip(running, divided.runner.run(chunks).logits, strict=True):
+            logits[i] = row.clone()
+            holders[i].settle(ends[i])
+    for i, tokens in enumerate(prompts):
+        assert torch.equal(logits[i], alone(model, tokens))
+
+
+def test_a_chunk_that_names_no_parts_is_a_bug_of_the_caller(model: Model) -> None:
+    divided, tokens = Divided(model), tokens_of(1, 20)
+    blocks = np.arange(2, dtype=np.int32)
+    with pytest.raises(InvariantViolation, match="parts: a chunk names none"):
+        divided.runner.run([Chunk(tokens, 0, 20, blocks, None, wants_logits=True)])
+    plain = Runner(model, KVStorage(4, SIZE, model.kv_shape, model.device), TorchKernels())
+    with pytest.raises(InvariantViolation, match="chunks name parts, and the pool has none"):
+        plain.run([Chunk(tokens, 0, 20, blocks, None, wants_logits=True, part_ids=blocks)])
