@@ -25,6 +25,9 @@ class CacheConfig:
         block_size: tokens of a block; 16, 32 or 64.
         capacity_tokens: tokens that the pool holds; rounded down to whole blocks. Without it, a GPU's pool is as large
             as `memory_share` allows, and on a CPU it holds 131,072.
+        windowed_tokens: tokens that layers with a sliding window hold in a pool of their own; rounded down to whole
+            blocks. 0 lets them hold every token, as other layers do. Without it the window decides, and they hold every
+            token where something else needs that.
         memory_share: part of a GPU's memory that weights, steps, pool and other programs may use together, 0 to 1.
         kv_dtype: format of stored K and V: `auto`, `bf16`, `fp8`, `int8` or `int4`. `auto` is the model's own dtype;
             fp8, int8 and int4 have a scale for each token and head.
@@ -42,6 +45,7 @@ class CacheConfig:
 
     block_size: Annotated[int, OneOf(16, 32, 64)] = 64
     capacity_tokens: int | None = None
+    windowed_tokens: Annotated[int, Range(0)] | None = None
     memory_share: _Share = 0.9
     kv_dtype: Annotated[str, OneOf(*KV_DTYPES)] = "auto"
     evicted_prefixes: _Count = 65_536

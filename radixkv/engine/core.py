@@ -12,7 +12,6 @@ from radixkv.api.result import ProbeResult, Retained
 from radixkv.api.retention import Retention
 from radixkv.cache.namespaces.purge import Purged, all_slices
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.answers import Answers
@@ -24,7 +23,7 @@ from radixkv.engine.growth import Growth, extend_lease
 from radixkv.engine.observer import Observer, Observers
 from radixkv.engine.offload.deletions import PurgeBegun
 from radixkv.engine.offload.offload import Offload
-from radixkv.engine.step import Computed, NextStep, Step, start_step
+from radixkv.engine.step import Computed, NextStep, Step, settle, start_step, trial_chunk
 from radixkv.engine.step_budget import StepBudget
 from radixkv.engine.steps_ahead import StepsAhead
 from radixkv.engine.tally import Tally
@@ -149,11 +148,10 @@ class EngineCore:
 
     def try_step(self) -> None:
         """Compute a token that nobody asked for, to learn whether steps work again."""
-        token = bytes(TOKEN_BYTES)
         try:
-            with self.cache.lease(Namespace(""), token, read=False) as lease:
+            with self.cache.lease(Namespace(""), bytes(TOKEN_BYTES), read=False) as lease:
                 self._save()
-                step = self._runner.run([Chunk(token, 0, 1, lease.block_ids, None, wants_logits=True)])
+                step = self._runner.run([trial_chunk(lease)])
         except Exception:  # noqa: BLE001 - whatever a forward pass raises, steps do not work yet
             _log.exception("steps still fail")
         else:
@@ -292,8 +290,10 @@ class EngineCore:
 
     def _try_smaller(self, step: Step) -> None:
         """Make the next steps smaller. The tokens of this one were not published and are computed again."""
-        num_tokens, num_requests = step.num_tokens, len(step.slices)
-        _log.warning("the device has no memory for a step of %d tokens in %d requests", num_tokens, num_requests)
+        num_tokens = step.num_tokens
+        _log.warning("the device has no memory for a step of %d tokens in %d requests", num_tokens, len(step.slices))
+        for part in step.slices:
+            settle(part.request)
         if not self._budget.shrink(num_tokens):
             self.num_failed_steps += 1
             for part in step.slices:

@@ -12,7 +12,7 @@ from radixkv.engine.answers import Answers
 from radixkv.engine.early_ends import EarlyEnds, deadline_passed
 from radixkv.engine.endings import Endings
 from radixkv.engine.sampler import Prediction
-from radixkv.engine.step import Computed
+from radixkv.engine.step import Computed, settle
 from radixkv.engine.tally import Tally
 from radixkv.errors import StepFailed
 from radixkv.scheduling.request import Generation, Outcome, Request
@@ -84,6 +84,7 @@ class Delivery:
         request.open_lease.copy = None  # the step has made it
         if request.state is not None:
             request.state.advance(upto)
+        settle(request)
         if prompt_logprobs and request.generation is not None:
             told = request.generation.prompt_logprobs
             told += prompt_logprobs[len(told) - start :]  # after a pause some are computed again

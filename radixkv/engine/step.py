@@ -13,6 +13,9 @@ import numpy as np
 import torch
 
 from radixkv.api.result import TokenLogprobs
+from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.cache.parts.part_holder import Cover
+from radixkv.cache.prompt_lease import PromptLease
 from radixkv.compute.compression.kept_entries import KeptEntries
 from radixkv.compute.forward import Chunk, ChunkState
 from radixkv.compute.runner import Runner, Wait
@@ -138,15 +141,19 @@ def _started(start: Callable[[], Wait]) -> Wait:
 
 
 def chunk_of(part: Slice) -> Chunk:
-    """Return what is to be computed for a slice."""
+    """Return what is to be computed for a slice, for which its request keeps the parts of blocks."""
     request, start, end = part
     lease, invocation = request.open_lease, request.invocation
+    block_ids, copy = lease.block_ids, lease.copy
+    cover = _cover(lease, block_ids, start, end, copy)
     return Chunk(
         tokens=lease.tokens if invocation is None else plain(lease.tokens),
         start=start,
         end=end,
-        block_ids=lease.block_ids,
-        copy=lease.copy,
+        block_ids=block_ids,
+        copy=copy,
+        part_ids=cover.part_ids,
+        part_copy=cover.copy,
         wants_logits=part.is_last,
         wants_all_logits=request.wants_all_logits,
         adapter=request.adapter,
@@ -154,6 +161,30 @@ def chunk_of(part: Slice) -> Chunk:
         num_dropped=lease.num_dropped_tokens,
         state=None if request.state is None else ChunkState(request.state.source, request.state.writes(start, end)),
     )
+
+
+def trial_chunk(lease: PromptLease) -> Chunk:
+    """Return a chunk that computes a prompt of one token."""
+    cover = _cover(lease, lease.block_ids, 0, 1, None)
+    return Chunk(bytes(lease.tokens), 0, 1, lease.block_ids, None, wants_logits=True, part_ids=cover.part_ids)
+
+
+def settle(request: Request) -> None:
+    """Let go of the parts of blocks that the next token of a request does not need."""
+    if request.lease is not None:
+        for holder in request.lease.own.parts:
+            holder.settle(request.computed_upto, request.lease.copy)
+
+
+class _NoCover(NamedTuple):
+    part_ids: BlockIds | None = None
+    copy: BlockCopy | None = None
+
+
+def _cover(lease: PromptLease, block_ids: BlockIds, start: int, end: int, copy: BlockCopy | None) -> Cover | _NoCover:
+    """Keep the parts that a chunk needs, if windowed layers have a pool of their own."""
+    holder = next((each for each in lease.own.parts if each.stores_tokens), None)
+    return _NoCover() if holder is None else holder.cover(block_ids, start, end, copy)
 
 
 def _watched(chunk: Chunk, watcher: KeptEntries | None) -> Chunk:

@@ -39,6 +39,7 @@ from radixkv.startup.model_check import check_model
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks
 from radixkv.startup.states import make_state_slots
 from radixkv.startup.tiers import Transfers, open_stores
+from radixkv.startup.windowed_layers import divide_layers, part_groups
 from radixkv.storage.device_pool import KVShape, KVStorage
 
 _log = logging.getLogger(__name__)
@@ -73,19 +74,35 @@ def build_engine(config: Config, observers: Iterable[Observer] = (), events_key:
     num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
     _require_floors(quotas, num_blocks)
     states = make_state_slots(model, kv_shape, num_blocks, config, limits)
+    groups, num_parts = divide_layers(config, limits, model, num_blocks)
     storage = KVStorage(
-        num_blocks, config.cache.block_size, kv_shape, model.device, is_by_layer=kernels.wants_pool_by_layer
+        num_blocks,
+        config.cache.block_size,
+        kv_shape,
+        model.device,
+        is_by_layer=kernels.wants_pool_by_layer,
+        groups=groups,
+        num_parts=num_parts,
     )
     _log.info(
         "allocated a pool of %d blocks of %d tokens: %.1f MB in %s on %s",
         num_blocks,
         storage.block_size,
-        num_blocks * storage.block_bytes / 1e6,
+        storage.num_bytes / 1e6,
         storage.kv_dtype,
         model.device,
     )
+    if groups is not None:
+        _log.info(
+            "%d of %d layers have windows of up to %d tokens, and hold %d tokens: %.1f MB of that",
+            groups.num_windowed,
+            len(groups.places),
+            groups.window,
+            num_parts * storage.block_size,
+            num_parts * storage.part_bytes / 1e6,
+        )
     available = available_bytes() if model.device.type == "cpu" else None
-    if available is not None and available < num_blocks * storage.block_bytes:
+    if available is not None and available < storage.num_bytes:
         _log.warning(
             "the pool takes its memory as it fills, and only %.1f MB are available: lower cache.capacity_tokens",
             available / 1e6,
@@ -97,7 +114,8 @@ def build_engine(config: Config, observers: Iterable[Observer] = (), events_key:
     transfer = Transfers(config.transfer, config.kv_sources) if has_transfers else None
     stores = open_stores(config.tiers, runner, marks, config.stores, transfer)
     listeners = [events] if stores is None else [events, stores.elsewhere]
-    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks, PartGroups(states=states))
+    parts = part_groups(storage, limits.step_tokens, states)
+    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks, parts)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     rates = Rates(config.tenants, config.default_tenant)
     engine = Engine(

@@ -10,6 +10,9 @@ from radixkv.errors import ConfigError
 _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int4": 4}
 _SCALE_BYTES = 4  # float32
 
+_USUAL_PROMPT_TOKENS = 2048
+_LEAST_WINDOWED_SHARE, _MOST_WINDOWED_SHARE = 1 / 8, 1 / 2
+
 # Names of the formats of weights in a config.json, and ours.
 FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -142,6 +145,24 @@ class LatentKV:
 
 
 KVLayout = HeadKV | LatentKV
+
+
+def windowed_blocks(num_blocks: int, window: int, block_size: int) -> int:
+    """Return the blocks that layers with a sliding window get where nobody chose a number.
+
+    A cached prompt of 2,048 tokens has all that it needs: its window. No layer gets less than an eighth, so that
+    shorter prompts fit too, nor more than half, so that long ones save something.
+
+    >>> windowed_blocks(2048, window=512, block_size=64)
+    512
+
+    Args:
+        num_blocks: blocks that the other layers have.
+        window: tokens that a query sees, its own included.
+        block_size: tokens a block.
+    """
+    share = min(max(window / _USUAL_PROMPT_TOKENS, _LEAST_WINDOWED_SHARE), _MOST_WINDOWED_SHARE)
+    return max(-(-window // block_size), int(num_blocks * share))
 
 
 def attention_kinds(

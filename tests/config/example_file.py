@@ -23,6 +23,7 @@ HEAD = """\
 EXAMPLES = {
     "engine.max_step_tokens": 2048,
     "cache.capacity_tokens": 131_072,
+    "cache.windowed_tokens": 32_768,
     "cache.state_bytes": 200_000_000,
     "server.metrics_port": 9400,
     "server.max_message_bytes": 67_108_864,

@@ -24,6 +24,8 @@ from tests.processor import needs_exact_int8
 # All but one of the two with latents, which slow tests ask, too.
 QUICK = [name for name in MODELS if name != "deepseek_v2"]
 
+WINDOWED = ["mistral", "gemma2", "qwen2", "gpt_oss"]
+
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
@@ -61,6 +63,28 @@ def test_no_bit_of_quantized_latents_depends_on_the_cache(dtype: str, kv_dtype: 
     counts, first_difference = run_cases("deepseek_v3", dtype, "exact", num_cases=4, seed=1, kv_dtype=kv_dtype)
     assert first_difference == ""
     assert counts["partial hits"] >= 2
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "int8")])
+@pytest.mark.parametrize("model", WINDOWED)
+def test_no_bit_depends_on_what_windowed_layers_have_given_up(model: str, dtype: str, kv_dtype: str) -> None:
+    counts, first_difference = run_cases(
+        model, dtype, "exact", num_cases=12, seed=len(model), kv_dtype=kv_dtype, is_divided=True
+    )
+    assert first_difference == ""
+    assert counts["partial hits"] >= 5
+    assert counts["hits inside a block"] >= 4
+    assert counts["hits without all parts"] >= 4
+    assert counts["turns"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", WINDOWED)
+def test_no_bit_of_many_prompts_depends_on_what_is_given_up(model: str, dtype: str) -> None:
+    counts, first_difference = run_cases(model, dtype, "exact", num_cases=60, num_adapters=2, is_divided=True)
+    assert first_difference == ""
+    assert counts["hits without all parts"] >= 20
 
 
 @needs_exact_int8

@@ -76,6 +76,15 @@ class PartGroups:
             holders[-1].find(block_ids, cached_tokens)
         return tuple(holders)
 
+    def require_lasting_room(self, num_tokens: int) -> None:
+        """Raise if all parts of `num_tokens` tokens may not stay when their request is over.
+
+        Raises:
+            OutOfBlocks: too many would outlive their requests.
+        """
+        for pool in self.pools:
+            pool.require_lasting_room(self._most(pool, num_tokens, keeps_all=True))
+
     def require_room(self, num_tokens: int, *, keeps_all: bool = False) -> None:
         """Raise if a request of `num_tokens` tokens can't run now.
 

@@ -97,17 +97,26 @@ class PartPool:
         Raises:
             OutOfBlocks: other requests have reserved too many.
         """
-        if lasts and not self.may_last(num_parts):
-            raise OutOfBlocks(
-                f"parts of windowed layers: expected at most {self.max_lasting} that outlive their requests, got "
-                f"{num_parts} beside {self.num_lasting}"
-            )
+        if lasts:
+            self.require_lasting_room(num_parts)
         room = self.num_parts - self.num_step_parts - self.num_reserved
         if num_parts > room:
             raise OutOfBlocks(
                 f"parts of windowed layers: expected room for {num_parts} blocks more, got {max(0, room)} of "
                 f"{self.num_parts}, since running requests and public prefixes may need {self.num_reserved} and a "
                 f"step {self.num_step_parts}"
+            )
+
+    def require_lasting_room(self, num_parts: int) -> None:
+        """Raise if `num_parts` parts may not outlive their request.
+
+        Raises:
+            OutOfBlocks: there would be too many.
+        """
+        if not self.may_last(num_parts):
+            raise OutOfBlocks(
+                f"parts of windowed layers: expected at most {self.max_lasting} that outlive their requests, got "
+                f"{num_parts} beside {self.num_lasting}"
             )
 
     def may_last(self, num_parts: int) -> bool:

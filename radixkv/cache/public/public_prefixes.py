@@ -89,7 +89,7 @@ class PublicPrefixes:
         Raises:
             SwitchedOff: the model keeps states.
             InvalidRequest: the name is empty or taken, or the tokens are fewer than a block.
-            OutOfBlocks: public prefixes would take too many blocks.
+            OutOfBlocks: public prefixes would take too many blocks, or too many parts of windowed layers.
         """
         if self._parts.states is not None:
             raise SwitchedOff("public prefixes: expected a model without states, got one whose requests each need one")
@@ -107,6 +107,7 @@ class PublicPrefixes:
                 f"public prefixes: expected at most {self.max_blocks} blocks of {self._block_size} tokens in all, "
                 f"got {num_blocks}"
             )
+        self._parts.require_lasting_room(len(tokens) // TOKEN_BYTES)
         namespace = Namespace(model, PUBLIC_TENANT, adapter, salt=str(next(self._serials)))
         self._by_name[name] = PublicPrefix(name, namespace, tokens, invoked or adapter)
         return self._by_name[name]

@@ -164,6 +164,5 @@ def test_a_public_prefix_keeps_all_its_parts() -> None:
 
 def test_a_public_prefix_for_which_there_are_too_few_parts_is_refused() -> None:
     cache = cache_of(num_blocks=64, num_parts=14)
-    prefix = cache.public.register("system", "model", "", spell(ALPHABET))
     with pytest.raises(OutOfBlocks, match="expected at most 3 that outlive their requests, got 7 beside 0"):
-        cache.lease(prefix.namespace, prefix.tokens)
+        cache.public.register("system", "model", "", spell(ALPHABET))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import (
     DeepseekV2Config,
@@ -39,7 +40,8 @@ from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult
 from radixkv.api.sampling import Sampling
-from radixkv.cache.parts.part_groups import PartGroups
+from radixkv.cache.parts.part_pool import NO_PART, least_parts
+from radixkv.cache.parts.reach import Reach
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.states.state_slots import StateSlots
 from radixkv.compute.graphs.recorder import GraphRecorder
@@ -47,6 +49,7 @@ from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
 from radixkv.engine.core import EngineCore
 from radixkv.errors import OutOfBlocks
 from radixkv.invocation import InvocationMarks
+from radixkv.kernels.kv_pool import KVPool
 from radixkv.model.loading import load_model
 from radixkv.namespace import Namespace
 from radixkv.scheduling.load_or_compute import Choice, LoadOrCompute
@@ -55,7 +58,9 @@ from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.attention_trial import try_attention_here
 from radixkv.startup.build_engine import make_runner
 from radixkv.startup.tiers import open_stores
+from radixkv.startup.windowed_layers import part_groups
 from radixkv.storage.device_pool import KVStorage
+from radixkv.storage.layer_groups import LayerGroups
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
 from tests.model.exact.random_adapters import random_adapter
 from tests.model.exact.stores import STORES, Places, open_places
@@ -105,6 +110,7 @@ MAX_RUNNING = 8
 _STORE_PATIENCE_S = 60.0
 MAX_TOKENS = 900  # beyond the first unit of attention
 USUAL_TOKENS = 420  # beyond the first part
+MOST_STEP_TOKENS = 1000
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ class Answer:
 
     result: PrefillResult
     kv: torch.Tensor  # bytes [num_tokens, num_layers, n], scales included
+    blocks: npt.NDArray[np.int32]
 
     def difference(self, other: Answer) -> str:
         """Return where two answers differ first; empty if they are equal."""
@@ -149,6 +156,7 @@ class Cases:
         seed: of everything random.
         num_adapters: adapters that requests may have. The device has room for all but one.
         places: of stores for blocks that leave the device; host memory has room for some of them.
+        is_divided: whether windowed layers have a pool of their own, for little more than a step.
     """
 
     def __init__(
@@ -162,6 +170,7 @@ class Cases:
         weights: str = "auto",
         num_adapters: int = 0,
         places: Places | None = None,
+        is_divided: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.block_size = self.random.choice((16, 32))
@@ -177,7 +186,22 @@ class Cases:
         kv_shape = self.model.kv_shape.stored_as(kv_dtype)
         kernels = attention_kernels(self.model, kv_shape, self.block_size, try_attention_here)
         is_by_layer = kernels.wants_pool_by_layer and self.random.random() < 0.8
-        storage = KVStorage(NUM_BLOCKS, self.block_size, kv_shape, self.model.device, is_by_layer=is_by_layer)
+        groups, num_parts = None, 0
+        if is_divided:
+            groups = LayerGroups.of(self.model.windows, self.model.max_tokens)
+            reach = Reach.of_window(groups.window)
+            num_parts = least_parts(reach, self.block_size, MOST_STEP_TOKENS) + 4 * reach.most_blocks(
+                MAX_TOKENS, self.block_size
+            )
+        storage = KVStorage(
+            NUM_BLOCKS,
+            self.block_size,
+            kv_shape,
+            self.model.device,
+            is_by_layer=is_by_layer,
+            groups=groups,
+            num_parts=num_parts,
+        )
         recorder = GraphRecorder(self.model, kernels, EngineConfig())
         states = None
         if self.model.state_shape is not None:  # some cases have too few snapshots
@@ -190,8 +214,11 @@ class Cases:
         tiers = (places or Places({})).config(HOST_BLOCKS, 4 * NUM_BLOCKS, storage.block_bytes)
         stores = open_stores(tiers, self.runner, InvocationMarks())
         storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
+        if storage.parts is not None:
+            storage.parts.blocks.fill_(0xFF)
         listeners = [] if stores is None else [stores.elsewhere]
-        self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners, parts=PartGroups(states=states))
+        parts = part_groups(storage, MOST_STEP_TOKENS, states)
+        self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners, parts=parts)
         self.offload = None if stores is None else stores.offload(self.cache)
         if self.offload is not None:
             choice = _AlwaysLoad(self.block_size)
@@ -236,6 +263,9 @@ class Cases:
         self.counts["host hits"] += usage.host_tokens > 0
         self.counts["disk hits"] += usage.disk_tokens > 0
         self.counts["remote hits"] += usage.remote_tokens > 0
+        self.counts["hits without all parts"] += self._has_given_up(
+            warm.blocks[: usage.cached_tokens // self.block_size]
+        )
         self.counts["hits inside a block"] += usage.cached_tokens % self.block_size > 0
         self.counts["greedy tokens flipped"] += warm.result.next_token_id != cold.result.next_token_id
         difference = cold.difference(warm)
@@ -283,7 +313,7 @@ class Cases:
 
     def _ask(self, requests: list[tuple[list[int], str, bool, str]]) -> Answer | None:
         """Run requests together. Returns the last one's answer; None if there was no room for it."""
-        core = self._core(self.random.choice((33, 64, 200, 1000)))
+        core = self._core(self.random.choice((33, 64, 200, MOST_STEP_TOKENS)))
         futures = [self._submit(core, *request, holds=request is requests[-1]) for request in requests]
         self._finish(core, futures)
         try:
@@ -291,13 +321,32 @@ class Cases:
         except OutOfBlocks:
             return None
         assert result.held_lease is not None
-        kv = self._stored(torch.from_numpy(result.held_lease.block_table).long(), result.usage.prompt_tokens)
+        blocks = result.held_lease.block_table
+        kv = self._stored(torch.from_numpy(blocks).long(), result.usage.prompt_tokens)
         core.held_leases.close()
-        return Answer(result, kv)
+        return Answer(result, kv, blocks)
+
+    def _has_given_up(self, block_ids: npt.NDArray[np.int32]) -> bool:
+        """Whether one of these blocks has no part any more."""
+        return any(bool((books.table[block_ids] == NO_PART).any()) for books in self.cache.parts.pools)
 
     def _stored(self, block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Copy the bytes that the pool holds of a sequence, `[num_tokens, num_layers, n]`."""
-        pool = self.runner.storage.pool
+        """Copy the bytes that the pools hold of a sequence, `[num_tokens, num_layers, n]`: 0 where none is needed."""
+        storage = self.runner.storage
+        whole = self._bytes_of(storage.pool, block_ids, num_tokens)
+        if storage.parts is None:
+            return whole
+        (books,) = self.cache.parts.pools
+        first = books.reach.first_token(num_tokens)
+        start = first // self.block_size
+        part_ids = torch.from_numpy(books.table[block_ids[start:].numpy()]).long()
+        assert (part_ids >= 0).all(), "what the next token needs is kept"
+        kept = self._bytes_of(storage.parts, part_ids, num_tokens - start * self.block_size)
+        kept[: first - start * self.block_size] = 0
+        before = kept.new_zeros(start * self.block_size, *kept.shape[1:])
+        return torch.cat((torch.cat((before, kept)), whole), dim=1) if whole.shape[1] else torch.cat((before, kept))
+
+    def _bytes_of(self, pool: KVPool, block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
         block_ids = block_ids.to(self.model.device)
         tensors = [pool.values] if pool.scales is None else [pool.values, pool.scales[..., None]]
         by_token = [tensor[block_ids].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:num_tokens] for tensor in tensors]
@@ -339,12 +388,14 @@ def run_cases(
     weights: str = "auto",
     num_adapters: int = 0,
     stores: Sequence[str] = (),
+    *,
+    is_divided: bool = False,
 ) -> tuple[Counter[str], str]:
     """Run cases of one model. Returns the counted events and the first difference."""
     first = ""
     with tempfile.TemporaryDirectory() as folder, open_places(stores) as places:
         checkpoint = write_checkpoint(MODELS[model], Path(folder))
-        cases = Cases(checkpoint, dtype, kv_dtype, exactness, seed, device, weights, num_adapters, places)
+        cases = Cases(checkpoint, dtype, kv_dtype, exactness, seed, device, weights, num_adapters, places, is_divided)
         for index in range(num_cases):
             difference = cases.run()
             first = first or (difference and f"{model}, {kv_dtype}, seed {seed}, case {index}: {difference}")

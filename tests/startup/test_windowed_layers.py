@@ -1,0 +1,176 @@
+"""The pool of windowed layers: whether there is one, how large it is, and a server that has one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv.api.caller import Caller
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import PrefillResult
+from radixkv.api.sampling import Sampling
+from radixkv.config import Config
+from radixkv.engine.engine import Engine
+from radixkv.errors import ConfigError, Draining, OutOfBlocks
+from radixkv.startup.build_engine import build_engine
+from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def gemma2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of three layers, two of which have a window of 24 tokens."""
+    return write_checkpoint(CONFIGS["gemma2"], tmp_path_factory.mktemp("gemma2"))
+
+
+def config(model: Path, *settings: str) -> Config:
+    return Config.load(
+        None,
+        [
+            f"model.path={model}",
+            "model.device=cpu",
+            "cache.capacity_tokens=2048",
+            "cache.block_size=16",
+            "engine.max_step_tokens=64",
+            *settings,
+        ],
+    )
+
+
+def tokens(seed: int, count: int) -> bytes:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, count).astype("<u4").tobytes()
+
+
+def test_windowed_layers_get_what_their_window_needs(gemma2: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="radixkv"):
+        engine = build_engine(config(gemma2))
+    storage = engine._core._runner.storage
+    assert (storage.num_blocks, storage.num_parts) == (128, 18)
+    assert "2 of 3 layers have windows of up to 24 tokens, and hold 288 tokens: 0.3 MB of that" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["tiers.host_bytes=1000000"], "because of tiers, which save whole blocks"),
+        (["cache.capacity_tokens=256"], "18 blocks of theirs would be no fewer than all"),
+    ],
+)
+def test_windowed_layers_hold_everything_where_something_needs_that(
+    gemma2: Path, settings: list[str], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="radixkv"):
+        engine = build_engine(config(gemma2, *settings))
+    assert engine._core._runner.storage.groups is None
+    assert engine._core.cache.parts.pools == ()
+    assert reason in caplog.text
+    engine._core.close(Draining("test: it is over"))
+
+
+def test_0_lets_them_hold_everything(gemma2: Path) -> None:
+    assert build_engine(config(gemma2, "cache.windowed_tokens=0"))._core._runner.storage.groups is None
+
+
+def test_a_number_is_taken_in_whole_blocks(gemma2: Path) -> None:
+    assert build_engine(config(gemma2, "cache.windowed_tokens=500"))._core._runner.storage.num_parts == 31
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["cache.windowed_tokens=143"], "expected at least 144, for a window of 24 tokens and steps of 64, got 143"),
+        (
+            ["cache.windowed_tokens=500", "tiers.host_bytes=1000000"],
+            "expected none, or 0, for tiers, which save whole blocks, got 500",
+        ),
+    ],
+)
+def test_a_number_that_can_not_be_is_refused(gemma2: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^cache\.windowed_tokens: {message}$"):
+        build_engine(config(gemma2, *settings))
+
+
+def test_a_number_for_a_model_without_windows_is_refused(tmp_path: Path) -> None:
+    model = write_checkpoint(CONFIGS["llama"], tmp_path)
+    with pytest.raises(ConfigError, match="a model without a sliding window that hides anything, got 500"):
+        build_engine(config(model, "cache.windowed_tokens=500"))
+
+
+def prefill(engine: Engine, prompt: bytes, **options: Any) -> PrefillResult:
+    return engine.prefill(PrefillParams(prompt, return_logits=True, **options)).result(60)
+
+
+@pytest.fixture
+def engines(gemma2: Path) -> Iterator[tuple[Engine, Engine]]:
+    """One whose windowed layers hold little more than a request needs, and one where they hold everything."""
+    both = tuple(build_engine(config(gemma2, f"cache.windowed_tokens={number}")) for number in (272, 0))
+    for engine in both:
+        engine.start()
+    yield both[0], both[1]
+    for engine in both:
+        engine.check().result(60)
+        engine.stop()
+
+
+def test_many_long_requests_at_once_are_answered_with_the_same_bits(engines: tuple[Engine, Engine]) -> None:
+    shared = tokens(0, 90)
+    prompts = [shared + tokens(seed, 20 + 30 * seed) for seed in range(1, 7)]
+    answers = []
+    for engine in engines:
+        futures = [engine.prefill(PrefillParams(prompt, return_logits=True)) for prompt in prompts]
+        sampling = Sampling(40, temperature=1.0, seed=1, ignore_eos=True)
+        futures += [engine.generate(PrefillParams(prompt), sampling, lambda _: None) for prompt in prompts]
+        answers.append([future.result(120) for future in futures])
+    for divided, whole in zip(*answers, strict=True):
+        if isinstance(divided, PrefillResult):
+            assert np.array_equal(divided.logits, whole.logits)
+        else:
+            assert divided.token_ids == whole.token_ids
+
+
+def test_a_turn_is_found_although_parts_before_its_window_are_gone(engines: tuple[Engine, Engine]) -> None:
+    divided, whole = engines
+    prompt = tokens(1, 480)
+    for engine in engines:
+        assert prefill(engine, prompt).usage.cached_tokens == 0
+    books = divided._core.cache.parts.pools[0]
+    assert books.num_given_up > 0
+    turn = prompt + tokens(2, 20)
+    first, second = prefill(divided, turn), prefill(whole, turn)
+    assert first.usage.cached_tokens == second.usage.cached_tokens == 480
+    assert np.array_equal(first.logits, second.logits)
+    elsewhere = prompt[: 4 * 250] + tokens(3, 30)
+    first, second = prefill(divided, elsewhere), prefill(whole, elsewhere)
+    assert (first.usage.cached_tokens, first.miss_reason) == (0, MissReason.EVICTED)
+    assert (second.usage.cached_tokens, second.miss_reason) == (250, MissReason.DIVERGED)
+    assert np.array_equal(first.logits, second.logits)
+
+
+def test_a_held_lease_and_a_public_prefix_keep_their_parts(engines: tuple[Engine, Engine]) -> None:
+    divided, _ = engines
+    prompt = tokens(1, 100)
+    held = prefill(divided, prompt, hold_lease=True).held_lease
+    assert held is not None
+    for seed in range(5, 9):
+        prefill(divided, tokens(seed, 300))
+    assert prefill(divided, prompt).usage.cached_tokens == 99
+    divided.release(held.lease_id).result(60)
+    with pytest.raises(OutOfBlocks, match="parts of windowed layers: expected at most 4 that outlive their requests"):
+        divided.public.register("system", tokens(4, 200)).result(60)
+    divided.public.register("short", tokens(4, 40)).result(60)
+    for seed in range(5, 9):
+        prefill(divided, tokens(seed, 300), caller=Caller("acme"))
+    asked = prefill(divided, tokens(4, 30) + tokens(9, 20), caller=Caller("acme"))
+    assert asked.usage.public_tokens == 30
+
+
+def test_a_server_that_failed_tries_steps_again(engines: tuple[Engine, Engine]) -> None:
+    core = engines[0]._core
+    core.num_failed_steps = 3
+    engines[0]._call(core.try_step).result(60)
+    assert core.num_failed_steps == 0
