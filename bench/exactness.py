@@ -24,7 +24,7 @@ from radixkv.compute.forward import Chunk
 from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
-from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.tiny_model import build_tiny_model
 from radixkv.startup.attention_choice import attention_kernels

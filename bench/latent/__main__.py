@@ -29,8 +29,9 @@ from bench.latent.expanded import ExpandedStep
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.kernels.batch import PagedBatch
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.interface import AttentionStep
-from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep
+from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape, KVStorage

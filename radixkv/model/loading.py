@@ -15,7 +15,7 @@ from radixkv.config.model_directory import check_servable
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
 from radixkv.kernels.int8_linear import adds_integers_exactly
 from radixkv.model.architecture import check_architecture
-from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.on_gpu import require_triton
 from radixkv.model.refusals import reason_of

@@ -11,8 +11,8 @@ import torch
 from radixkv.compute.forward import Chunk, ChunkState
 from radixkv.compute.runner import Runner
 from radixkv.errors import UnsupportedModel
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.interface import AttentionKernels
-from radixkv.model.attention.paged_step import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.refusals import SERVE_FAST, reason_of
 from radixkv.startup.attention_check import check_attention

@@ -19,7 +19,7 @@ from bench.parts.device_time import Rates
 from bench.parts.peers.transformers_prefix import Tokens, TransformersPrefix
 from radixkv.compute.runner import Runner
 from radixkv.errors import ConfigError
-from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.tiny_model import build_tiny_model
 from tests.kernels.interpreter import interpret_kernels

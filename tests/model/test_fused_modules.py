@@ -22,7 +22,7 @@ from transformers import (
 from radixkv.compute.runner import Chunk, Runner
 from radixkv.errors import UnsupportedModel
 from radixkv.model import fused_modules
-from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.fused_modules import FusedModules
 from radixkv.model.model import Model

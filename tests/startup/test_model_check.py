@@ -10,7 +10,8 @@ import torch
 
 from radixkv.config import ModelConfig
 from radixkv.errors import UnsupportedModel
-from radixkv.model.attention.paged_step import ATTENTION_NAME, PagedStep
+from radixkv.model.attention.attention_function import ATTENTION_NAME
+from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model

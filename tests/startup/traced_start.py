@@ -36,7 +36,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.kernels.linear import linear, rows_agree
 from radixkv.model import exactness, fused_modules
 from radixkv.model import model as model_module
-from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.triton_kernels import TritonKernels, candidates
 from radixkv.model.exactness_on_gpu import row_functions
 from radixkv.model.model import Model

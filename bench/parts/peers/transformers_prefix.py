@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
-from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 
 Tokens = npt.NDArray[np.uint32]

@@ -1,28 +1,19 @@
-"""The attention function that transformers calls in each layer, and the step that it hands K, V and queries to."""
+"""The step that attention layers hand K, V and queries to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
-from transformers import AttentionInterface
 
-from radixkv.errors import InvariantViolation, UnsupportedModel
+from radixkv.errors import InvariantViolation
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionKernels, AttentionStep, ConvolutionStep, WatchedRows
-from radixkv.model.attention.latent_heads import latent_heads_of
 from radixkv.model.states.state_step import StateStep
-
-ATTENTION_NAME = "radixkv_paged"
-
-# Keywords that transformers passes to every attention function and that do not change the result of a prefill.
-_WITHOUT_EFFECT = frozenset(
-    {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_router_logits"}
-)
 
 
 class PagedStep:
@@ -173,62 +164,3 @@ class PaddedStep:
         with torch._C.DisableTorchFunction():
             convolved = step.convolve(layer, rows[: self._num_tokens], weight, bias)
         return torch.cat((convolved, convolved.new_zeros(len(rows) - self._num_tokens, rows.shape[1])))
-
-
-def kv_layer_of(module: Any) -> int:
-    """Return the index of a layer among those that have K and V; layers that keep a state are not counted."""
-    return int(getattr(module, "kv_layer", module.layer_idx))
-
-
-def _attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # [1, num_query_heads, num_tokens, head_dim]
-    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-    value: torch.Tensor | None,  # like the key; None of latent attention
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    radix_step: AttentionStep | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend in one layer. Transformers calls this in every attention layer.
-
-    Returns:
-        Attention `[1, num_tokens, num_query_heads, head_dim]`, and None in place of weights.
-
-    Raises:
-        UnsupportedModel: the layer asks for something that the kernels do not do; the message names it.
-    """
-    layer = type(module).__name__
-    if radix_step is None and isinstance(running := getattr(module, "running_pass", None), RunningPass):
-        radix_step = running.step
-    if radix_step is None:
-        raise UnsupportedModel(f"{layer}: expected to attend in a forward pass over the cache, got none")
-    if not hasattr(module, "layer_idx"):
-        raise UnsupportedModel(f"{layer}: expected an attribute `layer_idx`, got none")
-    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
-        raise UnsupportedModel(f"{layer}: expected causal attention, got attention that looks ahead")
-    if attention_mask is not None or dropout:
-        raise UnsupportedModel(f"{layer}: expected no attention mask and no dropout, got a mask or dropout {dropout}")
-    for name, given in others.items():
-        if given is not None and name not in _WITHOUT_EFFECT:
-            raise UnsupportedModel(f"{layer}: passes `{name}` to its attention, which is not supported")
-    if s_aux is not None and (s_aux.shape != query.shape[1:2] or softcap is not None):
-        raise UnsupportedModel(
-            f"{layer}: expected `s_aux` of one sink a query head and no `softcap`, got {tuple(s_aux.shape)}, {softcap}"
-        )
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    scoring = Scoring(scale, sliding_window, softcap, s_aux)
-    rows, keys = query[0].transpose(0, 1), key[0].transpose(0, 1)
-    index = kv_layer_of(module)
-    if value is not None:
-        return radix_step.attend(index, rows, keys, value[0].transpose(0, 1), scoring)[None], None
-    heads = latent_heads_of(module)
-    return heads.values(radix_step.attend(index, heads.queries(rows), keys, None, scoring))[None], None
-
-
-AttentionInterface.register(ATTENTION_NAME, _attention_forward)

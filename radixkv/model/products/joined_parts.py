@@ -23,7 +23,7 @@ from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH
 from radixkv.kernels.row_norm import row_norm
 from radixkv.kernels.row_tiles import RowFunction
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.paged_step import kv_layer_of
+from radixkv.model.attention.attention_function import kv_layer_of
 from radixkv.model.part_trial import Forward, Refused, agree, eps_of, has_hooks, is_norm, require, with_stand_ins
 from radixkv.model.products.gated_mlp import MLP_PARTS, is_gated, is_joined, tried_mlp
 from radixkv.model.products.joined_attention import JoinedAttention

@@ -35,7 +35,7 @@ from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.linear import linear
 from radixkv.kernels.staging import StagedArrays
-from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.triton_kernels import TritonKernels
 from radixkv.model.exactness import ExactFunctions, pointwise_functions
 from radixkv.model.exactness_on_gpu import row_functions

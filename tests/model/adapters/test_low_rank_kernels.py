@@ -12,7 +12,7 @@ from radixkv.compute.runner import Runner
 from radixkv.errors import InvalidAdapter
 from radixkv.model.adapters.adapted_layers import AdaptedLayers
 from radixkv.model.adapters.low_rank_kernels import LowRankKernels, Placed
-from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage

@@ -6,8 +6,8 @@ from torch import nn
 
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.attention_function import _attention_forward
 from radixkv.model.attention.latent_heads import LatentHeads, absorbed_layers
-from radixkv.model.attention.paged_step import _attention_forward
 
 HEADS = LatentHeads(
     rank=5, absorb=lambda rows: rows.repeat(1, 1, 2)[..., :5], expand=lambda rows: rows[..., :4], rope_dim=2

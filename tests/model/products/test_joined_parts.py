@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
 from radixkv.model.products import joined_parts

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, Lfm2ForCausalLM, PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
 from radixkv.model.architecture import check_architecture
-from radixkv.model.attention.paged_step import RunningPass, kv_layer_of
+from radixkv.model.attention.attention_function import kv_layer_of
+from radixkv.model.attention.paged_step import RunningPass
 from radixkv.model.states.short_convs import ShortConvs
 from radixkv.model.states.state_rows import StateRows
 from radixkv.model.states.state_step import StateStep
