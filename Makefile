@@ -11,7 +11,7 @@ help:
 	@echo
 	@echo "make demo      replay 1,000 requests with and without the cache, draw build/demo/ttft.png; about 3 minutes"
 	@echo "make gateway-demo  two servers behind the SMG gateway, OpenAI's client, and a server that is killed; 20 seconds"
-	@echo "make fleet-demo  a fleet of two on Ray, which it installs (0.5 GB), and a replica that is killed; 2 minutes"
+	@echo "make fleet-demo  a fleet of two on Ray, which it installs (0.4 GB), and a replica that is killed; 2 minutes"
 	@echo "make test      run the tests"
 	@echo "make check     lint, format check, types"
 	@echo "make stress    random walks against oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
