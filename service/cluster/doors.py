@@ -10,8 +10,8 @@ from radixkv.service.server.identity.doors import Door, Doors
 from radixkv.service.server.identity.identity import Identity, Role
 from radixkv.service.server.unfinished_calls import Context
 
-FLEET = Identity("fleet", Role.ROUTER)
-"""The ingress and the other replicas: a router of all tenants."""
+FLEET = Identity("fleet", Role.ADMIN)
+"""The ingress and the other replicas. The ingress knows what its callers may, and brings the calls of admins, too."""
 
 
 class FleetCallers:

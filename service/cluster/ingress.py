@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from functools import partial
 from typing import Any
@@ -11,10 +12,12 @@ from radixkv.config import FleetConfig, ServerConfig
 from radixkv.errors import NoReplica
 from radixkv.service.cluster.forwarder import Choose, Forwarder
 from radixkv.service.cluster.ingress_server import IngressServer
-from radixkv.service.cluster.question import Question, Routed
+from radixkv.service.cluster.line import Line
+from radixkv.service.cluster.question import Census, Question, Routed
 from radixkv.service.cluster.split.hand_over import HandOver
 
 _ONE_TOKEN = bytes(4)
+_CENSUS_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class Ingress:
         self, server: ServerConfig, fleet: FleetConfig, replicas: Any, generating: Any = None
     ) -> None:
         self._replicas = replicas
+        self._all = (replicas,) if generating is None else (replicas, generating)
         self._wait_s = fleet.start_timeout_s
         first = await self._first(self.choose)
         first.finish(0, 0.0)
@@ -47,7 +51,7 @@ class Ingress:
             patience_s = min(self._wait_s, fleet.health_timeout_s)
             computing = Forwarder(partial(_choice, replicas, patience_s), patience_s)
             hand_over = HandOver(computing, Forwarder(choose, self._wait_s))
-        self._server = IngressServer(server, first.line.facts, forwarder, hand_over)
+        self._server = IngressServer(server, first.line.facts, forwarder, self.lines, hand_over)
         self._address = await self._server.start()
         _log.info("ingress listens on %s", self._address)
 
@@ -58,6 +62,16 @@ class Ingress:
             NoReplica: none is there, or none that the question does not avoid.
         """
         return await _choice(self._replicas, self._wait_s, question)
+
+    async def lines(self) -> list[Line]:
+        """Return the connections to all replicas. Of those with a role of which none is there, there are none."""
+        found: list[Line] = []
+        for handle in self._all:
+            census = Census()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CENSUS_S), handle.choose_replica(census, _reserve=False):
+                    found += census.lines
+        return found
 
     async def check_health(self) -> None:
         """Raise if the process should be replaced. Ray asks every few seconds."""

@@ -10,13 +10,14 @@ from grpc_reflection.v1alpha import reflection
 
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
+from radixkv.service.cluster.census.cache_calls import FleetCacheCalls, RollCall
 from radixkv.service.cluster.facts import ReplicaFacts
 from radixkv.service.cluster.forwarder import Forwarder
 from radixkv.service.cluster.servicers import (
     FleetModelServicer,
     FleetPrefillServicer,
     FleetServicer,
-    refusing_handler,
+    partial_handler,
 )
 from radixkv.service.cluster.split.hand_over import HandOver
 from radixkv.service.server.health.servicer import HealthServicer
@@ -39,12 +40,11 @@ from radixkv.v1 import (
     prefill_pb2_grpc,
 )
 
-_REFUSED = (
-    cache_pb2.DESCRIPTOR.services_by_name["CacheService"],
-    events_pb2.DESCRIPTOR.services_by_name["EventService"],
-)
+_CACHE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
+_EVENTS = events_pb2.DESCRIPTOR.services_by_name["EventService"]
 _SERVICES = (
     prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
+    _CACHE.full_name,
     fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
     model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
 )
@@ -61,6 +61,7 @@ class IngressServer:
         config: where to listen, who may call, and bounds on what callers hold.
         facts: of a replica; all have the same model.
         forwarder: sends calls to replicas.
+        roll_call: tells which replicas there are, of all roles.
         hand_over: generates, where replicas have roles; None where all do both.
 
     Raises:
@@ -68,7 +69,12 @@ class IngressServer:
     """
 
     def __init__(
-        self, config: ServerConfig, facts: ReplicaFacts, forwarder: Forwarder, hand_over: HandOver | None = None
+        self,
+        config: ServerConfig,
+        facts: ReplicaFacts,
+        forwarder: Forwarder,
+        roll_call: RollCall,
+        hand_over: HandOver | None = None,
     ) -> None:
         self._config = config
         self._hand_over = hand_over
@@ -85,7 +91,9 @@ class IngressServer:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FleetPrefillServicer(forwarder, hand_over), self._grpc)  # type: ignore[no-untyped-call]
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
         model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
-        self._grpc.add_generic_rpc_handlers(tuple(refusing_handler(service) for service in _REFUSED))
+        self._grpc.add_generic_rpc_handlers(
+            (partial_handler(_CACHE, FleetCacheCalls(roll_call).methods), partial_handler(_EVENTS))
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
 

@@ -60,7 +60,7 @@ class Line:
         facts: see above.
         is_up: whether it may be sent requests, by its last answer.
         num_calls: calls under way, by those who make them.
-        prefill, model: stubs of its services.
+        prefill, cache, model: stubs of its services.
         metadata: to be sent with each call.
     """
 
@@ -77,7 +77,7 @@ class Line:
         self._sleep = sleep
         self._lost = asyncio.Event()
         self._channel = async_channel_to(facts.address, None, channel_options((), 0))
-        self.prefill, _, self.model, self._events = stubs(self._channel)
+        self.prefill, self.cache, self.model, self._events = stubs(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self.metadata = (("authorization", f"Bearer {facts.secrets.token}"),)
 

@@ -66,6 +66,11 @@ class Picture:
         """Addresses of the replicas."""
         return tuple(self._lines)
 
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """Connections to the replicas."""
+        return tuple(self._lines.values())
+
     def is_in_step(self, name: str) -> bool:
         """Whether all that a replica has cached is known."""
         return self._router is not None and name in self._lines and self._router.view.is_in_step(name)

@@ -10,14 +10,14 @@ from radixkv.routing.rule import Rule
 from radixkv.service.cluster.facts import ReplicaFacts
 from radixkv.service.cluster.line import Line, Patience
 from radixkv.service.cluster.picture import Picture
-from radixkv.service.cluster.question import Question
+from radixkv.service.cluster.question import Census, Question
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
     """Sends a request where it costs least, by the caches of the replicas.
 
     Ray tells which replicas there are; all else comes from the replicas themselves, over gRPC: see `Picture`. A call
-    whose first argument is a `Question` is answered in it. Any other call goes to any replica.
+    whose first argument is a `Question` or a `Census` is answered in it. Any other call goes to any replica.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -47,6 +47,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
             InvalidRequest: its prompt is empty.
         """
         asked = pending_request.args[:1] if pending_request is not None else []
+        if asked and isinstance(asked[0], Census):
+            asked[0].lines = self._picture.lines
         if not asked or not isinstance(asked[0], Question):
             return [candidate_replicas]
         routed = self._picture.route(asked[0])

@@ -67,3 +67,14 @@ class Question:
     avoid: set[str] = field(default_factory=set)
     source: str = ""
     answer: Routed | None = None
+
+
+@dataclass(slots=True)
+class Census:
+    """The question which replicas there are, which goes the way of a `Question`.
+
+    Attributes:
+        lines: to all of them, set by the router.
+    """
+
+    lines: tuple[Line, ...] = ()

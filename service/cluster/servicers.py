@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import grpc
@@ -50,9 +51,9 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if request.hold_lease:
             raise _ask_a_replica("hold_lease")
         question = _question(request)
-        async with _telling(context):
+        async with telling(context):
             routed, answer = await self._forwarder.answer(
-                question, lambda line: line.prefill.Prefill(request, **_manners(line, context))
+                question, lambda line: line.prefill.Prefill(request, **manners(line, context))
             )
         routed.finish(answer.usage.computed_tokens, answer.timing.prefill_us * _MICROSECONDS)
         _name(routed, context)
@@ -63,7 +64,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
         """Have a replica generate tokens after a prompt; with `kv_source` another one than has computed it."""
-        async with _telling(context), contextlib.aclosing(await self._parts(request, context)) as parts:
+        async with telling(context), contextlib.aclosing(await self._parts(request, context)) as parts:
             async for routed, part in parts:
                 if part.HasField("usage"):
                     if self._hand_over is None:  # else its load is what it generates, until the end
@@ -80,7 +81,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             if not request.HasField("kv_source"):
                 read_sampling(request), read_num_answers(request)  # before anything is computed
                 return self._hand_over.stream(
-                    request, lambda: _question(request.prefill), lambda line: _manners(line, context)
+                    request, lambda: _question(request.prefill), lambda line: manners(line, context)
                 )
             there = _question(request.prefill)
             there.source = request.kv_source.address
@@ -88,14 +89,14 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         elif request.HasField("kv_source"):
             question.source = request.kv_source.address
         return self._generating.stream(
-            question, lambda line: line.prefill.Generate(_for(line, request), **_manners(line, context))
+            question, lambda line: line.prefill.Generate(_for(line, request), **manners(line, context))
         )
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
         """Ask the replica that would get a prompt what it would reuse."""
-        async with _telling(context):
+        async with telling(context):
             routed, answer = await self._forwarder.answer(
-                _question(request), lambda line: line.prefill.Probe(request, **_manners(line, context))
+                _question(request), lambda line: line.prefill.Probe(request, **manners(line, context))
             )
         routed.finish(0, 0.0)
         _name(routed, context)
@@ -132,7 +133,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         """Choose a replica. It counts as busy with the prompt for as long as computing that should take."""
         question = _question(request)
         question.avoid.update(request.avoid)
-        async with _telling(context):
+        async with telling(context):
             routed = await self._forwarder.routed(question)
         asyncio.get_running_loop().call_later(routed.seconds, routed.finish, None, 0.0)
         return fleet_pb2.RouteResponse(
@@ -160,16 +161,18 @@ class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
     ) -> AsyncIterator[model_pb2.TokenizerChunk]:
         """Send the files of the tokenizer."""
         parts = self._forwarder.stream(
-            Question(bytes(4)), lambda line: line.model.GetTokenizer(request, **_manners(line, context))
+            Question(bytes(4)), lambda line: line.model.GetTokenizer(request, **manners(line, context))
         )
-        async with _telling(context), contextlib.aclosing(parts):
+        async with telling(context), contextlib.aclosing(parts):
             async for routed, part in parts:
                 routed.finish(0, 0.0)
                 yield part
 
 
-def refusing_handler(service: ServiceDescriptor) -> grpc.GenericRpcHandler[Any, Any]:
-    """Return a handler of all methods of a service that a fleet does not have. It says to ask a replica."""
+def partial_handler(
+    service: ServiceDescriptor, methods: Mapping[str, Callable[[Any, Context], Awaitable[Any]]] = MappingProxyType({})
+) -> grpc.GenericRpcHandler[Any, Any]:
+    """Return a handler of a service of which a fleet has only some methods. The others say to ask a replica."""
 
     def refusal(name: str) -> Any:
         async def refuse(request: object, context: Context) -> None:
@@ -179,7 +182,7 @@ def refusing_handler(service: ServiceDescriptor) -> grpc.GenericRpcHandler[Any, 
 
     handlers = {
         method.name: grpc.unary_unary_rpc_method_handler(
-            refusal(method.name),
+            methods.get(method.name) or refusal(method.name),
             request_deserializer=GetMessageClass(method.input_type).FromString,
             response_serializer=lambda message: message.SerializeToString(),
         )
@@ -207,7 +210,7 @@ def _for(line: Line, request: prefill_pb2.GenerateRequest) -> prefill_pb2.Genera
     return request
 
 
-def _manners(line: Line, context: Context) -> dict[str, Any]:
+def manners(line: Line, context: Context) -> dict[str, Any]:
     """Return the deadline and the metadata of a call to a replica on behalf of another call."""
     traceparent = traceparent_of(context)
     metadata = (*line.metadata, ("traceparent", traceparent)) if traceparent else line.metadata
@@ -219,7 +222,7 @@ def _name(routed: Routed, context: Context) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _telling(context: Context) -> AsyncIterator[None]:
+async def telling(context: Context) -> AsyncIterator[None]:
     """End a call as the replica has ended it."""
     try:
         yield

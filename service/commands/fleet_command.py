@@ -34,9 +34,14 @@ def add_fleet_command(commands: argparse._SubParsersAction[Any]) -> None:
         "--replicas", metavar="N|N:M", help="engines; N:M for as many as their load asks for (default: 2)"
     )
     fleet.add_argument(
-        "--prefill-replicas", metavar="N", type=int, help="engines that compute prompts, in place of --replicas"
+        "--prefill-replicas",
+        metavar="N",
+        type=int,
+        help="engines that compute prompts, in place of --replicas (default: none)",
     )
-    fleet.add_argument("--decode-replicas", metavar="N", type=int, help="engines that generate from their K/V")
+    fleet.add_argument(
+        "--decode-replicas", metavar="N", type=int, help="engines that generate from their K/V (default: none)"
+    )
     fleet.add_argument("--model", metavar="tiny|DIR", help="the embedded model, or a directory (default: tiny)")
     fleet.add_argument("--host", help=f"address to listen on (default: {server.host})")
     fleet.add_argument("--port", type=int, help=f"0 picks a free one (default: {server.port})")

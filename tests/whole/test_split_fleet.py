@@ -64,7 +64,11 @@ async def split_fleet(computing: list[str], generating: list[str]) -> AsyncItera
 
         forwarder = Forwarder(choose, 0.5)
         hand_over = HandOver(forwarder, Forwarder(choose_generating, 1.0))
-        server = IngressServer(ServerConfig(port=0), facts(computing[0]), forwarder, hand_over)
+
+        async def roll_call():
+            return [line for picture in pictures for line in picture.lines]
+
+        server = IngressServer(ServerConfig(port=0), facts(computing[0]), forwarder, roll_call, hand_over)
         address = await server.start()
         stack.push_async_callback(server.drain)
         split = Split(await stack.enter_async_context(AsyncClient(address, timeout_s=PATIENCE_S)))
@@ -115,6 +119,12 @@ def test_answers_are_those_of_one_server_and_no_lease_stays() -> None:
                     await split.generate(prompt(21), stop_token_ids=range(1000))
                 assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
                 assert (await split.client.prefill(prompt(0), tenant=_TENANT)).usage.cached_tokens == 336
+
+                told = await split.client.stats()
+                assert [each.address for each in told.replicas] == [computing, generating]
+                assert told.tokens.computed == sum(each.stats.tokens.computed for each in told.replicas)
+                await split.client.purge(tenant=_TENANT)
+                assert [each.stats.blocks.published for each in (await split.client.stats()).replicas] == [0, 0]
 
         asyncio.run(asyncio.wait_for(compare(), 3 * PATIENCE_S))
         assert second.stats().tokens.computed < first.stats().tokens.computed

@@ -25,9 +25,9 @@ def door(tmp_path):
     return replica_doors(config, "secret").requests
 
 
-def test_the_fleet_is_a_router_of_all_tenants(door) -> None:
+def test_the_fleet_brings_calls_of_all_callers(door) -> None:
     assert door.of_call(call("Bearer secret")) is FLEET
-    assert (FLEET.role, FLEET.tenants) == (Role.ROUTER, None)
+    assert (FLEET.role, FLEET.tenants, FLEET.is_anyone) == (Role.ADMIN, None, False)
 
 
 def test_others_need_credentials_of_their_own(door) -> None:

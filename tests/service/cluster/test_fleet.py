@@ -82,6 +82,21 @@ def test_what_the_router_did_not_send_is_told_by_events(fleet, client) -> None:
     assert route(fleet, prompt(50, 1), "acme").reason == fleet_pb2.ROUTED_BY_PREFIX
 
 
+def test_all_replicas_are_counted_and_purged(fleet, client) -> None:
+    wait_until(lambda: has_all(fleet))
+    one, two = addresses(fleet)
+    for address in (one, two):
+        with Client(address, timeout_s=PATIENCE_S) as replica:
+            replica.prefill(prompt(55), tenant="acme")
+    told = client.stats()
+    assert {each.address for each in told.replicas} == {one, two}
+    assert (
+        told.blocks.published == sum(each.stats.blocks.published for each in told.replicas) >= 2 * PREFIX_TOKENS // 64
+    )
+    assert client.purge(tenant="acme").freed_blocks >= 2 * PREFIX_TOKENS // 64
+    assert "acme" not in [each.tenant for each in client.stats().tenants if each.cached_blocks]
+
+
 def test_a_killed_replica_costs_no_answer_and_comes_back(fleet, client) -> None:
     wait_until(lambda: has_all(fleet))
     client.prefill(prompt(60))

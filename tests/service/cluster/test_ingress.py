@@ -11,7 +11,7 @@ from radixkv.config import FleetConfig, ServerConfig
 from radixkv.errors import NoReplica
 from radixkv.service.cluster.ingress import Ingress
 from radixkv.service.cluster.picture import Picture
-from radixkv.service.cluster.question import Question
+from radixkv.service.cluster.question import Census, Question
 from tests.patience import PATIENCE_S
 from tests.service.cluster.fake_line import FakeLine, facts
 
@@ -27,7 +27,10 @@ class Handle:
     async def choose_replica(self, question, *, _reserve):
         assert not _reserve
         await self.is_there.wait()
-        question.answer = self.picture.route(question)
+        if isinstance(question, Census):
+            question.lines = self.picture.lines
+        else:
+            question.answer = self.picture.route(question)
         yield
 
 
@@ -42,11 +45,13 @@ def test_the_ingress_listens_once_a_replica_is_there() -> None:
         ingress = await starting
         await ingress.check_health()
         assert (await ingress.choose(Question(b"1234"))).name == "a"
+        assert [line.facts.address for line in await ingress.lines()] == ["a"]
         with pytest.raises(NoReplica):
             await ingress.choose(Question(b"1234", avoid={"a"}))
         handle.is_there.clear()
         with pytest.raises(NoReplica, match=r"expected one within 0\.05 s"):
             await ingress.choose(Question(b"1234"))
+        assert await ingress.lines() == []
         await ingress.__del__()
         del Ingress.__del__  # as Ray does, since Python can't await it
         await handle.picture.close()

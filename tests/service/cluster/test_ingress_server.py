@@ -63,7 +63,11 @@ async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
             return picture.route(question)
 
         forwarder = Forwarder(choose, 0.5)
-        server = IngressServer(ServerConfig(port=0, **config), facts_of(next(iter(engines))), forwarder)
+
+        async def roll_call():
+            return picture.lines
+
+        server = IngressServer(ServerConfig(port=0, **config), facts_of(next(iter(engines))), forwarder, roll_call)
         address = await server.start()
         stack.push_async_callback(server.drain)
         assert not server.has_ended
@@ -114,8 +118,8 @@ def test_what_a_fleet_has_not_is_refused_with_a_way_out() -> None:
     async def test() -> None:
         async with fleet(1) as served, AsyncClient(served.address) as client:
             for call in (
-                client.stats(),
-                client.purge(everything=True),
+                client.segments(),
+                client.drain(),
                 client.release("lease"),
                 client.prefill(PROMPT, hold_lease=True),
             ):
