@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
@@ -96,6 +97,76 @@ async def visit(one: str, two: str, kill_one) -> None:
         assert (await fleet.ask(prompt(lost, 10)))[:2] == (two, PREFIX_TOKENS)
     finally:
         await fleet.close()
+
+
+class Wire:
+    """A way to a server that can be cut: connections end, and new ones are closed at once."""
+
+    def __init__(self, address: str) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.is_cut = False
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        self.is_cut = True
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        self.cut()
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_cut:
+            writer.transport.abort()
+            return
+        far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
+        ends = {writer, far_writer}
+        self._writers |= ends
+        try:
+            await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, writer))
+        finally:
+            self._writers -= ends
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+async def cut_and_mend(address: str) -> None:
+    wire = Wire(address)
+    seen_at = await wire.start()
+    fleet = RoutedServers([seen_at])
+    try:
+        async with AsyncClient(address) as direct:
+            assert await becomes_true(lambda: fleet.router.view.is_in_step(seen_at))
+            await direct.prefill(prompt(1, 0))
+            assert await becomes_true(lambda: fleet.known_tokens(seen_at, prompt(1, 0)) > 0)
+            wire.cut()
+            await direct.prefill(prompt(2, 0))
+            await direct.prefill(prompt(3, 0))
+            assert fleet.known_tokens(seen_at, prompt(1, 0)) > 0
+            assert fleet.known_tokens(seen_at, prompt(2, 0)) == 0
+            wire.is_cut = False
+            assert await becomes_true(lambda: fleet.known_tokens(seen_at, prompt(3, 0)) > 0)
+            assert fleet.known_tokens(seen_at, prompt(2, 0)) > 0
+    finally:
+        await fleet.close()
+        await wire.close()
+
+
+def test_what_happened_while_events_were_cut_is_told_afterwards() -> None:
+    with serving() as (_, address):
+        asyncio.run(asyncio.wait_for(cut_and_mend(address), PATIENCE_S))
 
 
 @pytest.mark.slow
