@@ -1,0 +1,45 @@
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.windows.__main__ import Server, main, measure, model_of
+from radixkv.api.result import PrefillResult
+
+SMALL = ("--window", "40", "--layers", "6", "--block-size", "16", "--step-tokens", "32")
+
+
+def test_a_long_prompt_needs_the_blocks_of_its_window_and_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*SMALL, "--tokens", "200", "400", "--json", str(tmp_path / "windows.json")])
+    result = json.loads((tmp_path / "windows.json").read_text())
+    first, second = result["rows"]
+    assert (first["one_pool_blocks"], second["one_pool_blocks"]) == (13, 25)
+    assert first["bound_blocks"] == second["bound_blocks"] == 6
+    for row in (first, second):
+        long, turn, again, branch = row["prompts"]
+        assert long["most_needed_blocks"] <= row["bound_blocks"]
+        assert long["most_blocks_in_use"] <= row["windowed_pool_blocks"]
+        assert turn["cached_tokens"] == turn["one_pool_cached_tokens"] == row["num_tokens"]
+        assert again["one_pool_cached_tokens"] == row["num_tokens"] - 1
+        assert branch["cached_tokens"] < branch["one_pool_cached_tokens"] == row["num_tokens"] // 2
+        assert branch["miss_reason"] == "EVICTED"
+        assert row["bytes"] < row["one_pool_bytes"]
+    assert result["command"].startswith("python -m bench.windows --window 40")
+    assert "windowed layers need at most" in capsys.readouterr().out
+
+
+def test_a_wrong_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, right = model_of(6, 40, 400), Server.prefill
+
+    def wrong(server: Server, prompt: Sequence[int]) -> PrefillResult:
+        result = right(server, prompt)
+        assert result.logits is not None
+        return result if server.storage.parts is None else replace(result, logits=result.logits + 1)
+
+    monkeypatch.setattr(Server, "prefill", wrong)
+    with pytest.raises(AssertionError, match="the long prompt: expected the same bits"):
+        measure(model, 60, 16, 32)
