@@ -1,1 +1,1 @@
-"""What layers with a sliding window hold while long prompts run, and what a hit needs of that."""
+"""Blocks that layers with a sliding window need: `python -m bench.windows`."""

@@ -183,7 +183,7 @@ class _NoCover(NamedTuple):
 
 def _cover(lease: PromptLease, block_ids: BlockIds, start: int, end: int, copy: BlockCopy | None) -> Cover | _NoCover:
     """Keep the parts that a chunk needs, if windowed layers have a pool of their own."""
-    holder = next((each for each in lease.own.parts if each.stores_tokens), None)
+    holder = next(iter(lease.own.parts), None)
     return _NoCover() if holder is None else holder.cover(block_ids, start, end, copy)
 
 

@@ -78,8 +78,7 @@ def test_tenants_get_what_they_were_promised(world: World, num_steps: int) -> No
 def test_what_is_found_has_the_parts_that_it_needs(world: World, num_steps: int) -> None:
     events = walk(world, "lru", dice_of(3, num_steps))
     wanted = {"matches cut short", "evicted blocks", "blocks adopted", "blocks purged while in use", "extensions"}
-    wanted |= {"extensions in a copy"} if world.block_size > 1 else set()
-    wanted |= {"copies"} if world.block_size > 1 and len(world.parts) == 1 else set()
+    wanted |= {"copies", "extensions in a copy"} if world.block_size > 1 else set()
     assert {event for event in wanted if not events[event]} == set()
 
 

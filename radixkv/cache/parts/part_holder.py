@@ -54,11 +54,6 @@ class PartHolder:
         self.num_lasting = 0
 
     @property
-    def stores_tokens(self) -> bool:
-        """Whether a part holds what was computed of each token, rather than a state at a block's end."""
-        return not self._pool.reach.ends_at_blocks
-
-    @property
     def needed(self) -> list[int]:
         """Ids of the blocks whose parts are needed."""
         return list(self._needed)

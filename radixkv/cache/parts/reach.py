@@ -15,16 +15,13 @@ class Reach:
         tokens   [0 ............................ upto - num_tokens ........ upto)
         parts     nobody needs them for this      | needed to compute from `upto`
 
-    Layers with a sliding window of `w` tokens need `w - 1` before the next one. A state that stands for all tokens of a
-    block and before is needed at the end of one block.
+    Layers with a sliding window of `w` tokens need `w - 1` before the next one.
 
     Attributes:
         num_tokens: tokens before the next one, at least 1.
-        ends_at_blocks: whether one can go on only where a block ends.
     """
 
     num_tokens: int
-    ends_at_blocks: bool = False
 
     @classmethod
     def of_window(cls, window: int) -> Reach:
@@ -64,8 +61,6 @@ class Reach:
             missing = np.flatnonzero(~has_part[:end])
             start = int(missing[-1]) + 1 if missing.size else 0  # blocks [start, end) have theirs
             upto = min(end * block_size, num_tokens)
-            if self.ends_at_blocks:
-                upto = upto // block_size * block_size
             if upto > start * block_size and (start == 0 or self.first_token(upto) >= start * block_size):
                 return upto
             end = start - 1 if start else 0

@@ -37,16 +37,16 @@ def test_without_groups_everything_is_found_and_nothing_is_kept() -> None:
 
 
 def test_a_prompt_is_found_as_far_as_every_group_has_what_it_needs() -> None:
-    groups = groups_of(Reach(4), Reach(4, ends_at_blocks=True), num_parts=12)
-    window, state = groups.pools
-    window.need(range(5))
-    state.need([1, 3])
+    groups = groups_of(Reach(4), Reach(9), num_parts=12)
+    first, second = groups.pools
+    first.need(range(5))
+    second.need([0, 2, 3, 4])
     ids = np.arange(5, dtype=np.int32).tobytes()
-    assert groups.longest(ids, 19) == 16
-    assert groups.longest(ids, 15) == 8
-    window.let_go([1], are_ends=False)
-    window.freed(np.array([1], dtype=np.int32))
-    assert groups.longest(ids, 15) == 0, "the first group reaches to 4, where the second has nothing"
+    assert groups.longest(ids, 19) == 19
+    assert groups.longest(ids, 16) == 4, "of the second group seven to sixteen is needed"
+    first.let_go([0], are_ends=False)
+    first.freed(np.array([0], dtype=np.int32))
+    assert groups.longest(ids, 16) == 0, "the second group reaches to 4, where the first has nothing"
 
 
 def test_one_group_without_room_leaves_the_others_as_they_are() -> None:

@@ -119,7 +119,7 @@ PARTED = [
         max_tokens=30,
         max_leases=4,
         max_retained_blocks=8,
-        parts=((26, Reach(5)), (24, Reach(2, ends_at_blocks=True))),
+        parts=((26, Reach(5)), (24, Reach(2))),
         quotas=(("a", Quota(floor_blocks=7)),),
     ),
     World(block_size=4, num_blocks=11, max_tokens=28, num_namespaces=1, max_leases=2, parts=((10, Reach(9)),)),

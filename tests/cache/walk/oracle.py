@@ -76,8 +76,6 @@ class Oracle:
     def _has_parts(self, blocks: npt.NDArray[np.int32], identities: Identities, upto: int) -> bool:
         """Whether each token within reach has a part. Those that there are hold the right content."""
         for pool, content in zip(self.parts.pools, self.part_content, strict=True):
-            if pool.reach.ends_at_blocks and upto % self.block_size:
-                return False
             for token in range(max(0, upto - pool.reach.num_tokens), upto):
                 part = pool.table[blocks[token // self.block_size]]
                 if part < 0:
