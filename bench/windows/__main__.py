@@ -33,7 +33,7 @@ from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.engine.observer import Observer
-from radixkv.model.attention.paged_step import ATTENTION_NAME
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
 from radixkv.namespace import Namespace
@@ -146,6 +146,8 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
     rows = []
     for name, tokens in prompts.items():
         first, second = whole.prefill(tokens), divided.prefill(tokens)
+        assert first.logits is not None
+        assert second.logits is not None
         assert np.array_equal(first.logits, second.logits), f"{name}: expected the same bits"
         rows.append(
             {
