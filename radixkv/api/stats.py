@@ -142,6 +142,23 @@ class TenantStats:
 
 
 @dataclass(frozen=True, slots=True)
+class StateStats:
+    """Snapshots of the states of a model that keeps some for each sequence: two counts of now, two totals.
+
+    Attributes:
+        snapshots: snapshots that are kept.
+        max_snapshots: the most that may be kept.
+        given_up_snapshots: those that were given up for others.
+        recomputed_tokens: cached tokens that were computed again, since the last snapshot was before them.
+    """
+
+    snapshots: int = 0
+    max_snapshots: int = 0
+    given_up_snapshots: int = 0
+    recomputed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """Load of the engine: the counts that need no walk through the trees.
 
@@ -152,6 +169,7 @@ class EngineLoad:
         held_leases: leases that outlive their request.
         evicted_blocks: total since the start.
         evicted_probation_blocks: those of them that were on probation.
+        states: snapshots of states; None for a model without.
     """
 
     blocks: BlockStats
@@ -160,6 +178,7 @@ class EngineLoad:
     held_leases: int
     evicted_blocks: int
     evicted_probation_blocks: int
+    states: StateStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from radixkv import __version__
-from radixkv.api.stats import BlockStats, EngineLoad, RequestStats, TierStats
+from radixkv.api.stats import BlockStats, EngineLoad, RequestStats, StateStats, TierStats
 from radixkv.errors import LifecycleError, QueueFull
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Half of the 10 s that Prometheus waits by default. The engine answers between two steps.
 _TIMEOUT_S = 5.0
-_EMPTY = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0)
+_EMPTY = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0, StateStats())
 
 
 class EngineGauges(Collector):
@@ -128,6 +128,17 @@ def _families(load: EngineLoad) -> Iterable[Metric]:
     yield GaugeMetricFamily("radixkv_paused_requests", "Waiting and following ones that ran before.", requests.paused)
     yield GaugeMetricFamily("radixkv_held_leases", "Leases that outlive their request.", load.held_leases)
     yield GaugeMetricFamily("radixkv_namespaces", "Namespaces with cached tokens.", load.namespaces)
+    if (states := load.states) is not None:
+        yield GaugeMetricFamily("radixkv_snapshots", "Snapshots of states that are kept.", states.snapshots)
+        yield GaugeMetricFamily("radixkv_max_snapshots", "Snapshots that may be kept.", states.max_snapshots)
+        yield CounterMetricFamily(
+            "radixkv_given_up_snapshots", "Snapshots that were given up for others.", states.given_up_snapshots
+        )
+        yield CounterMetricFamily(
+            "radixkv_state_recomputed_tokens",
+            "Cached tokens computed again for want of a state.",
+            states.recomputed_tokens,
+        )
 
 
 def _tiers(tiers: Iterable[TierStats]) -> Iterable[Metric]:

@@ -142,6 +142,18 @@ def _whole_process_rows(stats: StatsResponse) -> list[tuple[str, str]]:
         ("namespaces", str(stats.namespaces)),
         ("segments", str(stats.segments)),
         ("held leases", str(stats.held_leases)),
+        *_state_rows(stats),
+    ]
+
+
+def _state_rows(stats: StatsResponse) -> list[tuple[str, str]]:
+    states = stats.states
+    if not stats.HasField("states"):
+        return []
+    return [
+        ("snapshots of states", f"{states.snapshots} of {states.max_snapshots} that may be"),
+        ("  given up", str(states.given_up_snapshots)),
+        ("  tokens for want of one", str(states.recomputed_tokens)),
     ]
 
 

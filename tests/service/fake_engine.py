@@ -27,7 +27,16 @@ from radixkv.api.result import (
 )
 from radixkv.api.retention import Grant
 from radixkv.api.segments import StoredPage
-from radixkv.api.stats import BlockStats, EngineLoad, EngineStats, RequestStats, TenantStats, TimeStats, TokenStats
+from radixkv.api.stats import (
+    BlockStats,
+    EngineLoad,
+    EngineStats,
+    RequestStats,
+    StateStats,
+    TenantStats,
+    TimeStats,
+    TokenStats,
+)
 from radixkv.cache.elsewhere.owned_keys import OwnedKeys
 from radixkv.cache.listing.segment_source import SegmentSource
 from radixkv.cache.namespaces.purge import Purged, all_slices
@@ -282,6 +291,7 @@ class FakeEngine:
             held_leases=len(self._leases),
             evicted_blocks=2**53 + 1,
             evicted_probation_blocks=2**53,
+            states=StateStats(snapshots=3, max_snapshots=4, given_up_snapshots=5, recomputed_tokens=6),
         )
 
     def start(self) -> None:

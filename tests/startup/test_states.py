@@ -55,13 +55,16 @@ def test_a_hit_changes_no_bit_and_the_answer_says_where_it_began(engine: Engine)
     cold = engine.prefill(params(PROMPT, "cold", return_logits=True)).result(60)
     again = engine.prefill(params(PROMPT, "cold", return_logits=True)).result(60)
     branch = np.concatenate((PROMPT[:150], PROMPT[:9]))
-    branches = [engine.prefill(params(branch + n, "cold")).result(60) for n in (0, 0)]
+    branches = [engine.prefill(params(branch, "cold")).result(60) for _ in range(2)]
     assert (again.usage.cached_tokens, again.miss_reason) == (192, MissReason.NONE)
     assert cold.logits is not None
     assert again.logits is not None
     assert np.array_equal(cold.logits, again.logits)
     assert [each.usage.cached_tokens for each in branches] == [128, 144]
     assert branches[0].miss_reason is MissReason.NO_STATE
+    states = engine.load().result(60).states
+    assert states is not None
+    assert (states.snapshots, states.max_snapshots, states.recomputed_tokens) == (4, 204, 16)
 
 
 def test_generations_go_on_from_states_and_their_next_turn_too(engine: Engine) -> None:

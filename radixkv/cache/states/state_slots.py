@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.api.stats import StateStats
 from radixkv.blocks import BlockIds
 from radixkv.cache.states.state_lease import StateLease
 from radixkv.cache.states.worth import WorthOrder
@@ -65,6 +66,10 @@ class StateSlots:
     def num_kept(self) -> int:
         """Snapshots that belong to blocks now."""
         return len(self._blocks)
+
+    def stats(self) -> StateStats:
+        """Count the snapshots. Complexity: O(1)."""
+        return StateStats(self.num_kept, self.num_snapshots, self.num_given_up, self.num_recomputed_tokens)
 
     def longest(self, block_ids: BlockIds, num_tokens: int) -> int:
         """Find how much of a cached prompt can be reused.

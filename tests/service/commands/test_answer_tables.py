@@ -8,6 +8,7 @@ from radixkv.v1.cache_pb2 import (
     DeletedBlocks,
     PurgeResponse,
     RequestStats,
+    StateStats,
     StatsResponse,
     TenantStats,
     TierStats,
@@ -94,6 +95,16 @@ def test_a_stats_table_shows_every_number():
         assert str(number) in table, number
     assert "(28.5 %)" in table
     assert "121 bytes each, int4" in table
+
+
+def test_a_stats_table_shows_snapshots_where_there_are_states():
+    stats = StatsResponse(requests=RequestStats())
+    assert "snapshots" not in stats_table(stats)
+    stats.states.CopyFrom(StateStats(snapshots=301, max_snapshots=302, given_up_snapshots=303, recomputed_tokens=304))
+    table = stats_table(stats)
+    assert "301 of 302 that may be" in table
+    for number in (303, 304):
+        assert str(number) in table, number
 
 
 def test_a_stats_table_shows_each_tier_and_whether_it_works():

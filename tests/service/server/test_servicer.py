@@ -185,6 +185,9 @@ def test_stats_carry_all_the_engine_said():
     assert (stats.namespaces, stats.segments, stats.held_leases) == (1, 11, 1)
     assert (stats.evicted_probation_blocks, stats.evicted_blocks) == (2**53, 2**53 + 1)
     assert (stats.block_bytes, stats.block_size) == (4096, 16)
+    states = stats.states
+    counts = (states.snapshots, states.max_snapshots, states.given_up_snapshots, states.recomputed_tokens)
+    assert counts == (3, 4, 5, 6)
     assert (stats.kv_dtype, stats.model_fingerprint) == ("int8", "fake fingerprint")
 
 
