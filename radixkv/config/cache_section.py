@@ -11,6 +11,8 @@ KV_DTYPES = ("auto", "bf16", "fp8", "int8", "int4")
 EVICTION_POLICIES = ("adaptive", "lru", "slru", "lfu", "priority")
 MAX_BLOCKS = 2**31 - 1  # block ids are int32
 
+STATE_SHARE = 0.1  # of the memory of K and V, which snapshots take without `state_bytes`
+
 _DEFAULT_CAPACITY_TOKENS = 131_072
 
 _Share = Annotated[float, Range(0, 1)]

@@ -8,9 +8,11 @@ from typing import Any
 
 from radixkv.config.model_directory import INDEX, read_object, shown
 from radixkv.errors import ConfigError
-from radixkv.storage.kv_layout import FORMAT_OF_DTYPE
+from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, KVFormat
 
 _SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}
+# Layers of short convolutions, and the key that tells the tokens which they see.
+_SHORT_CONV, _CONV_WIDTH = "conv", "conv_L_cache"
 # Keys of models whose layers store different K/V. A guess there would give numbers that look right.
 _UNEQUAL_LAYERS = (
     "attn_layer_indices",
@@ -32,7 +34,7 @@ class Checkpoint:
     """The sizes that a model's files name. A field is None where the files say nothing.
 
     Attributes:
-        num_layers: `num_hidden_layers`; of LongCat-Flash twice its `num_layers`.
+        num_layers: `num_hidden_layers`, without layers of short convolutions; of LongCat-Flash twice its `num_layers`.
         num_query_heads: `num_attention_heads`.
         num_kv_heads: `num_key_value_heads`; the number of query heads if only that is there.
         head_dim: `head_dim`, or `hidden_size` divided by the query heads; `v_head_dim` of latent attention.
@@ -40,6 +42,7 @@ class Checkpoint:
         rope_dim: `qk_rope_head_dim` of latent attention.
         dtype: `dtype` or `torch_dtype`, by its name in `KVFormat`; None if K/V can't be stored in it.
         weights_bytes: the size in the safetensors index; without an index, the size of the files.
+        state_bytes: the last inputs of short convolutions (`conv_L_cache`) that a sequence keeps, in `dtype` or bf16.
     """
 
     num_layers: int | None = None
@@ -50,6 +53,7 @@ class Checkpoint:
     rope_dim: int | None = None
     dtype: str | None = None
     weights_bytes: int | None = None
+    state_bytes: int | None = None
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -73,15 +77,17 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     fields.require_equal_layers()
     num_query_heads = fields.size("num_attention_heads", "n_head")
     mla_rank = fields.size("kv_lora_rank")
+    dtype = _dtype(text, top)
     return Checkpoint(
-        num_layers=_num_layers(fields),
+        num_layers=_num_attending_layers(fields),
         num_query_heads=num_query_heads,
         num_kv_heads=_num_kv_heads(fields) or num_query_heads,
         head_dim=_head_dim(fields, num_query_heads) if mla_rank is None else fields.size("v_head_dim"),
         mla_rank=mla_rank,
         rope_dim=None if mla_rank is None else fields.size("qk_rope_head_dim"),
-        dtype=_dtype(text, top),
+        dtype=dtype,
         weights_bytes=_weights_bytes(file.parent),
+        state_bytes=_state_bytes(fields, dtype),
     )
 
 
@@ -101,10 +107,31 @@ class _Fields:
             return value
         return None
 
+    def layer_kinds(self) -> set[str]:
+        """Return the kinds of layers that store the same K/V or, if they are short convolutions, none."""
+        return _SAME_KV | {_SHORT_CONV} if self.size(_CONV_WIDTH) else _SAME_KV
+
+    def num_short_convs(self) -> int:
+        """Count the layers of short convolutions."""
+        num_layers = self.size("num_hidden_layers")
+        if self.size(_CONV_WIDTH) is None or num_layers is None:
+            return 0
+        types = self.values.get("layer_types")
+        if types is not None:
+            return types[:num_layers].count(_SHORT_CONV)
+        attending = self.values.get("full_attn_idxs")  # in older files
+        if attending is None:
+            return 0
+        if not isinstance(attending, list) or not {*attending} <= {*range(num_layers)}:
+            raise ConfigError(
+                f"{self.file}: full_attn_idxs: expected a list of indices below {num_layers}, got {shown(attending)}"
+            )
+        return num_layers - len({*attending})
+
     def require_equal_layers(self) -> None:
         unequal = [name for name in _UNEQUAL_LAYERS if self.values.get(name)]
         types = self.values.get("layer_types") or []
-        if not isinstance(types, list) or not {str(each) for each in types} <= _SAME_KV:
+        if not isinstance(types, list) or not {str(each) for each in types} <= self.layer_kinds():
             unequal.append("layer_types")
         if unequal:
             name = unequal[0]
@@ -116,6 +143,18 @@ class _Fields:
 def _dtype(*places: dict[str, Any]) -> str | None:
     named = [place[name] for place in places for name in ("dtype", "torch_dtype") if place.get(name) is not None]
     return FORMAT_OF_DTYPE.get(str(named[0]).removeprefix("torch.")) if named else None
+
+
+def _num_attending_layers(fields: _Fields) -> int | None:
+    num_layers = _num_layers(fields)
+    return None if num_layers is None else num_layers - fields.num_short_convs() or None
+
+
+def _state_bytes(fields: _Fields, dtype: str | None) -> int | None:
+    num_layers, width, num_channels = fields.num_short_convs(), fields.size(_CONV_WIDTH), fields.size("hidden_size")
+    if not num_layers or width is None or num_channels is None:
+        return None
+    return KVFormat(dtype or "bf16").bytes_of(0, num_layers * (width - 1) * num_channels)
 
 
 def _num_layers(fields: _Fields) -> int | None:

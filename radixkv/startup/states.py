@@ -6,12 +6,12 @@ import logging
 
 from radixkv.cache.states.state_slots import StateSlots
 from radixkv.config import Config, EngineConfig
+from radixkv.config.cache_section import STATE_SHARE
 from radixkv.errors import UnsupportedModel
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape
 
-# Without `cache.state_bytes`, snapshots take this share of what K and V take, and are at least this many.
-_SHARE = 0.1
+# Snapshots at least, without `cache.state_bytes`.
 _LEAST_SNAPSHOTS = 64
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def make_state_slots(
         return None
     _require_possible(model, config)
     num_snapshots = (
-        max(_LEAST_SNAPSHOTS, int(_SHARE * num_blocks * size * kv_shape.token_bytes / shape.slot_bytes))
+        max(_LEAST_SNAPSHOTS, int(STATE_SHARE * num_blocks * size * kv_shape.token_bytes / shape.slot_bytes))
         if config.cache.state_bytes is None
         else config.cache.state_bytes // shape.slot_bytes
     )

@@ -56,6 +56,18 @@ DEEPSEEK_V3 = {
 }
 
 
+LFM2_1_2B = {
+    "model_type": "lfm2",
+    "conv_L_cache": 3,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+
+
 def write_config(directory, fields):
     (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     return directory
@@ -74,12 +86,36 @@ def refusal_of(path):
         (QWEN_3_0_6B, Checkpoint(28, 16, 8, 128, dtype="bf16")),
         (GEMMA_2_9B, Checkpoint(42, 16, 8, 256, dtype="fp32")),
         (DEEPSEEK_V3, Checkpoint(61, 128, 128, 128, mla_rank=512, rope_dim=64, dtype="bf16")),
+        (LFM2_1_2B, Checkpoint(6, 32, 8, 64, dtype="bf16", state_bytes=10 * 2 * 2048 * 2)),
     ],
-    ids=["llama", "qwen3", "gemma2", "deepseek"],
+    ids=["llama", "qwen3", "gemma2", "deepseek", "lfm2"],
 )
 def test_a_config_is_read(tmp_path, fields, expected):
     assert read_checkpoint(write_config(tmp_path, fields)) == expected
     assert read_checkpoint(str(tmp_path / "config.json")) == expected
+
+
+def test_a_state_is_what_the_model_keeps(tmp_path):
+    """Also where config.json names each layer."""
+    directory = write_checkpoint(small_config("lfm2"), tmp_path)
+    model, checkpoint = load_model(ModelConfig(path=str(directory), device="cpu")), read_checkpoint(directory)
+    assert model.state_shape is not None
+    assert checkpoint.state_bytes == model.state_shape.slot_bytes
+    assert checkpoint.num_layers == model.kv_shape.num_layers
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"conv_L_cache": 0}, "conv_L_cache: expected an integer of at least 1, got int 0"),
+        ({"full_attn_idxs": [2, 16]}, "full_attn_idxs: expected a list of indices below 16, got list "),
+        ({"full_attn_idxs": 2}, "full_attn_idxs: expected a list of indices below 16, got int 2"),
+        ({"conv_L_cache": None, "layer_types": ["conv"]}, "layer_types: expected layers that all store the same K/V"),
+    ],
+)
+def test_a_wrong_field_of_short_convolutions_is_named(tmp_path, change, words):
+    message = refusal_of(write_config(tmp_path, LFM2_1_2B | change))
+    assert message.startswith(f"{tmp_path / 'config.json'}: {words}")
 
 
 def test_gpt2_has_names_of_its_own(tmp_path):

@@ -137,6 +137,7 @@ def _groups(arguments: argparse.Namespace, model: Checkpoint) -> list[Group]:
     groups = [
         plan_report.token_group(layout, kv_format, arguments.tp),
         plan_report.cache_group(arguments.batch, arguments.context, token_bytes, rank_token_bytes),
+        _state_group(arguments, model, token_bytes),
         _fit_group(arguments, model, rank_token_bytes),
         _kinds_group(model, layout, kv_format, arguments.batch * arguments.context),
         plan_report.blocks_group(BlockUse(arguments.context, arguments.block_size), token_bytes),
@@ -146,6 +147,13 @@ def _groups(arguments: argparse.Namespace, model: Checkpoint) -> list[Group]:
         _decoding_group(arguments, model),
     ]
     return [group for group in groups if group is not None]
+
+
+def _state_group(arguments: argparse.Namespace, model: Checkpoint, token_bytes: int) -> Group | None:
+    if model.state_bytes is None:
+        return None
+    cache_bytes = arguments.batch * arguments.context * token_bytes
+    return plan_report.state_group(model.state_bytes, arguments.batch, cache_bytes)
 
 
 def _fit_group(arguments: argparse.Namespace, model: Checkpoint, rank_token_bytes: int) -> Group | None:
@@ -158,11 +166,11 @@ def _fit_group(arguments: argparse.Namespace, model: Checkpoint, rank_token_byte
     if model.weights_bytes is None:
         raise ConfigError("plan: expected --weights-gb, or a --model directory with safetensors, got neither")
     device = DeviceMemory(arguments.memory_bytes, -(-model.weights_bytes // arguments.tp), arguments.overhead_gb or 0)
-    user_bytes = arguments.user_gb
+    user_bytes, state_bytes = arguments.user_gb, model.state_bytes or 0
     if user_bytes is None:
         num_blocks = BlockUse(arguments.context, arguments.block_size).num_blocks
-        user_bytes = num_blocks * arguments.block_size * rank_token_bytes
-    return plan_report.fit_group(device, user_bytes, arguments.block_size, rank_token_bytes)
+        user_bytes = num_blocks * arguments.block_size * rank_token_bytes + state_bytes
+    return plan_report.fit_group(device, user_bytes, arguments.block_size, rank_token_bytes, state_bytes)
 
 
 def _kinds_group(model: Checkpoint, layout: KVLayout, kv_format: KVFormat, num_tokens: int) -> Group:

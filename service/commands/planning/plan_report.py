@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from radixkv.config.cache_section import STATE_SHARE
 from radixkv.planning.plan import GB, GIB, BlockUse, DecodingCost, DeviceMemory, PrefixSharing, load_us, recompute_us
 from radixkv.service.commands.tables import aligned
 from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout
@@ -94,10 +95,33 @@ def cache_group(batch: int, context_tokens: int, token_bytes: int, rank_token_by
     return Group("cache size", rows, fields)
 
 
-def fit_group(device: DeviceMemory, user_bytes: int, block_size: int, rank_token_bytes: int) -> Group:
-    """Return the users, and the tokens of a block pool, that fit on one device beside the weights."""
+def state_group(state_bytes: int, batch: int, cache_bytes: int) -> Group:
+    """Return the memory of states: of a batch of running sequences, and of snapshots beside their K/V."""
+    batch_bytes, snapshot_bytes = batch * state_bytes, int(STATE_SHARE * cache_bytes)
+    rows = [
+        ("a state", f"{state_bytes:,} bytes, {_size(state_bytes)}"),
+        ("the batch", f"{batch:,} running sequences, {_size(batch_bytes)}"),
+        ("snapshots", f"{snapshot_bytes // state_bytes:,}, {_size(snapshot_bytes)}, cache.state_bytes by default"),
+    ]
+    fields = {
+        "state_bytes": state_bytes,
+        "batch_state_bytes": batch_bytes,
+        "snapshot_bytes": snapshot_bytes,
+        "snapshots": snapshot_bytes // state_bytes,
+    }
+    return Group("states of sequences", rows, fields)
+
+
+def fit_group(
+    device: DeviceMemory, user_bytes: int, block_size: int, rank_token_bytes: int, state_bytes: int = 0
+) -> Group:
+    """Return the users, and the tokens of a block pool, that fit on one device beside the weights.
+
+    A user has a state of `state_bytes`, and snapshots take a share of what K/V take.
+    """
     users = device.users(user_bytes)
-    capacity_tokens = device.kv_bytes // (block_size * rank_token_bytes) * block_size
+    kv_bytes = device.kv_bytes if not state_bytes else int((device.kv_bytes - users * state_bytes) / (1 + STATE_SHARE))
+    capacity_tokens = kv_bytes // (block_size * rank_token_bytes) * block_size
     missing_bytes = device.weights_bytes + device.overhead_bytes - device.total_bytes
     shortfall = f", {_size(missing_bytes)} too little for the rest" if missing_bytes > 0 else ""
     rows = [

@@ -104,6 +104,39 @@ decoding 128 tokens after 35, one attention layer
     )
 
 
+def test_states_of_sequences_are_counted(capsys, tmp_path):
+    """LFM2 of 1.2 billion parameters: 6 layers attend, 10 keep two inputs of 2,048 numbers."""
+    fields = {
+        "conv_L_cache": 3,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    options = ("--model", str(tmp_path), "--batch", "8", "--context", "1000", "--weights-gb", "2.34")
+    out = plan(capsys, *options, "--memory-gb", "4")
+    assert (
+        """
+states of sequences
+  a state    81,920 bytes, 80.00 KiB (81.92 kB)
+  the batch  8 running sequences, 640.00 KiB (655.36 kB)
+  snapshots  120, 9.38 MiB (9.83 MB), cache.state_bytes by default
+"""
+        in out
+    )
+    numbers = json.loads(plan(capsys, *options, "--memory-gb", "4", "--json"))
+    assert (numbers["state_bytes"], numbers["batch_state_bytes"], numbers["snapshots"]) == (81_920, 655_360, 120)
+    assert numbers["token_bytes"] == 6 * 2 * 8 * 64 * 2
+    assert numbers["user_bytes"] == 1024 * 12_288 + 81_920
+    users = 1_660_000_000 // numbers["user_bytes"]
+    assert numbers["users"] == users
+    kv_bytes = numbers["capacity_tokens"] * 12_288
+    assert kv_bytes * 1.1 + users * 81_920 <= 1_660_000_000 < (kv_bytes + 64 * 12_288) * 1.1 + users * 81_920
+
+
 TIERS = ("--tier", "host=16GB,disk=200GB,redis=unbounded")
 
 
