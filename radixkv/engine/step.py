@@ -159,7 +159,7 @@ def chunk_of(part: Slice) -> Chunk:
         adapter=request.adapter,
         adapter_from=0 if invocation is None else invocation.start,
         num_dropped=lease.num_dropped_tokens,
-        state=None if request.state is None else ChunkState(request.state.source, request.state.writes(start, end)),
+        state=_state_of(part),
     )
 
 
@@ -185,6 +185,15 @@ def _cover(lease: PromptLease, block_ids: BlockIds, start: int, end: int, copy: 
     """Keep the parts that a chunk needs, if windowed layers have a pool of their own."""
     holder = next(iter(lease.own.parts), None)
     return _NoCover() if holder is None else holder.cover(block_ids, start, end, copy)
+
+
+def _state_of(part: Slice) -> ChunkState | None:
+    """Take slots for the states that a slice leaves; None for a model without states."""
+    request, start, end = part
+    if request.state is None:
+        return None
+    keeps = request.params.write_cache and not request.is_revoked
+    return ChunkState(request.state.source, request.state.writes(start, end, keeps=keeps))
 
 
 def _watched(chunk: Chunk, watcher: KeptEntries | None) -> Chunk:

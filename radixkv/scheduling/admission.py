@@ -163,13 +163,8 @@ class Admitter:
         request.computed_upto = cached_tokens
         states = self._cache.parts.states
         if states is not None:
-            request.state = states.open(
-                lease.block_ids,
-                cached_tokens,
-                request.params.num_tokens,
-                request.found_tokens,
-                keeps=request.params.write_cache and not request.is_revoked,
-            )
+            num_prompt_tokens, found_tokens = request.params.num_tokens, request.found_tokens
+            request.state = states.open(lease.block_ids, cached_tokens, num_prompt_tokens, found_tokens)
         self._on_start(request)
 
     def _explain(self, request: Request, cached_tokens: int) -> MissReason:

@@ -186,6 +186,16 @@ def test_a_request_that_must_not_write_leaves_nothing() -> None:
     assert snapshots(bench) == []
 
 
+def test_a_request_whose_namespace_was_purged_leaves_nothing() -> None:
+    bench = Bench(num_snapshots=8, max_step_tokens=12)
+    future = bench.submit(range(40), tenant="acme")
+    bench.core.step()
+    bench.core.purge(tenant="acme", adapter=None, salt=None)
+    bench.run()
+    assert future.result(0).next_token_id == next_token(tokens(range(40)))
+    assert (snapshots(bench), states_of(bench).take(1) is not None) == ([], True)
+
+
 def test_a_held_lease_gives_its_slot_back() -> None:
     bench = Bench(num_snapshots=2, max_running_requests=1)
     held = bench.prefill(PROMPT, hold_lease=True)

@@ -68,13 +68,10 @@ class StateLease:
         cached_tokens: int,
         num_prompt_tokens: int,
         found_tokens: int,
-        *,
-        keeps: bool,
     ) -> None:
         self.slot = slot
         self.source = source
         self._slots = slots
-        self._keeps = keeps
         self._computed_upto = self._last_kept = cached_tokens
         self._num_prompt_tokens = num_prompt_tokens
         size = slots.block_size
@@ -98,13 +95,17 @@ class StateLease:
         """Leave a snapshot at the end of a block, because another request will go on there."""
         self._wanted.add(position)
 
-    def writes(self, start: int, end: int) -> list[tuple[int, int]]:
+    def writes(self, start: int, end: int, *, keeps: bool) -> list[tuple[int, int]]:
         """Take slots for the snapshots of a step that computes the tokens `[start, end)`.
+
+        Args:
+            start, end: the tokens.
+            keeps: whether the request may publish anything; if not, no snapshot is taken.
 
         Returns:
             Positions and the slots that keep the states there; the last one is its own.
         """
-        positions = self._positions(start, end) if self._keeps else []
+        positions = self._positions(start, end) if keeps else []
         for position in positions:
             if position not in self._pending:
                 saved_tokens = position - self._last_kept

@@ -86,9 +86,7 @@ class StateSlots:
         with_snapshot = np.flatnonzero(self.table[block_ids[: num_tokens // self.block_size]] != _NO_SLOT)
         return (int(with_snapshot[-1]) + 1) * self.block_size if with_snapshot.size else 0
 
-    def open(
-        self, block_ids: BlockIds, cached_tokens: int, num_prompt_tokens: int, found_tokens: int, *, keeps: bool
-    ) -> StateLease:
+    def open(self, block_ids: BlockIds, cached_tokens: int, num_prompt_tokens: int, found_tokens: int) -> StateLease:
         """Give a request a slot of its own, and let it go on from a snapshot.
 
         Args:
@@ -96,7 +94,6 @@ class StateSlots:
             cached_tokens: tokens that it reuses, as `longest` says.
             num_prompt_tokens: length of its prompt.
             found_tokens: tokens at its start that are cached, whether or not one can go on there.
-            keeps: whether it may leave snapshots.
 
         Returns:
             A lease that the caller must close.
@@ -111,7 +108,7 @@ class StateSlots:
             self._readers[source] += 1
         self.num_recomputed_tokens += max(0, found_tokens // self.block_size * self.block_size - cached_tokens)
         slot = self._free.pop()
-        lease = StateLease(self, slot, source, cached_tokens, num_prompt_tokens, found_tokens, keeps=keeps)
+        lease = StateLease(self, slot, source, cached_tokens, num_prompt_tokens, found_tokens)
         self._leases.add(lease)
         return lease
 

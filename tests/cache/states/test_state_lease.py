@@ -9,18 +9,20 @@ from radixkv.cache.states.state_slots import StateSlots
 BLOCKS = np.arange(16, dtype=np.int32)
 
 
-def lease_of(slots: StateSlots, num_prompt_tokens: int, found_tokens: int = 0, *, keeps: bool = True) -> StateLease:
+def lease_of(slots: StateSlots, num_prompt_tokens: int, found_tokens: int = 0) -> StateLease:
     cached_tokens = slots.longest(BLOCKS, min(found_tokens, num_prompt_tokens - 1))
-    return slots.open(BLOCKS, cached_tokens, num_prompt_tokens, found_tokens, keeps=keeps)
+    return slots.open(BLOCKS, cached_tokens, num_prompt_tokens, found_tokens)
 
 
 def slots_of(num_snapshots: int = 16, every_tokens: int = 16) -> StateSlots:
     return StateSlots(BLOCKS.size, 4, 3, num_snapshots, every_tokens)
 
 
-def compute(lease: StateLease, start: int, end: int, num_published_blocks: int | None = None) -> list[int]:
+def compute(
+    lease: StateLease, start: int, end: int, num_published_blocks: int | None = None, *, keeps: bool = True
+) -> list[int]:
     """Compute tokens and publish their whole blocks. Returns where states were kept, the end excepted."""
-    writes = lease.writes(start, end)
+    writes = lease.writes(start, end, keeps=keeps)
     assert writes[-1] == (end, lease.slot)
     assert len({slot for _, slot in writes}) == len(writes)
     lease.advance(end)
@@ -90,7 +92,7 @@ def test_states_of_a_step_that_was_not_computed_are_not_published() -> None:
     slots = slots_of()
     lease = lease_of(slots, 41)
     compute(lease, 0, 20)
-    lease.writes(20, 41)  # the step fails, and a shorter one is tried
+    lease.writes(20, 41, keeps=True)  # the step fails, and a shorter one is tried
     lease.publish(BLOCKS, 10)
     assert slots.longest(BLOCKS, 41) == 16
     assert compute(lease, 20, 35) == [32]
@@ -103,7 +105,7 @@ def test_states_of_a_step_that_was_not_computed_are_not_published() -> None:
 
 def test_a_request_that_publishes_nothing_takes_no_slots() -> None:
     slots = slots_of(num_snapshots=0)
-    assert compute(lease_of(slots, 41, keeps=False), 0, 41) == []
+    assert compute(lease_of(slots, 41), 0, 41, keeps=False) == []
 
 
 def test_without_room_a_request_keeps_what_it_can() -> None:

@@ -71,7 +71,7 @@ def test_the_snapshot_that_is_worth_least_is_given_up() -> None:
 def test_a_snapshot_that_somebody_reads_is_not_given_up() -> None:
     slots = slots_of(num_snapshots=1)
     publish(slots, 8)
-    lease = slots.open(BLOCKS, 8, 31, 31, keeps=True)
+    lease = slots.open(BLOCKS, 8, 31, 31)
     assert slots.take(1000) is None
     lease.advance(12)
     taken = slots.take(1000)
@@ -84,7 +84,7 @@ def test_a_snapshot_that_somebody_reads_is_not_given_up() -> None:
 def test_a_slot_whose_block_is_freed_is_kept_for_those_that_read_it() -> None:
     slots = slots_of(num_snapshots=1)
     publish(slots, 8)
-    first, second = (slots.open(BLOCKS, 8, 31, 31, keeps=True) for _ in range(2))
+    first, second = (slots.open(BLOCKS, 8, 31, 31) for _ in range(2))
     source = first.source
     slots.freed(BLOCKS)
     slots.check(BLOCKS)
@@ -99,22 +99,22 @@ def test_a_slot_whose_block_is_freed_is_kept_for_those_that_read_it() -> None:
 
 def test_no_more_requests_run_than_there_are_slots_for() -> None:
     slots = slots_of(num_requests=1)
-    lease = slots.open(BLOCKS, 0, 31, 0, keeps=True)
+    lease = slots.open(BLOCKS, 0, 31, 0)
     with pytest.raises(InvariantViolation, match="more requests run than there are slots for"):
-        slots.open(BLOCKS, 0, 31, 0, keeps=True)
+        slots.open(BLOCKS, 0, 31, 0)
     lease.close()
-    slots.open(BLOCKS, 0, 31, 0, keeps=True)
+    slots.open(BLOCKS, 0, 31, 0)
 
 
 def test_a_request_can_only_go_on_where_a_snapshot_is() -> None:
     with pytest.raises(InvariantViolation, match="a request goes on where no snapshot is"):
-        slots_of().open(BLOCKS, 8, 31, 31, keeps=True)
+        slots_of().open(BLOCKS, 8, 31, 31)
 
 
 def test_tokens_that_are_cached_and_computed_again_are_counted() -> None:
     slots = slots_of()
     publish(slots, 8)
-    slots.open(BLOCKS, 8, 31, 23, keeps=True)
+    slots.open(BLOCKS, 8, 31, 23)
     assert slots.num_recomputed_tokens == 12, "20 tokens are whole blocks"
 
 
@@ -122,7 +122,7 @@ def test_a_used_snapshot_is_not_retracted() -> None:
     slots = slots_of()
     publish(slots, 8, 20)
     unused, used = (int(slots.table[block]) for block in BLOCKS[[1, 4]])
-    slots.open(BLOCKS, 20, 31, 31, keeps=True)
+    slots.open(BLOCKS, 20, 31, 31)
     slots.retract(used, int(BLOCKS[4]))
     slots.retract(unused, int(BLOCKS[1]))
     slots.retract(unused, int(BLOCKS[1]))
