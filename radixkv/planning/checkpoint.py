@@ -116,7 +116,7 @@ class _Fields:
         num_layers = self.size("num_hidden_layers")
         if self.size(_CONV_WIDTH) is None or num_layers is None:
             return 0
-        types = self.values.get("layer_types")
+        types: list[object] | None = self.values.get("layer_types")
         if types is not None:
             return types[:num_layers].count(_SHORT_CONV)
         attending = self.values.get("full_attn_idxs")  # in older files

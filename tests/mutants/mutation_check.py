@@ -25,6 +25,7 @@ from tests.mutants.mutants import (
     KERNEL_MUTANTS,
     OFFLOAD_MUTANTS,
     ROUTING_MUTANTS,
+    STATE_MUTANTS,
     Mutant,
 )
 
@@ -120,11 +121,20 @@ ROUTING_TESTS = (
     "tests/routing/test_fleet_view.py",
     "tests/routing/test_router.py",
 )
+STATE_TESTS = (
+    "tests/cache/states/test_worth.py",
+    "tests/cache/states/test_state_slots.py",
+    "tests/cache/states/test_state_lease.py",
+    "tests/model/states/test_state_rows.py",
+    "tests/model/states/test_state_step.py",
+    "tests/engine/test_states.py",
+)
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
     (OFFLOAD_MUTANTS, OFFLOAD_TESTS),
     (ROUTING_MUTANTS, ROUTING_TESTS),
+    (STATE_MUTANTS, STATE_TESTS),
 )
 
 
