@@ -25,6 +25,8 @@ _RELEASE_S = 5.0
 _MICROSECONDS = 1e-6
 # How a replica that generates begins when it tells of the one that holds the lease.
 _OF_SOURCE = "kv_source:"
+# How a replica that computes begins when it holds as many leases, or blocks in them, as it may.
+_OF_LEASE = "hold_lease:"
 
 
 class SourceLost(Exception):
@@ -96,7 +98,7 @@ class HandOver:
     async def _compute(
         self, request: prefill_pb2.GenerateRequest, question: Question, manners: Manners
     ) -> _Lease | None:
-        """Have a prompt computed and held. Returns None if no replica is there that could, or it is purged already."""
+        """Have a prompt computed and held. Returns None if no replica is there that could, or if it was purged."""
         asked = prefill_pb2.PrefillRequest()
         asked.CopyFrom(request.prefill)
         asked.hold_lease = True
@@ -107,7 +109,7 @@ class HandOver:
         except NoReplica:
             return None
         except ReplicaRefusal as refusal:
-            if refusal.code is grpc.StatusCode.UNAVAILABLE:
+            if refusal.code is grpc.StatusCode.UNAVAILABLE or refusal.details.startswith(_OF_LEASE):
                 return None
             raise
         routed.finish(answer.usage.computed_tokens, answer.timing.prefill_us * _MICROSECONDS)

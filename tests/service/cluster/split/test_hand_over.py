@@ -164,7 +164,8 @@ def first_only(line: FakeLine) -> Any:
 
 
 def test_without_replicas_that_compute_the_other_one_does() -> None:
-    for computing in (Replicas(), Replicas(p=[GONE]), Replicas(p=[""])):
+    full = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "hold_lease: expected at most 9 blocks in held leases")
+    for computing in (Replicas(), Replicas(p=[GONE]), Replicas(p=[""]), Replicas(p=[full])):
         split = Split(computing, Replicas(d=[ANSWER]))
         parts = split.answer()
         assert (tokens_of(parts), parts[0].usage.cached_tokens) == ([7, 8], 0)
