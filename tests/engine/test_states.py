@@ -97,6 +97,14 @@ def test_equal_prompts_that_come_together_are_computed_once() -> None:
     assert [future.result(0).usage.cached_tokens for future in futures] == [0, 28, 28]
 
 
+def test_nobody_waits_for_a_snapshot_where_none_may_be_kept() -> None:
+    bench = Bench(num_snapshots=0, max_step_tokens=64)
+    futures = [bench.submit(PROMPT) for _ in range(2)]
+    bench.run()
+    assert bench.runner.steps == [[(0, 30), (0, 30)]]
+    assert [future.result(0).usage.cached_tokens for future in futures] == [0, 0]
+
+
 def test_two_requests_without_a_common_leader_share_nothing() -> None:
     """One must not read the cache: both compute the same prefix in one step."""
     bench = Bench(num_snapshots=8, max_step_tokens=64)

@@ -12,6 +12,7 @@ class SlotKeeper(Protocol):
 
     block_size: int
     every_tokens: int
+    num_snapshots: int
 
     def take(self, saved_tokens: int) -> int | None:
         """Carry out `StateSlots.take`."""
@@ -91,9 +92,14 @@ class StateLease:
         """Slots of snapshots that are not published."""
         return [each.slot for each in self._pending.values()]
 
-    def want(self, position: int) -> None:
-        """Leave a snapshot at the end of a block, because another request will go on there."""
+    def want(self, position: int) -> bool:
+        """Leave a snapshot at the end of a block, because another request will go on there.
+
+        Returns:
+            False if no snapshot may be kept at all.
+        """
         self._wanted.add(position)
+        return self._slots.num_snapshots > 0
 
     def writes(self, start: int, end: int, *, keeps: bool) -> list[tuple[int, int]]:
         """Take slots for the snapshots of a step that computes the tokens `[start, end)`.
