@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import threading
@@ -53,8 +54,8 @@ class Told:
     """Answer to one prompt, or its failure.
 
     Attributes:
-        sent_s: when it was asked, since the start of the pass.
-        ttft_s: time to the first token; None if none came.
+        sent_s: when it was asked, or was to be asked, since the start of the pass.
+        ttft_s: time from then to the first token; None if none came.
         total_s: time to the end.
         token_ids: that came.
         cached_tokens: of the prompt.
@@ -75,34 +76,47 @@ def run_pass(
     new_tokens: int,
     concurrency: int,
     on_told: Callable[[int], None] = lambda num: None,
+    arrivals_s: Sequence[float] | None = None,
 ) -> list[Told]:
-    """Ask all prompts, some at a time, and return what was told, in their order.
+    """Ask all prompts, some at a time or as they arrive, and return what was told, in their order.
 
     Args:
         address: of the fleet.
         prompts: token ids.
         new_tokens: of each answer.
-        concurrency: prompts at a time.
+        concurrency: prompts at a time at most.
         on_told: is called after each with the number of those that are over.
+        arrivals_s: when each prompt is asked, since the start of the pass; None for as soon as one may be.
     """
     start_s, num_over, lock = time.monotonic(), 0, threading.Lock()
     with Client(address, timeout_s=_TIMEOUT_S) as client, ThreadPoolExecutor(concurrency) as threads:
 
-        def ask(prompt: Sequence[int]) -> Told:
+        def ask(prompt: Sequence[int], arrival_s: float | None) -> Told:
             nonlocal num_over
-            told = ask_one(client, prompt, new_tokens, start_s)
+            told = ask_one(client, prompt, new_tokens, start_s, arrival_s)
             with lock:
                 num_over += 1
                 num = num_over
             on_told(num)
             return told
 
-        return list(threads.map(ask, prompts))
+        return list(threads.map(ask, prompts, arrivals_s or [None] * len(prompts)))
 
 
-def ask_one(client: Client, prompt: Sequence[int], new_tokens: int, start_s: float = 0.0) -> Told:
-    """Generate after one prompt, the most likely tokens."""
+def random_arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
+    """Return times in seconds at which prompts arrive, `rate` a second on average, each independent of the others."""
+    gaps = random.Random(seed)
+    return list(itertools.accumulate(gaps.expovariate(rate) for _ in range(count)))
+
+
+def ask_one(
+    client: Client, prompt: Sequence[int], new_tokens: int, start_s: float = 0.0, arrival_s: float | None = None
+) -> Told:
+    """Generate after one prompt, the most likely tokens; not before it arrives, if it does."""
     sent_s, first_s, cached_tokens, error = time.monotonic(), None, 0, ""
+    if arrival_s is not None:
+        sent_s = start_s + arrival_s
+        time.sleep(max(0.0, sent_s - time.monotonic()))
     token_ids: list[int] = []
     try:
         for news in client.generate(prompt, tenant=_TENANT, max_new_tokens=new_tokens, ignore_eos=True):

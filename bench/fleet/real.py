@@ -1,10 +1,11 @@
 """Measures a real fleet on Ray: against round-robin, with a replica that is killed, and what its ingress costs.
 
 python -m bench.fleet.real [--json FILE] [--geometry 83x3,150x5] [--replicas 2] [--concurrency 8]
+    [--rate PROMPTS_A_SECOND]
 
 Engines of the embedded model. The traffic is that of llm-d's benchmark, shrunk: groups of prompts that begin alike, in
-random order. Each replica's cache holds a part of the groups. Exit status: 0 if no answer was wrong, and none failed
-that had not begun.
+random order, and with --rate at random times. Each replica's cache holds a part of the groups. Exit status: 0 if no
+answer was wrong, and none failed that had not begun.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleet.fleet_process import FleetProcess
-from bench.fleet.grouped_prompts import Geometry, Told, run_pass, summarize
+from bench.fleet.grouped_prompts import Geometry, Told, random_arrivals, run_pass, summarize
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.errors import ConfigError
 from radixkv.service.client import Client
-from radixkv.service.commands.argument_types import positive
+from radixkv.service.commands.argument_types import positive, positive_number
 
 _ROUTINGS = ("prefix", "round-robin")
 _BLOCK_TOKENS = 64
 _MOST_RESTART_S = 180.0
+_MOST_AT_ONCE = 256  # where prompts arrive by themselves: one that has to wait for a thread waits for its first token
 _TENANT = "acme"
 
 
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with FleetProcess(options.replicas, _settings(geometry, routing, options)) as fleet:
                 _wait_for_all(fleet, options.replicas)
                 prompts = geometry.make_prompts(options.seed)
-                told = run_pass(fleet.address, prompts, geometry.new_tokens, options.concurrency)
+                told = _first_pass(fleet, prompts, geometry, options)
                 rows.append(_row(geometry, routing, told, prompts))
                 print(_shown(rows[-1]), flush=True)
                 if routing == _ROUTINGS[0] and geometry is geometries[-1]:
@@ -60,6 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.json, {"run": describe_run(), "command": command, "rows": rows, "kill": killed, "costs": costs}
         )
     return int(not is_right or any(row["errors"] for row in rows))
+
+
+def _first_pass(
+    fleet: FleetProcess, prompts: Sequence[Sequence[int]], geometry: Geometry, options: argparse.Namespace
+) -> list[Told]:
+    if options.rate is None:
+        return run_pass(fleet.address, prompts, geometry.new_tokens, options.concurrency)
+    arrivals_s = random_arrivals(len(prompts), options.rate, options.seed)
+    return run_pass(fleet.address, prompts, geometry.new_tokens, _MOST_AT_ONCE, arrivals_s=arrivals_s)
 
 
 def call_costs(fleet: FleetProcess, prompt: Sequence[int], num_calls: int) -> dict[str, float]:
@@ -206,6 +217,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=positive, default=20)
     parser.add_argument("--replicas", type=positive, default=2)
     parser.add_argument("--concurrency", type=positive, default=8)
+    parser.add_argument(
+        "--rate", type=positive_number, help="prompts that arrive a second, however many wait; default: as answers come"
+    )
     parser.add_argument(
         "--capacity-share", type=float, default=0.6, help="of all prefixes, that a replica's cache holds"
     )

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import statistics
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
 import pytest
 
-from bench.fleet.grouped_prompts import Geometry, Told, summarize
+from bench.fleet.grouped_prompts import Geometry, Told, ask_one, random_arrivals, summarize
 
 
 def test_prompts_of_a_group_begin_alike_and_no_others() -> None:
@@ -12,6 +17,26 @@ def test_prompts_of_a_group_begin_alike_and_no_others() -> None:
     assert len({tuple(prompt) for prompt in prompts}) == 12
     assert prompts == Geometry(4, 3, 20, 5, 1).make_prompts(seed=1)
     assert prompts != Geometry(4, 3, 20, 5, 1).make_prompts(seed=2)
+
+
+def test_prompts_arrive_at_a_rate_whenever_they_like() -> None:
+    arrivals_s = random_arrivals(10_000, rate=4.0, seed=1)
+    assert arrivals_s == sorted(arrivals_s)
+    assert arrivals_s[-1] == pytest.approx(2500, rel=0.05)
+    gaps_s = [two - one for one, two in pairwise(arrivals_s)]
+    assert statistics.stdev(gaps_s) == pytest.approx(0.25, rel=0.05)
+    assert arrivals_s[:3] == random_arrivals(3, rate=4.0, seed=1)
+
+
+def test_the_time_to_a_first_token_begins_when_a_prompt_arrives() -> None:
+    class Client:
+        def generate(self, *_: object, **__: object):
+            yield SimpleNamespace(token_ids=[1], usage=SimpleNamespace(cached_tokens=0))
+
+    told = ask_one(Client(), [1], 1, start_s=time.monotonic() - 10, arrival_s=2.0)  # no thread was free for 8 s
+    assert told.sent_s == 2.0
+    assert told.ttft_s is not None
+    assert told.ttft_s >= 8
 
 
 def test_a_pass_is_summed_up() -> None:
