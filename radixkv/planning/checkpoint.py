@@ -43,6 +43,9 @@ class Checkpoint:
         dtype: `dtype` or `torch_dtype`, by its name in `KVFormat`; None if K/V can't be stored in it.
         weights_bytes: the size in the safetensors index; without an index, the size of the files.
         state_bytes: the last inputs of short convolutions (`conv_L_cache`) that a sequence keeps, in `dtype` or bf16.
+        window: tokens that a query of a windowed layer sees.
+        num_windowed_layers: layers of `layer_types` with a window that hides something; all layers of a Mistral with
+            one. 0 where the files do not say which layers they are.
     """
 
     num_layers: int | None = None
@@ -54,6 +57,8 @@ class Checkpoint:
     dtype: str | None = None
     weights_bytes: int | None = None
     state_bytes: int | None = None
+    window: int | None = None
+    num_windowed_layers: int = 0
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -78,8 +83,10 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     num_query_heads = fields.size("num_attention_heads", "n_head")
     mla_rank = fields.size("kv_lora_rank")
     dtype = _dtype(text, top)
+    num_layers = _num_attending_layers(fields)
+    num_windowed_layers = _num_windowed_layers(fields, num_layers or 0)
     return Checkpoint(
-        num_layers=_num_attending_layers(fields),
+        num_layers=num_layers,
         num_query_heads=num_query_heads,
         num_kv_heads=_num_kv_heads(fields) or num_query_heads,
         head_dim=_head_dim(fields, num_query_heads) if mla_rank is None else fields.size("v_head_dim"),
@@ -88,6 +95,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         dtype=dtype,
         weights_bytes=_weights_bytes(file.parent),
         state_bytes=_state_bytes(fields, dtype),
+        window=fields.size("sliding_window") if num_windowed_layers else None,
+        num_windowed_layers=num_windowed_layers,
     )
 
 
@@ -162,6 +171,17 @@ def _num_layers(fields: _Fields) -> int | None:
         num_pairs = fields.size("num_layers")
         return None if num_pairs is None else 2 * num_pairs
     return fields.size("num_hidden_layers", "n_layer")
+
+
+def _num_windowed_layers(fields: _Fields, num_layers: int) -> int:
+    """Count the layers whose window is shorter than the longest sequence, as far as the file says which they are."""
+    window, most_tokens = fields.values.get("sliding_window"), fields.values.get("max_position_embeddings")
+    if not window or (isinstance(most_tokens, int) and isinstance(window, int) and window >= most_tokens):
+        return 0
+    if fields.values.get("model_type") == "mistral":
+        return num_layers
+    types: list[str] = fields.values.get("layer_types") or []
+    return types.count("sliding_attention")
 
 
 def _num_kv_heads(fields: _Fields) -> int | None:

@@ -54,6 +54,38 @@ class BlockUse:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowedUse:
+    """The blocks of one sequence in layers with a sliding window, where these have a pool of their own.
+
+    Attributes:
+        num_tokens: length of the sequence.
+        block_size: tokens a block.
+        window: tokens that a query sees, its own included.
+
+    Raises:
+        ConfigError: tokens below 0, or a block size or a window below 1.
+
+    >>> WindowedUse(num_tokens=16_384, block_size=64, window=512).num_blocks
+    9
+    """
+
+    num_tokens: int
+    block_size: int
+    window: int
+
+    def __post_init__(self) -> None:
+        _require_at_least("num_tokens", self.num_tokens, 0)
+        _require_at_least("block_size", self.block_size, 1)
+        _require_at_least("window", self.window, 1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the next token needs: those that its window reaches, which may begin inside one."""
+        whole = BlockUse(self.num_tokens, self.block_size).num_blocks
+        return min(whole, -(-(self.window - 1) // self.block_size) + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """The memory of one device, and what is on it beside K/V.
 

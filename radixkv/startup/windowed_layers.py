@@ -12,7 +12,7 @@ from radixkv.config import Config, EngineConfig
 from radixkv.errors import ConfigError
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
-from radixkv.storage.kv_layout import windowed_blocks
+from radixkv.storage.kv_layout import windowed_share
 from radixkv.storage.layer_groups import LayerGroups
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def divide_layers(
         return None, 0
     size = config.cache.block_size
     least = least_parts(Reach.of_window(groups.window), size, limits.step_tokens)
-    num_parts = windowed_blocks(num_blocks, groups.window, size) if wanted is None else wanted // size
+    num_parts = int(num_blocks * windowed_share(groups.window)) if wanted is None else wanted // size
     if wanted is None:
         num_parts = max(num_parts, 2 * least)  # so that more than one request runs
     elif num_parts < least:

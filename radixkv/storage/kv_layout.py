@@ -147,22 +147,19 @@ class LatentKV:
 KVLayout = HeadKV | LatentKV
 
 
-def windowed_blocks(num_blocks: int, window: int, block_size: int) -> int:
-    """Return the blocks that layers with a sliding window get where nobody chose a number.
+def windowed_share(window: int) -> float:
+    """Return the part of a pool that layers with a sliding window get where nobody chose a number.
 
     A cached prompt of 2,048 tokens has all that it needs: its window. No layer gets less than an eighth, so that
     shorter prompts fit too, nor more than half, so that long ones save something.
 
-    >>> windowed_blocks(2048, window=512, block_size=64)
-    512
+    >>> windowed_share(512)
+    0.25
 
     Args:
-        num_blocks: blocks that the other layers have.
         window: tokens that a query sees, its own included.
-        block_size: tokens a block.
     """
-    share = min(max(window / _USUAL_PROMPT_TOKENS, _LEAST_WINDOWED_SHARE), _MOST_WINDOWED_SHARE)
-    return max(-(-window // block_size), int(num_blocks * share))
+    return min(max(window / _USUAL_PROMPT_TOKENS, _LEAST_WINDOWED_SHARE), _MOST_WINDOWED_SHARE)
 
 
 def attention_kinds(

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def refusal_of(path):
     [
         (LLAMA_3_8B, Checkpoint(32, 32, 8, 128, dtype="bf16")),
         (QWEN_3_0_6B, Checkpoint(28, 16, 8, 128, dtype="bf16")),
-        (GEMMA_2_9B, Checkpoint(42, 16, 8, 256, dtype="fp32")),
+        (GEMMA_2_9B, Checkpoint(42, 16, 8, 256, dtype="fp32", window=4096, num_windowed_layers=21)),
         (DEEPSEEK_V3, Checkpoint(61, 128, 128, 128, mla_rank=512, rope_dim=64, dtype="bf16")),
         (LFM2_1_2B, Checkpoint(6, 32, 8, 64, dtype="bf16", state_bytes=10 * 2 * 2048 * 2)),
     ],
@@ -263,3 +264,21 @@ def test_a_plan_of_latents_counts_what_the_pool_of_the_model_takes(tmp_path, mod
     num_layers = 4 if model_type == "longcat_flash" else 3
     assert storage.block_bytes == storage.pool.blocks.nbytes // 3 == 16 * layout.token_bytes(shape.format)
     assert storage.block_bytes == 16 * num_layers * ((16 + 8) * 4 if kv_dtype == "auto" else 16 + 8 + 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, (4096, 32)),
+        ({"model_type": "mistral", "sliding_window": None}, (None, 0)),
+        ({"model_type": "mistral", "sliding_window": 4096, "max_position_embeddings": 4096}, (None, 0)),
+        ({"layer_types": ["sliding_attention"] * 5 + ["full_attention"], "sliding_window": 512}, (512, 5)),
+        ({"sliding_window": 4096, "use_sliding_window": False}, (None, 0)),
+    ],
+)
+def test_windowed_layers_are_counted_where_the_file_names_them(
+    tmp_path: Path, fields: dict[str, object], expected: tuple[int | None, int]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 32, **fields}))
+    checkpoint = read_checkpoint(tmp_path)
+    assert (checkpoint.window, checkpoint.num_windowed_layers) == expected

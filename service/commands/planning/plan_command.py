@@ -9,7 +9,16 @@ from typing import Any
 from radixkv.config import CacheConfig
 from radixkv.errors import ConfigError
 from radixkv.planning.checkpoint import Checkpoint
-from radixkv.planning.plan import GB, GIB, BlockUse, DecodingCost, DeviceMemory, PrefixSharing, recompute_us
+from radixkv.planning.plan import (
+    GB,
+    GIB,
+    BlockUse,
+    DecodingCost,
+    DeviceMemory,
+    PrefixSharing,
+    WindowedUse,
+    recompute_us,
+)
 from radixkv.service.commands.argument_types import COUNTS, number, positive_number, whole
 from radixkv.service.commands.planning import plan_report
 from radixkv.service.commands.planning.model_arguments import add_model_arguments, format_of, layout_of, model_of
@@ -141,6 +150,7 @@ def _groups(arguments: argparse.Namespace, model: Checkpoint) -> list[Group]:
         _fit_group(arguments, model, rank_token_bytes),
         _kinds_group(model, layout, kv_format, arguments.batch * arguments.context),
         plan_report.blocks_group(BlockUse(arguments.context, arguments.block_size), token_bytes),
+        _windowed_group(arguments, model, layout, token_bytes),
         _sharing_group(arguments, token_bytes),
         _transfer_group(arguments, token_bytes),
         _tier_group(arguments, token_bytes),
@@ -184,6 +194,15 @@ def _kinds_group(model: Checkpoint, layout: KVLayout, kv_format: KVFormat, num_t
         latent=layout if isinstance(layout, LatentKV) else None,
     )
     return plan_report.kinds_group(kinds, layout, kv_format, num_tokens)
+
+
+def _windowed_group(
+    arguments: argparse.Namespace, model: Checkpoint, layout: KVLayout, token_bytes: int
+) -> Group | None:
+    if model.window is None or not 0 < model.num_windowed_layers <= layout.num_layers:
+        return None
+    use = WindowedUse(arguments.context, arguments.block_size, model.window)
+    return plan_report.windowed_group(use, model.num_windowed_layers, layout.num_layers, token_bytes)
 
 
 def _sharing_group(arguments: argparse.Namespace, token_bytes: int) -> Group | None:

@@ -7,9 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from radixkv.config.cache_section import STATE_SHARE
-from radixkv.planning.plan import GB, GIB, BlockUse, DecodingCost, DeviceMemory, PrefixSharing, load_us, recompute_us
+from radixkv.planning.plan import (
+    GB,
+    GIB,
+    BlockUse,
+    DecodingCost,
+    DeviceMemory,
+    PrefixSharing,
+    WindowedUse,
+    load_us,
+    recompute_us,
+)
 from radixkv.service.commands.tables import aligned
-from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout
+from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout, windowed_share
 
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _DECIMAL = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
@@ -184,6 +194,28 @@ def blocks_group(use: BlockUse, token_bytes: int) -> Group:
         "waste_bytes": waste_bytes,
     }
     return Group("blocks and waste", rows, fields)
+
+
+def windowed_group(use: WindowedUse, num_windowed_layers: int, num_layers: int, token_bytes: int) -> Group:
+    """Return what windowed layers need of a sequence where they have a pool of their own."""
+    layer_block_bytes = use.block_size * token_bytes // num_layers
+    whole = BlockUse(use.num_tokens, use.block_size).num_blocks
+    num_other_layers = num_layers - num_windowed_layers
+    sequence_bytes = layer_block_bytes * (whole * num_other_layers + use.num_blocks * num_windowed_layers)
+    share = windowed_share(use.window)
+    rows = [
+        ("layers", f"{num_windowed_layers} of {num_layers}, a window of {use.window:,} tokens"),
+        ("a sequence", f"{use.num_blocks:,} of {whole:,} blocks there, {_size(sequence_bytes)} in all"),
+        ("cache.windowed_tokens", f"{share:.3g} of cache.capacity_tokens if unset, on a CPU"),
+    ]
+    fields = {
+        "num_windowed_layers": num_windowed_layers,
+        "window_tokens": use.window,
+        "windowed_blocks": use.num_blocks,
+        "windowed_sequence_bytes": sequence_bytes,
+        "windowed_share": share,
+    }
+    return Group("windowed layers in a pool of their own", rows, fields)
 
 
 def sharing_group(sharing: PrefixSharing, token_bytes: int) -> Group:

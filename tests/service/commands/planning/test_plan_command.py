@@ -302,6 +302,20 @@ def test_a_model_directory_says_everything(capsys, model):
     assert tree["rank_cache_gib"] == 10.0
 
 
+def test_windowed_layers_need_the_blocks_of_their_window(capsys, model):
+    fields = json.loads((model / "config.json").read_text())
+    fields |= {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 20, "sliding_window": 512}
+    (model / "config.json").write_text(json.dumps(fields))
+    arguments = ("--model", str(model), "--context", "16Ki")
+    out = plan(capsys, *arguments)
+    assert "60 of 80, a window of 512 tokens" in out
+    assert "9 of 256 blocks there, 1.38 GiB (1.48 GB) in all" in out
+    numbers = plan_json(capsys, *arguments)
+    block_bytes = 64 * numbers["token_bytes"]
+    assert numbers["windowed_sequence_bytes"] == block_bytes * 256 // 4 + block_bytes * 9 * 3 // 4
+    assert (numbers["windowed_blocks"], numbers["windowed_share"]) == (9, 0.25)
+
+
 def test_flags_win_over_the_model(capsys, model):
     tree = plan_json(capsys, "--model", str(model / "config.json"), "--kv-heads", "64", "--dtype", "fp8")
     assert (tree["token_bytes"], tree["num_kv_heads"], tree["dtype"]) == (1_310_720, 64, "fp8")
