@@ -97,6 +97,18 @@ def test_equal_prompts_that_come_together_are_computed_once() -> None:
     assert [future.result(0).usage.cached_tokens for future in futures] == [0, 28, 28]
 
 
+def test_nobody_waits_for_a_leader_that_has_passed_its_place() -> None:
+    bench = Bench(num_snapshots=8, max_step_tokens=8)
+    leader = bench.submit(range(40))
+    for _ in range(3):
+        bench.core.step()
+    late = bench.submit(range(28))  # goes on at 24 at most, and the leader is there
+    bench.core.step()
+    assert bench.core.tally.load().requests.following == 0
+    bench.run()
+    assert [future.result(0).usage.cached_tokens for future in (leader, late)] == [0, 16]
+
+
 def test_nobody_waits_for_a_snapshot_where_none_may_be_kept() -> None:
     bench = Bench(num_snapshots=0, max_step_tokens=64)
     futures = [bench.submit(PROMPT) for _ in range(2)]

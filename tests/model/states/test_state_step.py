@@ -74,13 +74,14 @@ def test_a_step_that_is_not_finished_leaves_all_states() -> None:
 
 def test_rows_that_are_not_finite_are_told() -> None:
     pool, rows = pool_of(torch.float32), torch.randn(2, 5, CHANNELS)
-    rows[1, 3, 7] = float("inf")
+    rows[0, 3, 7] = float("inf")
+    rows[1, 1, 2] = float("nan")
     step = StateStep(pool, StateRows.build([0, 5], [pool.start], [], INPUTS))
     assert step.is_finite is None
     for layer in range(2):
         step.convolve(layer, rows[layer], WEIGHT[layer], None)
     assert step.is_finite is not None
-    assert step.is_finite.tolist() == [True, True, True, False, True]
+    assert step.is_finite.tolist() == [True, False, True, False, True]
 
 
 def test_half_precision_is_added_up_in_float32() -> None:
