@@ -38,8 +38,18 @@ def runner() -> GatedRunner:
 
 @pytest.fixture
 def engine(runner: GatedRunner) -> Iterator[Engine]:
+    yield from running(runner, max_step_tokens=64)
+
+
+@pytest.fixture
+def small_steps(runner: GatedRunner) -> Iterator[Engine]:
+    """An engine that computes a prefix in several steps, and reads its calls between two."""
+    yield from running(runner, max_step_tokens=BLOCK_SIZE)
+
+
+def running(runner: GatedRunner, max_step_tokens: int) -> Iterator[Engine]:
     cache = PrefixCache(NUM_BLOCKS, BLOCK_SIZE, max_public_blocks=NUM_BLOCKS // 2)
-    engine = Engine(runner, cache, EngineConfig(max_step_tokens=64), adapters=FakeDevice().source(2))
+    engine = Engine(runner, cache, EngineConfig(max_step_tokens=max_step_tokens), adapters=FakeDevice().source(2))
     engine.start()
     yield engine
     runner.gate.set()
@@ -181,9 +191,11 @@ def test_nobody_can_be_the_owner_of_public_prefixes(engine: Engine) -> None:
     assert ask(engine, "acme", [*SYSTEM, 90])[1] == len(SYSTEM)
 
 
-def test_what_is_unregistered_while_it_is_computed_is_never_found(engine: Engine, runner: GatedRunner) -> None:
+def test_what_is_unregistered_while_it_is_computed_is_never_found(small_steps: Engine, runner: GatedRunner) -> None:
+    engine = small_steps
     runner.gate.clear()
     done = engine.public.register("p", tokens(SYSTEM))
+    assert runner.entered.wait(PATIENCE_S)
     unregistered = engine.public.unregister("p")
     runner.gate.set()
     with pytest.raises(UnknownPublicPrefix, match="expected a registered public prefix"):
@@ -193,18 +205,22 @@ def test_what_is_unregistered_while_it_is_computed_is_never_found(engine: Engine
     assert engine.load().result(PATIENCE_S).blocks.published == 4  # of the last request
 
 
-def test_what_is_unregistered_while_it_is_computed_counts_until_that_is_over(
+def test_what_is_unregistered_before_it_is_computed_counts_until_that_is_over(
     engine: Engine, runner: GatedRunner
 ) -> None:
     runner.gate.clear()
+    engine.prefill(params(range(100, 110)))
+    assert runner.entered.wait(PATIENCE_S)  # what follows is read together after this step
     done = engine.public.register("p", tokens(SYSTEM))
     engine.public.unregister("p")
-    with pytest.raises(OutOfBlocks, match=r"^public prefixes: expected at most 16 blocks"):
-        register(engine, "q", range((NUM_BLOCKS // 2 - 3) * BLOCK_SIZE))
+    most = range((NUM_BLOCKS // 2 - 3) * BLOCK_SIZE)
+    refused = engine.public.register("q", tokens(most))
     runner.gate.set()
+    with pytest.raises(OutOfBlocks, match=r"^public prefixes: expected at most 16 blocks"):
+        refused.result(PATIENCE_S)
     with pytest.raises(UnknownPublicPrefix):
         done.result(PATIENCE_S)
-    assert register(engine, "q", range((NUM_BLOCKS // 2 - 3) * BLOCK_SIZE)).is_computed
+    assert register(engine, "q", most).is_computed
 
 
 def test_a_caller_that_leaves_does_not_end_the_registration(engine: Engine, runner: GatedRunner) -> None:
