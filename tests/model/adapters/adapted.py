@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from radixkv.compute.forward import Chunk
+from radixkv.compute.forward import Chunk, ChunkState
 from radixkv.compute.runner import Runner
 from radixkv.config import ModelConfig
 from radixkv.model.adapters.adapter_files import AdapterFiles, read_adapter
@@ -87,10 +87,15 @@ class Adapted:
     def chunk(
         self, number: int, tokens: np.ndarray, start: int, end: int, block_ids: np.ndarray, adapter_from: int = 0
     ) -> Chunk:
-        """Make a chunk of a prompt that is computed with an adapter, with the logits after all its tokens."""
+        """Make a chunk of a prompt that is computed with an adapter, with the logits after all its tokens.
+
+        A sequence has the state slot with the number of its first block.
+        """
+        slot = int(block_ids[0])
         return Chunk(
             tokens.tobytes(), start, end, block_ids, None,
             wants_logits=True, wants_all_logits=True, adapter=self.digest(number), adapter_from=adapter_from,
+            state=None if self.runner.states is None else ChunkState(slot if start else None, [(end, slot)]),
         )  # fmt: skip
 
 
@@ -114,7 +119,7 @@ def serve(family: str, folder: Path, options: list[dict[str, Any]] | None = None
         oracles.append(load_adapted(checkpoint, directory))
     storage = KVStorage(NUM_BLOCKS, BLOCK_SIZE, model.kv_shape, model.device)
     storage.pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
-    return Adapted(model, Runner(model, storage, TorchKernels()), files, oracles)
+    return Adapted(model, Runner(model, storage, TorchKernels(), num_state_slots=NUM_BLOCKS), files, oracles)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
