@@ -66,8 +66,24 @@ async def described_methods(channel: grpc.aio.Channel, metadata=None) -> list[Me
     ]
 
 
+_MOST_ASKED = 5
+# Statuses that a client gives to a call by itself.
+_LOST = {grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE}
+
+
 async def status_of_call(channel: grpc.aio.Channel, method: Method, request: Any, metadata=None) -> grpc.StatusCode:
-    """Call a method, and return its status; OK once a stream has sent something."""
+    """Call a method, and return its status; OK once a stream has sent something.
+
+    A client that still writes when the server refuses its stream may lose the status, and asks again.
+    """
+    for _ in range(_MOST_ASKED):
+        status = await _status_once(channel, method, request, metadata)
+        if status not in _LOST:
+            break
+    return status
+
+
+async def _status_once(channel: grpc.aio.Channel, method: Method, request: Any, metadata: Any) -> grpc.StatusCode:
     kind = {
         (False, False): channel.unary_unary,
         (False, True): channel.unary_stream,
