@@ -164,7 +164,7 @@ def test_a_connection_that_ends_in_the_middle_of_an_object_is_an_error() -> None
 
         threading.Thread(target=cut_off, daemon=True).start()
         store = RedisStore(f"redis://127.0.0.1:{listener.getsockname()[1]}/0", OBJECT_BYTES, timeout_s=60.0)
-        with pytest.raises(StoreUnavailable, match="got ConnectionError"):
+        with contextlib.closing(store), pytest.raises(StoreUnavailable, match="got ConnectionError"):
             store.get([key_of(1)])
 
 

@@ -67,8 +67,8 @@ async def described_methods(channel: grpc.aio.Channel, metadata=None) -> list[Me
 
 
 _MOST_ASKED = 5
-# Statuses that a client gives to a call by itself.
-_LOST = {grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE}
+# Statuses that a client gives to a call by itself: INTERNAL if it writes to a stream that has just ended.
+_LOST = {grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE}
 
 
 async def status_of_call(channel: grpc.aio.Channel, method: Method, request: Any, metadata=None) -> grpc.StatusCode:
