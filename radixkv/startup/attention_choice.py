@@ -9,9 +9,10 @@ from typing import TypeVar
 from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.interface import AttentionKernels, AttentionUse
 from radixkv.model.attention.refused_attention import FLASHINFER, POINTERS, VARIABLE, refused_names
-from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
+from radixkv.model.on_cpu import cpu_candidates
 from radixkv.model.on_gpu import attention_candidates, flashinfer_candidate
+from radixkv.startup.attention_check import check_attention
 from radixkv.startup.attention_trial import try_attention
 from radixkv.storage.device_pool import KVShape
 
@@ -26,7 +27,8 @@ def attention_kernels(
     block_size: int,
     attempt: Callable[[str, AttentionUse], None] = try_attention,
 ) -> AttentionKernels:
-    """Choose the kernels for the device of a model. On a GPU short trials decide; see `choose_attention`.
+    """Choose the kernels for the device of a model. Short trials decide, see `choose_attention`: on a GPU in other
+    processes, on a CPU in this one.
 
     Where FlashInfer is installed and passes its trial, it attends in steps that are not recorded.
 
@@ -34,15 +36,16 @@ def attention_kernels(
         model: the model that will be served.
         kv_shape: its K and V as the pool stores them.
         block_size: tokens a block.
-        attempt: tries kernels by name; see `try_attention`.
+        attempt: tries kernels of a GPU by name; see `try_attention`.
 
     Raises:
         ConfigError: RADIXKV_REFUSED_ATTENTION names kernels that there are not.
     """
-    if model.device.type != "cuda":
-        return TorchKernels()
     use = model.attention_use(kv_shape, block_size)
     refused = refused_names("exact" if use.is_exact else "fast")
+    if model.device.type != "cuda":
+        on_cpu = _without(refused, cpu_candidates(use))
+        return choose_attention(on_cpu, lambda name: check_attention(on_cpu[name], use))
     ours = choose_attention(_without(refused, attention_candidates(use)), lambda name: attempt(name, use)).for_service()
     flashinfer = flashinfer_candidate(use)
     if flashinfer is None:

@@ -107,6 +107,15 @@ def alone(step: Step, request: int) -> Step:
     return Step(step.query[start:end], step.pool, built)
 
 
+def cut(step: Step, request: int, start: int, end: int) -> tuple[torch.Tensor, PagedBatch]:
+    """Return the query tokens `[start, end)` of one request, alone."""
+    first, last = step.batch.query_starts[request : request + 2]
+    prefix_len = step.batch.kv_lens[request] - (last - first)
+    table = step.batch.host_tables[request]
+    batch = PagedBatch.build([end - start], [prefix_len + end], [table], step.batch.block_size)
+    return step.query[first + start : first + end], batch
+
+
 def poisoned_pool(
     num_blocks: int,
     num_kv_heads: int = 2,

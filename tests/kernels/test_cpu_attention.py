@@ -13,7 +13,7 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
 
-from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, attention_by_num_rows, clone, make_step
+from .cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, attention_by_num_rows, clone, cut, make_step
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 SEVEN = Heads(7, 1)
@@ -119,15 +119,6 @@ def test_a_window_reads_only_the_blocks_in_its_reach() -> None:
     out_of_reach = step.batch.block_tables[0, :22].long()  # 0..351; the tile at 384 sees from 352 on
     step.pool.blocks[out_of_reach] = 0xFF
     assert torch.isfinite(attend(step.query, step.pool, step.batch, Scoring(1.0, window=9))).all()
-
-
-def cut(step: Step, request: int, start: int, end: int) -> tuple[torch.Tensor, PagedBatch]:
-    """Some query tokens of one request, alone."""
-    first, last = step.batch.query_starts[request : request + 2]
-    prefix_len = step.batch.kv_lens[request] - (last - first)
-    table = step.batch.host_tables[request]
-    batch = PagedBatch.build([end - start], [prefix_len + end], [table], step.batch.block_size)
-    return step.query[first + start : first + end], batch
 
 
 def in_parts(step: Step, cuts: list[int], scoring: Scoring) -> torch.Tensor:

@@ -14,6 +14,7 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
+from radixkv.model import on_cpu
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.attention.triton_kernels import TritonKernels, candidates
@@ -235,8 +236,46 @@ def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.
     assert isinstance(kernels, TritonKernels)
     assert kernels._dequantizes_first == "if it pays"
     assert kernels._room == DeviceRoom(114, head_dim=64)
-    model.device = CPU
-    assert isinstance(attention_kernels(model, shape, 64, refuse), TorchKernels)
+
+
+def model_on_a_cpu(dtype: torch.dtype) -> tuple[Any, KVShape]:
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=dtype)
+    model: Any = SimpleNamespace(device=CPU, is_exact=True)
+    model.attention_use = lambda shape, block_size: AttentionUse((KIND,), dtype, shape, block_size, CPU, True)
+    return model, shape
+
+
+@pytest.fixture
+def has_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels in C++ that compute what torch does, on any machine."""
+    monkeypatch.setattr(on_cpu, "load_library", lambda folder: None)
+    monkeypatch.setattr(on_cpu, "NativeKernels", lambda library: Native())
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+
+class Native(Broken):
+    pass
+
+
+@pytest.mark.usefixtures("has_library")
+def test_on_a_cpu_kernels_in_cpp_serve() -> None:
+    for dtype in (torch.float32, BF16):
+        assert isinstance(attention_kernels(*model_on_a_cpu(dtype), 16), Native)
+
+
+@pytest.mark.usefixtures("has_library")
+def test_on_a_cpu_torch_serves_where_kernels_in_cpp_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(on_cpu, "NativeKernels", lambda library: WrongNumbers())
+    assert type(attention_kernels(*model_on_a_cpu(BF16), 16)) is TorchKernels
+    assert caplog.messages[0].startswith("native attention is not used: attention over bf16 on cpu: expected")
+
+
+@pytest.mark.usefixtures("has_library")
+def test_on_a_cpu_the_environment_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXKV_REFUSED_ATTENTION", "native attention")
+    assert type(attention_kernels(*model_on_a_cpu(BF16), 16)) is TorchKernels
 
 
 def test_what_the_environment_refuses_is_not_tried(

@@ -20,9 +20,11 @@ SPECIALIZED = "warp-specialized attention"
 DEQUANTIZED = "attention over blocks dequantized first"
 SPECIALIZED_DEQUANTIZED = f"warp-specialized {DEQUANTIZED}"
 POINTERS = "attention through pointers"
+NATIVE = "native attention"
+TORCH = "torch's attention"
 
-# What can be refused. Attention through pointers can't: nothing could take its place.
-NAMES = (FLASHINFER, SPECIALIZED, SPECIALIZED_DEQUANTIZED, DEQUANTIZED)
+# What can be refused. Attention through pointers and torch's can't: nothing could take their place.
+NAMES = (FLASHINFER, SPECIALIZED, SPECIALIZED_DEQUANTIZED, DEQUANTIZED, NATIVE)
 MODES = ("exact", "fast")
 
 

@@ -13,7 +13,7 @@ from radixkv.kernels.cpu_attention_work import Demand, Group
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 
-_MAX_BATCHES = 2  # of a step: that of the pool, and that of the parts of windowed layers
+MAX_BATCHES = 2  # of a step: that of the pool, and that of the parts of windowed layers
 
 
 class TorchKernels:
@@ -29,7 +29,7 @@ class TorchKernels:
     rotate = staticmethod(reference.rotate)
 
     def __init__(self) -> None:
-        self._plans: deque[tuple[PagedBatch, dict[Demand, list[Group]]]] = deque(maxlen=_MAX_BATCHES)
+        self._plans: deque[tuple[PagedBatch, dict[Demand, list[Group]]]] = deque(maxlen=MAX_BATCHES)
 
     def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring

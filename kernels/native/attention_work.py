@@ -1,0 +1,138 @@
+"""Plans attention for `attention.cpp`. Made once a step, read by every layer that demands the same.
+
+Tokens are cut into tiles of 64 positions, and each tile sees its keys step by step. A step holds the tokens of all
+tiles whose requests have the same blocks there, so what requests share is read once for them:
+
+    tokens   [ tile of request 0 )[ tile of request 1 )
+    steps    [ a shared prefix ...................... )  [ own keys of 0 )  [ own keys of 1 )
+
+An item is what one thread does at once: some rows of one KV head, over all their steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.shared_prefix import prefix_order, runs_in_order
+
+Ints = npt.NDArray[np.int32]
+
+# Keys that rows meet at once: kKeys of attention.cpp.
+BLOCK_KEYS = 64
+
+# Rows of an item: more lay out keys less often, fewer are shared out better. 512 rows are no faster than 256.
+_MOST_ROWS = 256
+_FEWEST_ROWS = 32
+_ITEMS_A_THREAD = 2
+_TILE_ROWS = 8  # kRows of attention.cpp
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """The attention of a step, for layers with the same heads and window. All arrays are int32 and contiguous.
+
+    Attributes:
+        tokens: `[num_tokens]`, the tokens of the step in the order of the tiles.
+        positions: `[num_tokens]`, their positions among the stored tokens of their requests.
+        blocks: block ids of all requests, one after the other.
+        steps: `[num_steps, 6]`: first and end of its tokens, first and end of its keys, the first key that is written,
+            and where in `blocks` the block of the first key is. Of each token in ascending order of keys.
+        items: `[num_items, 5]`: KV head, first and end of its rows, first and end of its steps. Row
+            `token * group_size + head`.
+    """
+
+    tokens: Ints
+    positions: Ints
+    blocks: Ints
+    steps: Ints
+    items: Ints
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest item."""
+        return int((self.items[:, 2] - self.items[:, 1]).max())
+
+
+class _Tile(NamedTuple):
+    """A request's tokens at positions `[start, end)`. Packed token `first_token` is at `start`."""
+
+    request: int
+    start: int
+    end: int
+    first_token: int
+
+
+def plan_work(
+    batch: PagedBatch, *, group_size: int, num_kv_heads: int, window: int | None, num_threads: int
+) -> AttentionWork:
+    """Lay out the attention of one step.
+
+    Args:
+        batch: the token rows of the step.
+        group_size: query heads a KV head.
+        num_kv_heads: KV heads of the pool.
+        window: the sliding window; None for full attention. Windows share nothing.
+        num_threads: threads that share the items.
+    """
+    unit_tokens = max(BLOCK_KEYS, batch.block_size)
+    tiles = [*_tiles(batch)]
+    tables = batch.host_tables[[tile.request for tile in tiles]]
+    num_units = np.array([0 if window else tile.start // unit_tokens for tile in tiles])
+    order, same_units = prefix_order(tables, num_units, unit_tokens // batch.block_size)
+    tiles, num_units = [tiles[i] for i in order], num_units[order]
+    ends = np.cumsum([0, *(tile.end - tile.start for tile in tiles)])  # of the tiles' tokens
+    width = batch.host_tables.shape[1]
+
+    steps: list[tuple[int, ...]] = []
+    items: list[tuple[int, ...]] = []
+    num_rows = int(ends[-1]) * group_size
+    rows_an_item = -(-num_rows * num_kv_heads // (_ITEMS_A_THREAD * num_threads * _TILE_ROWS)) * _TILE_ROWS
+    rows_an_item = min(_MOST_ROWS, max(_FEWEST_ROWS, rows_an_item))
+    for first, end in _bundles(same_units):
+        first_step = len(steps)
+        for run in runs_in_order(num_units[first:end].tolist(), same_units[first : end - 1].tolist()):
+            first_key, end_key = run.first_unit * unit_tokens, run.end_unit * unit_tokens
+            place = tiles[first + run.first].request * width + first_key // batch.block_size
+            steps.append((ends[first + run.first], ends[first + run.end], first_key, end_key, 0, place))
+        for i in range(first, end):
+            first_written = max(0, tiles[i].start + 1 - window) if window else 0
+            first_key = first_written // BLOCK_KEYS * BLOCK_KEYS if window else int(num_units[i]) * unit_tokens
+            place = tiles[i].request * width + first_key // batch.block_size
+            steps.append((ends[i], ends[i + 1], first_key, tiles[i].end, first_written, place))
+        first_row, end_row = int(ends[first]) * group_size, int(ends[end]) * group_size
+        for row in range(first_row, end_row, rows_an_item):
+            last = min(row + rows_an_item, end_row)
+            items += [(head, row, last, first_step, len(steps)) for head in range(num_kv_heads)]
+    return AttentionWork(
+        _ints(np.concatenate([tile.first_token + np.arange(tile.end - tile.start) for tile in tiles])),
+        _ints(np.concatenate([np.arange(tile.start, tile.end) for tile in tiles])),
+        _ints(batch.host_tables).reshape(-1),
+        _ints(steps),
+        _ints(items),
+    )
+
+
+def _ints(numbers: npt.ArrayLike) -> Ints:
+    return np.ascontiguousarray(numbers, dtype=np.int32)
+
+
+def _tiles(batch: PagedBatch) -> Iterator[_Tile]:
+    for i, kv_len in enumerate(batch.kv_lens):
+        first_token, end_token = batch.query_starts[i], batch.query_starts[i + 1]
+        prefix_len = kv_len - (end_token - first_token)
+        for tile_start in range(prefix_len // BLOCK_KEYS * BLOCK_KEYS, kv_len, BLOCK_KEYS):
+            start = max(tile_start, prefix_len)
+            yield _Tile(i, start, min(tile_start + BLOCK_KEYS, kv_len), first_token + start - prefix_len)
+
+
+def _bundles(same_units: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Cut tiles in order where neighbours share nothing: `[first, end)`."""
+    cuts = [0, *(np.flatnonzero(same_units == 0) + 1).tolist(), len(same_units) + 1]
+    yield from itertools.pairwise(cuts)

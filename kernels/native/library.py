@@ -1,0 +1,104 @@
+"""Compiles the C++ files of this folder for the processor at hand, once, and loads the result.
+
+There is nothing to load without Linux, AVX-512, or GCC as `c++`, `g++` or `$CXX`; then torch computes. The library is
+kept in a folder, under a name that says what it was made of: sources, compiler and processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+# Bits must not depend on what a compiler fuses where. OpenMP's functions are those of torch, which has loaded them.
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
+_TIMEOUT_S = 300.0
+
+# How numbers are stored, as `vectors.h` counts.
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class NotCompiledError(Exception):
+    """There is no library for this machine. The message says why."""
+
+
+def load_library(folder: Path, environment: Mapping[str, str] = os.environ) -> ctypes.CDLL:
+    """Load the library, and compile it first if it is not in the folder: some seconds. Logs that.
+
+    Args:
+        folder: where it is kept; made if it is missing.
+        environment: names the compiler, `CXX`, and where to look for one, `PATH`.
+
+    Raises:
+        NotCompiledError: it can't be made or loaded here.
+    """
+    if platform.system() != "Linux" or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        raise NotCompiledError("it needs Linux and a processor with AVX-512")
+    compiler = _find_compiler(environment)
+    file = folder / f"native-{_digest(compiler)}.so"
+    try:
+        if not file.is_file():
+            start_s = time.perf_counter()
+            _compile(compiler, file)
+            _log.info("compiled kernels for this processor in %.1f s: %s", time.perf_counter() - start_s, file)
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise NotCompiledError(f"{file}: {error}") from error
+
+
+def _find_compiler(environment: Mapping[str, str]) -> str:
+    names = [environment["CXX"]] if environment.get("CXX") else ["c++", "g++"]
+    found = next(filter(None, (shutil.which(name, path=environment.get("PATH")) for name in names)), None)
+    if found is None:
+        raise NotCompiledError(f"it needs GCC, and there is no {' or '.join(names)}")
+    return found
+
+
+def _digest(compiler: str) -> str:
+    """Name all that decides what is compiled."""
+    version = _run(compiler, "--version")
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    processor = sorted({line for line in lines if line.startswith(("model name", "flags", "stepping"))})
+    parts = [version, torch.__version__, *_FLAGS, *processor]
+    parts += [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.[ch]*"))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _compile(compiler: str, file: Path) -> None:
+    """Make the library. Nobody sees half of it, also where several processes make it at once."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as name:
+        made = Path(name)
+        objects = []
+        for source in sorted(_FOLDER.glob("*.cpp")):
+            objects.append(str(made / f"{source.stem}.o"))
+            _run(compiler, *_FLAGS, "-c", str(source), "-o", objects[-1])
+        # Without `-fopenmp`, which would ask for GCC's own OpenMP beside that of torch.
+        _run(compiler, "-shared", *objects, "-o", str(made / file.name))
+        (made / file.name).replace(file)
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        last_line = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise NotCompiledError(f"{command[0]} ended with status {error.returncode}: {last_line}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotCompiledError(f"{command[0]}: {error}") from error

@@ -1,0 +1,62 @@
+// Vectors of 16 floats: what attention and rows have in common. Needs AVX-512 (F, BW, DQ, VL).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+// How numbers are stored. `kernels/native/library.py` has the same values.
+enum Kind : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+constexpr int kLanes = 16;
+
+inline int64_t bytes_of(int64_t kind) { return kind == kFloat32 ? 4 : 2; }
+
+// A mask of the first `left` lanes; of all lanes if there are more.
+inline __mmask16 first_lanes(int64_t left) {
+  return left >= kLanes ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+}
+
+// Loads numbers as floats; lanes outside the mask are 0 and are not read.
+inline __m512 load(const void* numbers, int64_t at, int64_t kind, __mmask16 mask) {
+  if (kind == kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(numbers) + at);
+  const __m256i halves = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(numbers) + at);
+  if (kind == kFloat16) return _mm512_cvtph_ps(halves);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// Rounds to bfloat16 as torch does: to nearest, ties to even; denormal numbers stay.
+inline __m256i to_bfloat16(__m512 numbers) {
+  const __m512i bits = _mm512_castps_si512(numbers);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(numbers, numbers, _CMP_UNORD_Q);
+  const __m512i chosen = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16));
+}
+
+// Rounds and stores the lanes of the mask.
+inline void store(void* numbers, int64_t at, int64_t kind, __mmask16 mask, __m512 values) {
+  if (kind == kFloat32) {
+    _mm512_mask_storeu_ps(static_cast<float*>(numbers) + at, mask, values);
+  } else {
+    const __m256i halves = kind == kFloat16 ? _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT) : to_bfloat16(values);
+    _mm256_mask_storeu_epi16(static_cast<uint16_t*>(numbers) + at, mask, halves);
+  }
+}
+
+// 2 to the power of numbers up to 127, within a few units of the last place; exactly 0 below -150, also of -inf.
+inline __m512 exp2_of(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 rest = _mm512_sub_ps(x, whole);  // in [-0.5, 0.5]: the first terms of the series suffice
+  __m512 sum = _mm512_set1_ps(1.5403530393381609e-4f);
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.3333558146428443e-3f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(9.6181291076284772e-3f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.5504108664821580e-2f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(2.4022650695910071e-1f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(6.9314718055994531e-1f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(sum, whole);
+}

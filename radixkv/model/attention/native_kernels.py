@@ -1,0 +1,84 @@
+"""The operations on the pool for a CPU with AVX-512: attention in C++, and what it does not do in torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from typing import Any
+
+import torch
+
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.native.attention import Attend, prepare, reads
+from radixkv.kernels.native.attention_work import AttentionWork, plan_work
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.torch_kernels import MAX_BATCHES, TorchKernels
+
+
+class NativeKernels:
+    """Implements `AttentionKernels`. A quantized pool, and queries that do not lie in whole vectors, are left to torch.
+
+    The attention of a step is planned once for all layers with the same heads and window. It is the same in exact mode
+    and in fast mode: a row's bits depend on its prefix alone.
+
+    Args:
+        library: of `load_library`.
+    """
+
+    wants_pool_by_layer = TorchKernels.wants_pool_by_layer
+    write_kv = staticmethod(TorchKernels.write_kv)
+    copy_blocks = staticmethod(TorchKernels.copy_blocks)
+    rotate = staticmethod(TorchKernels.rotate)
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._torch = TorchKernels()
+        self._steps: deque[_Step] = deque(maxlen=MAX_BATCHES)
+
+    def paged_attention(
+        self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
+    ) -> torch.Tensor:
+        """Compute `reference.paged_attention`; see `radixkv.kernels.native.attention`."""
+        if query.stride(2) != 1 or not reads(pool, query.dtype):
+            return self._torch.paged_attention(query, pool, layer, batch, scoring)
+        step = next((step for step in self._steps if step.batch is batch), None)
+        if step is None:
+            step = _Step(self._library, batch)
+            self._steps.append(step)
+        sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
+        return step.attention_of(query, pool, scoring)(query, layer, sinks)
+
+
+class _Step:
+    """Work for one batch by heads and window, and attention by all else that layers may differ in."""
+
+    def __init__(self, library: ctypes.CDLL, batch: PagedBatch) -> None:
+        self.batch = batch
+        self._library = library
+        self._work: dict[tuple[int, int, int | None], AttentionWork] = {}
+        self._attention: dict[tuple[Any, ...], Attend] = {}
+
+    def attention_of(self, query: torch.Tensor, pool: KVPool, scoring: Scoring) -> Attend:
+        key = (
+            *(query.shape, query.stride(), query.dtype, pool.values.data_ptr()),
+            *(scoring.scale, scoring.window, scoring.softcap),
+        )
+        found = self._attention.get(key)
+        if found is None:
+            work = self._work_of(query.shape[1] // pool.num_kv_heads, pool.num_kv_heads, scoring.window)
+            found = prepare(self._library, query, pool, work, scoring, torch.get_num_threads())
+            self._attention[key] = found
+        return found
+
+    def _work_of(self, group_size: int, num_kv_heads: int, window: int | None) -> AttentionWork:
+        key = (group_size, num_kv_heads, window)
+        if key not in self._work:
+            self._work[key] = plan_work(
+                self.batch,
+                group_size=group_size,
+                num_kv_heads=num_kv_heads,
+                window=window,
+                num_threads=torch.get_num_threads(),
+            )
+        return self._work[key]

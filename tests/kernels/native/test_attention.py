@@ -1,0 +1,237 @@
+"""Attention in C++ is held against its definition, and against itself in other company."""
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.kernels import reference
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.native.attention import prepare, reads
+from radixkv.kernels.native.attention_work import plan_work
+from radixkv.kernels.scoring import Scoring
+from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
+
+from ..cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, alone, cut, make_step, share
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
+SEVEN = Heads(7, 1)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+Attend = Callable[[torch.Tensor, KVPool, PagedBatch, Scoring], torch.Tensor]
+
+
+@pytest.fixture(params=[1, 3], ids=["1 thread", "3 threads"])
+def attend(library: ctypes.CDLL, request: pytest.FixtureRequest) -> Attend:
+    def attend(query: torch.Tensor, pool: KVPool, batch: PagedBatch, scoring: Scoring) -> torch.Tensor:
+        group_size, threads = query.shape[1] // pool.num_kv_heads, request.param
+        work = plan_work(
+            batch,
+            group_size=group_size,
+            num_kv_heads=pool.num_kv_heads,
+            window=scoring.window,
+            num_threads=threads,
+        )
+        sinks = None if scoring.sinks is None else scoring.sinks.float()
+        return prepare(library, query, pool, work, scoring, threads)(query, LAYER, sinks)
+
+    return attend
+
+
+def error_against_reference(attend: Attend, step: Step, **options: Any) -> float:
+    scoring = Scoring(0.9 * step.query.shape[-1] ** -0.5, **options)
+    expected = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scoring)
+    got = attend(step.query, step.pool, step.batch, scoring)
+    assert got.dtype == step.query.dtype
+    assert got.shape == step.query.shape
+    assert torch.isfinite(expected).all()
+    return (got.float() - expected.float()).abs().max().item()
+
+
+@pytest.mark.parametrize("heads", [MHA, GQA, MQA], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
+def test_matches_reference_on_ragged_batches(
+    lengths: tuple[list[int], list[int]], heads: Heads, attend: Attend
+) -> None:
+    assert error_against_reference(attend, make_step(*lengths, heads)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("is_adjacent", [True, False], ids=["by layer", "by block"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [GQA, SEVEN], ids=["GQA", "group of 7"])
+def test_matches_reference_over_long_prefixes(
+    heads: Heads, dtype: torch.dtype, is_adjacent: bool, attend: Attend
+) -> None:
+    step = make_step([1000, 511, 0, 700, 1300], [300, 2, 70, 1, 17], heads, dtype=dtype, is_adjacent=is_adjacent)
+    assert error_against_reference(attend, step) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_may_have_other_sizes_than_what_is_read_at_once(
+    dtype: torch.dtype, block_size: int, attend: Attend
+) -> None:
+    step = make_step([200, 63], [37, 130], GQA, dtype=dtype, block_size=block_size)
+    assert error_against_reference(attend, step) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("head_dim", [2, 17, 37, 80, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_may_have_awkward_sizes(dtype: torch.dtype, head_dim: int, attend: Attend) -> None:
+    step = make_step([100], [37], GQA, dtype=dtype, head_dim=head_dim)
+    assert error_against_reference(attend, step) < 1.5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+def test_reads_numbers_of_other_types(kv_dtype: torch.dtype, dtype: torch.dtype, attend: Attend) -> None:
+    step = make_step([37, 600], [20, 70], GQA, dtype=dtype, kv_dtype=kv_dtype)
+    assert reads(step.pool, dtype)
+    assert error_against_reference(attend, step) < 1.5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
+def test_says_that_it_does_not_read_a_quantized_pool(kv_dtype: torch.dtype) -> None:
+    assert not reads(make_step([3], [1], MHA, kv_dtype=kv_dtype).pool, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_are_keys_and_values(dtype: torch.dtype, attend: Attend) -> None:
+    step = make_step([1000, 0, 600], [70, 37, 1], SEVEN, dtype=dtype, head_dim=576, is_latent=True)
+    assert error_against_reference(attend, step) < 1.5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_takes_a_share_of_the_weights_once(dtype: torch.dtype, window: int | None, attend: Attend) -> None:
+    step = make_step([1000, 511, 0, 700], [300, 2, 70, 1], GQA, dtype=dtype)
+    sinks = torch.linspace(-3, 8, GQA.num_query_heads, dtype=dtype)
+    assert error_against_reference(attend, step, window=window, sinks=sinks) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("sink", "share"), [(float("-inf"), 1.0), (80.0, 0.0)], ids=["no share", "all of it"])
+def test_extreme_sinks_take_nothing_or_everything(sink: float, share: float, attend: Attend) -> None:
+    step = make_step([600], [37], GQA)
+    plain = attend(step.query, step.pool, step.batch, Scoring(0.2))
+    got = attend(step.query, step.pool, step.batch, Scoring(0.2, sinks=torch.full((6,), sink)))
+    torch.testing.assert_close(got, share * plain)
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 17, 64, 65, 1000])
+@pytest.mark.parametrize("query_lens", [[1, 37], [80, 64]])
+def test_window_counts_the_query_token(query_lens: list[int], window: int, attend: Attend) -> None:
+    step = make_step([161, 0], query_lens, GQA)
+    assert error_against_reference(attend, step, window=window) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_softcap_bends_the_scores(window: int | None, attend: Attend) -> None:
+    step = make_step([37, 100], [20, 17], GQA)
+    step.query.mul_(4)  # scores large enough for the cap to bite
+    assert error_against_reference(attend, step, softcap=2.0, window=window) < TOLERANCE[torch.float32]
+
+
+def test_a_window_reads_only_the_blocks_in_its_reach(attend: Attend) -> None:
+    step = make_step([400], [4], MHA)
+    step.pool.blocks[step.batch.block_tables[0, :24].long()] = 0xFF  # 0..383; the first query sees from 392 on
+    assert torch.isfinite(attend(step.query, step.pool, step.batch, Scoring(1.0, window=9))).all()
+    table = step.batch.host_tables.copy()
+    table[0, :24] = 2**31 - 1  # of blocks that are not there any more
+    batch = PagedBatch.build([4], [404], list(table), 16)
+    assert torch.isfinite(attend(step.query, step.pool, batch, Scoring(1.0, window=9))).all()
+
+
+def test_scores_too_far_apart_for_float32_leave_numbers(attend: Attend) -> None:
+    step = make_step([200], [3], GQA)
+    got = attend(step.query * 1e18, step.pool, step.batch, Scoring(1e3))
+    assert torch.isfinite(got).all()
+
+
+def in_parts(attend: Attend, step: Step, cuts: list[int], scoring: Scoring) -> torch.Tensor:
+    """The rows of a batch's only request, some at a time."""
+    parts = []
+    for start, end in itertools.pairwise([0, *cuts, step.batch.num_tokens]):
+        query, batch = cut(step, 0, start, end)
+        parts.append(attend(query, step.pool, batch, scoring))
+    return torch.cat(parts)
+
+
+CUTS = ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590], [127, 128, 129, 700])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [MHA, GQA, SEVEN], ids=["MHA", "GQA", "group of 7"])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 40}, {"window": 300}, {"softcap": 3.0}, {"sinks": 1.0}, {"sinks": 1.0, "window": 40}]
+)
+def test_a_row_has_the_same_bits_however_the_sequence_is_cut(
+    options: dict[str, Any], heads: Heads, dtype: torch.dtype, attend: Attend
+) -> None:
+    step = make_step([0], [800], heads, dtype=dtype)
+    if "sinks" in options:
+        options = options | {"sinks": torch.linspace(-3, 6, heads.num_query_heads)}
+    whole = in_parts(attend, step, [], Scoring(0.2, **options))
+    for cuts in CUTS:
+        assert torch.equal(in_parts(attend, step, cuts, Scoring(0.2, **options)), whole)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", ["values", "scores"])
+def test_sums_are_added_up_in_the_same_order_however_the_sequence_is_cut(
+    what: Literal["values", "scores"], dtype: torch.dtype, head_dim: int, attend: Attend
+) -> None:
+    step = make_step([0], [800], SEVEN, head_dim=head_dim, dtype=dtype)
+    query, key, value = cancelling_attention(what, 800, 7, 1, head_dim)
+    reference.write_kv(key.to(dtype), value.to(dtype), step.batch.slots, step.pool, LAYER)
+    step = Step(query.to(dtype), step.pool, step.batch)
+    whole = in_parts(attend, step, [], Scoring(CANCELLING_SCALE))
+    assert whole.abs().max() > 0
+    for cuts in CUTS:
+        assert torch.equal(in_parts(attend, step, cuts, Scoring(CANCELLING_SCALE)), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_have_the_same_bits_alone_and_beside_those_that_share_their_prefix(
+    dtype: torch.dtype, attend: Attend
+) -> None:
+    """Requests share a system prompt, some of them a document after it, and one nothing."""
+    step = make_step([700, 700, 703, 500, 130, 64], [1, 64, 3, 70, 1, 1], SEVEN, dtype=dtype)
+    shared = share(step, {1: (0, 40), 2: (0, 43), 3: (0, 20), 5: (0, 4)})
+    together = attend(shared.query, shared.pool, shared.batch, Scoring(0.2))
+    for request in range(6):
+        single = alone(shared, request)
+        rows = slice(*shared.batch.query_starts[request : request + 2])
+        assert torch.equal(together[rows], attend(single.query, single.pool, single.batch, Scoring(0.2)))
+
+
+def test_numbers_that_are_not_finite_stay_with_their_request(attend: Attend) -> None:
+    step = make_step([100, 100], [5, 5], GQA)
+    clean = attend(step.query, step.pool, step.batch, Scoring(0.2))
+    step.pool.values[step.batch.host_tables[1, 2], LAYER] = float("inf")
+    spoiled = attend(step.query, step.pool, step.batch, Scoring(0.2))
+    assert torch.equal(spoiled[:5], clean[:5])
+    assert not torch.equal(spoiled[5:], clean[5:])
+
+
+def test_queries_may_be_a_part_of_wider_rows(attend: Attend) -> None:
+    step = make_step([70], [40], GQA)
+    wide = torch.randn(40, 10, 32)
+    wide[:, 2:8] = step.query
+    expected = attend(step.query, step.pool, step.batch, Scoring(0.2))
+    assert torch.equal(attend(wide[:, 2:8], step.pool, step.batch, Scoring(0.2)), expected)
+
+
+def test_a_layer_reads_its_own_keys(library: ctypes.CDLL) -> None:
+    step = make_step([70], [5], GQA)
+    step.pool.values[:, 1 - LAYER] = step.pool.values[:, LAYER].nan_to_num() * 2
+    work = plan_work(step.batch, group_size=3, num_kv_heads=2, window=None, num_threads=1)
+    layers = prepare(library, step.query, step.pool, work, Scoring(0.2), 1)
+    for layer in (0, 1):
+        expected = reference.paged_attention(step.query, step.pool, layer, step.batch, Scoring(0.2))
+        np.testing.assert_allclose(layers(step.query, layer, None), expected, atol=1e-5)

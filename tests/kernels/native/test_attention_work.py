@@ -1,0 +1,96 @@
+"""A plan, read token by token: each meets all of its keys once, in order, and shared keys together."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.native.attention_work import AttentionWork, plan_work
+
+BLOCK_SIZE = 16
+
+
+def build(
+    prefix_lens: list[int], query_lens: list[int], shared_blocks: int = 0, block_size: int = BLOCK_SIZE
+) -> PagedBatch:
+    """Requests that begin with the same blocks, and have others after them."""
+    kv_lens = [prefix + new for prefix, new in zip(prefix_lens, query_lens, strict=True)]
+    tables, next_block = [], shared_blocks
+    for kv_len in kv_lens:
+        own = -(-kv_len // block_size) - shared_blocks
+        tables.append(np.r_[0:shared_blocks, next_block : next_block + own].astype(np.int32))
+        next_block += own
+    return PagedBatch.build(query_lens, kv_lens, tables, block_size)
+
+
+def plan(batch: PagedBatch, window: int | None = None, num_threads: int = 1) -> AttentionWork:
+    return plan_work(batch, group_size=7, num_kv_heads=2, window=window, num_threads=num_threads)
+
+
+def keys_met(work: AttentionWork, index: int) -> list[tuple[int, int]]:
+    """The ranges of keys that a token of the plan meets, in order."""
+    return [(step[2], step[3]) for step in work.steps.tolist() if step[0] <= index < step[1]]
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64, 128])
+def test_each_token_meets_all_its_keys_once_in_order(block_size: int) -> None:
+    batch = build([1000, 700, 0, 130, 64], [3, 200, 70, 1, 1], block_size=block_size)
+    work = plan(batch)
+    assert sorted(work.tokens.tolist()) == list(range(batch.num_tokens))
+    for index, (token, position) in enumerate(zip(work.tokens, work.positions, strict=True)):
+        assert position == batch.positions[token]
+        ranges = keys_met(work, index)
+        assert ranges[0][0] == 0
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(ranges))
+        assert ranges[-1][0] <= position < ranges[-1][1]
+
+
+def test_a_shared_prefix_is_one_step_of_all_tokens_that_share_it() -> None:
+    work = plan(build([1024] * 16, [1] * 16, shared_blocks=64))
+    assert work.steps[0, :4].tolist() == [0, 16, 0, 1024]
+    assert Counter((first, end) for _, _, first, end, *_ in work.steps.tolist()) == {(0, 1024): 1, (1024, 1025): 16}
+
+
+def test_what_two_share_after_a_common_prefix_is_a_step_of_these_two() -> None:
+    batch = build([512, 512, 512], [1, 1, 1], shared_blocks=8)
+    tables = batch.host_tables.copy()
+    tables[2, :24] = tables[0, :24]
+    work = plan(PagedBatch.build([1, 1, 1], [513] * 3, list(tables), BLOCK_SIZE))
+    sizes = {(first, end): end_token - token for token, end_token, first, end, *_ in work.steps.tolist() if end <= 384}
+    assert sizes == {(0, 128): 3, (128, 384): 2}
+
+
+def test_steps_name_the_place_of_their_first_block() -> None:
+    work = plan(build([130, 700], [1, 1]))
+    for token, _, first_key, _, _, place in work.steps.tolist():
+        table = work.blocks.reshape(2, -1)[work.tokens[token]]
+        assert work.blocks[place] == table[first_key // BLOCK_SIZE]
+
+
+def test_a_window_begins_with_the_block_of_its_first_key() -> None:
+    work = plan(build([1000], [3]), window=100)
+    [(_, _, first_key, end_key, first_written, _)] = work.steps.tolist()
+    assert (first_key, end_key, first_written) == (896, 1003, 901)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 16])
+def test_items_hold_each_row_of_each_head_once(num_threads: int) -> None:
+    work = plan(build([1000, 700, 0], [3, 200, 70]), num_threads=num_threads)
+    held = Counter((head, row) for head, first, end, *_ in work.items.tolist() for row in range(first, end))
+    assert held == {(head, row): 1 for head in range(2) for row in range(273 * 7)}
+    assert work.most_rows == max(end - first for _, first, end, *_ in work.items.tolist())
+
+
+def test_an_item_has_all_steps_of_its_rows() -> None:
+    work = plan(build([1000, 700, 0], [3, 200, 70]))
+    for _, first_row, end_row, first_step, end_step in work.items.tolist():
+        tokens = {row // 7 for row in range(first_row, end_row)}
+        own = {i for i, step in enumerate(work.steps.tolist()) if tokens & set(range(step[0], step[1]))}
+        assert own <= set(range(first_step, end_step))
+
+
+def test_more_threads_get_more_items() -> None:
+    batch = build([1024], [64])
+    assert len(plan(batch, num_threads=8).items) > len(plan(batch).items)

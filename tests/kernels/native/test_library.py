@@ -1,0 +1,97 @@
+"""The library is made once for sources, compiler and processor, and whatever is missing is told."""
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from radixkv.kernels.native import library
+from radixkv.kernels.native.library import NotCompiledError, load_library
+
+# A compiler that writes down what it is asked for, and makes nothing that can be loaded.
+COMPILER = """#!/bin/sh
+echo "$@" >> "$(dirname "$0")/calls"
+for argument; do [ "$last" = -o ] && echo made > "$argument"; last="$argument"; done
+exit 0
+"""
+
+
+@pytest.fixture(autouse=True)
+def has_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
+def compiler(folder: Path, text: str = COMPILER) -> dict[str, str]:
+    folder.mkdir()
+    file = folder / "c++"
+    file.write_text(text)
+    file.chmod(file.stat().st_mode | stat.S_IEXEC)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_a_machine_without_a_compiler_is_told_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(NotCompiledError, match=r"it needs GCC, and there is no c\+\+ or g\+\+"):
+        load_library(tmp_path, {"PATH": str(tmp_path)})
+
+
+def test_a_compiler_that_was_asked_for_is_not_replaced_by_another(tmp_path: Path) -> None:
+    with pytest.raises(NotCompiledError, match="there is no mycc"):
+        load_library(tmp_path, {**compiler(tmp_path / "bin"), "CXX": "mycc"})
+
+
+def test_other_processors_have_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    with pytest.raises(NotCompiledError, match="AVX-512"):
+        load_library(tmp_path)
+
+
+def test_the_last_line_of_a_failing_compiler_is_told(tmp_path: Path) -> None:
+    failing = compiler(tmp_path / "bin", '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no space left >&2\nexit 1\n')
+    with pytest.raises(NotCompiledError, match=r"ended with status 1: no space left$"):
+        load_library(tmp_path / "kept", failing)
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_what_was_made_is_not_made_again(tmp_path: Path) -> None:
+    environment = compiler(tmp_path / "bin")
+    for _ in range(2):
+        with pytest.raises(NotCompiledError, match=r"native-[0-9a-f]{16}\.so: .*(too short|invalid)"):
+            load_library(tmp_path / "kept", environment)
+    calls = (tmp_path / "bin" / "calls").read_text().splitlines()
+    assert sum("-shared" in call for call in calls) == 1
+    assert all("-ffp-contract=off" in call for call in calls if " -c " in f" {call} ")
+
+
+def test_another_compiler_makes_another_library(tmp_path: Path) -> None:
+    for version in ("1", "2"):
+        environment = compiler(tmp_path / version, COMPILER.replace("exit 0", f"echo {version}"))
+        with pytest.raises(NotCompiledError):
+            load_library(tmp_path / "kept", environment)
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_a_folder_that_can_not_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("a file")
+    with pytest.raises(NotCompiledError, match="kept"):
+        load_library(tmp_path / "kept", compiler(tmp_path / "bin"))
+
+
+def test_processes_that_make_it_at_once_leave_one(tmp_path: Path) -> None:
+    environment = compiler(tmp_path / "bin")
+    told: list[str] = []
+
+    def load() -> None:
+        try:
+            load_library(tmp_path / "kept", environment)
+        except NotCompiledError as error:
+            told.append(str(error))
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(told) == 4
+    assert len(list((tmp_path / "kept").iterdir())) == 1

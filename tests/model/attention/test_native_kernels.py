@@ -1,0 +1,72 @@
+"""The kernels in C++ attend where they can, by one plan a step, and leave the rest to torch."""
+
+import ctypes
+
+import pytest
+import torch
+
+from radixkv.config.cache_directory import cache_directory
+from radixkv.kernels import reference
+from radixkv.kernels.native.library import NotCompiledError, load_library
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention import native_kernels
+from radixkv.model.attention.native_kernels import NativeKernels
+from radixkv.model.attention.torch_kernels import TorchKernels
+from tests.kernels.cases import GQA, LAYER, Step, make_step
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    try:
+        return load_library(cache_directory())
+    except NotCompiledError as reason:
+        pytest.skip(str(reason))
+
+
+def attend(kernels: NativeKernels, step: Step, scoring: Scoring, layer: int = LAYER) -> torch.Tensor:
+    return kernels.paged_attention(step.query, step.pool, layer, step.batch, scoring)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["plain pool", "quantized pool"])
+def test_all_pools_are_served(kv_dtype: torch.dtype | None, library: ctypes.CDLL) -> None:
+    step = make_step([100, 0], [5, 70], GQA, kv_dtype=kv_dtype)
+    expected = reference.paged_attention(step.query, step.pool, LAYER, step.batch, Scoring(0.2))
+    torch.testing.assert_close(attend(NativeKernels(library), step, Scoring(0.2)), expected)
+
+
+def test_a_quantized_pool_is_left_to_torch(library: ctypes.CDLL) -> None:
+    step = make_step([100, 0], [5, 70], GQA, kv_dtype=torch.int8)
+    expected = TorchKernels().paged_attention(step.query, step.pool, LAYER, step.batch, Scoring(0.2))
+    assert torch.equal(attend(NativeKernels(library), step, Scoring(0.2)), expected)
+
+
+def test_a_step_is_planned_once_for_each_window(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int | None] = []
+    plan = native_kernels.plan_work
+    monkeypatch.setattr(
+        native_kernels, "plan_work", lambda *args, **kwargs: planned.append(kwargs["window"]) or plan(*args, **kwargs)
+    )
+    step, kernels = make_step([100, 0], [5, 70], GQA), NativeKernels(library)
+    step.pool.values[:, 1 - LAYER] = 1
+    for _ in range(2):
+        for layer in (0, 1):
+            for window in (None, 50):
+                for scale in (0.1, 0.2):
+                    attend(kernels, step, Scoring(scale, window), layer)
+    assert planned == [None, 50]
+
+
+def test_layers_that_differ_in_more_than_their_window_are_told_apart(library: ctypes.CDLL) -> None:
+    step, kernels = make_step([100, 0], [5, 70], GQA), NativeKernels(library)
+    for options in ({}, {"softcap": 3.0}, {"window": 30}, {"sinks": torch.ones(6)}, {}):
+        scoring = Scoring(0.3, **options)
+        expected = reference.paged_attention(step.query, step.pool, LAYER, step.batch, scoring)
+        torch.testing.assert_close(attend(kernels, step, scoring), expected)
+
+
+def test_another_step_is_planned_anew(library: ctypes.CDLL) -> None:
+    kernels = NativeKernels(library)
+    for query_lens in ([5, 70], [1, 1], [17, 3], [5, 70]):
+        step = make_step([100, 0], query_lens, GQA)
+        expected = reference.paged_attention(step.query, step.pool, LAYER, step.batch, Scoring(0.2))
+        torch.testing.assert_close(attend(kernels, step, Scoring(0.2)), expected)

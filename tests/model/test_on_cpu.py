@@ -1,0 +1,54 @@
+"""The attention in C++ is a candidate where it can be compiled and torch's is not known to be better."""
+
+import logging
+
+import pytest
+import torch
+
+from radixkv.kernels.native.library import NotCompiledError
+from radixkv.model import on_cpu
+from radixkv.model.attention.interface import AttentionKind, AttentionUse
+from radixkv.model.on_cpu import cpu_candidates
+from radixkv.storage.device_pool import KVShape
+
+BOTH = ["native attention", "torch's attention"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def has_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cpu, "load_library", lambda folder: None)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+
+def candidates(dtype: torch.dtype, kv_dtype: str = "auto") -> list[str]:
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=dtype).stored_as(kv_dtype)
+    return [*cpu_candidates(AttentionUse((AttentionKind(4, None, None),), dtype, shape, 16, CPU, is_exact=True))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_in_cpp_comes_first(dtype: torch.dtype) -> None:
+    assert candidates(dtype) == BOTH
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
+def test_a_quantized_pool_is_torchs(kv_dtype: str) -> None:
+    assert candidates(torch.float32, kv_dtype) == BOTH[1:]
+
+
+def test_bfloat16_is_torchs_where_the_processor_has_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert candidates(torch.bfloat16) == BOTH[1:]
+    assert candidates(torch.float32) == BOTH
+
+
+def test_the_log_says_why_there_is_no_attention_in_cpp(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(folder: object) -> None:
+        raise NotCompiledError("it needs GCC, and there is no c++ or g++")
+
+    monkeypatch.setattr(on_cpu, "load_library", fail)
+    with caplog.at_level(logging.INFO):
+        assert candidates(torch.float32) == BOTH[1:]
+    assert caplog.messages == ["native attention is not used: it needs GCC, and there is no c++ or g++"]
