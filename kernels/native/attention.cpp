@@ -38,7 +38,6 @@ namespace {
 
 constexpr int kKeys = 64;
 constexpr int kRows = 8;
-constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNothingSeen = -1e30f;  // finite, so that the difference of two is a number
 
 void transpose(__m512i rows[16]) {
@@ -259,39 +258,49 @@ void meet(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, con
   const int last_key = std::min(end_key - 1, highest);
   if (last_key < first_key || (window && end_key <= lowest - window + 1)) return;
   const int num_pairs = (last_key - first_key) / 32 + 1;  // of vectors of scores
-  const bool is_masked = first_key + 32 * num_pairs > std::min(lowest + 1, end_key) || (window && first_key <= highest - window);
+  const bool is_masked = first_key + kKeys > std::min(lowest + 1, end_key) || (window && first_key <= highest - window);
   for (int i = 0; i < num_pairs; i++)
     score<Arithmetic, R>(scratch.query + row * scratch.words, scratch.words,
                          scratch.keys + static_cast<int64_t>(i) * 32 * scratch.words, scratch.scores + i * 32);
 
-  const double factor = problem.softcap ? 2 * kLog2e * problem.scale / problem.softcap : kLog2e * problem.scale;
-  const __m512 factors = _mm512_set1_ps(static_cast<float>(factor));
+  // A score is multiplied and rounded like the largest one, so that no difference is above 0, however large they are.
+  const double power = kLog2e * problem.scale;
+  const __m512 factor = _mm512_set1_ps(problem.softcap ? 1.0f : static_cast<float>(power));
+  const __m512 cap_factor = _mm512_set1_ps(problem.softcap ? static_cast<float>(2 * power / problem.softcap) : 0.0f);
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  float shrink[R];
+  float shrink[kLanes] = {};
   for (int r = 0; r < R; r++) {
-    __m512 x[kKeys / kLanes], top = _mm512_set1_ps(kNothingSeen);
-    for (int i = 0; i < 2 * num_pairs; i++) {
-      x[i] = _mm512_mul_ps(_mm512_loadu_ps(scratch.scores + r * kKeys + i * kLanes), factors);
-      if (problem.softcap) x[i] = capped(x[i], problem.softcap);
+    float* scores = scratch.scores + r * kKeys;
+    __m512 top = _mm512_set1_ps(-INFINITY);
+    for (int i = 0; i < kKeys / kLanes; i++) {
+      __m512 x = _mm512_loadu_ps(scores + i * kLanes);
+      if (problem.softcap) x = capped(_mm512_mul_ps(x, cap_factor), problem.softcap);
       if (is_masked) {
         const __m512i keys = _mm512_add_epi32(lanes, _mm512_set1_epi32(first_key + i * kLanes));
         __mmask16 is_seen = _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(std::min(positions[r], end_key - 1)));
         if (window) is_seen &= _mm512_cmpgt_epi32_mask(keys, _mm512_set1_epi32(positions[r] - window));
-        x[i] = _mm512_mask_blend_ps(is_seen, _mm512_set1_ps(-INFINITY), x[i]);
+        x = _mm512_mask_blend_ps(is_seen, _mm512_set1_ps(-INFINITY), x);
       }
-      top = _mm512_max_ps(top, x[i]);
+      if (problem.softcap || is_masked) _mm512_storeu_ps(scores + i * kLanes, x);
+      top = _mm512_max_ps(top, x);
     }
     float& largest = scratch.largest[row + r];
-    const float before = largest;
-    largest = std::max(before, _mm512_reduce_max_ps(top));
-    const __m512 less = exp2_of(_mm512_set1_ps(before - largest));
-    shrink[r] = _mm512_cvtss_f32(less);
-    for (int i = 0; i < 2 * num_pairs; i++) x[i] = exp2_of(_mm512_sub_ps(x[i], _mm512_set1_ps(largest)));
-    __m512 sum = _mm512_add_ps(x[0], x[1]);
-    if (num_pairs == 2) sum = _mm512_add_ps(sum, _mm512_add_ps(x[2], x[3]));
+    const float now = std::max(largest, _mm512_reduce_max_ps(top) * _mm512_cvtss_f32(factor));
+    shrink[r] = largest - now;
+    largest = now;
+  }
+  _mm512_storeu_ps(shrink, exp2_of(_mm512_loadu_ps(shrink)));
+  for (int r = 0; r < R; r++) {
+    const float* scores = scratch.scores + r * kKeys;
+    const __m512 largest = _mm512_set1_ps(scratch.largest[row + r]);
+    __m512 x[kKeys / kLanes];
+    for (int i = 0; i < kKeys / kLanes; i++)
+      x[i] = exp2_of(_mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(scores + i * kLanes), factor), largest));
+    const __m512 sum = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
     float* weight_sums = scratch.weight_sums + (row + r) * kLanes;
-    _mm512_storeu_ps(weight_sums, _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(weight_sums), less), sum));
-    for (int i = 0; i < num_pairs; i++)
+    _mm512_storeu_ps(weight_sums, _mm512_fmadd_ps(_mm512_loadu_ps(weight_sums), _mm512_set1_ps(shrink[r]), sum));
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
       Arithmetic::store_weights(scratch.weights + (r * kKeys + i * 32) / Arithmetic::kNumbers, x[2 * i], x[2 * i + 1]);
   }
 

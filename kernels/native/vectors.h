@@ -10,6 +10,7 @@
 enum Kind : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
 constexpr int kLanes = 16;
+constexpr float kLog2e = 1.4426950408889634f;
 
 inline int64_t bytes_of(int64_t kind) { return kind == kFloat32 ? 4 : 2; }
 
@@ -46,7 +47,7 @@ inline void store(void* numbers, int64_t at, int64_t kind, __mmask16 mask, __m51
   }
 }
 
-// 2 to the power of numbers up to 127, within a few units of the last place; exactly 0 below -150, also of -inf.
+// 2 to the power of numbers, within a few units of the last place: exactly 0 below -150, and infinite from 128 on.
 inline __m512 exp2_of(__m512 x) {
   x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

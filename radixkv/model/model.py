@@ -23,6 +23,7 @@ from radixkv.model.attention.latent_parts import LatentParts
 from radixkv.model.attention.paged_step import PaddedStep, RunningPass
 from radixkv.model.exactness import make_exact, padded_tokens
 from radixkv.model.fingerprint import fingerprint_model
+from radixkv.model.on_cpu import native_library
 from radixkv.model.on_gpu import fuse_modules, low_rank_kernels
 from radixkv.model.products.choices import ProductChoices
 from radixkv.model.products.joined_parts import JoinedParts
@@ -103,7 +104,7 @@ class Model:
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
             self._undone.append(fuse_modules(module))
         elif is_packed:
-            self._undone.append(JoinedParts(module, is_exact=is_exact).undone)
+            self._undone.append(JoinedParts(module, is_exact=is_exact, library=native_library()).undone)
         self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
         self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
         self._running = RunningPass()

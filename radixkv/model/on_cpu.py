@@ -1,8 +1,10 @@
-"""The attention kernels that may serve a model on a CPU."""
+"""The kernels that may serve a model on a CPU."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from functools import cache
 
 import torch
 
@@ -16,8 +18,21 @@ from radixkv.model.attention.torch_kernels import TorchKernels
 _log = logging.getLogger(__name__)
 
 
+@cache
+def native_library() -> ctypes.CDLL | None:
+    """Return the kernels in C++ for this machine, compiled where that was not done before; None if there are none.
+
+    The log says why, once.
+    """
+    try:
+        return load_library(cache_directory())
+    except NotCompiledError as reason:
+        _log.info("kernels in C++ are not used: %s", reason)
+        return None
+
+
 def cpu_candidates(use: AttentionUse) -> dict[str, AttentionKernels]:
-    """Return the kernels that may serve, by name, the preferred ones first. Logs why there are no native ones.
+    """Return the kernels that may serve, by name, the preferred ones first.
 
     Torch's attention serves quantized pools, and bfloat16 where a processor has AMX, which it multiplies with.
 
@@ -28,8 +43,5 @@ def cpu_candidates(use: AttentionUse) -> dict[str, AttentionKernels]:
     has_amx = use.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     if use.shape.dtype not in KINDS or has_amx:
         return candidates
-    try:
-        return {NATIVE: NativeKernels(load_library(cache_directory())), **candidates}
-    except NotCompiledError as reason:
-        _log.info("%s is not used: %s", NATIVE, reason)
-        return candidates
+    library = native_library()
+    return candidates if library is None else {NATIVE: NativeKernels(library), **candidates}

@@ -1,5 +1,6 @@
 """The attention in C++ is a candidate where it can be compiled and torch's is not known to be better."""
 
+import ctypes
 import logging
 
 import pytest
@@ -17,7 +18,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def has_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_cpu, "load_library", lambda folder: None)
+    monkeypatch.setattr(on_cpu, "native_library", lambda: ctypes.CDLL(None))
+    monkeypatch.setattr(on_cpu, "NativeKernels", lambda library: None)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
 
@@ -42,13 +44,17 @@ def test_bfloat16_is_torchs_where_the_processor_has_amx(monkeypatch: pytest.Monk
     assert candidates(torch.float32) == BOTH
 
 
-def test_the_log_says_why_there_is_no_attention_in_cpp(
+def test_the_log_says_once_why_there_is_no_attention_in_cpp(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(folder: object) -> None:
         raise NotCompiledError("it needs GCC, and there is no c++ or g++")
 
+    monkeypatch.undo()
+    on_cpu.native_library.cache_clear()
     monkeypatch.setattr(on_cpu, "load_library", fail)
     with caplog.at_level(logging.INFO):
         assert candidates(torch.float32) == BOTH[1:]
-    assert caplog.messages == ["native attention is not used: it needs GCC, and there is no c++ or g++"]
+        assert candidates(torch.float32) == BOTH[1:]
+    on_cpu.native_library.cache_clear()
+    assert caplog.messages == ["kernels in C++ are not used: it needs GCC, and there is no c++ or g++"]

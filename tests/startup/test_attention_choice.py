@@ -1,5 +1,6 @@
 """Kernels that do not run, or are wrong, are not served with: tried with the CPU's own, broken in one way each."""
 
+import ctypes
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -248,7 +249,7 @@ def model_on_a_cpu(dtype: torch.dtype) -> tuple[Any, KVShape]:
 @pytest.fixture
 def has_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels in C++ that compute what torch does, on any machine."""
-    monkeypatch.setattr(on_cpu, "load_library", lambda folder: None)
+    monkeypatch.setattr(on_cpu, "native_library", lambda: ctypes.CDLL(None))
     monkeypatch.setattr(on_cpu, "NativeKernels", lambda library: Native())
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 

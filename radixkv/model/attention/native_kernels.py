@@ -1,4 +1,4 @@
-"""The operations on the pool for a CPU with AVX-512: attention in C++, and what it does not do in torch."""
+"""The operations on the pool for a CPU with AVX-512, in C++; what those do not do is left to torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.attention import Attend, prepare, reads
 from radixkv.kernels.native.attention_work import AttentionWork, plan_work
+from radixkv.kernels.native.rows import NativeRows, lies_head_by_head
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.torch_kernels import MAX_BATCHES, TorchKernels
 
@@ -27,14 +28,28 @@ class NativeKernels:
     """
 
     wants_pool_by_layer = TorchKernels.wants_pool_by_layer
-    write_kv = staticmethod(TorchKernels.write_kv)
     copy_blocks = staticmethod(TorchKernels.copy_blocks)
     rotate = staticmethod(TorchKernels.rotate)
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._rows = NativeRows(library)
         self._torch = TorchKernels()
         self._steps: deque[_Step] = deque(maxlen=MAX_BATCHES)
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        slots: torch.Tensor,
+        pool: KVPool,
+        layer: int,
+        largest: torch.Tensor | None = None,
+    ) -> None:
+        """Compute `reference.write_kv`."""
+        are_in_order = lies_head_by_head(key) and (value is None or lies_head_by_head(value))
+        write = self._rows.write_kv if are_in_order and reads(pool, key.dtype) else self._torch.write_kv
+        write(key, value, slots, pool, layer, largest)
 
     def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring

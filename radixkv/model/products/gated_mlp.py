@@ -50,7 +50,14 @@ def is_gated(mlp: Any) -> bool:
     )
 
 
-def tried_mlp(mlp: Any, dtype: torch.dtype, *, is_exact: bool, gates: set[tuple[int, int]]) -> RowFunction:
+def tried_mlp(
+    mlp: Any,
+    dtype: torch.dtype,
+    *,
+    is_exact: bool,
+    gates: set[tuple[int, int]],
+    native_gate: RowFunction | None = None,
+) -> RowFunction:
     """Return a faster function of rows for an MLP that `is_joined` or `is_gated`.
 
     Args:
@@ -58,6 +65,7 @@ def tried_mlp(mlp: Any, dtype: torch.dtype, *, is_exact: bool, gates: set[tuple[
         dtype: of its rows.
         is_exact: whether bits of a row must not depend on other rows.
         gates: features in and out of gates that were tried already. The MLP's is added.
+        native_gate: SiLU of the first half of a row times the second half, in C++; None if there is none.
 
     Raises:
         Refused: the MLP computes something else, or the function does.
@@ -68,12 +76,13 @@ def tried_mlp(mlp: Any, dtype: torch.dtype, *, is_exact: bool, gates: set[tuple[
     played = with_stand_ins(
         mlp, {"gate_proj": lambda rows: rows, "up_proj": lambda rows: rows.flip(-1), "down_proj": lambda rows: rows}
     )
+    gate_rows = native_gate if native_gate and type(mlp.act_fn) in SILU else partial(_gate_rows, act=act)
     joined = partial(
-        _joined, product=lambda rows: torch.cat((rows, rows.flip(-1)), -1), act=act, down=lambda rows: rows
+        _joined, product=lambda rows: torch.cat((rows, rows.flip(-1)), -1), gate=gate_rows, down=lambda rows: rows
     )
     require(agree(played.forward, joined, torch.empty(mlp.down_proj.in_features, dtype=dtype)))
     if not is_gated(mlp):
-        return partial(_joined, product=mlp.gate_proj.joined.product, act=act, down=mlp.down_proj.product)
+        return partial(_joined, product=mlp.gate_proj.joined.product, gate=gate_rows, down=mlp.down_proj.product)
     gate, up = mlp.gate_proj.product, mlp.up_proj.product
     shape = (gate.in_features, gate.out_features)
     if shape not in gates:
@@ -99,7 +108,10 @@ def _gated(rows: torch.Tensor, gate: Product, up: Product, down: RowFunction) ->
     return down(gate.gate(rows, up))
 
 
-def _joined(rows: torch.Tensor, product: RowFunction, act: RowFunction, down: RowFunction) -> torch.Tensor:
-    both = product(rows)
+def _joined(rows: torch.Tensor, product: RowFunction, gate: RowFunction, down: RowFunction) -> torch.Tensor:
+    return down(gate(product(rows)))
+
+
+def _gate_rows(both: torch.Tensor, act: RowFunction) -> torch.Tensor:
     width = both.shape[-1] // 2
-    return down(act(both[..., :width]).mul_(both[..., width:]))
+    return act(both[..., :width]).mul_(both[..., width:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ class JoinedAttention:
         product: makes queries, keys and values.
         num_query_heads, num_kv_heads, head_dim: shape.
         norms: of queries and of keys; empty if there are none.
+        rotate: rotates heads `[num_tokens, num_heads, head_dim]`, given cosines and sines `[num_tokens, head_dim]`.
         down: makes the output of what was attended to.
         scoring: see `AttentionStep`.
     """
@@ -30,6 +32,7 @@ class JoinedAttention:
     num_kv_heads: int
     head_dim: int
     norms: tuple[RowFunction, ...]
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     down: RowFunction
     scoring: Scoring
 
@@ -38,22 +41,24 @@ class JoinedAttention:
     ) -> torch.Tensor:
         """Return the attention of rows `[1, num_tokens, hidden_size]`, in the same shape."""
         num_tokens = rows.shape[1]
-        cos, sin = (each[0, :, None] for each in position_embeddings)  # [num_tokens, 1, head_dim]
+        cos, sin = (each[0] for each in position_embeddings)  # [num_tokens, head_dim]
         heads = self.product(rows).view(num_tokens, -1, self.head_dim)
         num_rotated = self.num_query_heads + self.num_kv_heads
         value = heads[:, num_rotated:]
         if self.norms:
             query, key = heads[:, : self.num_query_heads], heads[:, self.num_query_heads : num_rotated]
             query, key = (norm(each) for norm, each in zip(self.norms, (query, key), strict=True))
-            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+            query, key = self.rotate(query, cos, sin), self.rotate(key, cos, sin)
         else:
-            both = _rotated(heads[:, :num_rotated], cos, sin)
+            both = self.rotate(heads[:, :num_rotated], cos, sin)
             query, key = both[:, : self.num_query_heads], both[:, self.num_query_heads :]
         attended = step.attend(self.layer, query, key, value, self.scoring)
         return self.down(attended.reshape(1, num_tokens, -1))
 
 
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate heads by their positions, as transformers does; shapes as for `JoinedAttention.rotate`."""
+    cos, sin = cos[:, None], sin[:, None]
     half = heads.shape[-1] // 2
     turned = torch.cat((heads[..., half:].neg(), heads[..., :half]), -1)
     return (heads * cos).add_(turned.mul_(sin))

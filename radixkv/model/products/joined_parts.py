@@ -13,12 +13,14 @@ most of a decode step of a small model. A part is not recognized by its class. I
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from radixkv.kernels.native.rows import NativeRows
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH
 from radixkv.kernels.row_norm import row_norm
 from radixkv.kernels.row_tiles import RowFunction
@@ -26,7 +28,7 @@ from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import kv_layer_of
 from radixkv.model.part_trial import Forward, Refused, agree, eps_of, has_hooks, is_norm, require, with_stand_ins
 from radixkv.model.products.gated_mlp import MLP_PARTS, is_gated, is_joined, tried_mlp
-from radixkv.model.products.joined_attention import JoinedAttention
+from radixkv.model.products.joined_attention import JoinedAttention, rotated
 from radixkv.model.products.packed_linear import PackedSlice
 from radixkv.model.refusals import reason_of
 from radixkv.model.replaced_parts import ReplacedParts
@@ -42,9 +44,11 @@ class JoinedParts(ReplacedParts):
     Args:
         module: the model, on a CPU and in evaluation mode.
         is_exact: whether bits of a row must not depend on other rows.
+        library: kernels in C++; None lets torch compute what is between products.
     """
 
-    def __init__(self, module: nn.Module, *, is_exact: bool) -> None:
+    def __init__(self, module: nn.Module, *, is_exact: bool, library: ctypes.CDLL | None = None) -> None:
+        self._native = None if library is None else NativeRows(library)
         self._dtype = next(module.parameters()).dtype
         self._is_exact = is_exact
         self._norms: dict[nn.Module, RowFunction] = {}
@@ -60,12 +64,12 @@ class JoinedParts(ReplacedParts):
         try:
             with torch.inference_mode():
                 if is_norm(part, self._dtype):
-                    self._norms[part] = _tried_norm(part)
+                    self._norms[part] = _tried_norm(part, self._native)
                     return partial(_unless_hooked, inside=(), replacement=self._norms[part])
                 if children.keys() == MLP_PARTS and (
                     is_joined(part.gate_proj, part.up_proj, last=part.down_proj) or is_gated(part)
                 ):
-                    self._mlps[part] = tried_mlp(part, self._dtype, is_exact=self._is_exact, gates=self._tried_gates)
+                    self._mlps[part] = self._tried_mlp(part)
                     return partial(_unless_hooked, inside=tuple(children.values()), replacement=self._mlps[part])
                 if children.keys() - _HEAD_NORMS == _ATTENTION_PARTS and is_joined(
                     part.q_proj, part.k_proj, part.v_proj, last=part.o_proj
@@ -80,6 +84,10 @@ class JoinedParts(ReplacedParts):
             raise Refused(reason_of(error)) from error
         return None
 
+    def _tried_mlp(self, mlp: Any) -> RowFunction:
+        native_gate = None if self._native is None else self._native.gate
+        return tried_mlp(mlp, self._dtype, is_exact=self._is_exact, gates=self._tried_gates, native_gate=native_gate)
+
     def _tried_attention(self, module: Any) -> JoinedAttention:
         steps = _Heard(), _Heard()
         played = with_stand_ins(module, {"o_proj": lambda rows: rows})
@@ -90,11 +98,11 @@ class JoinedParts(ReplacedParts):
         if len(norms) == 1:
             raise Refused("it has one norm of heads")
         layer_idx = kv_layer_of(module)
-        rotated: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by tokens
 
         def handed(rows: torch.Tensor) -> dict[str, Any]:
             angles = torch.randn(1, rows.shape[1], size, generator=torch.Generator().manual_seed(rows.shape[1]))
-            embeddings = rotated.setdefault(rows.shape[1], (angles.cos().to(rows), angles.sin().to(rows)))
+            embeddings = known.setdefault(rows.shape[1], (angles.cos().to(rows), angles.sin().to(rows)))
             return {"position_embeddings": embeddings, "attention_mask": None}
 
         def own(rows: torch.Tensor) -> torch.Tensor:
@@ -111,7 +119,7 @@ class JoinedParts(ReplacedParts):
             first: PackedSlice = module.q_proj
             return JoinedAttention(
                 layer_idx, first.joined.product, first.end // size, module.k_proj.out_features // size, size, norms,
-                down, steps[0].scoring,
+                rotated if self._native is None else self._native.rotate, down, steps[0].scoring,
             )  # fmt: skip
 
         like = torch.empty(module.q_proj.in_features, dtype=self._dtype)
@@ -167,13 +175,15 @@ class _Heard:
         return query.flip(-1)
 
 
-def _tried_norm(norm: Any) -> RowFunction:
+def _tried_norm(norm: Any, native: NativeRows | None) -> RowFunction:
     eps = torch.tensor([eps_of(norm)])
     for style in (LLAMA, GEMMA, TORCH):
         weight = norm.weight if style.rounds_first else norm.weight.float() + style.weight_offset
-        normed = partial(row_norm, weight=weight, eps=eps, style=style)
-        if agree(norm.forward, normed, norm.weight):
-            return normed
+        in_torch = partial(row_norm, weight=weight, eps=eps, style=style)
+        in_cpp: list[RowFunction] = [] if native is None else [native.norm(weight, eps_of(norm), style)]
+        for normed in [*in_cpp, in_torch]:
+            if agree(norm.forward, normed, norm.weight):
+                return normed
     raise Refused("it computes something else")
 
 

@@ -1,0 +1,132 @@
+// What happens to rows between products: norms, rotations, gates, and K and V written into the pool. Each row by itself.
+// `kernels/native/rows.py` calls it.
+
+#include "vectors.h"
+
+#include <cmath>
+
+namespace {
+
+// Fewer numbers than these are computed by one thread: to wake the others takes longer.
+constexpr int64_t kNumbersAThread = 1 << 15;
+
+// Rounds as if a number was stored and loaded again.
+inline __m512 rounded(__m512 x, int64_t kind) {
+  if (kind == kFloat32) return x;
+  if (kind == kFloat16) return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bfloat16(x)), 16));
+}
+
+void norm_row(const char* row, const void* weight, char* normed, int64_t num_columns, int64_t kind, int64_t weight_kind,
+              float eps, bool rounds_first) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < num_columns; i += kLanes) {
+    const __m512 x = load(row, i, kind, first_lanes(num_columns - i));
+    squares = _mm512_fmadd_ps(x, x, squares);
+  }
+  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(num_columns);
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
+  for (int64_t i = 0; i < num_columns; i += kLanes) {
+    const __mmask16 mask = first_lanes(num_columns - i);
+    const __m512 x = _mm512_mul_ps(load(row, i, kind, mask), scale);
+    store(normed, i, kind, mask, _mm512_mul_ps(rounds_first ? rounded(x, kind) : x, load(weight, i, weight_kind, mask)));
+  }
+}
+
+// Turns pairs of numbers, the first half of a vector with the second. Products are rounded before they are added.
+void rotate_head(const char* head, const char* cos, const char* sin, char* turned, int64_t head_dim, int64_t kind) {
+  const int64_t half = head_dim / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const __mmask16 mask = first_lanes(half - i);
+    const __m512 first = load(head, i, kind, mask), second = load(head, half + i, kind, mask);
+    const __m512 first_cos = load(cos, i, kind, mask), second_cos = load(cos, half + i, kind, mask);
+    const __m512 first_sin = load(sin, i, kind, mask), second_sin = load(sin, half + i, kind, mask);
+    store(turned, i, kind, mask,
+          _mm512_sub_ps(rounded(_mm512_mul_ps(first, first_cos), kind), rounded(_mm512_mul_ps(second, first_sin), kind)));
+    store(turned, half + i, kind, mask,
+          _mm512_add_ps(rounded(_mm512_mul_ps(second, second_cos), kind), rounded(_mm512_mul_ps(first, second_sin), kind)));
+  }
+}
+
+// SiLU of the first half of a row, rounded, times the second half.
+void gate_row(const char* row, char* gated, int64_t width, int64_t kind) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const __mmask16 mask = first_lanes(width - i);
+    const __m512 x = load(row, i, kind, mask);
+    const __m512 power = exp2_of(_mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(-kLog2e)), _mm512_set1_ps(200.0f)));
+    const __m512 silu = _mm512_div_ps(x, _mm512_add_ps(one, power));
+    store(gated, i, kind, mask, _mm512_mul_ps(rounded(silu, kind), load(row, width + i, kind, mask)));
+  }
+}
+
+// Copies a vector. Returns its largest magnitude as bits, which order like magnitudes, NaN above all others.
+uint32_t write_vector(const char* vector, char* slot, int64_t head_dim, int64_t kind, int64_t kv_kind) {
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t i = 0; i < head_dim; i += kLanes) {
+    const __mmask16 mask = first_lanes(head_dim - i);
+    const __m512 x = load(vector, i, kind, mask);
+    largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)));
+    store(slot, i, kv_kind, mask, x);
+  }
+  return _mm512_reduce_max_epu32(largest);
+}
+
+}  // namespace
+
+extern "C" void radixkv_norm(const void* rows, const void* weight, void* normed, int64_t num_rows, int64_t num_columns,
+                             int64_t row_stride, int64_t kind, int64_t weight_kind, double eps, int64_t rounds_first,
+                             int64_t num_threads) {
+  const bool is_shared = num_threads > 1 && num_rows * num_columns > kNumbersAThread;
+#pragma omp parallel for num_threads(num_threads) if (is_shared)
+  for (int64_t r = 0; r < num_rows; r++)
+    norm_row(static_cast<const char*>(rows) + r * row_stride * bytes_of(kind), weight,
+             static_cast<char*>(normed) + r * num_columns * bytes_of(kind), num_columns, kind, weight_kind,
+             static_cast<float>(eps), rounds_first != 0);
+}
+
+extern "C" void radixkv_rotate(const void* heads, const void* cos, const void* sin, void* turned, int64_t num_tokens,
+                               int64_t num_heads, int64_t head_dim, int64_t token_stride, int64_t kind,
+                               int64_t num_threads) {
+  const int64_t bytes = head_dim * bytes_of(kind);
+  const bool is_shared = num_threads > 1 && num_tokens * num_heads * head_dim > kNumbersAThread;
+#pragma omp parallel for num_threads(num_threads) if (is_shared)
+  for (int64_t t = 0; t < num_tokens; t++)
+    for (int64_t h = 0; h < num_heads; h++)
+      rotate_head(static_cast<const char*>(heads) + t * token_stride * bytes_of(kind) + h * bytes,
+                  static_cast<const char*>(cos) + t * bytes, static_cast<const char*>(sin) + t * bytes,
+                  static_cast<char*>(turned) + (t * num_heads + h) * bytes, head_dim, kind);
+}
+
+extern "C" void radixkv_gate(const void* rows, void* gated, int64_t num_rows, int64_t width, int64_t kind,
+                             int64_t num_threads) {
+  const bool is_shared = num_threads > 1 && num_rows * width > kNumbersAThread;
+#pragma omp parallel for num_threads(num_threads) if (is_shared)
+  for (int64_t r = 0; r < num_rows; r++)
+    gate_row(static_cast<const char*>(rows) + 2 * r * width * bytes_of(kind),
+             static_cast<char*>(gated) + r * width * bytes_of(kind), width, kind);
+}
+
+extern "C" void radixkv_write(const void* key, const void* value, const int64_t* slots, void* key_pool,
+                              void* value_pool, float* largest, int64_t num_tokens, int64_t num_heads,
+                              int64_t head_dim, int64_t block_size, int64_t key_stride, int64_t value_stride,
+                              int64_t head_stride, int64_t block_stride, int64_t kind, int64_t kv_kind) {
+  for (int64_t t = 0; t < num_tokens; t++)
+    for (int64_t h = 0; h < num_heads; h++) {
+      const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+      const int64_t to = (block * block_stride + h * head_stride + offset * head_dim) * bytes_of(kv_kind);
+      const int64_t key_at = (t * key_stride + h * head_dim) * bytes_of(kind);
+      uint32_t most = write_vector(static_cast<const char*>(key) + key_at, static_cast<char*>(key_pool) + to, head_dim,
+                                   kind, kv_kind);
+      if (value != nullptr) {
+        const int64_t value_at = (t * value_stride + h * head_dim) * bytes_of(kind);
+        const uint32_t other = write_vector(static_cast<const char*>(value) + value_at,
+                                            static_cast<char*>(value_pool) + to, head_dim, kind, kv_kind);
+        most = most > other ? most : other;
+      }
+      if (largest == nullptr) continue;
+      uint32_t before;
+      memcpy(&before, largest + t * num_heads + h, 4);
+      if (most > before) memcpy(largest + t * num_heads + h, &most, 4);
+    }
+}

@@ -1,0 +1,118 @@
+"""Calls the functions of rows in `rows.cpp`. The bits of a row depend on it alone, whatever is computed with it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.native.library import KINDS
+from radixkv.kernels.norm_style import NormStyle
+from radixkv.kernels.row_tiles import RowFunction
+
+_POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+_TYPES = {
+    "radixkv_norm": (*(_POINTER,) * 3, *(_INT,) * 5, _DOUBLE, _INT, _INT),
+    "radixkv_rotate": (*(_POINTER,) * 4, *(_INT,) * 6),
+    "radixkv_gate": (*(_POINTER,) * 2, *(_INT,) * 4),
+    "radixkv_write": (*(_POINTER,) * 6, *(_INT,) * 10),
+}
+
+
+class NativeRows:
+    """Functions of rows between a model's products, for tensors of float32, bfloat16 and float16 on a CPU.
+
+    Args:
+        library: of `load_library`.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, types in _TYPES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, None
+        self._norm, self._rotate = library.radixkv_norm, library.radixkv_rotate
+        self._gate, self._write = library.radixkv_gate, library.radixkv_write
+
+    def norm(self, weight: torch.Tensor, eps: float, style: NormStyle) -> RowFunction:
+        """Return an RMS norm; see `row_norm`.
+
+        Args:
+            weight: float32 `[num_columns]` with the style's offset added, or in the rows' dtype if the style rounds
+                first.
+            eps: added to the mean of squares.
+            style: how the weight is applied.
+
+        Returns:
+            A function of rows `[..., num_columns]`, whose last dimension is contiguous. It returns a new tensor.
+        """
+        norm, kept = self._norm, weight.contiguous()
+        num_columns, weight_kind, rounds_first = len(kept), KINDS[kept.dtype], int(style.rounds_first)
+
+        def normed(rows: torch.Tensor) -> torch.Tensor:
+            flat = rows.reshape(-1, num_columns)
+            if flat.stride(1) != 1:
+                flat = flat.contiguous()
+            output = rows.new_empty(rows.shape)
+            norm(
+                *(flat.data_ptr(), kept.data_ptr(), output.data_ptr(), flat.shape[0], num_columns, flat.stride(0)),
+                *(KINDS[rows.dtype], weight_kind, eps, rounds_first, torch.get_num_threads()),
+            )
+            return output
+
+        return normed
+
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate heads by their positions: `heads * cos + (-second half, first half) * sin`, each rounded.
+
+        Args:
+            heads: `[num_tokens, num_heads, head_dim]`; the heads of a token follow each other. `head_dim` is even.
+            cos, sin: `[num_tokens, head_dim]` in the same dtype, contiguous.
+
+        Returns:
+            A new contiguous tensor like `heads`.
+        """
+        turned = heads.new_empty(heads.shape)
+        num_tokens, num_heads, head_dim = heads.shape
+        self._rotate(
+            *(heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), turned.data_ptr(), num_tokens, num_heads, head_dim),
+            *(heads.stride(0), KINDS[heads.dtype], torch.get_num_threads()),
+        )
+        return turned
+
+    def gate(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return SiLU of the first half of rows `[..., 2 * width]`, rounded, times the second half."""
+        rows = rows.contiguous()
+        width = rows.shape[-1] // 2
+        gated = rows.new_empty(*rows.shape[:-1], width)
+        num_rows = rows.numel() // max(1, 2 * width)
+        self._gate(rows.data_ptr(), gated.data_ptr(), num_rows, width, KINDS[rows.dtype], torch.get_num_threads())
+        return gated
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        slots: torch.Tensor,
+        pool: KVPool,
+        layer: int,
+        largest: torch.Tensor | None = None,
+    ) -> None:
+        """Compute `reference.write_kv` over a pool that is not quantized.
+
+        The heads of a token follow each other in `key` and in `value`; slots and `largest` are contiguous.
+        """
+        values = pool.values
+        at = values.data_ptr() + layer * values.stride(1) * values.element_size()
+        self._write(
+            *(key.data_ptr(), None if value is None else value.data_ptr(), slots.data_ptr(), at),
+            *(at + values.stride(2) * values.element_size(), None if largest is None else largest.data_ptr()),
+            *(*key.shape, pool.block_size, key.stride(0), 0 if value is None else value.stride(0)),
+            *(values.stride(3), values.stride(0), KINDS[key.dtype], KINDS[pool.dtype]),
+        )
+
+
+def lies_head_by_head(heads: torch.Tensor) -> bool:
+    """Whether the heads of a token, `[num_tokens, num_heads, head_dim]`, follow each other without gaps."""
+    return heads.stride(2) == 1 and heads.stride(1) == heads.shape[2]

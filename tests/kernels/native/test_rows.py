@@ -1,0 +1,161 @@
+"""Functions of rows in C++ are held against torch's, and rows against themselves in other company."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.nn import functional
+
+from radixkv.kernels import reference
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.native.rows import NativeRows, lies_head_by_head
+from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH, NormStyle
+from radixkv.kernels.row_norm import row_norm
+
+from ..cases import clone, poisoned_pool
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WIDTHS = [1, 15, 16, 37, 896]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def rows(library: ctypes.CDLL) -> NativeRows:
+    return NativeRows(library)
+
+
+@pytest.fixture
+def has_threads() -> Iterator[None]:
+    """A call of many numbers is shared out."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest distance in units of the last place of a row's largest number."""
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    wide = expected.double()
+    distance = (got.double() - wide).abs() / wide.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    return float(distance.max()) / torch.finfo(expected.dtype).eps
+
+
+@pytest.mark.parametrize("style", [LLAMA, GEMMA, TORCH])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms_are_those_of_torch(width: int, dtype: torch.dtype, style: NormStyle, rows: NativeRows) -> None:
+    some = (torch.randn(5, 3, width) * torch.tensor([1e-3, 1.0, 50.0])[:, None]).to(dtype)
+    weight = torch.randn(width).to(dtype) if style.rounds_first else torch.randn(width) + style.weight_offset
+    assert apart(rows.norm(weight, 1e-5, style)(some), row_norm(some, weight, torch.tensor([1e-5]), style)) <= 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_take_rows_with_gaps(dtype: torch.dtype, rows: NativeRows) -> None:
+    wide = torch.randn(7, 4, 48).to(dtype)
+    norm = rows.norm(torch.ones(48, dtype=dtype), 1e-5, LLAMA)
+    for some in (wide[:, 1], wide[:, 1:3], wide.transpose(0, 1)):
+        assert torch.equal(norm(some), norm(some.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [2, 34, 64, 80])
+def test_rotations_have_the_bits_of_torch(head_dim: int, dtype: torch.dtype, rows: NativeRows) -> None:
+    whole = torch.randn(9, 5, head_dim).to(dtype)
+    heads, angles = whole[:, :3], torch.randn(9, head_dim)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    half = head_dim // 2
+    turned = torch.cat((-heads[..., half:], heads[..., :half]), -1)
+    assert torch.equal(rows.rotate(heads, cos, sin), heads * cos[:, None] + turned * sin[:, None])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gates_are_those_of_torch(width: int, dtype: torch.dtype, rows: NativeRows) -> None:
+    both = (torch.randn(2, 7, 2 * width) * 6).to(dtype)
+    both[0, 0, 0], both[0, 1, 0] = -200, 200
+    expected = functional.silu(both[..., :width]) * both[..., width:]
+    assert apart(rows.gate(both), expected) <= (16 if dtype == torch.float32 else 2)  # exponents are rounded, too
+
+
+@pytest.mark.parametrize("function", ["norm", "gate", "rotate"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("has_threads")
+def test_a_row_has_the_same_bits_alone_and_among_thousands(dtype: torch.dtype, function: str, rows: NativeRows) -> None:
+    some = torch.randn(2001, 64).to(dtype)
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "norm": rows.norm(torch.randn(64).to(dtype), 1e-5, LLAMA),
+        "gate": rows.gate,
+        "rotate": lambda each: rows.rotate(each[:, None], each.cos(), each.sin())[:, 0],
+    }
+    together = functions[function](some)
+    for i in (0, 1, 999, 2000):
+        assert torch.equal(functions[function](some[i : i + 1]), together[i : i + 1])
+    assert torch.equal(functions[function](some.flip(0)), together.flip(0))
+
+
+def test_nothing_is_computed_of_no_rows(rows: NativeRows) -> None:
+    assert rows.gate(torch.empty(0, 8)).shape == (0, 4)
+    assert rows.norm(torch.ones(8), 1e-5, LLAMA)(torch.empty(0, 8)).shape == (0, 8)
+
+
+@pytest.mark.parametrize("is_by_layer", [True, False], ids=["by layer", "by block"])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 37])
+def test_keys_and_values_are_written_as_defined(
+    head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, is_by_layer: bool, rows: NativeRows
+) -> None:
+    pool = poisoned_pool(5, 2, 16, head_dim, kv_dtype, is_by_layer=is_by_layer)
+    heads = torch.randn(11, 6, head_dim).to(dtype)
+    key, value = heads[:, 1:3], heads[:, 4:]
+    slots = torch.randperm(80)[:11]
+    written(rows, pool, key, value, slots)
+
+
+def written(rows: NativeRows, pool: KVPool, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
+    """Write by both, and compare all bits of the pools and the magnitudes."""
+    assert lies_head_by_head(key)
+    expected, largest = clone_of(pool), torch.rand(len(slots), key.shape[1])
+    expected_largest = largest.clone()
+    reference.write_kv(key, value, slots, expected, 1, expected_largest)
+    rows.write_kv(key, value, slots, pool, 1, largest)
+    assert torch.equal(pool.blocks, expected.blocks)
+    assert torch.equal(largest.view(torch.int32), expected_largest.view(torch.int32))
+    rows.write_kv(key, value, slots, pool, 1)
+    assert torch.equal(pool.blocks, expected.blocks)
+
+
+def clone_of(pool: KVPool) -> KVPool:
+    if not pool.is_latent:
+        return clone(pool)
+    copied = poisoned_pool(len(pool.blocks), 1, pool.block_size, pool.head_dim, pool.dtype, is_latent=True)
+    copied.blocks.copy_(pool.blocks)
+    return copied
+
+
+def test_latents_are_written_once(rows: NativeRows) -> None:
+    pool = poisoned_pool(3, 1, 16, 72, is_latent=True)
+    written(rows, pool, torch.randn(5, 1, 72), None, torch.tensor([3, 40, 0, 17, 18]))
+
+
+@pytest.mark.parametrize("spoiled", [float("inf"), float("-inf"), float("nan"), -float("nan")])
+def test_magnitudes_tell_what_is_not_finite(spoiled: float, rows: NativeRows) -> None:
+    pool, largest = poisoned_pool(1), torch.zeros(3, 2)
+    key, value = torch.randn(3, 2, 32), torch.randn(3, 2, 32)
+    key[0, 1, 7] = value[2, 0, 31] = spoiled
+    rows.write_kv(key, value, torch.arange(3), pool, 1, largest)
+    assert largest.isfinite().tolist() == [[True, False], [True, True], [False, True]]
+
+
+def test_heads_with_gaps_are_told(rows: NativeRows) -> None:
+    whole = torch.randn(3, 4, 32)
+    assert lies_head_by_head(whole[:, 1:3])
+    assert not lies_head_by_head(whole[:, ::2])
+    assert not lies_head_by_head(whole[..., :16])
+    assert not lies_head_by_head(whole.transpose(1, 2))
