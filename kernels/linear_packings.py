@@ -179,8 +179,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Those that are likely to be fast come first: others are soon given up.
 PACKINGS = {
-    "packed": LinearPacking(_packed, _packed_product, (torch.float32,)),
     "blocked": LinearPacking(_blocked, _blocked_product, _FLOATS, _blocked_gate),
+    "packed": LinearPacking(_packed, _packed_product, (torch.float32,)),
     "convolution": LinearPacking(_for_convolution, _convolution_product, (torch.bfloat16,), _convolution_gate),
     "plain": LinearPacking(_as_it_is, _matrix_product, _FLOATS),
     "float32": LinearPacking(_blocked_float32, _float32_product, (torch.float16,)),

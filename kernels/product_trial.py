@@ -6,10 +6,13 @@ it: every number of rows that is used later is tried, with rows at the beginning
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -20,21 +23,26 @@ from radixkv.kernels.sum_order import cancelling_product
 # Numbers of rows whose times are weighed: decoding alone, decoding together, a short suffix and a long one.
 _WEIGHED = (1, 8, 64, 512)
 
-# Weights of a model come from memory, not from a cache: few rows are timed with copies of this size in turn. With one
-# copy of 35 MB MKL looked twice as fast for 16 rows as it was in a model.
-_COLD_BYTES = 256 * 2**20
-_FEWEST_COPIES, _MOST_COPIES = 2, 32
-_COLD_ROWS = 256  # more rows reuse a weight for longer than it takes to read
-_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 20
-_LEAST_S = 2e-3  # of all rounds together: shorter ones are lost in what else the machine does
-# Of a round, after which it leaves copies out: to read the weight is then a small part of a call, or enough was read.
-_ENOUGH_S = 20e-3
+# Weights of a model come from memory, not from a cache: calls read copies in turn, which together have this many times
+# the cache's bytes. With one copy of 35 MB MKL looked twice as fast for 16 rows as it was in a model.
+_COLD = 2
+_CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+_CACHE_BYTES = 128 * 2**20  # where the machine does not tell
+_MOST_COPIES = 32
+
+_FEWEST_CALLS, _MOST_CALLS = 2, 20
+_LEAST_S = 5e-3  # of all calls together but the first one: shorter ones are lost in what else the machine does
 
 # Fewer rows than these can't begin a set of numbers that agree: to compute all rows by them takes too long.
 _FEWEST_TO_BEGIN = 8
 
-# A packing whose calls take this many times the fastest one's is dropped at once.
+# A packing whose calls with a part of the weight take this many times the fastest one's is dropped at once. Without the
+# instructions for it, a convolution in bfloat16 to more than 256 features takes 150 times as long.
 _HOPELESS = 8.0
+_PART = 512  # features, in and out
+
+# A packing that is behind is not expected to be this many times as fast as the first one for any other number of rows.
+_CATCHING_UP = 1.5
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -79,37 +87,104 @@ def choose_product(
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     sizes = tuple(size for size in SIZES if size <= most_rows)
     rows, cancelling, small = cancelling_product(weight, bias, sizes[-1])
-    weight_bytes = max(1, weight.numel() * weight.element_size())
-    num_copies = max(_FEWEST_COPIES, min(_MOST_COPIES, _COLD_BYTES // weight_bytes))
     weighed = [min(num_rows, sizes[-1]) for num_rows in _WEIGHED]
-
+    hopeful = _hopeful(packings, rows[:2], cancelling, small, clock)
+    entrants = sorted(_race(hopeful, rows, cancelling, small, weighed, clock), key=lambda entrant: entrant.score)
+    if not is_exact:
+        return ProductChoice(entrants[0].name)
     best: ProductChoice | None = None
-    best_score, fastest_s = math.inf, math.inf
-    for name in packings:
-        calls = [_packed(name, cancelling, small)]
-        few_s = _time(calls, rows[:2], clock)
-        if few_s > _HOPELESS * fastest_s:
-            continue
-        fastest_s = min(fastest_s, few_s)
-        calls += [_packed(name, cancelling, small) for _ in range(num_copies - 1)]
-        known = {num_rows: _time(calls, rows[:num_rows], clock) for num_rows in weighed}
-        score = _score([known[num_rows] for num_rows in weighed])
-        if score >= best_score:
-            continue  # where it may be called with some numbers of rows only, it hardly gets faster
-        if not is_exact:
-            best_score, best = score, ProductChoice(name)
-            continue
-        for costs in _agreeing(calls, rows, sizes, known, clock):
+    best_score = math.inf
+    for entrant in entrants:
+        if entrant.score >= best_score:
+            break  # where it may be called with some numbers of rows only, it hardly gets faster
+        calls = entrant.calls or _copies(entrant.name, cancelling, small)
+        for costs in _agreeing(calls, rows, sizes, entrant.known, clock):
             score = _score([RowTiles(costs).cost(num_rows) for num_rows in weighed])
             if score < best_score:
-                best_score, best = score, ProductChoice(name, tuple(sorted(costs.items())))
+                best_score, best = score, ProductChoice(entrant.name, tuple(sorted(costs.items())))
     return best
 
 
+@dataclass(slots=True)
+class _Entrant:
+    """A packing that is timed.
+
+    Attributes:
+        name: of the packing.
+        calls: products with copies of the weight, while it is in front.
+        known: what numbers of rows cost, in seconds.
+        score: of these costs. Where it gave up, the best that it might have reached.
+    """
+
+    name: str
+    calls: list[Multiply]
+    known: dict[int, float] = field(default_factory=dict)
+    score: float = math.inf
+
+
+def _hopeful(
+    names: Sequence[str],
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    clock: Callable[[], float],
+) -> list[str]:
+    """Return the names of packings that are not slower by far with the first features of a weight."""
+    part, part_bias = weight[:_PART, :_PART], None if bias is None else bias[:_PART]
+    rows = rows[:, :_PART]
+    times = {name: _time(itertools.repeat(_packed(name, part, part_bias)), rows, clock) for name in names}
+    return [name for name in names if times[name] <= _HOPELESS * min(times.values())]
+
+
+def _race(
+    names: Sequence[str],
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weighed: Sequence[int],
+    clock: Callable[[], float],
+) -> list[_Entrant]:
+    """Time packings one after the other. One that is too far behind the first gives up."""
+    entrants: list[_Entrant] = []
+    first: _Entrant | None = None
+    for name in names:
+        entrant = _Entrant(name, _copies(name, weight, bias))
+        entrants.append(entrant)
+        turns = itertools.cycle(entrant.calls)
+        # What it has not tried yet is as fast as it could be.
+        costs = {} if first is None else {num_rows: cost_s / _CATCHING_UP for num_rows, cost_s in first.known.items()}
+        for num_rows in dict.fromkeys(weighed):
+            costs[num_rows] = entrant.known[num_rows] = _time(turns, rows[:num_rows], clock)
+            if first is not None and _score([costs[each] for each in weighed]) >= first.score:
+                break
+        entrant.score = _score([costs[each] for each in weighed])
+        if first is None or entrant.score < first.score:
+            first, entrant = entrant, first or entrant
+        if entrant is not first:
+            entrant.calls = []  # it is packed again in the rare case that it is needed
+    return entrants
+
+
+def _copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> list[Multiply]:
+    """Lay out a weight as often as it takes to fill more than the cache. Returns the products."""
+    weight_bytes = max(1, weight.numel() * weight.element_size())
+    num_copies = min(_MOST_COPIES, -(-_COLD * _cache_bytes() // weight_bytes))
+    return [_packed(name, weight if not index else weight.clone(), bias) for index in range(num_copies)]
+
+
+@cache
+def _cache_bytes() -> int:
+    """The size of the processor's last cache."""
+    try:
+        return int(_CACHE_SIZE.read_text(encoding="ascii").strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return _CACHE_BYTES
+
+
 def _packed(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
-    """Lay out a copy of a weight. Returns its product."""
+    """Lay out a weight. Returns its product."""
     packing = PACKINGS[name]
-    packed = packing.pack(weight.clone())
+    packed = packing.pack(weight)
     return lambda rows: packing.multiply(rows, packed, bias)
 
 
@@ -130,58 +205,54 @@ def _agreeing(
     Args:
         known: what some numbers cost.
     """
-    multiply = calls[0]
+    turns = itertools.cycle(calls)
     order = torch.randperm(sizes[-1], generator=torch.Generator().manual_seed(0))
-    shuffled = rows[order]
     sets: list[tuple[torch.Tensor, dict[int, float]]] = []  # what all rows give, and costs
     for size in reversed(sizes):
-        placed = (rows[:size], rows[-size:], shuffled[:size])
+        places: list[slice | torch.Tensor] = [slice(-size, None), order[:size]]
+        if size < sizes[-1]:
+            places.append(slice(size))
         answers, times = [], []
-        for some in map(aligned_rows, placed):
-            start_s = clock()
-            answers.append(multiply(some))
-            times.append(clock() - start_s)
+        for place in places:
+            answer, took_s = _timed(next(turns), aligned_rows(rows[place]), clock)
+            answers.append(answer)
+            times.append(took_s)
 
-        def agrees(expected: torch.Tensor, size: int = size, answers: Sequence[torch.Tensor] = tuple(answers)) -> bool:
-            places = (expected[:size], expected[-size:], expected[order[:size]])
-            return all(torch.equal(answer, place) for answer, place in zip(answers, places, strict=True))
+        def agrees(
+            expected: torch.Tensor,
+            answers: Sequence[torch.Tensor] = tuple(answers),
+            places: Sequence[slice | torch.Tensor] = tuple(places),
+        ) -> bool:
+            return all(torch.equal(answer, expected[place]) for answer, place in zip(answers, places, strict=True))
 
         costs = next((costs for expected, costs in sets if agrees(expected)), None)
         if costs is None:
             if size < min(_FEWEST_TO_BEGIN, sizes[-1]):
                 continue
-            whole = in_tiles(multiply, rows, RowTiles({size: 1.0}))
+            whole = answers[0] if size == sizes[-1] else in_tiles(calls[0], rows, RowTiles({size: 1.0}))
             if not agrees(whole):
                 continue
             costs = {}
             sets.append((whole, costs))
-        if size in known:
-            costs[size] = known[size]
-        else:
-            costs[size] = min(times[1:]) if size > _COLD_ROWS else _time(calls, rows[:size], clock)
+        costs[size] = known[size] if size in known else _time(turns, rows[:size], clock, times)
     return [costs for _, costs in sets]
 
 
-def _time(calls: Sequence[Multiply], rows: torch.Tensor, clock: Callable[[], float]) -> float:
-    """Seconds of a call, the first one apart. The shortest of some rounds: other programs only add to it."""
-    rows = aligned_rows(rows)
-    used = calls if rows.shape[0] <= _COLD_ROWS else calls[:1]
-    used[0](rows)
-    rounds: list[float] = []
-    means: list[float] = []
-    while len(rounds) < _FEWEST_ROUNDS or (sum(rounds) < _LEAST_S and len(rounds) < _MOST_ROUNDS):
-        took_s, num_calls = _round(used, rows, clock)
-        rounds.append(took_s)
-        means.append(took_s / num_calls)
-    return min(means)
+def _time(
+    turns: Iterator[Multiply], rows: torch.Tensor, clock: Callable[[], float], times: Sequence[float] = ()
+) -> float:
+    """Seconds of the shortest call: preparing the first one and other programs only add to it.
+
+    Args:
+        times: of calls that were made already.
+    """
+    rows, times = aligned_rows(rows), list(times)
+    while len(times) < _FEWEST_CALLS or (sum(times[1:]) < _LEAST_S and len(times) < _MOST_CALLS):
+        times.append(_timed(next(turns), rows, clock)[1])
+    return min(times)
 
 
-def _round(calls: Sequence[Multiply], rows: torch.Tensor, clock: Callable[[], float]) -> tuple[float, int]:
-    """Make calls in turn until that took long enough. Returns the seconds, and the number of calls."""
-    start_s = end_s = clock()
-    for num_calls, call in enumerate(calls, start=1):
-        call(rows)
-        end_s = clock()
-        if end_s - start_s >= _ENOUGH_S and num_calls >= _FEWEST_COPIES:
-            return end_s - start_s, num_calls
-    return end_s - start_s, len(calls)
+def _timed(call: Multiply, rows: torch.Tensor, clock: Callable[[], float]) -> tuple[torch.Tensor, float]:
+    start_s = clock()
+    answer = call(rows)
+    return answer, clock() - start_s

@@ -433,7 +433,7 @@ KERNEL_MUTANTS = (
     ),
     Mutant("kernels/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
     Mutant("kernels/product_trial.py", "            if not agrees(whole):\n                continue\n", ""),
-    Mutant("kernels/product_trial.py", "expected[:size], expected[-size:], expected[order[:size]]", "answers"),
+    Mutant("kernels/product_trial.py", "torch.equal(answer, expected[place])", "torch.equal(answer, answer)"),
 )
 
 EVENT_MUTANTS = (
