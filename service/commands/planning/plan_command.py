@@ -9,6 +9,7 @@ from typing import Any
 from radixkv.config import CacheConfig
 from radixkv.errors import ConfigError
 from radixkv.planning.checkpoint import Checkpoint
+from radixkv.planning.int8_weights import int8_weights_bytes
 from radixkv.planning.plan import (
     GB,
     GIB,
@@ -82,6 +83,12 @@ def _add_device(plan: argparse.ArgumentParser) -> None:
     device.add_argument(
         "--weights-gb", metavar="X", type=_gb, help="of all ranks (default: the safetensors of --model)"
     )
+    device.add_argument(
+        "--weights",
+        choices=("auto", "int8"),
+        default="auto",
+        help="int8: of --model with model.weights = int8, on a CPU (default: as the files are)",
+    )
     device.add_argument("--overhead-gb", metavar="X", type=_gb, help="activations, CUDA context, graphs (default: 0)")
     device.add_argument("--user-gb", metavar="X", type=_gb, help="K/V of a user on it (default: blocks for --context)")
     device.add_argument(
@@ -134,10 +141,13 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _model(arguments: argparse.Namespace) -> Checkpoint:
-    model = model_of(arguments)
-    if arguments.weights_gb is None:
-        return model
-    return dataclasses.replace(model, weights_bytes=arguments.weights_gb)
+    model, weights_bytes = model_of(arguments), arguments.weights_gb
+    if arguments.weights == "int8":
+        if weights_bytes is not None or arguments.model is None:
+            got = "no --model" if weights_bytes is None else "--weights-gb"
+            raise ConfigError(f"plan: expected --weights int8 with --model and without --weights-gb, got {got}")
+        weights_bytes = int8_weights_bytes(arguments.model)
+    return model if weights_bytes is None else dataclasses.replace(model, weights_bytes=weights_bytes)
 
 
 def _groups(arguments: argparse.Namespace, model: Checkpoint) -> list[Group]:
@@ -168,9 +178,11 @@ def _state_group(arguments: argparse.Namespace, model: Checkpoint, token_bytes: 
 
 def _fit_group(arguments: argparse.Namespace, model: Checkpoint, rank_token_bytes: int) -> Group | None:
     if arguments.memory_bytes is None:
-        if not (arguments.weights_gb is arguments.overhead_gb is arguments.user_gb is None):
+        is_asked = not (arguments.weights_gb is arguments.overhead_gb is arguments.user_gb is None)
+        if is_asked or arguments.weights == "int8":
             raise ConfigError(
-                "plan: expected --memory-gb or --memory-gib with --weights-gb, --overhead-gb or --user-gb, got neither"
+                "plan: expected --memory-gb or --memory-gib with --weights, --weights-gb, --overhead-gb or --user-gb, "
+                "got neither"
             )
         return None
     if model.weights_bytes is None:

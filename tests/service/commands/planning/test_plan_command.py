@@ -302,6 +302,16 @@ def test_a_model_directory_says_everything(capsys, model):
     assert tree["rank_cache_gib"] == 10.0
 
 
+def test_weights_of_8_bits_leave_more_for_users(capsys, model):
+    name, shape = "model.layers.0.self_attn.q_proj.weight", (1024, 512)
+    header = json.dumps({name: {"dtype": "F16", "shape": shape, "data_offsets": [0, 2 * 1024 * 512]}}).encode()
+    (model / "model.safetensors.index.json").unlink()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2 * 1024 * 512))
+    options = ("--model", str(model / "config.json"), "--memory-gib", "1")
+    assert plan_json(capsys, *options)["rank_weights_bytes"] == 2 * 1024 * 512 + len(header) + 8
+    assert plan_json(capsys, *options, "--weights", "int8")["rank_weights_bytes"] == 1024 * 512 + 1024 * 8
+
+
 def test_windowed_layers_need_the_blocks_of_their_window(capsys, model):
     fields = json.loads((model / "config.json").read_text())
     fields |= {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 20, "sliding_window": 512}
@@ -374,7 +384,16 @@ def test_small_sizes_are_bytes(capsys):
         ),
         (
             (*LLAMA_8B, "--user-gb", "0"),
-            "plan: expected --memory-gb or --memory-gib with --weights-gb, --overhead-gb or --user-gb, got neither",
+            "plan: expected --memory-gb or --memory-gib with --weights, --weights-gb, --overhead-gb or --user-gb, got "
+            "neither",
+        ),
+        (
+            (*LLAMA_8B, *CARD, "--weights", "int8"),
+            "plan: expected --weights int8 with --model and without --weights-gb, got --weights-gb",
+        ),
+        (
+            (*LLAMA_8B, "--weights", "int8"),
+            "plan: expected --weights int8 with --model and without --weights-gb, got no --model",
         ),
         ((*LLAMA_8B, *CARD, "--user-gb", "0"), "user_bytes: expected at least 1, got 0"),
         (

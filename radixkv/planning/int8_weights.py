@@ -1,0 +1,90 @@
+"""Counts what a model's weights take where its linear layers have 8 bits a weight, from the headers of safetensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from radixkv.config.model_directory import shown
+from radixkv.errors import ConfigError
+
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors allows no more
+_FEATURE_BYTES = 8  # an output feature has a scale and, for oneDNN, a zero point: 32 bits each
+
+# Names of embeddings, and of matrices of experts and their routers, which keep their dtype.
+_EMBEDDING = re.compile(r"(^|\.)(embed_(tokens|in)|word_embeddings|tok_embeddings|wte)\.weight$")
+_POSITIONS = re.compile(r"(^|\.)(embed_positions|position_embeddings|wpe)\.weight$")
+_KEPT = re.compile(r"\.experts\.|\.(mlp|block_sparse_moe|feed_forward)\.gate\.|router\.")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+_TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc|q_attn)\.weight$")  # GPT-2's are [in_features, out_features]
+
+
+def int8_weights_bytes(path: str | Path) -> int:
+    """Return the bytes of a model's weights with `model.weights = "int8"`.
+
+    Every matrix of a linear layer is rounded; embeddings, norms and experts keep the dtype of the files. A head that is
+    also an embedding is held twice: rounded, and as it is. Layers are told by the names that transformers gives them.
+
+    Args:
+        path: a directory with safetensors, or a file beside them.
+
+    Raises:
+        ConfigError: there are none, or one can't be read. The message names it.
+    """
+    directory = Path(path) if Path(path).is_dir() else Path(path).parent
+    files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"plan: expected a --model directory with safetensors for --weights int8, got {directory}")
+    total = 0
+    embedding: list[int] | None = None  # its shape
+    has_head = False
+    for file in files:
+        for name, tensor in _header(file).items():
+            shape, num_bytes = _sizes(file, name, tensor)
+            if _is_rounded(name, shape):
+                has_head |= _HEAD.search(name) is not None
+                total += _rounded_bytes(*(reversed(shape) if _TRANSPOSED.search(name) else shape))
+            else:
+                total += num_bytes
+                embedding = shape if _EMBEDDING.search(name) else embedding
+    if embedding is not None and not has_head:
+        total += _rounded_bytes(*embedding)
+    return total
+
+
+def _is_rounded(name: str, shape: list[int]) -> bool:
+    kept = (_EMBEDDING, _POSITIONS, _KEPT)
+    return len(shape) == 2 and name.endswith(".weight") and not any(each.search(name) for each in kept)
+
+
+def _rounded_bytes(out_features: int, in_features: int) -> int:
+    return out_features * (in_features + _FEATURE_BYTES)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Read what a safetensors file says of its tensors."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length)) if length <= _LONGEST_HEADER else None
+    except OSError as error:
+        raise ConfigError(f"{file}: can't be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: expected the header of safetensors, got something else") from error
+    if not isinstance(header, dict):
+        raise ConfigError(f"{file}: expected the header of safetensors, got something else")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _sizes(file: Path, name: str, tensor: Any) -> tuple[list[int], int]:
+    """Return the shape and the bytes of a tensor."""
+    try:
+        shape, (start, end) = tensor["shape"], tensor["data_offsets"]
+        if not all(isinstance(each, int) and each >= 0 for each in (*shape, end - start)):
+            raise ValueError
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError(f"{file}: {name}: expected a shape and offsets, got {shown(tensor)}") from error
+    return shape, end - start
