@@ -49,6 +49,7 @@ class ProductChoices:
         self._file = (directory or cache_directory()) / _FILE
         self._known: dict[str, ProductChoice | None] = {}
         self._remembered = self._read()
+        self._is_told = False  # that trials take time
 
     def choose(
         self,
@@ -74,6 +75,9 @@ class ProductChoices:
         if key not in self._known:
             choice = _parsed(self._remembered.get(key), packings, is_exact=self._is_exact)
             if choice is None:
+                if not self._is_told:
+                    self._is_told = True
+                    _log.info("trying libraries for products that %s does not know, which later loads will", self._file)
                 start_s = time.perf_counter()
                 choice = choose_product(weight, bias, packings, is_exact=self._is_exact, most_rows=most_rows)
                 _log.info(

@@ -35,6 +35,24 @@ def test_a_shape_is_tried_once_on_a_machine(tmp_path: Path, trials: list[tuple[i
     assert trials == [(8, 16)]
 
 
+def test_a_log_tells_before_the_first_trial_what_takes_time(
+    tmp_path: Path, trials: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="radixkv"):
+        for _ in range(2):
+            choices = ProductChoices(is_exact=True, directory=tmp_path)
+            choices.choose(WEIGHT, None)
+            choices.choose(torch.empty(16, 8), None)
+    told, *tried = [record.getMessage() for record in caplog.records]
+    assert (
+        told == f"trying libraries for products that {tmp_path / 'products.json'} does not know, which later loads will"
+    )
+    assert [message.split(" in ")[0] for message in tried] == [
+        "tried products of 16 by 8 features",
+        "tried products of 8 by 16 features",
+    ]
+
+
 def test_processes_that_start_side_by_side_choose_alike(
     tmp_path: Path, trials: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
