@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
 from radixkv.kernels.linear_packings import PACKINGS, LinearPacking, packings_for
-from radixkv.kernels.product_trial import ProductChoice, choose_product
+from radixkv.kernels.product_trial import ProductChoice, _cache_bytes, choose_product
 from radixkv.kernels.row_tiles import SIZES, RowTiles, in_tiles
 from radixkv.kernels.sum_order import cancelling_product
 
@@ -109,3 +110,72 @@ def test_the_faster_one_is_chosen(monkeypatch: pytest.MonkeyPatch, *, is_exact: 
         assert choice is not None
         assert choice.packing == "fast"
         assert bool(choice.costs) == is_exact
+
+
+def timed(
+    monkeypatch: pytest.MonkeyPatch, now_s: list[float], name: str, took_s: float, place: float = 0.0
+) -> list[int]:
+    """Add a packing whose calls take a time. Returns the features of the weights that it multiplied with."""
+    features: list[int] = []
+
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        now_s[0] += took_s
+        features.append(len(weight))
+        return rows @ weight.t() * 0 + torch.arange(len(rows))[:, None] * place
+
+    add(monkeypatch, name, multiply)
+    return features
+
+
+def test_one_that_gave_up_is_taken_where_the_fastest_does_not_compute_rows_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [0.0]
+    timed(monkeypatch, now_s, "fast", 1e-3, place=1.0)
+    timed(monkeypatch, now_s, "slow", 4e-3)
+    for names in (("slow", "fast"), ("fast", "slow")):
+        exact, fast = (
+            choose_product(torch.empty(4, 8), None, names, is_exact=is_exact, clock=lambda: now_s[0])
+            for is_exact in (True, False)
+        )
+        assert exact is not None
+        assert (exact.packing, dict(exact.costs).keys()) == ("slow", {*SIZES})
+        assert fast == ProductChoice("fast")
+
+
+def test_a_hopeless_one_is_tried_with_a_part_of_the_weight_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    hopeless = timed(monkeypatch, now_s, "hopeless", 1.0)
+    other = timed(monkeypatch, now_s, "other", 1e-2)
+    names = ("hopeless", "other")
+    choice = choose_product(torch.empty(600, 8), None, names, is_exact=True, clock=lambda: now_s[0])
+    assert choice is not None
+    assert choice.packing == "other"
+    assert set(hopeless) == {512}
+    assert set(other) == {512, 600}
+
+
+@pytest.mark.parametrize(("cache_bytes", "num_copies"), [(1024, 1), (1025, 2), (10 * 1024, 10), (2**40, 32)])
+def test_copies_of_a_weight_fill_the_cache_twice(
+    cache_bytes: int, num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[torch.Size] = []
+
+    def pack(weight: torch.Tensor) -> torch.Tensor:
+        packed.append(weight.shape)
+        return weight
+
+    monkeypatch.setitem(PACKINGS, "plain", PACKINGS["plain"]._replace(pack=pack))
+    monkeypatch.setattr("radixkv.kernels.product_trial._cache_bytes", lambda: cache_bytes)
+    choose_product(torch.empty(64, 8), None, ("plain",), is_exact=False, clock=map(float, itertools.count()).__next__)
+    assert len(packed) == 1 + num_copies  # one of them is the part that shows what is hopeless
+
+
+@pytest.mark.parametrize(("text", "expected"), [("32768K\n", 2**25), ("much", 2**27), (None, 2**27)])
+def test_the_cache_is_as_large_as_the_machine_tells(
+    text: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "size").write_text(text, encoding="ascii")
+    monkeypatch.setattr("radixkv.kernels.product_trial._CACHE_SIZE", tmp_path / "size")
+    assert _cache_bytes.__wrapped__() == expected
