@@ -179,9 +179,10 @@ def _tried_norm(norm: Any, native: NativeRows | None) -> RowFunction:
     eps = torch.tensor([eps_of(norm)])
     for style in (LLAMA, GEMMA, TORCH):
         weight = norm.weight if style.rounds_first else norm.weight.float() + style.weight_offset
-        in_torch = partial(row_norm, weight=weight, eps=eps, style=style)
-        in_cpp: list[RowFunction] = [] if native is None else [native.norm(weight, eps_of(norm), style)]
-        for normed in [*in_cpp, in_torch]:
+        known: list[RowFunction] = [partial(row_norm, weight=weight, eps=eps, style=style)]
+        if native is not None:
+            known.insert(0, native.norm(weight, eps_of(norm), style))
+        for normed in known:
             if agree(norm.forward, normed, norm.weight):
                 return normed
     raise Refused("it computes something else")
