@@ -24,6 +24,7 @@ from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
+from radixkv.model.on_cpu import native_library
 from radixkv.model.products import joined_parts
 from radixkv.startup.model_check import check_model
 from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
@@ -85,8 +86,18 @@ def answer(model: Model, num_tokens: int) -> tuple[torch.Tensor, Keep]:
     return logits, step
 
 
+@pytest.fixture(params=["C++", "torch"])
+def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is between products is computed in C++, or by torch."""
+    if request.param == "torch":
+        monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
+    elif native_library() is None:
+        pytest.skip("there are no kernels in C++ on this machine")
+
+
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("family", list(MODELS))
+@pytest.mark.usefixtures("between_products")
 def test_answers_are_those_of_the_model_as_it_was_written(family: str, *, is_exact: bool) -> None:
     model = Model(family, make(family), CPU, is_exact=is_exact)
     prefix = "model.layers.0"
@@ -108,6 +119,7 @@ def test_answers_are_those_of_the_model_as_it_was_written(family: str, *, is_exa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.usefixtures("between_products")
 def test_half_precision_passes_its_trials_too(family: str, dtype: torch.dtype) -> None:
     model = Model(family, make(family, dtype), CPU)
     assert replaced(model.module) == replaced(Model(family, make(family), CPU).module)
