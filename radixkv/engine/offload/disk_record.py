@@ -7,7 +7,6 @@ import time
 
 from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_key import BlockKeys
-from radixkv.storage.tiers.block_object import ObjectHead
 from radixkv.storage.tiers.disk import DiskStore
 
 _log = logging.getLogger(__name__)
@@ -15,8 +14,6 @@ _log = logging.getLogger(__name__)
 
 class DiskRecord:
     """Tells the next process whose blocks are on a disk, and reads what the last one told.
-
-    Blocks of invoked adapters are not found again: their keys do not follow from their tokens alone.
 
     Args:
         disk: the store.
@@ -37,47 +34,29 @@ class DiskRecord:
     def read(self) -> list[tuple[bytes, Namespace]]:
         """List the blocks of earlier processes and whose they are, the one that goes first at first.
 
-        Blocks of which that is not known are deleted: no purge could reach them.
+        A key's tags name its namespace, so blocks are found also where those before them are gone: they are of use once
+        these are computed again. Blocks of which that is not known are deleted: no purge could reach them. So are those
+        of two namespaces with the same tags, two salts in 16 million.
 
         Raises:
-            StoreError: the disk can't be read.
+            StoreError: the disk fails.
 
-        Complexity: a read of a page a block.
+        Complexity: O(blocks), without reading them.
         """
         start_s = time.perf_counter()
-        parents: dict[bytes, bytes] = {}
-        found: list[bytes] = []
-        for head, tokens in self._disk.heads():
-            found.append(head.key)
-            if self._follows(head, tokens):
-                parents[head.key] = head.parent
-        owners = self._owners(parents)
-        useless = [key for key in found if key not in owners]
+        owners = self._owners()
+        found = [(key, owners.get(self._keys.tags_of(key))) for key in self._disk]
+        useless = [key for key, owner in found if owner is None]
         if useless:
             self._disk.delete(useless)
-        took_s = time.perf_counter() - start_s
-        _log.info("found %d blocks on disk in %.2f s, and deleted %d", len(owners), took_s, len(useless))
-        return [(key, owners[key]) for key in parents if key in owners]
+        num_found, took_s = len(found) - len(useless), time.perf_counter() - start_s
+        _log.info("found %d blocks on disk in %.2f s, and deleted %d", num_found, took_s, len(useless))
+        return [(key, owner) for key, owner in found if owner is not None]
 
-    def _follows(self, head: ObjectHead, tokens: bytes) -> bool:
-        """Whether a block follows its parent, both of one namespace. Of a sealed one the tags tell no more than that.
-
-        A sealed head that was changed opens nothing.
-        """
-        if head.is_sealed:
-            return self._keys.have_one_namespace(head.key, head.parent)
-        return self._keys.child(head.parent, tokens) == head.key
-
-    def _owners(self, parents: dict[bytes, bytes]) -> dict[bytes, Namespace]:
-        """Follow each block to the beginning of its prompt. Complexity: O(blocks)."""
-        owners: dict[bytes, Namespace] = {}
-        roots = self._disk.names.namespaces
-        for each in parents:
-            path, key = [], each
-            while key in parents and key not in owners:
-                path.append(key)
-                key = parents[key]
-            owner = owners.get(key) or roots.get(key)
-            if owner is not None:
-                owners.update(dict.fromkeys(path, owner))
+    def _owners(self) -> dict[bytes, Namespace | None]:
+        """Return the namespace of each tag; None where it is not the only one."""
+        owners: dict[bytes, Namespace | None] = {}
+        for namespace in self._disk.names.namespaces.values():
+            tags = self._keys.tags_of(self._keys.root(namespace))
+            owners[tags] = namespace if owners.get(tags, namespace) == namespace else None
         return owners

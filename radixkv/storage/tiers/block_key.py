@@ -129,9 +129,9 @@ class BlockKeys:
         """Return a parent's key with the tags of another namespace, whose blocks follow it."""
         return self._tags_of(namespace) + parent[_TAGS_BYTES:]
 
-    def have_one_namespace(self, key: bytes, other: bytes) -> bool:
-        """Whether two keys begin with the same tags. Two namespaces may have the same, which is unlikely."""
-        return key[:_TAGS_BYTES] == other[:_TAGS_BYTES]
+    def tags_of(self, key: bytes) -> bytes:
+        """Return the tags that a key begins with. Two namespaces may have the same, which is unlikely."""
+        return key[:_TAGS_BYTES]
 
     def scope(self, tenant: str | None, adapter: str | None, salt: str | None) -> KeyScope:
         """Return the keys of the namespaces that `Namespace.is_among` these names; None for any."""

@@ -13,14 +13,13 @@ import numpy as np
 
 from radixkv.errors import StoreError, StoreUnavailable
 from radixkv.storage.tiers.block_key import BlockFormat
-from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject, ObjectHead, read_head
+from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject
 from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 from radixkv.storage.tiers.buffer_pool import BufferPool
 from radixkv.storage.tiers.disk_directory import DiskDirectory
 from radixkv.storage.tiers.namespace_names import NamespaceNames
 from radixkv.storage.tiers.slot_file import PAGE_BYTES, SlotFile
 from radixkv.storage.tiers.slot_table import SlotEntry, SlotTable
-from radixkv.tokens import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
 _NAMES = "namespaces"
@@ -122,25 +121,13 @@ class DiskStore(StoreBackend):
             capacity = self._max_slots * self._slot_bytes
             return StoreSize(len(self._table), used * self._slot_bytes, capacity, self._max_slots)
 
-    def heads(self) -> Iterator[tuple[ObjectHead, bytes]]:
-        """Iterate over what the disk holds, oldest first: heads, and tokens where they are not sealed.
-
-        A head is not verified. Its key is right if it follows from its parent and tokens.
-
-        Complexity: a read of a page an object.
-        """
+    def __iter__(self) -> Iterator[bytes]:
+        """Iterate over the keys of what is here now, the one that goes first at first."""
         with self._lock:
-            there = [(key, entry.slot) for key, entry in self._table]
-        page_buffer = memoryview(bytearray(PAGE_BYTES))
-        for key, slot in there:
-            (page,) = self._file.read([(slot, PAGE_BYTES)], [page_buffer])
-            head = read_head(page)
-            if head is not None and head.key == key:
-                end = 0 if head.is_sealed else HEAD_BYTES + head.num_tokens * TOKEN_BYTES
-                yield head, bytes(page[HEAD_BYTES:end])
+            return iter([key for key, _ in self._table])
 
     def close(self) -> None:
-        """Write everything to the disk, and let another process have the directory."""
+        """Write everything to the disk, and in which order objects go, and let another process have the directory."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,17 +61,40 @@ def test_blocks_are_found_with_their_owners_in_the_order_in_which_they_go(tmp_pa
 
 
 def test_what_nobody_can_purge_is_deleted(tmp_path: Path) -> None:
-    """Its owner is not known, or what comes before it is gone, so that its owner can't be found."""
+    """Its owner is not known."""
     ours, theirs = blocks_of(ACME, range(12)), blocks_of(OTHER, range(8))
-    store(tmp_path, [ours[0], ours[2], *theirs], [ACME])
-    assert read(tmp_path) == ([(ours[0].key, ACME)], 1)
+    store(tmp_path, [*ours, *theirs], [ACME])
+    assert read(tmp_path) == ([(each.key, ACME) for each in ours], 3)
 
 
-def test_a_block_that_its_tokens_do_not_name_is_deleted(tmp_path: Path) -> None:
+def test_a_block_is_found_although_those_before_it_are_gone(tmp_path: Path) -> None:
+    """Ends of prompts leave the device before their beginnings, which a process that is killed takes with it."""
+    ours = blocks_of(ACME, range(12))
+    store(tmp_path, ours[1:], [ACME])
+    assert read(tmp_path) == ([(each.key, ACME) for each in ours[1:]], 2)
+
+
+def test_blocks_of_invoked_adapters_are_found(tmp_path: Path) -> None:
     first, second = blocks_of(ACME, range(8))
-    wrong = BlockObject(second.key, second.parent, 0, tokens(range(50, 54)), second.payload)
-    store(tmp_path, [first, wrong], [ACME])
-    assert read(tmp_path) == ([(first.key, ACME)], 1)
+    invoked = ACME._replace(adapter="digest")
+    key = KEYS.child(KEYS.of_owner(first.key, invoked), second.tokens + b"content")
+    store(tmp_path, [first, replace(second, key=key)], [ACME, invoked])
+    assert read(tmp_path) == ([(first.key, ACME), (key, invoked)], 2)
+
+
+def test_blocks_of_namespaces_that_their_keys_do_not_tell_apart_are_deleted(tmp_path: Path) -> None:
+    """A namespace of another model has the same tags."""
+    blocks = blocks_of(ACME, range(8))
+    store(tmp_path, [*blocks, *blocks_of(OTHER, range(8))], [ACME, ACME._replace(model="another"), OTHER, OTHER])
+    assert read(tmp_path) == ([(each.key, OTHER) for each in blocks_of(OTHER, range(8))], 2)
+
+
+def test_what_was_stored_with_another_secret_is_deleted(tmp_path: Path) -> None:
+    store(tmp_path, blocks_of(ACME, range(8)), [ACME])
+    disk = disk_at(tmp_path)
+    assert DiskRecord(disk, BlockKeys(FORMAT, b"another")).read() == []
+    assert disk.size().num_objects == 0
+    disk.close()
 
 
 def test_an_empty_disk_is_read(tmp_path: Path) -> None:
