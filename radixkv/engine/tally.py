@@ -115,7 +115,7 @@ class Tally:
 
         Args:
             max_tenants: the largest tenants are told, as many as this; see `Tenants.largest`.
-            tenant: tell this one instead, if it is known.
+            tenant: tell this one instead, if it is known or has blocks in stores.
 
         Complexity: O(waiting requests + tenants with a quota), whatever number of tenants is known.
         """
@@ -124,6 +124,8 @@ class Tally:
             told = tenants.largest(max_tenants)
         else:
             usage = tenants.get(tenant)
+            if usage is None and any(self._stored_blocks(tenant).values()):
+                usage = TenantUsage(tenants.quota_of(tenant))  # an earlier process served it
             told = [] if usage is None else [(tenant, usage)]
         return EngineStats(
             load=self.load(),
@@ -149,5 +151,8 @@ class Tally:
             retained_blocks=usage.num_retained_blocks,
             floor_blocks=usage.quota.floor_blocks,
             ceiling_blocks=usage.quota.ceiling_blocks,
-            stored_blocks={} if self._offload is None else self._offload.stored_blocks(tenant),
+            stored_blocks=self._stored_blocks(tenant),
         )
+
+    def _stored_blocks(self, tenant: str) -> dict[str, int]:
+        return {} if self._offload is None else self._offload.stored_blocks(tenant)

@@ -540,7 +540,21 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("engine/offload/purger.py", "            if not has_answered:\n", "            if False:\n"),
     Mutant("engine/offload/prompt_keys.py", "self._keys.of_owner(parent, owner)", "parent"),
-    Mutant("cache/elsewhere/elsewhere.py", "        for key in reversed(keys):\n", "        for key in keys:\n"),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "        for key in reversed(keys):\n            for shelf",
+        "        for key in keys:\n            for shelf",
+    ),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "        for key in reversed(keys):\n            if key in self",
+        "        for key in keys:\n            if key in self",
+    ),
+    Mutant("engine/offload/last_save.py", "for keys in reversed(saved):", "for keys in saved:"),
+    Mutant("engine/offload/last_save.py", "            self._record.arrange(list(shelf))\n", "            pass\n"),
+    Mutant("engine/offload/last_save.py", "key=lambda node: (-node.last_used_s", "key=lambda node: (node.last_used_s"),
+    Mutant("engine/offload/last_save.py", "            num_left -= len(saved[-1])\n", ""),
+    Mutant("engine/offload/earlier_blocks.py", "        while self._reader.is_alive():\n", "        while False:\n"),
     Mutant(
         "cache/elsewhere/elsewhere.py",
         "None if namespace.tenant == PUBLIC_TENANT else self.trunk_of(namespace)",
@@ -554,7 +568,7 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("engine/core.py", "        self._save()\n        return start_step", "        return start_step"),
     Mutant("engine/offload/deleter.py", "if key not in self._elsewhere.shelves[name]]", "]"),
-    Mutant("engine/offload/disk_record.py", "return self._keys.child(head.parent, tokens) == head.key", "return True"),
+    Mutant("engine/offload/disk_record.py", "            self._disk.delete(useless)\n", "            pass\n"),
     Mutant("engine/offload/loader.py", "self._wishes[request] = wish._replace(run=())", "pass"),
     Mutant("engine/offload/loader.py", "            lease.copy = None\n", ""),
     Mutant(
@@ -629,7 +643,7 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/offload.py", "        self.elsewhere.retention.expire(self._clock())\n", ""),
     Mutant("cache/elsewhere/shelf.py", " and not self._has_its_share(namespace.tenant)\n", "\n"),
     Mutant(
-        "engine/offload/disk_record.py", "return self._keys.have_one_namespace(head.key, head.parent)", "return True"
+        "engine/offload/disk_record.py", "namespace if owners.get(tags, namespace) == namespace else None", "namespace"
     ),
     Mutant(
         "scheduling/load_or_compute.py",

@@ -179,6 +179,38 @@ def test_a_disk_smaller_than_the_device_gets_what_was_used_last(checkpoint: Path
         assert ask(served, 2).usage.disk_tokens == 80
 
 
+def test_after_a_restart_the_disk_gives_up_first_what_was_used_longest_ago(checkpoint: Path, tmp_path: Path) -> None:
+    disk = f"tiers.disk_path={tmp_path}"
+    with engine(checkpoint, disk, "tiers.disk_bytes=10000000") as served:
+        for seed in (1, 2, 3):
+            ask(served, seed)
+        ask(served, 1)
+    with engine(checkpoint, disk, "tiers.disk_bytes=10000000") as served:
+        settle(served)
+        assert served.offload is not None
+        shelf, keys = served.offload.elsewhere.shelves["disk"], served.offload.elsewhere.key_blocks
+        namespace = shelf.owned[next(iter(shelf))]
+        order = [key for seed in (2, 3, 1) for key in reversed([each.key for each in keys(namespace, prompt(seed))])]
+        assert list(shelf) == order
+
+
+def test_a_restart_tells_at_once_what_is_stored(checkpoint: Path, tmp_path: Path) -> None:
+    disk = (f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000")
+    with engine(checkpoint, *disk) as served:
+        ask(served, 1)
+    with engine(checkpoint, *disk) as served:
+        assert served.offload is not None
+        assert set(served.offload.reading()) <= {None}
+        assert served.probe(prompt(1), Caller("acme")).result(PATIENCE_S).stored_tokens == 80
+        (stats,) = served.stats(tenant="acme").result(PATIENCE_S).tenants
+        assert stats.stored_blocks == {"disk": 5}
+    with engine(checkpoint, *disk) as served:
+        assert served.offload is not None
+        assert set(served.offload.reading()) <= {None}
+        grant = served.retain(prompt(1), Retention(90), Caller("acme")).result(PATIENCE_S).grant
+        assert grant.granted_tokens > 0
+
+
 def test_an_encrypted_disk_is_read_with_its_key_alone(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -102,15 +102,18 @@ class Elsewhere(Listener):
         """Note which blocks are to be stored; see `leave`."""
         self.leave(leaf, leaf.num_blocks - num_blocks, leaf.num_blocks, self.shelves)
 
-    def leave(self, node: Node, start: int, end: int, shelves: Iterable[str]) -> None:
+    def leave(self, node: Node, start: int, end: int, shelves: Iterable[str]) -> list[bytes]:
         """Note that the blocks from `start` to `end` of a node are to be stored where they are not yet.
+
+        Returns:
+            The keys of those that can be stored, in the order of the prompt.
 
         Complexity: a hash of all tokens up to the end of the node.
         """
         namespace = node.owner.namespace
         trunk = None if namespace.tenant == PUBLIC_TENANT else self.trunk_of(namespace)
         if trunk is None:
-            return
+            return []
         tokens = b"".join((trunk, *(each.tokens for each in path_to(node))))
         first = (len(trunk) + node.start_bytes) // self._block_bytes + start
         blocks = self.key_blocks(namespace._replace(trunk=""), tokens)
@@ -121,6 +124,13 @@ class Elsewhere(Listener):
             names = [name for name in shelves if self._wants(self.shelves[name], block)]
             if names:
                 self._departures.append(Departure(block, block_id, names))
+        return [block.key for block, _ in pairs]
+
+    def left(self, name: str, keys: Sequence[bytes]) -> None:
+        """Let blocks go after all that left the device before, their end first; keys in the order of the prompt."""
+        for key in reversed(keys):
+            if key in self.shelves[name]:
+                self.shelves[name].note_left(key, self.retention.priority_of(key))
 
     def _retaining(self, node: Node, blocks: Iterator[KeyedBlock], start: int, end: int) -> list[KeyedBlock]:
         """Return the blocks from `start` to `end` of a prompt, after noting the priority that they have with a node.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_key import BlockKeys
@@ -30,6 +31,10 @@ class DiskRecord:
         if namespace not in self._noted:
             self._noted.add(namespace)
             self._disk.names.add(self._keys.root(namespace), namespace)
+
+    def arrange(self, keys: Sequence[bytes]) -> None:
+        """Note the order in which blocks go, the one that goes first at first; see `DiskStore.arrange`."""
+        self._disk.arrange(keys)
 
     def read(self) -> list[tuple[bytes, Namespace]]:
         """List the blocks of earlier processes and whose they are, the one that goes first at first.

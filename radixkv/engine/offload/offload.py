@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,12 +16,14 @@ from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.offload.deleter import Deleter
 from radixkv.engine.offload.deletions import Deletion
 from radixkv.engine.offload.disk_record import DiskRecord
+from radixkv.engine.offload.earlier_blocks import EarlierBlocks
+from radixkv.engine.offload.last_save import LastSave
 from radixkv.engine.offload.loader import Loader
 from radixkv.engine.offload.lookups import Lookups
 from radixkv.engine.offload.purger import Purger
 from radixkv.engine.offload.saver import Saver
 from radixkv.engine.transfer.transfer import TransferParts
-from radixkv.errors import InvalidRequest, StoreError
+from radixkv.errors import InvalidRequest
 from radixkv.namespace import Namespace
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.scheduling.request import Request
@@ -37,9 +37,7 @@ from radixkv.tokens import TOKEN_BYTES
 _log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 10.0
-_READING_SLICE_S = 0.001
 _RETRY_PERIOD_S = 1.0
-_SAVED_AT_ONCE = 64  # blocks
 
 
 class Offload:
@@ -91,8 +89,8 @@ class Offload:
             elsewhere, shared, self.purger, self._choice, clock, lambda: self.wake(), cache.block_size
         )
         self._resuming: set[Request] = set()  # those that were paused, and for which `begin_again` was called
-        self._found: queue.SimpleQueue[list[tuple[bytes, Namespace]]] = queue.SimpleQueue()
-        self._reader = None if record is None else _reading(record, self._found)
+        self._earlier = None if record is None else EarlierBlocks(record, elsewhere.shelves["disk"])
+        self._last_save = LastSave(cache, elsewhere, self._saver, record)
 
     def seconds_to_rest(self) -> float | None:
         """Seconds until `flush` is to be called although nothing is written; None if it need not be."""
@@ -130,10 +128,12 @@ class Offload:
 
     def stored_blocks(self, tenant: str) -> dict[str, int]:
         """Count a tenant's blocks in each store, of shared ones those that are known."""
+        self._take_found()
         return {name: shelf.owned.num_by_tenant[tenant] for name, shelf in self.elsewhere.shelves.items()}
 
     def stored_tokens(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> int:
         """Count the tokens after the cached ones that stores are known to have."""
+        self._take_found()
         size = self._cache.block_size
         first_block = cached_tokens // size
         found = self.elsewhere.find(namespace, tokens, first_block)
@@ -150,6 +150,7 @@ class Offload:
         Returns:
             What was granted in all.
         """
+        self._take_found()
         size = self._cache.block_size
         start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
         cached = end - on_device.uncached_tokens
@@ -209,10 +210,8 @@ class Offload:
         self._choice.note_step(seconds, [(part.start, part.end) for part in slices])
 
     def reading(self) -> Iterator[None]:
-        """Yield until it is known whose blocks the disk holds."""
-        while self._reader is not None and self._reader.is_alive():
-            self._reader.join(_READING_SLICE_S)
-            yield
+        """Yield until it is known what earlier processes left on the disk."""
+        return iter(()) if self._earlier is None else self._earlier.reading()
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> list[Deletion]:
         """Forget what is stored of the namespaces with these names, None for any; in shared stores of all servers.
@@ -228,10 +227,9 @@ class Offload:
 
     def close(self) -> None:
         """Write what is on the device to the disk, as far as it can be done in 10 s, and close the stores."""
+        self._take_found()
         self._loader.close()
-        deadline_s = time.monotonic() + CLOSE_LIMIT_S
-        self._save_all(deadline_s)
-        if not self._saver.wait(max(0.0, deadline_s - time.monotonic())):
+        if not self._last_save.run(CLOSE_LIMIT_S):
             _log.warning("tiers: expected to store all blocks within %s s, got fewer", CLOSE_LIMIT_S)
         for tier in self.tiers.values():
             tier.close()
@@ -243,24 +241,8 @@ class Offload:
         return self._cache.match(request.namespace, request.tokens).cached_tokens // self._cache.block_size
 
     def _take_found(self) -> None:
-        while not self._found.empty():
-            self.elsewhere.shelves["disk"].add_found(self._found.get())
-
-    def _save_all(self, deadline_s: float) -> None:
-        """Save what is on the device, what was used last before all else, so that the next process finds it."""
-        self._saver.flush()
-        if "disk" not in self.tiers:
-            return
-        num_left = self.elsewhere.shelves["disk"].num_blocks  # what comes after them would push them out
-        nodes = sorted(self._cache.nodes(), key=lambda node: (-node.last_used_s, node.start_bytes))
-        for node in nodes:
-            for start in range(0, min(node.num_blocks, num_left), _SAVED_AT_ONCE):
-                end = min(node.num_blocks, num_left, start + _SAVED_AT_ONCE)
-                self.elsewhere.leave(node, start, end, ["disk"])
-                self._saver.flush()
-                if not self._saver.wait(max(0.0, deadline_s - time.monotonic())):
-                    return
-            num_left -= min(node.num_blocks, num_left)
+        if self._earlier is not None:
+            self._earlier.take()
 
     def _stats_of(self, tier: Tier) -> TierStats:
         size, counts = tier.size(), tier.counts()
@@ -281,17 +263,3 @@ class Offload:
             dropped_blocks=self._saver.num_dropped_blocks[tier.name],
             evicted_blocks=counts.evicted,
         )
-
-
-def _reading(record: DiskRecord, found: queue.SimpleQueue[list[tuple[bytes, Namespace]]]) -> threading.Thread:
-    """Read what is on the disk on a thread of its own."""
-
-    def read() -> None:
-        try:
-            found.put(record.read())
-        except StoreError as error:
-            _log.error("tier disk: expected to read what it holds, got: %s", error)
-
-    thread = threading.Thread(target=read, name="disk-record", daemon=True)
-    thread.start()
-    return thread

@@ -126,6 +126,14 @@ class SlotFile:
         line = np.array([(key, generation, serial, num_bytes, bytes(8))], _LINE)
         os.pwrite(self._index, line.tobytes(), slot * _LINE.itemsize)
 
+    def number_lines(self, slots: Sequence[int], first_serial: int) -> None:
+        """Give the lines of slots serials in this order. Complexity: a read and a write of 64 bytes a slot."""
+        lines = self.lines()
+        lines["serial"][list(slots)] = np.arange(first_serial, first_serial + len(slots), dtype=np.uint64)
+        data, done = memoryview(lines.tobytes()), 0
+        while done < len(data):
+            done += os.pwrite(self._index, data[done:], done)
+
     def clear_lines(self, slots: Iterable[int], *, is_durable: bool = False) -> None:
         """Make slots free; if it is to be durable, also after a power failure."""
         for slot in slots:

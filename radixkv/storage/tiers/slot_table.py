@@ -109,6 +109,11 @@ class SlotTable:
         taken = {entry.slot for entry in self._entries.values()}
         self._free += [slot for slot in range(num_slots - 1, -1, -1) if slot not in taken]
 
+    def put_last(self, keys: Iterable[bytes]) -> None:
+        """Let objects go after all others, the last one last. Keys without an object are left out."""
+        for key in keys:
+            self.find(key)
+
     def abandon(self, key: bytes, slot: int) -> None:
         """Free a claimed slot into which nothing was written."""
         if self._writing.get(key) == slot:

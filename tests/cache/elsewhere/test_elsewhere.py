@@ -263,3 +263,18 @@ def test_a_purge_forgets_what_was_kept() -> None:
     cached.put(range(4))
     cached.cache.evict(1)
     assert {shelf.owned[key].tenant: shelf.priority_of(key) for key in shelf} == {"acme": 50, "other": 90}
+
+
+def test_keys_tell_what_can_be_stored_and_can_be_put_last() -> None:
+    cached = Cached(num_blocks=8)
+    cached.put(range(14))
+    cached.put(range(100, 108))
+    cached.cache.evict(2)  # of the first prompt
+    (node,) = (node for node in cached.cache.nodes() if node.tokens.startswith(tokens(range(100, 104))))
+    keys = cached.elsewhere.leave(node, 0, node.num_blocks, ["host"])
+    assert keys == [b"acme" + tokens(range(100, end)) for end in (104, 108)]
+    shelf = cached.elsewhere.shelves["host"]
+    (left,) = set(shelf) - set(keys)
+    assert list(shelf) == [left, *reversed(keys)]
+    cached.elsewhere.left("host", [left, b"not there"])
+    assert list(shelf) == [*reversed(keys), left]

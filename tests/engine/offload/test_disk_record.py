@@ -97,6 +97,17 @@ def test_what_was_stored_with_another_secret_is_deleted(tmp_path: Path) -> None:
     disk.close()
 
 
+def test_the_next_process_finds_blocks_in_the_order_that_was_noted(tmp_path: Path) -> None:
+    first, second, third = blocks_of(ACME, range(12))
+    disk = disk_at(tmp_path)
+    record = DiskRecord(disk, KEYS)
+    record.note(ACME)
+    disk.put([first, second, third])
+    record.arrange([second.key, first.key])
+    disk.close()
+    assert [key for key, _ in read(tmp_path)[0]] == [third.key, second.key, first.key]
+
+
 def test_an_empty_disk_is_read(tmp_path: Path) -> None:
     assert read(tmp_path) == ([], 0)
 

@@ -121,6 +121,32 @@ def test_keys_are_listed_in_the_order_in_which_objects_go(tmp_path: Path) -> Non
     store.close()
 
 
+def test_the_next_process_evicts_in_the_order_of_use(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 3)
+    store.put([block(number) for number in (1, 2, 3)])
+    got(store, 1)
+    store.close()
+    again = disk_at(tmp_path, 3)
+    assert again.put([block(4), block(5)]).evicted == (key_of(2), key_of(3))
+    again.close()
+
+
+def test_the_next_process_evicts_in_the_order_that_was_told(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 4)
+    store.put([block(number) for number in (1, 2, 3, 4)])
+    store.arrange([key_of(number) for number in (9, 3, 1, 2)])
+    store.delete([key_of(1)])
+    store.close()
+    again = disk_at(tmp_path, 4)
+    assert list(again) == [key_of(4), key_of(3), key_of(2)]
+    again.put([block(5), block(6)])
+    again.close()
+    third = disk_at(tmp_path, 4)
+    assert list(third) == [key_of(3), key_of(2), key_of(5), key_of(6)], "what comes later goes later"
+    assert got(third, 2, 3, 5) == [stored(2), stored(3), stored(5)]
+    third.close()
+
+
 def test_a_second_process_is_refused_and_comes_in_after_the_first(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     code = f"from tests.storage.tiers.disks import disk_at, Path\ndisk_at(Path({str(tmp_path)!r}), 8).close()"

@@ -22,6 +22,13 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
     assert fill(table, b"d", b"e") == [b"b", b"c"]
 
 
+def test_what_is_put_last_goes_last() -> None:
+    table = SlotTable(3)
+    fill(table, b"a", b"b", b"c")
+    table.put_last([b"b", b"nothing", b"a"])
+    assert fill(table, b"d", b"e", b"f") == [b"c", b"b", b"a"]
+
+
 def test_what_the_caller_gives_up_goes_before() -> None:
     table = SlotTable(3)
     fill(table, b"a", b"b", b"c")

@@ -1,0 +1,72 @@
+"""The last save before the process ends: what is on the device goes to the disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tree.node import Node
+from radixkv.engine.offload.disk_record import DiskRecord
+from radixkv.engine.offload.saver import Saver
+
+_SAVED_AT_ONCE = 64  # blocks
+
+
+class LastSave:
+    """Saves what is on the device to the store `disk`, so that the next process finds it.
+
+        used    last ...................... longest ago
+        saved   first ....................... if there is time     so that what is likely to be wanted is there
+        goes    last ............................... first         also in the next process
+
+    Args:
+        cache: tells what is on the device.
+        elsewhere: knows what is stored.
+        saver: copies blocks, and waits for the disk.
+        record: tells the next process in which order blocks go; None for nothing.
+    """
+
+    def __init__(self, cache: PrefixCache, elsewhere: Elsewhere, saver: Saver, record: DiskRecord | None) -> None:
+        self._cache = cache
+        self._elsewhere = elsewhere
+        self._saver = saver
+        self._record = record
+
+    def run(self, limit_s: float) -> bool:
+        """Save as much as there is time for. Returns whether stores have taken all that they were given."""
+        deadline_s = time.monotonic() + limit_s
+        self._saver.flush()
+        shelf = self._elsewhere.shelves.get("disk")
+        if shelf is None:
+            return self._saver.wait(limit_s)
+        saved, is_whole = self._save(shelf.num_blocks, deadline_s)
+        for keys in reversed(saved):
+            self._elsewhere.left("disk", keys)
+        if self._record is not None:
+            self._record.arrange(list(shelf))
+        return is_whole
+
+    def _save(self, num_left: int, deadline_s: float) -> tuple[list[list[bytes]], bool]:
+        """Save `num_left` blocks at most: what comes after them would push them out.
+
+        Returns:
+            The keys of the blocks in the order in which they were saved, and whether the disk has taken all.
+        """
+        saved: list[list[bytes]] = []
+        for node, start, end in self._runs():
+            saved.append(self._elsewhere.leave(node, start, min(end, start + num_left), ["disk"]))
+            num_left -= len(saved[-1])
+            self._saver.flush()
+            if not self._saver.wait(max(0.0, deadline_s - time.monotonic())):
+                return saved, False
+            if not num_left:
+                break
+        return saved, self._saver.wait(max(0.0, deadline_s - time.monotonic()))
+
+    def _runs(self) -> Iterator[tuple[Node, int, int]]:
+        """Iterate over runs of blocks, those that were used last first, and beginnings before ends."""
+        for node in sorted(self._cache.nodes(), key=lambda node: (-node.last_used_s, node.start_bytes)):
+            for start in range(0, node.num_blocks, _SAVED_AT_ONCE):
+                yield node, start, min(node.num_blocks, start + _SAVED_AT_ONCE)
