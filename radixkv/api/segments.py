@@ -69,10 +69,12 @@ class StoredNamespace(NamedTuple):
     Attributes:
         namespace: the isolation boundary; `adapter` is the one that computed the blocks.
         num_blocks: whole blocks.
+        num_retained_blocks: those of them that have a priority above the default and are not on the device.
     """
 
     namespace: Namespace
     num_blocks: int
+    num_retained_blocks: int = 0
 
 
 class StoredPage(NamedTuple):

@@ -84,7 +84,7 @@ class ListSegmentsResponse(_message.Message):
     def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total_segments: _Optional[int] = ..., compared_segments: _Optional[int] = ..., stored: _Optional[_Iterable[_Union[StoredNamespace, _Mapping]]] = ...) -> None: ...
 
 class StoredNamespace(_message.Message):
-    __slots__ = ("tenant", "adapter", "namespace_id", "has_salt", "num_blocks", "num_tokens", "adapter_names")
+    __slots__ = ("tenant", "adapter", "namespace_id", "has_salt", "num_blocks", "num_tokens", "adapter_names", "num_retained_blocks")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class StoredNamespace(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     adapter: str
     namespace_id: int
@@ -99,7 +100,8 @@ class StoredNamespace(_message.Message):
     num_blocks: int
     num_tokens: int
     adapter_names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., namespace_id: _Optional[int] = ..., has_salt: bool = ..., num_blocks: _Optional[int] = ..., num_tokens: _Optional[int] = ..., adapter_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_retained_blocks: int
+    def __init__(self, tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., namespace_id: _Optional[int] = ..., has_salt: bool = ..., num_blocks: _Optional[int] = ..., num_tokens: _Optional[int] = ..., adapter_names: _Optional[_Iterable[str]] = ..., num_retained_blocks: _Optional[int] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("segment_id", "parent_id", "tenant", "adapter", "namespace_id", "has_salt", "start_token", "num_tokens", "num_blocks", "num_children", "num_uses", "idle_s", "heat", "num_leases", "priority", "is_retained", "expires_in_s", "adapter_names")

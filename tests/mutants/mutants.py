@@ -618,10 +618,11 @@ OFFLOAD_MUTANTS = (
     Mutant("cache/elsewhere/shelf.py", "and victim.level <= priority", ""),
     Mutant(
         "cache/elsewhere/shelf.py",
-        "self._num_retained >= self.retained_part * self.num_blocks or ",
+        "len(self.retained) >= self.retained_part * self.num_blocks or ",
         "",
     ),
     Mutant("cache/elsewhere/shelf.py", " or len(own) >= most:", ":"),
+    Mutant("cache/elsewhere/shelf.py", "            self.retained.remove(key)\n", ""),
     Mutant("cache/elsewhere/shelf.py", "oldest is None or own[oldest] > priority", "True"),
     Mutant("cache/elsewhere/stored_retention.py", "in reversed(list(enumerate(path)))", "in enumerate(path)"),
     Mutant("cache/elsewhere/stored_retention.py", "not shelf.is_on_device(key) and ", ""),

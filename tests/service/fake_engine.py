@@ -37,7 +37,7 @@ from radixkv.api.stats import (
     TimeStats,
     TokenStats,
 )
-from radixkv.cache.elsewhere.owned_keys import OwnedKeys
+from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.listing.segment_source import SegmentSource
 from radixkv.cache.namespaces.purge import Purged, all_slices
 from radixkv.cache.prefix_cache import PrefixCache
@@ -91,7 +91,7 @@ class FakeEngine:
         self.limits = LIMITS
         self.events = None
         self.cache = PrefixCache(num_blocks, block_size=4)
-        self.stored = OwnedKeys()
+        self.stored = Shelf("host", 100)
         self.segments = SegmentSource(self.cache, self._call)
         self.segments.stores = self._stored_page
         self.device = FakeDevice()

@@ -70,6 +70,10 @@ class OwnedKeys:
         """List the keys of a namespace."""
         return list(self._keys.get(namespace, ()))
 
+    def num_of(self, namespace: Namespace) -> int:
+        """Count the keys of a namespace."""
+        return len(self._keys.get(namespace, ()))
+
     def page(self, start: int, tenant: str | None, max_listed: int) -> StoredPage:
         """List namespaces by place, from `start` on. The page may be empty although others follow.
 

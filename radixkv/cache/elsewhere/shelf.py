@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.api.segments import StoredPage
 from radixkv.cache.elsewhere.leaving_order import LeavingOrder, Place
 from radixkv.cache.elsewhere.owned_keys import OwnedKeys
 from radixkv.namespace import Namespace
@@ -47,6 +48,7 @@ class Shelf:
     Attributes:
         name, num_blocks: see above.
         owned: whose blocks are here.
+        retained: whose blocks here have a priority above the default. On the device as well they have none here.
         parts_of: returns the parts of a tenant. Always the same for a tenant.
         retained_part: part of the room that may have a priority above the default.
         is_shared: whether other servers use the store as well; see `SharedShelf`.
@@ -58,13 +60,13 @@ class Shelf:
         self.name = name
         self.num_blocks = num_blocks
         self.owned = OwnedKeys()
+        self.retained = OwnedKeys()
         self.parts_of: Callable[[str], Parts] = lambda tenant: Parts()
         self.retained_part = 1.0
         self._order = LeavingOrder()  # of tenants without a floor
         self._floored: dict[str, LeavingOrder] = {}
         self._capped: dict[str, LeavingOrder] = {}  # of tenants with a ceiling; they are in one of the others as well
         self._retained: dict[str, dict[bytes, int]] = {}  # priorities above the default by tenant, the oldest first
-        self._num_retained = 0
         self._expected: set[bytes] = set()
         self._turns = itertools.count()
         self._early_turns = itertools.count(-1, -1)
@@ -82,6 +84,13 @@ class Shelf:
     def __iter__(self) -> Iterator[bytes]:
         """Iterate over the keys of its blocks, from the one that goes first if no floor protects it."""
         return (place.key for place in heapq.merge(self._order, *self._floored.values()))
+
+    def page(self, start: int, tenant: str | None, max_listed: int) -> StoredPage:
+        """List the namespaces of which it holds blocks; see `OwnedKeys.page`."""
+        page = self.owned.page(start, tenant, max_listed)
+        retained = (self.retained.num_of(each.namespace) for each in page.namespaces)
+        told = (each._replace(num_retained_blocks=num) for each, num in zip(page.namespaces, retained, strict=True))
+        return page._replace(namespaces=tuple(told))
 
     def has_room_for(self, tenant: str, priority: int = DEFAULT_PRIORITY) -> bool:
         """Whether a block may come: there is room, or one may go for it.
@@ -197,21 +206,21 @@ class Shelf:
         tenant = self.owned[key].tenant
         own = self._retained.get(tenant, {})
         most = self.parts_of(tenant).retained * self.num_blocks
-        if self._num_retained >= self.retained_part * self.num_blocks or len(own) >= most:
+        if len(self.retained) >= self.retained_part * self.num_blocks or len(own) >= most:
             oldest = next(iter(own), None)
             if oldest is None or own[oldest] > priority:
                 return False
             self._forget_retained(oldest)
             self._put_last(oldest, DEFAULT_PRIORITY)
         self._retained.setdefault(tenant, {})[key] = priority
-        self._num_retained += 1
+        self.retained.add(key, self.owned[key])
         return True
 
     def _forget_retained(self, key: bytes) -> None:
         tenant = self.owned[key].tenant
         own = self._retained.get(tenant, {})
         if own.pop(key, None) is not None:
-            self._num_retained -= 1
+            self.retained.remove(key)
             if not own:
                 del self._retained[tenant]
 

@@ -167,7 +167,7 @@ class Offload:
         )
 
     def stored(self, name: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
-        """List the namespaces of which a store holds blocks; see `OwnedKeys.page`. Of shared ones, those known here.
+        """List the namespaces of which a store holds blocks; see `Shelf.page`. Of shared ones, those known here.
 
         Raises:
             InvalidRequest: there is no such store.
@@ -176,7 +176,7 @@ class Offload:
         if shelf is None:
             raise InvalidRequest(f"store: expected one of {', '.join(self.elsewhere.shelves)}, got {name!r}")
         self._take_found()
-        return shelf.owned.page(start, tenant, max_listed)
+        return shelf.page(start, tenant, max_listed)
 
     def ready(self) -> list[Request]:
         """Return the requests that wait no more, in the order of their arrival."""

@@ -15,7 +15,7 @@ from radixkv.service.commands.tables import aligned
 from radixkv.v1.cache_pb2 import ListSegmentsResponse, Segment, StoredNamespace
 
 _DEFAULT_PAGE_SIZE = 20
-_STORED_HEAD = ("tenant", "namespace", "blocks", "tokens")
+_STORED_HEAD = ("tenant", "namespace", "blocks", "tokens", "retained")
 _HEAD = ("segment", "after", "tenant", "from", "tokens", "blocks", "uses", "idle", "heat", "state")
 
 
@@ -109,8 +109,12 @@ def _row(segment: Segment) -> tuple[str, ...]:
 
 
 def _stored_rows(stored: Iterable[StoredNamespace]) -> list[tuple[str, ...]]:
-    rows = [(_owner(each), f"{each.namespace_id:012x}", str(each.num_blocks), str(each.num_tokens)) for each in stored]
-    return [_STORED_HEAD, *rows]
+    return [_STORED_HEAD, *map(_stored_row, stored)]
+
+
+def _stored_row(each: StoredNamespace) -> tuple[str, ...]:
+    counts = (each.num_blocks, each.num_tokens, each.num_retained_blocks)
+    return (_owner(each), f"{each.namespace_id:012x}", *map(str, counts))
 
 
 def _owner(listed: Segment | StoredNamespace) -> str:

@@ -65,4 +65,5 @@ class StoredLister:
             has_salt=bool(namespace.salt),
             num_blocks=stored.num_blocks,
             num_tokens=stored.num_blocks * self._engine.limits.block_size,
+            num_retained_blocks=stored.num_retained_blocks,
         )

@@ -19,6 +19,7 @@ def test_keys_are_counted_by_tenant_and_found_by_namespace() -> None:
     owned = owned_of(a=ACME, b=SALTED, c=ACME, d=OTHER)
     assert owned.num_by_tenant == {"acme": 3, "other": 1}
     assert (sorted(owned.keys_of(ACME)), owned.keys_of(Namespace("m", "nobody"))) == ([b"a", b"c"], [])
+    assert (owned.num_of(ACME), owned.num_of(Namespace("m", "nobody"))) == (2, 0)
     assert (len(owned), owned[b"b"], b"e" in owned) == (4, SALTED, False)
 
 

@@ -188,3 +188,16 @@ def test_where_floors_take_all_the_room_others_have_none() -> None:
     assert shelf.add(b"c", ACME) == b"a"
     shelf.remove_all(ACME)
     assert shelf.add(b"o", OTHER) is None
+
+
+def test_a_page_tells_what_is_retained_of_each_namespace() -> None:
+    shelf = shelf_of(b"a", num_blocks=9)
+    for key, namespace, priority in ((b"b", ACME, 90), (b"c", ACME, 60), (b"d", ACME, 50), (b"e", OTHER, 51)):
+        shelf.add(key, namespace, priority)
+    assert [(each.num_blocks, each.num_retained_blocks) for each in shelf.page(0, None, 9).namespaces] == [
+        (4, 2),
+        (1, 1),
+    ]
+    shelf.note_loaded(b"b")
+    shelf.remove(b"e")
+    assert [(each.num_blocks, each.num_retained_blocks) for each in shelf.page(0, None, 9).namespaces] == [(4, 1)]

@@ -113,6 +113,8 @@ def test_what_a_store_holds_is_listed_by_namespace() -> None:
     bench = emptied(TieredBench(host=100))
     page = bench.offload.stored("host", 0, None, 10)
     assert page.namespaces == (StoredNamespace(NAMESPACE, 3),)
+    bench.core.retain(NAMESPACE, tokens(range(8)), Retention(90))
+    assert bench.offload.stored("host", 0, None, 10).namespaces == (StoredNamespace(NAMESPACE, 3, 2),)
     with pytest.raises(InvalidRequest, match="store: expected one of host, got 'attic'"):
         bench.offload.stored("attic", 0, None, 10)
 

@@ -73,11 +73,11 @@ def test_what_a_store_holds_is_told_by_namespace(capsys, engine):
         (b"b", Namespace("model", "")),
         (b"c", Namespace("model", "")),
     ):
-        engine.stored.add(key, namespace)
+        engine.stored.add(key, namespace, 90 if key == b"b" else 50)
     head, first, second, summary = rows(run_cli(capsys, engine, "segments", "--store", "host", "--all")[1])
-    assert head == ["tenant", "namespace", "blocks", "tokens"]
-    assert (" ".join(first[:4]), first[5:]) == ("a +salt adapter law", ["1", "16"])
-    assert (second[0], second[2:]) == ("(none)", ["2", "32"])
+    assert head == ["tenant", "namespace", "blocks", "tokens", "retained"]
+    assert (" ".join(first[:4]), first[5:]) == ("a +salt adapter law", ["1", "16", "0"])
+    assert (second[0], second[2:]) == ("(none)", ["2", "32", "1"])
     assert " ".join(summary) == "2 of 2 namespaces, 2 looked at"
 
 

@@ -20,7 +20,7 @@ OTHER = Namespace("model", "other", "0123456789abcdef")
 def engine() -> FakeEngine:
     engine = FakeEngine()
     for key, namespace in ((b"a", ACME), (b"b", ACME), (b"c", SALTED), (b"d", OTHER)):
-        engine.stored.add(key, namespace)
+        engine.stored.add(key, namespace, 90 if key == b"b" else 50)
     return engine
 
 
@@ -37,6 +37,7 @@ def test_pages_have_every_namespace_once(engine):
         ("acme", True, "", 1, 16),
         ("other", False, "0123456789abcdef", 1, 16),
     ]
+    assert [each.num_retained_blocks for each in told] == [1, 0, 0]
     assert len({each.namespace_id for each in told}) == 3
     assert (first.total_segments, len(first.segments), second.next_page_token) == (3, 0, "")
 
