@@ -7,7 +7,7 @@ from typing import NamedTuple
 from radixkv.api.stats import TimeStats
 from radixkv.service.commands.seeing.segments_command import duration, segment_rows
 from radixkv.service.commands.tables import aligned
-from radixkv.v1.cache_pb2 import ListSegmentsResponse, StatsResponse
+from radixkv.v1.cache_pb2 import ListSegmentsResponse, StatsResponse, TierStats
 from radixkv.v1.cache_pb2 import TimeStats as TimeStatsMessage
 
 _LEAST_COLUMNS = 60
@@ -43,7 +43,7 @@ def screen(now: Reading, before: Reading | None, num_columns: int = 120, num_lin
     if stats.HasField("requests"):
         parts[0].append(_requests(stats))
         parts.append(_rates(stats, None if before is None else before.stats))
-        parts.append(_blocks(stats, max(_LEAST_COLUMNS, num_columns)))
+        parts.append([*_blocks(stats, max(_LEAST_COLUMNS, num_columns)), *map(_store, stats.tiers)])
     parts += [_tenant_lines(stats), _segments(now.hottest)]
     lines = [line for part in parts for line in ("", *part)][1:]
     return [line[:num_columns] for line in lines[:num_lines]]
@@ -91,12 +91,21 @@ def _blocks(stats: StatsResponse, num_columns: int) -> list[str]:
     ]
 
 
+def _store(tier: TierStats) -> str:
+    blocks = f"{tier.blocks} blocks" if tier.HasField("blocks") else "shared"
+    state = "" if tier.is_working else "; left alone after failures"
+    return f"in {tier.tier}  {blocks}; {tier.loaded_blocks} loaded, {tier.saved_blocks} saved so far{state}"
+
+
 def _tenant_lines(stats: StatsResponse) -> list[str]:
-    rows: list[tuple[str, ...]] = [("tenant", "blocks", "pinned", "retained", "evicted", "hit rate")]
+    stores = [tier.tier for tier in stats.tiers]
+    below = [f"in {store}" for store in stores]
+    rows: list[tuple[str, ...]] = [("tenant", "blocks", "pinned", "retained", "evicted", *below, "hit rate")]
     for tenant in stats.tenants:
         rate = _percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
         counts = (tenant.cached_blocks, tenant.pinned_blocks, tenant.retained_blocks, tenant.evicted_blocks)
-        rows.append((tenant.tenant or "(none)", *map(str, counts), rate))
+        stored = (tenant.stored_blocks.get(store, 0) for store in stores)
+        rows.append((tenant.tenant or "(none)", *map(str, (*counts, *stored)), rate))
     return aligned(rows, is_right=True)
 
 

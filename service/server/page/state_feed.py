@@ -67,6 +67,7 @@ class StateFeed:
         except (CapacityError, LifecycleError, TimeoutError, CancelledError):
             return None
         limits, counts = self._engine.limits, dataclasses.asdict(stats)
+        tiers = () if self._engine.offload is None else self._engine.offload.stats()
         state = {
             "version": __version__,
             "model": limits.model,
@@ -80,6 +81,7 @@ class StateFeed:
             "compared_segments": walk.num_compared,
             "segments": [self._segment(segment) for segment in walk.hottest()],
             "block_map": block_map(states),
+            "tiers": [dataclasses.asdict(tier) for tier in tiers],
         }
         return json.dumps(state, separators=(",", ":")).encode()
 

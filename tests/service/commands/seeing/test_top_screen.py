@@ -51,6 +51,19 @@ def test_the_first_screen_tells_of_all_since_the_start() -> None:
     assert " ".join(line_of(lines, "first token")) == "first token p50 100 ms, p99 198 ms p50 100 ms, p99 198 ms"
 
 
+def test_a_screen_tells_what_is_below_the_device() -> None:
+    now = reading(100.0, 1000, 250)
+    now.stats.tiers.add(tier="host", is_working=True, blocks=7, loaded_blocks=2, saved_blocks=9)
+    now.stats.tiers.add(tier="redis", is_working=False)
+    now.stats.tenants[0].stored_blocks["host"] = 5
+    lines = screen(now, None)
+    assert "in host  7 blocks; 2 loaded, 9 saved so far" in lines
+    assert "in redis  shared; 0 loaded, 0 saved so far; left alone after failures" in lines
+    head, row = (line.split() for line in lines[lines.index("") :] if line.strip().startswith(("tenant", "ac")))
+    assert head == ["tenant", "blocks", "pinned", "retained", "evicted", "in", "host", "in", "redis", "hit", "rate"]
+    assert row[1:] == ["30", "0", "0", "4", "5", "0", "75.0", "%"]
+
+
 def test_later_screens_tell_what_happened_since_the_one_before() -> None:
     before, now = reading(100.0, 1000, 250, (2, 2, 0)), reading(102.0, 1200, 400, (2, 4, 0))
     lines = screen(now, before)

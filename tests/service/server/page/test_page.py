@@ -14,9 +14,11 @@ import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from radixkv.api.stats import TierStats
 from radixkv.config import Config
 from radixkv.namespace import Namespace
 from radixkv.service.server.metrics_port import Telemetry
@@ -158,6 +160,14 @@ def test_a_browser_draws_what_the_engine_holds(address, engine, tmp_path):
     assert "a 3 2 2 4 60.0 %" in page.texts["tenants"]
     assert page.texts["wait"].startswith("Time to first token 67 ms")
     assert "alert" in page.hidden
+
+
+@in_a_browser
+def test_a_browser_draws_what_stores_hold(address, engine, tmp_path):
+    engine.offload = SimpleNamespace(stats=lambda: [TierStats("host", False, 7, 700, 1000, *range(9))])
+    page = shown(address, tmp_path)
+    assert "host: 7 blocks, left alone after failures" in page.texts["states"]
+    assert "in host" in page.texts["tenants"]
 
 
 @in_a_browser

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from radixkv.api.stats import TierStats
 from radixkv.errors import Draining
 from radixkv.namespace import Namespace
 from radixkv.service.server.page import state_feed
@@ -36,6 +38,14 @@ def test_a_state_has_what_the_engine_holds(engine):
     assert (first["parent"], first["start"], first["tokens"], first["has_salt"]) == (None, 0, 4, True)
     assert [(each["parent"], each["start"]) for each in others] == [(first["id"], 4)] * 2
     assert state["block_map"]["cells"].count([0, 0, 1]) == 3
+
+
+def test_a_state_has_what_the_stores_hold(engine):
+    assert json.loads(StateFeed(engine).state())["tiers"] == []
+    host = TierStats("host", True, 7, 700, 1000, *range(9))
+    engine.offload = SimpleNamespace(stats=lambda: [host])
+    (told,) = json.loads(StateFeed(engine).state())["tiers"]
+    assert (told["tier"], told["blocks"], told["is_working"]) == ("host", 7, True)
 
 
 def test_a_state_is_made_once_for_all_who_ask_soon(engine):
