@@ -1,3 +1,11 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.cache.elsewhere.shelf import Parts, Shelf
 from radixkv.namespace import Namespace
 
@@ -201,3 +209,66 @@ def test_a_page_tells_what_is_retained_of_each_namespace() -> None:
     shelf.note_loaded(b"b")
     shelf.remove(b"e")
     assert [(each.num_blocks, each.num_retained_blocks) for each in shelf.page(0, None, 9).namespaces] == [(4, 1)]
+
+
+WALK_PARTS = {
+    "free": Parts(),
+    "floored": Parts(floor=0.4),
+    "capped": Parts(ceiling=0.3, retained=0.2),
+    "both": Parts(floor=0.2, ceiling=0.5),
+}
+
+
+def goes_for(shelf: Shelf, tenant: str) -> bytes | None:
+    """Return what may go for a block of a tenant, found by looking at every block; None if there is room."""
+    counts, parts = shelf.owned.num_by_tenant, WALK_PARTS[tenant]
+    has_its_share = parts.ceiling is not None and counts[tenant] >= parts.ceiling * shelf.num_blocks
+    if not has_its_share and len(shelf) < shelf.num_blocks:
+        return None
+    spared = {name for name, each in WALK_PARTS.items() if each.floor and counts[name] <= each.floor * shelf.num_blocks}
+    owners = {tenant} if has_its_share else {tenant, *WALK_PARTS} - (spared - {tenant})
+    return next((key for key in shelf if shelf.owned[key].tenant in owners), b"")
+
+
+def require_bounds(shelf: Shelf) -> None:
+    """Count what is retained, and compare it with the books and their bounds."""
+    retained = [key for key in shelf if not shelf.is_on_device(key) and shelf.priority_of(key) > DEFAULT_PRIORITY]
+    assert {each.namespace.tenant: each.num_retained_blocks for each in shelf.page(0, None, 9).namespaces} == {
+        tenant: sum(shelf.owned[key].tenant == tenant for key in retained) for tenant in shelf.owned.num_by_tenant
+    }
+    assert len(retained) <= math.ceil(shelf.retained_part * shelf.num_blocks)
+    for tenant, parts in WALK_PARTS.items():
+        most = math.ceil(parts.retained * shelf.num_blocks)
+        assert sum(shelf.owned[key].tenant == tenant for key in retained) <= most
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_in_a_walk_nothing_goes_but_what_may(seed: int) -> None:
+    rng = random.Random(seed)
+    shelf = Shelf("host", 10)
+    shelf.parts_of, shelf.retained_part = WALK_PARTS.__getitem__, 0.5
+    num_given_up = num_refused = 0
+    for number in range(400):
+        tenant, priority = rng.choice(list(WALK_PARTS)), rng.choice([20, 50, 50, 50, 70, 90])
+        there = list(shelf)
+        choice = rng.random()
+        if choice < 0.7:
+            key, victim = number.to_bytes(2, "big"), goes_for(shelf, tenant)
+            may_come = victim is None or (
+                victim != b"" and (shelf.is_on_device(victim) or shelf.priority_of(victim) <= priority)
+            )
+            assert shelf.has_room_for(tenant, priority) == may_come
+            if may_come:
+                assert shelf.add(key, Namespace("model", tenant), priority) == victim
+                assert set(shelf) == {*there, key} - {victim}
+            num_given_up += may_come and victim is not None
+            num_refused += not may_come
+        elif there and choice < 0.8:
+            shelf.note_loaded(rng.choice(there))
+        elif there and choice < 0.9:
+            shelf.note_left(rng.choice(there), priority)
+        elif there:
+            shelf.remove(rng.choice(there))
+        require_bounds(shelf)
+    assert num_given_up
+    assert num_refused
