@@ -550,6 +550,8 @@ OFFLOAD_MUTANTS = (
         "        for key in reversed(keys):\n            if key in self",
         "        for key in keys:\n            if key in self",
     ),
+    Mutant("storage/tiers/disk.py", "            self._table.put_last(self._last)\n", "            pass\n"),
+    Mutant("storage/tiers/disk.py", "            self._file.number_lines(", "            ("),
     Mutant("engine/offload/last_save.py", "for keys in reversed(saved):", "for keys in saved:"),
     Mutant("engine/offload/last_save.py", "            self._record.arrange(list(shelf))\n", "            pass\n"),
     Mutant("engine/offload/last_save.py", "key=lambda node: (-node.last_used_s", "key=lambda node: (node.last_used_s"),
