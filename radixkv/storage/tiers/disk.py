@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -137,14 +138,13 @@ class DiskStore(StoreBackend):
             return
         self._is_closed = True
         try:
-            self._table.put_last(self._last)
-            self._file.number_lines([entry.slot for _, entry in self._table], self._serial + 1)
-            self.names.close()
-            self._file.close()
+            with contextlib.ExitStack() as ends:  # whatever fails
+                for each in (self._directory, self._file, self.names):
+                    ends.callback(each.close)
+                self._table.put_last(self._last)
+                self._file.number_lines([entry.slot for _, entry in self._table], self._serial + 1)
         except OSError as error:
             raise _failed(error) from error
-        finally:
-            self._directory.close()
 
     def _put(self, each: BlockObject, give_up: Iterator[bytes]) -> tuple[PutOutcome, list[bytes]]:
         if each.num_bytes > self._slot_bytes:

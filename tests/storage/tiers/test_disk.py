@@ -147,6 +147,25 @@ def test_the_next_process_evicts_in_the_order_that_was_told(tmp_path: Path) -> N
     third.close()
 
 
+def test_a_disk_that_fails_at_the_end_keeps_its_order_and_lets_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(1), block(2)])
+    store.arrange([key_of(2), key_of(1)])
+
+    def fail(slots: object, first_serial: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._file, "number_lines", fail)
+        with pytest.raises(StoreUnavailable, match="expected a disk that works, got Input/output error"):
+            store.close()
+    again = disk_at(tmp_path, 8)
+    assert list(again) == [key_of(1), key_of(2)]
+    again.close()
+
+
 def test_a_second_process_is_refused_and_comes_in_after_the_first(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     code = f"from tests.storage.tiers.disks import disk_at, Path\ndisk_at(Path({str(tmp_path)!r}), 8).close()"
