@@ -88,7 +88,7 @@ def answer(model: Model, num_tokens: int) -> tuple[torch.Tensor, Keep]:
 
 @pytest.fixture(params=["C++", "torch"])
 def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is between products is computed in C++, or by torch."""
+    """Norms, rotations and gates in C++, or by torch."""
     if request.param == "torch":
         monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
     elif native_library() is None:
