@@ -37,8 +37,8 @@ class LayerBytes:
     @classmethod
     def of(cls, pool: KVPool) -> Self:
         """Return the sizes of a pool's payloads."""
-        value_bytes = pool.values[0, 0].numel() * pool.values.element_size()
-        scale_bytes = 0 if pool.scales is None else pool.scales[0, 0].numel() * pool.scales.element_size()
+        value_bytes = pool.values.shape[2:].numel() * pool.values.element_size()
+        scale_bytes = 0 if pool.scales is None else pool.scales.shape[2:].numel() * pool.scales.element_size()
         return cls(pool.num_layers, value_bytes, scale_bytes)
 
     def range_of(self, first_layer: int, num_layers: int) -> Layers:

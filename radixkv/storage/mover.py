@@ -1,21 +1,27 @@
-"""Moves whole blocks between the pool and host memory, as bytes."""
+"""Moves whole blocks between the pool and host memory, as bytes, and parts of windowed layers behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import rotated_part
 
 
-def payload_layout(pool: KVPool) -> str:
+def payload_layout(pool: KVPool, parts: KVPool | None = None) -> str:
     """Describe the numbers in a payload, for whatever outlives the process.
 
     Both orders of a pool make the same payload.
+
+    Args:
+        pool, parts: as for `BlockMover`.
     """
+    if parts is not None:
+        return f"{payload_layout(pool)}; then the same of {parts.num_layers} windowed layers, if they have it"
     vectors = "tokens" if pool.is_latent else "2, heads, tokens"
     layout = f"values [layers, {vectors}, dim], then scales [layers, {vectors}]"
     return f"{layout}; vectors rotated in parts of {rotated_part(pool.head_dim)}" if pool.is_rotated else layout
@@ -24,31 +30,80 @@ def payload_layout(pool: KVPool) -> str:
 class BlockMover:
     """Copies blocks out of a pool and into it.
 
+        payload   [ layers that store every token ... )[ windowed layers, if the block has its part ... )
+                  0                            block_bytes                                 payload_bytes
+
     On a GPU a copy comes after the steps that were started before, and the caller waits for it.
 
     Args:
         pool: the K/V memory.
+        parts: that of windowed layers; None if all layers are in `pool`.
 
     Attributes:
-        payload_bytes: bytes of one block.
+        block_bytes: bytes of one block without its part.
+        payload_bytes: bytes of one block with its part.
     """
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, parts: KVPool | None = None) -> None:
         self._blocks = pool.blocks
-        self._shape = pool.blocks.shape[1:]
-        self.payload_bytes = self._shape.numel()
+        self._parts = None if parts is None else parts.blocks
+        self.block_bytes = _bytes_of(pool.blocks)
+        self.payload_bytes = self.block_bytes + (0 if parts is None else _bytes_of(parts.blocks))
 
-    def read(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """Copy blocks to host memory. Returns their bytes, which nothing changes anymore."""
-        ids = torch.tensor(block_ids, device=self._blocks.device)
-        copies = self._blocks.index_select(0, ids).cpu().reshape(len(block_ids), self.payload_bytes).numpy()
-        return [memoryview(each) for each in copies]
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes that a payload may have."""
+        return (self.payload_bytes,) if self._parts is None else (self.payload_bytes, self.block_bytes)
+
+    def read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None = None) -> list[memoryview]:
+        """Copy blocks to host memory. Returns their bytes, which nothing changes anymore.
+
+        Args:
+            block_ids: the blocks.
+            part_ids: the part of each; None for one that has none, or for all.
+        """
+        if self._parts is None or part_ids is None:
+            return [memoryview(each) for each in _copies(self._blocks, block_ids)]
+        payloads = np.empty((len(block_ids), self.payload_bytes), np.uint8)
+        payloads[:, : self.block_bytes] = _copies(self._blocks, block_ids)
+        with_part = [index for index, part_id in enumerate(part_ids) if part_id is not None]
+        if with_part:
+            known = [part_id for part_id in part_ids if part_id is not None]
+            payloads[with_part, self.block_bytes :] = _copies(self._parts, known)
+        sizes = [self.block_bytes if part_id is None else self.payload_bytes for part_id in part_ids]
+        return [each[:size].data for each, size in zip(payloads, sizes, strict=True)]
+
+    def has_part(self, payload: memoryview) -> bool:
+        """Whether a payload of `read` has the part of its block; all have it if all layers are in one pool."""
+        return payload.nbytes == self.payload_bytes
 
     def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
-        """Copy bytes of `read` into blocks, whatever was there."""
+        """Copy bytes of `read` into blocks, whatever was there, but not into parts."""
         for block_id, payload in zip(block_ids, payloads, strict=True):
-            source = np.frombuffer(payload, np.uint8).reshape(self._shape)
-            if self._blocks.device.type == "cpu":
-                np.copyto(self._blocks[block_id].numpy(), source)
-            else:
-                self._blocks[block_id].copy_(torch.tensor(source))
+            _fill(self._blocks[block_id], payload[: self.block_bytes])
+
+    def write_parts(self, part_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+        """Copy the parts of such bytes into parts, whatever was there."""
+        assert self._parts is not None, "nobody has parts to write"
+        for part_id, payload in zip(part_ids, payloads, strict=True):
+            _fill(self._parts[part_id], payload[self.block_bytes :])
+
+
+def _bytes_of(blocks: torch.Tensor) -> int:
+    return blocks.shape[1:].numel()
+
+
+def _copies(blocks: torch.Tensor, ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+    copied = blocks.index_select(0, torch.tensor(ids, device=blocks.device)).cpu()
+    copies: npt.NDArray[np.uint8] = copied.reshape(len(ids), _bytes_of(blocks)).numpy()
+    return copies
+
+
+def _fill(block: torch.Tensor, data: memoryview) -> None:
+    if not block.numel():  # all layers are windowed
+        return
+    source = np.frombuffer(data, np.uint8).reshape(block.shape)
+    if block.device.type == "cpu":
+        np.copyto(block.numpy(), source)
+    else:
+        block.copy_(torch.tensor(source))

@@ -29,6 +29,10 @@ def test_layers_of_a_payload_are_those_of_the_pool(dtype: torch.dtype, is_latent
     assert layers.cut(payload, layers.range_of(0, 0)) is payload
 
 
+def test_a_pool_without_layers_has_payloads_of_no_bytes() -> None:
+    assert LayerBytes.of(pool_of(torch.float32, num_layers=0)).num_layers == 0
+
+
 def test_ranges_that_are_not_there_are_refused_by_name() -> None:
     layers = LayerBytes(4, 10, 0)
     assert layers.range_of(0, 0) == (0, 4)

@@ -8,9 +8,10 @@ from radixkv.kernels.quantization import INT4
 from radixkv.storage.mover import BlockMover, payload_layout
 
 
-def pool_of(dtype: torch.dtype, *, is_by_layer: bool = False, is_latent: bool = False) -> KVPool:
-    size = {"num_layers": 2, "num_kv_heads": 3, "block_size": 4, "head_dim": 6}
-    pool = KVPool.allocate(5, **size, dtype=dtype, is_by_layer=is_by_layer, is_latent=is_latent)
+def pool_of(dtype: torch.dtype, *, is_by_layer: bool = False, is_latent: bool = False, num_layers: int = 2) -> KVPool:
+    size = {"num_layers": num_layers, "num_kv_heads": 3, "block_size": 4, "head_dim": 6}
+    ordered = is_by_layer or not num_layers
+    pool = KVPool.allocate(5, **size, dtype=dtype, is_by_layer=ordered, is_latent=is_latent)
     pool.blocks.copy_(torch.randint(0, 256, pool.blocks.shape, dtype=torch.uint8))
     return pool
 
@@ -51,3 +52,30 @@ def test_payloads_of_pools_that_store_otherwise_have_other_layouts() -> None:
     pairs, latents = (pool_of(torch.float32, is_latent=is_latent) for is_latent in (False, True))
     assert BlockMover(pairs).payload_bytes == 2 * BlockMover(latents).payload_bytes
     assert len({payload_layout(pool) for pool in (pairs, latents, pool_of(torch.int4))}) == 3
+
+
+@pytest.mark.parametrize("num_whole", [0, 2])
+@pytest.mark.parametrize("is_by_layer", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_block_comes_back_with_its_part_or_without(dtype: torch.dtype, is_by_layer: bool, num_whole: int) -> None:
+    parts = pool_of(dtype, is_by_layer=is_by_layer)
+    pool = pool_of(dtype, is_by_layer=is_by_layer, num_layers=num_whole)
+    mover = BlockMover(pool, parts)
+    before, parts_before = pool.blocks.clone(), parts.blocks.clone()
+    first, second = mover.read([3, 1], [None, 2])
+    assert (first.nbytes, second.nbytes) == (mover.block_bytes, mover.payload_bytes) == mover.sizes[::-1]
+    assert (mover.has_part(first), mover.has_part(second)) == (False, True)
+    pool.blocks.zero_()
+    parts.blocks.zero_()
+    mover.write([1, 4], [first, second])
+    mover.write_parts([0], [second])
+    assert torch.equal(pool.blocks[[1, 4]], before[[3, 1]])
+    assert torch.equal(parts.blocks[0], parts_before[2])
+    assert not parts.blocks[1:].any()
+
+
+def test_a_payload_with_parts_has_another_layout() -> None:
+    pool, parts = pool_of(torch.float32), pool_of(torch.float32)
+    assert payload_layout(pool, parts) == f"{payload_layout(pool)}; then the same of 2 windowed layers, if they have it"
+    assert BlockMover(pool).sizes == (BlockMover(pool).payload_bytes,)
+    assert BlockMover(pool).has_part(BlockMover(pool).read([0])[0])

@@ -161,13 +161,13 @@ class Wanted:
     cipher: BlockCipher | None = None
 
 
-def open_object(data: memoryview, wanted: Wanted, payload_bytes: int) -> memoryview | ObjectFault:
+def open_object(data: memoryview, wanted: Wanted, *payload_bytes: int) -> memoryview | ObjectFault:
     """Return the payload of an object if it is the wanted one, whole and unchanged; the reason if not.
 
     Args:
         data: what a store returned.
         wanted: the block that it should be.
-        payload_bytes: bytes of K and V of a block.
+        payload_bytes: bytes that K and V of a block may have.
 
     Returns:
         A view of `data`, or bytes of its own if the object was sealed.
@@ -177,7 +177,7 @@ def open_object(data: memoryview, wanted: Wanted, payload_bytes: int) -> memoryv
     head = read_head(data)
     if head is None:
         return ObjectFault.CUT if len(data) < HEAD_BYTES else ObjectFault.FOREIGN
-    if head.key != wanted.key or head.payload_bytes != payload_bytes:
+    if head.key != wanted.key or head.payload_bytes not in payload_bytes:
         return ObjectFault.FOREIGN
     if head.num_tokens != len(wanted.tokens) // TOKEN_BYTES:
         return ObjectFault.OTHER_TOKENS

@@ -80,7 +80,7 @@ class Tier:
     Args:
         name: `host`, `disk`, `redis`, `mooncake`, or a plug-in's.
         store: where objects go. It is closed with the tier.
-        payload_bytes: bytes of K and V of a block; an object of another size is foreign.
+        payload_bytes: bytes of K and V of a block, or all sizes that it may have; an object of another one is foreign.
         is_working: tells whether the store is used, or left alone for a while.
         ciphers: seal what is stored; None stores it in the clear.
         is_shared: whether other servers use the store as well.
@@ -93,7 +93,7 @@ class Tier:
         self,
         name: str,
         store: BlockStore,
-        payload_bytes: int,
+        payload_bytes: int | Sequence[int],
         is_working: Callable[[], bool] = lambda: True,
         ciphers: TenantCiphers | None = None,
         *,
@@ -104,7 +104,7 @@ class Tier:
         self._ciphers = ciphers
         self._is_shared = is_shared
         self._store = store
-        self._payload_bytes = payload_bytes
+        self._payload_bytes = (payload_bytes,) if isinstance(payload_bytes, int) else tuple(payload_bytes)
         self._lock = threading.Lock()
         self._loaded = self._loaded_bytes = self._failed_saves = self._evicted = 0
         self._load_s = 0.0
@@ -186,7 +186,7 @@ class Tier:
     def _open(self, loan: Loan | None, wanted: Wanted) -> LoadedBlock | Miss:
         if loan is None:
             return Absence.ABSENT
-        payload = open_object(loan.data, wanted, self._payload_bytes)
+        payload = open_object(loan.data, wanted, *self._payload_bytes)
         if isinstance(payload, ObjectFault):
             loan.release()
             return payload

@@ -40,6 +40,10 @@ def test_an_object_of_another_block_is_foreign(cipher: BlockCipher | None) -> No
     assert opened(stored(2, 0, cipher), 1, 0, cipher) is ObjectFault.FOREIGN
 
 
+def test_an_object_may_have_one_of_several_sizes() -> None:
+    assert open_object(memoryview(stored(1)), wanted(1), PAYLOAD_BYTES + 1, PAYLOAD_BYTES) == payload_of(1)
+
+
 def test_an_object_of_another_size_is_foreign() -> None:
     assert open_object(memoryview(stored(1)), wanted(1), PAYLOAD_BYTES + 1) is ObjectFault.FOREIGN
 
