@@ -123,6 +123,15 @@ class Ledger:
         self._open.add(lease)
         return lease
 
+    def touch(self, namespace: Namespace, tokens: bytes) -> None:
+        """Count what is cached of a prompt as used now, with or without its parts, so that others leave first."""
+        tree = self._trees.get(namespace)
+        node, found_bytes = (None, 0) if tree is None else tree.match(tokens)[:2]
+        if node is not None:
+            self._changes.used(node, found_bytes, self._clock())
+            self._pins.pin(node)
+            self._pins.unpin(node)
+
     def extend(self, lease: Lease, tokens: bytes) -> None:
         """Add tokens to a lease, as `Lease.extend` describes."""
         require_tokens(tokens)

@@ -93,6 +93,8 @@ class Stores:
     def offload(self, cache: PrefixCache) -> Offload:
         """Put them below a cache that `elsewhere` listens to."""
         self.elsewhere.trunk_of = cache.public.trunk_of
+        for pool in cache.parts.pools:
+            self.elsewhere.part_of = pool.part_of
         for shelf in self.elsewhere.shelves.values():
             if not shelf.is_shared:
                 shelf.parts_of = partial(_parts_of, cache)
@@ -103,9 +105,8 @@ class Stores:
             circuit = Circuit(alarms.now_s)
             store = GuardedStore(name, ThreadedStore(backend, name=name), alarms, circuit)
             ciphers = None if name in _IN_PROCESS else self.ciphers
-            payload_bytes, is_shared = self.mover.payload_bytes, self.elsewhere.shelves[name].is_shared
-            is_working = partial(_is_closed, circuit)
-            tiers.append(Tier(name, store, payload_bytes, is_working, ciphers, is_shared=is_shared))
+            is_shared, is_working = self.elsewhere.shelves[name].is_shared, partial(_is_closed, circuit)
+            tiers.append(Tier(name, store, self.mover.sizes, is_working, ciphers, is_shared=is_shared))
             if isinstance(backend, DiskStore):
                 record = DiskRecord(backend, self.keys)
         offload = Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, record)
@@ -148,12 +149,12 @@ def open_stores(
     if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others, transfer)):
         return None
     model, storage = runner.model, runner.storage
-    mover = BlockMover(storage.pool)
+    mover = BlockMover(storage.pool, storage.parts)
     block_format = BlockFormat(
         model=model.fingerprint,
         dtype=str(model.kv_shape.dtype),
         kv_dtype=storage.kv_dtype,
-        layout=payload_layout(storage.pool),
+        layout=payload_layout(storage.pool, storage.parts),
         block_size=storage.block_size,
         payload_bytes=mover.payload_bytes,
         computed_by=_computed_by(runner, mover),
@@ -169,7 +170,7 @@ def open_stores(
         return None
     shelves = [_shelf(name, backend, block_format) for name, backend in backends.items()]
     elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, storage.block_size)
-    waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_blocks * storage.block_bytes // _WAITING_SHARE)
+    waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_bytes // _WAITING_SHARE)
     layer_bytes = LayerBytes.of(storage.pool)
     return Stores(backends, keys, elsewhere, mover, waiting_bytes, ciphers, transfer, layer_bytes)
 
@@ -269,8 +270,9 @@ def _computed_by(runner: Runner, mover: BlockMover) -> str:
     num_tokens = num_blocks * storage.block_size
     tokens = (np.arange(num_tokens) * _STRIDE % runner.model.vocab_size).astype("<u4").tobytes()
     block_ids = np.arange(num_blocks, dtype=np.int32)
-    runner.run([Chunk(tokens, 0, num_tokens, block_ids, None, wants_logits=True)])
-    digest = blake2b(digest_size=16)
-    for payload in mover.read(block_ids.tolist()):
+    part_ids = None if storage.parts is None else block_ids  # there are as many parts
+    runner.run([Chunk(tokens, 0, num_tokens, block_ids, None, wants_logits=True, part_ids=part_ids)])
+    digest, ids = blake2b(digest_size=16), block_ids.tolist()
+    for payload in mover.read(ids, None if part_ids is None else ids):
         digest.update(payload)
     return f"{device.type}, torch {torch.__version__}, {digest.hexdigest()}"

@@ -78,6 +78,16 @@ def test_no_bit_depends_on_what_windowed_layers_have_given_up(model: str, dtype:
     assert counts["turns"] >= 1
 
 
+@pytest.mark.parametrize(("model", "kv_dtype"), [("mistral", "auto"), ("gemma2", "int8")])
+def test_no_bit_depends_on_what_windowed_layers_load(model: str, kv_dtype: str) -> None:
+    counts, first_difference = run_cases(
+        model, "float32", "exact", num_cases=20, seed=7, kv_dtype=kv_dtype, stores=["host", "disk"], is_divided=True
+    )
+    assert first_difference == ""
+    assert counts["host hits"] + counts["disk hits"] >= 3
+    assert counts["hits without all parts"] >= 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", WINDOWED)

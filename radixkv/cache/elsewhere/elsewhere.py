@@ -13,6 +13,7 @@ from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
 from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.elsewhere.stored_retention import StoredRetention
+from radixkv.cache.parts.part_pool import NO_PART
 from radixkv.cache.tree.node import Node, path_to
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.tokens import TOKEN_BYTES
@@ -25,11 +26,13 @@ class Departure(NamedTuple):
         block: what it is.
         block_id: where it still is.
         shelves: names of the stores that are to have it.
+        part_id: where its part still is, see `radixkv/cache/parts`; None if it has none.
     """
 
     block: KeyedBlock
     block_id: int
     shelves: Sequence[str]
+    part_id: int | None = None
 
 
 class Found(NamedTuple):
@@ -38,10 +41,12 @@ class Found(NamedTuple):
     Attributes:
         block: what it is.
         shelf: name of the fastest store that has it.
+        has_part: whether it has its part there, as far as is known.
     """
 
     block: KeyedBlock
     shelf: str
+    has_part: bool = True
 
 
 class Elsewhere(Listener):
@@ -65,6 +70,7 @@ class Elsewhere(Listener):
         shelves: see above, by name.
         key_blocks: see above.
         retention: what callers asked to keep of what is stored.
+        part_of: returns the part of a block; None if blocks have no parts, `NO_PART` if this one has none.
         trunk_of: returns the tokens of a public prefix that come before all of a namespace's own, as the cache knows
             them; None if they are not known anymore.
     """
@@ -73,6 +79,7 @@ class Elsewhere(Listener):
         self.shelves = {shelf.name: shelf for shelf in shelves}
         self.retention = StoredRetention(self.shelves)
         self._shared = [shelf.name for shelf in shelves if shelf.is_shared]
+        self.part_of: Callable[[int], int | None] = lambda block_id: None
         self.trunk_of: Callable[[Namespace], bytes | None] = lambda namespace: None if namespace.trunk else b""
         self.key_blocks = key_blocks
         self._block_bytes = block_size * TOKEN_BYTES
@@ -121,9 +128,10 @@ class Elsewhere(Listener):
         block_ids = memoryview(node.block_ids).cast("i")[start:end]
         pairs = list(zip(keyed, block_ids, strict=False))  # without a last block that is filled in part
         for block, block_id in reversed(pairs):  # the end goes first on shelves, too
-            names = [name for name in shelves if self._wants(self.shelves[name], block)]
+            part_id = self.part_of(block_id)
+            names = [name for name in shelves if self._wants(self.shelves[name], block, part_id)]
             if names:
-                self._departures.append(Departure(block, block_id, names))
+                self._departures.append(Departure(block, block_id, names, None if part_id == NO_PART else part_id))
         return [block.key for block, _ in pairs]
 
     def left(self, name: str, keys: Sequence[bytes]) -> None:
@@ -186,7 +194,7 @@ class Elsewhere(Listener):
             shelf = next((name for name, shelf in self.shelves.items() if shelf.holds(block.key)), None)
             if shelf is None:
                 break
-            found.append(Found(block, shelf))
+            found.append(Found(block, shelf, block.key not in self.shelves[shelf].partless))
         return found
 
     def unknown(self, namespace: Namespace, tokens: bytes, num_cached_blocks: int) -> list[KeyedBlock]:
@@ -220,6 +228,11 @@ class Elsewhere(Listener):
         for key in keys:
             self.shelves[name].note_stored(key)
 
+    def came_without_parts(self, name: str, keys: Sequence[bytes]) -> None:
+        """Note that a store has these blocks without their parts, so that they are written once more with them."""
+        shelf = self.shelves[name]
+        shelf.partless.update(key for key in keys if key in shelf)
+
     def lost(self, name: str, keys: Sequence[bytes]) -> None:
         """Note that a store does not have these blocks."""
         for key in keys:
@@ -243,18 +256,27 @@ class Elsewhere(Listener):
             for name, shelf in self.shelves.items()
         }
 
-    def _wants(self, shelf: Shelf, block: KeyedBlock) -> bool:
+    def _wants(self, shelf: Shelf, block: KeyedBlock, part_id: int | None) -> bool:
+        """Whether a store is to be given a block, which may be there without the part that it has now."""
         priority = self.retention.priority_of(block.key)
+        has_part = part_id is not None and part_id != NO_PART
         if block.key in shelf:
             shelf.note_left(block.key, priority)
+            if has_part and block.key in shelf.partless:
+                shelf.expect(block.key)
+                return True
             return False
         if not shelf.has_room_for(block.namespace.tenant, priority):
             return False
         victim, given_up = shelf.add(block.key, block.namespace, priority), self._given_up[shelf.name]
         if victim is not None:
             given_up[victim] = None
+        if part_id == NO_PART:
+            shelf.partless.add(block.key)
         if block.key not in given_up:
             return True
-        del given_up[block.key]  # the store was not told, and still has it
+        del given_up[block.key]  # the store was not told, and still has it, perhaps without its part
+        if has_part:
+            return True
         shelf.note_stored(block.key)
         return False

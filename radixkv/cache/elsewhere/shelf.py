@@ -52,6 +52,7 @@ class Shelf:
         parts_of: returns the parts of a tenant. Always the same for a tenant.
         retained_part: part of the room that may have a priority above the default.
         is_shared: whether other servers use the store as well; see `SharedShelf`.
+        partless: keys of blocks here that are known to lack their parts; see `radixkv/cache/parts`.
     """
 
     is_shared = False
@@ -61,6 +62,7 @@ class Shelf:
         self.num_blocks = num_blocks
         self.owned = OwnedKeys()
         self.retained = OwnedKeys()
+        self.partless: set[bytes] = set()
         self.parts_of: Callable[[str], Parts] = lambda tenant: Parts()
         self.retained_part = 1.0
         self._order = LeavingOrder()  # of tenants without a floor
@@ -123,6 +125,11 @@ class Shelf:
         self._expected.add(key)
         return None if victim is None else victim.key
 
+    def expect(self, key: bytes) -> None:
+        """Note that a block that is here is written once more, with its part."""
+        self.partless.discard(key)
+        self._expected.add(key)
+
     def note_stored(self, key: bytes) -> None:
         """Note that the store has a block."""
         self._expected.discard(key)
@@ -171,6 +178,7 @@ class Shelf:
         for order in self._orders_of(tenant):
             order.remove(key)
         self._expected.discard(key)
+        self.partless.discard(key)
         self.owned.remove(key)
         if tenant not in self.owned.num_by_tenant:
             self._floored.pop(tenant, None)

@@ -9,7 +9,7 @@ import numpy as np
 
 from radixkv.blocks import BlockIds
 from radixkv.cache.parts.part_holder import PartHolder
-from radixkv.cache.parts.part_pool import PartPool
+from radixkv.cache.parts.part_pool import NO_PART, PartPool
 from radixkv.cache.states.state_slots import StateSlots
 
 
@@ -28,6 +28,11 @@ class PartGroups:
         self.pools = tuple(pools)
         self.states = states
         self._all: tuple[PartPool | StateSlots, ...] = self.pools if states is None else (*self.pools, states)
+
+    @property
+    def num_reached_blocks(self) -> int:
+        """Blocks before a token of which some may be within reach."""
+        return max((-(-pool.reach.num_tokens // pool.block_size) + 1 for pool in self.pools), default=0)
 
     def longest(self, packed: bytes, num_tokens: int) -> int:
         """Find how much of a cached prompt can be reused.
@@ -48,6 +53,26 @@ class PartGroups:
             for pool in self._all:
                 num_tokens = pool.longest(block_ids, num_tokens)
         return num_tokens
+
+    def num_usable(self, block_ids: BlockIds, have_part: Sequence[bool], *, keeps_all: bool = False) -> int:
+        """Count the blocks, of those that could be loaded, from whose end a request can go on.
+
+        Args:
+            block_ids: int32, the blocks before them.
+            have_part: whether each of them has its part.
+            keeps_all: whether everything is within the request's reach.
+        """
+        num_blocks, before = block_ids.size + len(have_part), -1
+        while before != num_blocks:
+            before = num_blocks
+            for pool in self.pools:
+                has_part = np.append(pool.table[block_ids] != NO_PART, np.array(have_part, dtype=np.bool_))[:num_blocks]
+                if keeps_all:
+                    num_blocks = num_blocks if has_part.all() else int(has_part.argmin())
+                else:
+                    num_blocks = pool.reach.longest(has_part, num_blocks * pool.block_size, pool.block_size)
+                    num_blocks //= pool.block_size
+        return max(0, num_blocks - block_ids.size)
 
     def open(
         self, block_ids: BlockIds, cached_tokens: int, num_tokens: int, *, keeps_all: bool = False

@@ -58,6 +58,10 @@ class PartHolder:
         """Ids of the blocks whose parts are needed."""
         return list(self._needed)
 
+    def part_of(self, block_id: int) -> int:
+        """Return the part of a block that is needed."""
+        return self._pool.part_of(block_id)
+
     def find(self, block_ids: BlockIds, cached_tokens: int) -> None:
         """Keep what is needed to go on after the cached tokens.
 
@@ -93,6 +97,25 @@ class PartHolder:
         part_ids[first:] = table[block_ids[first:last]]
         part_copy = None if copy is None else BlockCopy(int(table[copy.source]), int(table[copy.target]))
         return Cover(part_ids, part_copy)
+
+    def receive(self, block_ids: BlockIds, num_blocks: int) -> list[int]:
+        """Keep what is needed to go on after blocks that are loaded, and give parts to those that have none.
+
+        Args:
+            block_ids: int32, the blocks of the prompt.
+            num_blocks: those of them that are computed or loaded, as `PartGroups.num_usable` says.
+
+        Returns:
+            Which blocks of the prompt got a part, that the caller has to fill.
+        """
+        first = self._first_block(num_blocks * self._pool.block_size)
+        wanted = dict(zip(block_ids[first:num_blocks].tolist(), range(first, num_blocks), strict=True))
+        lacking = {block_id: at for block_id, at in wanted.items() if self._pool.table[block_id] == NO_PART}
+        self._move({block_id: at for block_id, at in wanted.items() if block_id not in lacking}, num_blocks)
+        self._pool.need(lacking)  # last, so that none of the others goes for them
+        self._needed.update(lacking)
+        self._num_found_blocks = num_blocks
+        return list(lacking.values())
 
     def settle(self, upto: int, copy: BlockCopy | None = None) -> None:
         """Keep only what is needed to go on after the computed tokens, or to compute the last of them again.

@@ -137,6 +137,10 @@ class PartPool:
         own = block_ids[: -(-num_tokens // self.block_size)]
         return self.reach.longest(self.table[own] != NO_PART, num_tokens, self.block_size)
 
+    def part_of(self, block_id: int) -> int:
+        """Return the part of a block; `NO_PART` if it has none."""
+        return int(self.table[block_id])
+
     def need(self, block_ids: Iterable[int]) -> None:
         """Note that one more request needs the parts of blocks; give parts to those that have none.
 

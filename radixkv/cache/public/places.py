@@ -120,6 +120,11 @@ class Places:
         found_bytes = self._trees.find(namespace, tokens)[1]
         return min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
 
+    def found_blocks(self, namespace: Namespace, tokens: bytes) -> BlockIds:
+        """Return the whole blocks that the tree of a namespace has of a prompt, with or without their parts."""
+        num_blocks = self.found_tokens(namespace, tokens) // self._block_size
+        return np.frombuffer(self._trees.find(namespace, tokens)[3], np.int32, num_blocks)
+
     def explain(
         self, lost: LostPrefixes, key: PromptKey, cached_tokens: int, former: Sequence[PromptKey]
     ) -> MissReason:

@@ -9,11 +9,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
+from radixkv.blocks import BlockIds
 from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found
 from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.offload.load import Load, LoadedBlocks
+from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.scheduling.request import Request
 from radixkv.storage.mover import BlockMover
@@ -88,7 +90,7 @@ class Loader:
 
         Complexity: a hash of the tokens up to the first block that is nowhere.
         """
-        run = self._elsewhere.find(request.namespace, request.tokens, first_block)
+        first_block, run = self.find(request.namespace, request.tokens, first_block)
         request.stored_upto = (first_block + len(run)) * self._cache.block_size
         load = self._loads.get(run[0].block.key) if run else None
         if load is None:
@@ -97,14 +99,38 @@ class Loader:
             if not choice.num_blocks:
                 self._choice.doubt({each.shelf for each in run})
             run = run[: min(choice.num_blocks, self._num_free_blocks)]
+            run = self._usable(request.namespace, request.tokens, first_block, run)
             if not run:
                 return False
             load = self._start(run)
+        if self._cache.parts.pools:
+            self._cache.leases.touch(request.namespace, request.tokens)
         load.requests.add(request)
         self._wishes[request] = _Wish(load, first_block, run)
         if not load.is_ended:
             self._waiting.add(request)
         return not load.is_ended
+
+    def find(self, namespace: Namespace, tokens: bytes, first_block: int) -> tuple[int, Sequence[Found]]:
+        """Find the stored blocks that follow those on the device, and from whose end a request could go on.
+
+        Args:
+            namespace, tokens: of the prompt, as the cache knows it.
+            first_block: whole blocks of it that are on the device.
+
+        Returns:
+            The place of the first one, and the blocks. It comes before `first_block` where the device has no parts of
+            the last blocks there.
+        """
+        elsewhere, cache = self._elsewhere, self._cache
+        run = self._usable(namespace, tokens, first_block, elsewhere.find(namespace, tokens, first_block))
+        if run or not cache.parts.pools:
+            return first_block, run
+        num_usable_blocks = cache.match(namespace, tokens).cached_tokens // cache.block_size
+        earlier = max(num_usable_blocks, first_block - cache.parts.num_reached_blocks)
+        if earlier >= first_block:
+            return first_block, run
+        return earlier, self._usable(namespace, tokens, earlier, elsewhere.find(namespace, tokens, earlier))
 
     def take(self, request: Request, fetched: Fetched) -> None:
         """Let a request have blocks that came with it."""
@@ -126,6 +152,9 @@ class Loader:
             num_blocks = len(load.keys_of(store))
             self._choice.note_end(store, num_blocks, ended_s - load.started_s if blocks.is_timed else None)
             self._elsewhere.lost(store, blocks.lost)
+            partless = [key for key, each in blocks.blocks.items() if not self._mover.has_part(each.payload)]
+            if partless and store in self._tiers:
+                self._elsewhere.came_without_parts(store, partless)
             if load.is_ended:
                 ready += load.requests & self._waiting
                 self._drop_if_unused(load)
@@ -144,22 +173,26 @@ class Loader:
         wish = self._wishes.get(request)
         if wish is None:
             return start
-        first = start // size
+        before = self._blocks_before(request, lease, wish.first_block)
+        first = before.size
         found = wish.run[first - wish.first_block :] if first >= wish.first_block else ()
         found = found[: wish.load.num_there(found)]
+        payloads = [wish.load.blocks[each.block.key].payload for each in found]
+        have_parts = [self._mover.has_part(payload) for payload in payloads]
+        found = found[: self._num_usable(request.namespace, before, have_parts)]
         upto = (first + len(found)) * size
         if found:
-            payloads = [wish.load.blocks[each.block.key].payload for each in found]
-            self._mover.write(lease.block_ids[first : first + len(found)].tolist(), payloads)
+            self._mover.write(lease.block_ids[first : first + len(found)].tolist(), payloads[: len(found)])
             lease.copy = None
             num_loaded = Counter(each.shelf for each in found)
             num_tokens = {store: num_blocks * size for store, num_blocks in num_loaded.items()}
-            num_tokens[found[0].shelf] -= start - first * size
+            num_tokens[found[0].shelf] -= max(0, start - first * size)
             if not request.has_computed:
                 request.loaded_tokens = num_tokens
-            if request.params.write_cache and not request.is_revoked:
+            if _publishes(request):
                 lease.commit(upto)
                 self._elsewhere.loaded([each.block.key for each in found])
+            self._fill_parts(lease, first, payloads[: len(found)])
         self.leave(request)
         return max(start, upto)
 
@@ -182,6 +215,38 @@ class Loader:
         """Give everything back."""
         for request in list(self._wishes):
             self.leave(request)
+
+    def _usable(self, namespace: Namespace, tokens: bytes, first_block: int, run: Sequence[Found]) -> Sequence[Found]:
+        """Return the longest beginning of a run of stored blocks from whose end a request could go on."""
+        if not run or not self._cache.parts.pools:
+            return run
+        block_ids = self._cache.places.found_blocks(namespace, tokens)[:first_block]
+        if block_ids.size < first_block:  # they are below a public prefix, whose parts stay
+            return run
+        return run[: self._num_usable(namespace, block_ids, [each.has_part for each in run])]
+
+    def _blocks_before(self, request: Request, lease: PromptLease, first_block: int) -> BlockIds:
+        """Return the blocks on the device before those that were loaded.
+
+        A lease does not have those from whose end nobody could go on, since they lack their parts. It gets them when it
+        publishes what was loaded after them, as any block that a tree had first.
+        """
+        own = lease.block_ids[: lease.cached_tokens // self._cache.block_size]
+        if own.size >= first_block or not _publishes(request) or lease.own is not lease:
+            return own
+        known = self._cache.places.found_blocks(request.namespace, request.tokens)[:first_block]
+        return known if known.size == first_block else own  # what was there has left meanwhile
+
+    def _num_usable(self, namespace: Namespace, block_ids: BlockIds, have_part: Sequence[bool]) -> int:
+        keeps_all = namespace.tenant == PUBLIC_TENANT
+        return self._cache.parts.num_usable(block_ids, have_part, keeps_all=keeps_all)
+
+    def _fill_parts(self, lease: PromptLease, first: int, payloads: Sequence[memoryview]) -> None:
+        """Copy the parts that a lease needs of the blocks from `first` on."""
+        for holder in lease.own.parts:
+            given = holder.receive(lease.block_ids, first + len(payloads))
+            part_ids = [holder.part_of(int(lease.block_ids[at])) for at in given]
+            self._mover.write_parts(part_ids, [payloads[at - first] for at in given])
 
     def _start(self, run: Sequence[Found]) -> Load:
         load = Load(run, self._clock())
@@ -212,3 +277,7 @@ class Loader:
             load.release()
         else:
             load.cancel()
+
+
+def _publishes(request: Request) -> bool:
+    return request.params.write_cache and not request.is_revoked

@@ -113,7 +113,7 @@ class Offload:
             return False
         if self.elsewhere.is_empty:
             return False
-        first_block = self._num_cached_blocks(request)
+        first_block = self._num_cached_blocks(request.namespace, request.tokens)
         return self._lookups.begin(request, first_block) or self._loader.begin(request, first_block)
 
     def begin_again(self, request: Request) -> bool:
@@ -134,10 +134,8 @@ class Offload:
     def stored_tokens(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> int:
         """Count the tokens after the cached ones that stores are known to have."""
         self._take_found()
-        size = self._cache.block_size
-        first_block = cached_tokens // size
-        found = self.elsewhere.find(namespace, tokens, first_block)
-        return max(0, (first_block + len(found)) * size - cached_tokens)
+        first_block, found = self._loader.find(namespace, tokens, self._num_cached_blocks(namespace, tokens))
+        return max(0, (first_block + len(found)) * self._cache.block_size - cached_tokens) if found else 0
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, on_device: Grant) -> Grant:
         """Give what is stored of a prompt a priority, whatever it was before; shared stores know none.
@@ -235,10 +233,15 @@ class Offload:
             tier.close()
 
     def _load(self, request: Request) -> bool:
-        return self._loader.begin(request, self._num_cached_blocks(request))
+        return self._loader.begin(request, self._num_cached_blocks(request.namespace, request.tokens))
 
-    def _num_cached_blocks(self, request: Request) -> int:
-        return self._cache.match(request.namespace, request.tokens).cached_tokens // self._cache.block_size
+    def _num_cached_blocks(self, namespace: Namespace, tokens: bytes) -> int:
+        """Count whole blocks on the device, with or without parts: what is loaded after them may have its own."""
+        cache = self._cache
+        num_tokens = cache.match(namespace, tokens).cached_tokens
+        if cache.parts.pools:
+            num_tokens = max(num_tokens, cache.places.found_tokens(namespace, tokens))
+        return num_tokens // cache.block_size
 
     def _take_found(self) -> None:
         if self._earlier is not None:

@@ -84,7 +84,8 @@ class Saver:
         self._note_ended()
         departures, given_up = self._elsewhere.take_departures()
         departures = self._within_bound(departures)
-        payloads = self._mover.read([each.block_id for each in departures]) if departures else []
+        ids = [each.block_id for each in departures], [each.part_id for each in departures]
+        payloads = self._mover.read(*ids) if departures else []
         return Copies(list(zip(departures, payloads, strict=True)), given_up)
 
     def save(self, copies: Copies) -> None:
@@ -158,7 +159,8 @@ class Saver:
 
 
 def _object(departure: Departure, payload: memoryview, tier: Tier) -> BlockObject:
-    block, generation = departure.block, 0
+    block = departure.block
+    generation = int(departure.part_id is not None)  # a later one takes the place of one without its part
     return BlockObject(
         block.key, block.parent, generation, block.tokens, payload, tier.cipher_of(block.namespace.tenant)
     )

@@ -11,6 +11,7 @@ from radixkv.api.retention import Retention
 from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.cache.elsewhere.shelf import Parts, Shelf
+from radixkv.cache.parts.part_pool import NO_PART
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from tests.fake_runner import tokens
@@ -278,3 +279,55 @@ def test_keys_tell_what_can_be_stored_and_can_be_put_last() -> None:
     assert list(shelf) == [left, *reversed(keys)]
     cached.elsewhere.left("host", [left, b"not there"])
     assert list(shelf) == [*reversed(keys), left]
+
+
+def leave_with(cached: Cached, *parts: int) -> list[tuple[int | None, bytes]]:
+    """Let a prompt of two blocks leave whose parts these are. Returns what departs: its part, its tokens."""
+    cached.put(range(8))
+    block_ids = cached.cache.match(ACME, tokens(range(9))).block_ids.tolist()
+    cached.elsewhere.part_of = dict(zip(block_ids, parts, strict=True)).get
+    cached.cache.evict(2)
+    departures, _ = cached.elsewhere.take_departures()
+    return [(each.part_id, each.block.tokens) for each in departures]
+
+
+def test_a_block_leaves_with_its_part_or_without() -> None:
+    cached = Cached()
+    assert leave_with(cached, 7, NO_PART) == [(None, tokens(range(4, 8))), (7, tokens(range(4)))]
+    assert [each.has_part for each in cached.find(range(9))] == [True, False]
+
+
+def test_a_block_that_is_stored_without_its_part_is_stored_once_more_with_it() -> None:
+    cached = Cached()
+    leave_with(cached, NO_PART, NO_PART)
+    cached.find(range(9))
+    assert leave_with(cached, NO_PART, 3) == [(3, tokens(range(4, 8)))]
+    assert len(cached.elsewhere.find(ACME, tokens(range(9)), 0)) == 1, "the second is on its way"
+    assert [each.has_part for each in cached.find(range(9))] == [False, True]
+    assert leave_with(cached, NO_PART, 3) == []
+
+
+def test_a_block_that_came_without_its_part_is_known_to_lack_it() -> None:
+    cached = Cached()
+    leave_with(cached, 1, 2)
+    _, second = cached.find(range(9))
+    cached.elsewhere.came_without_parts("host", [second.block.key, b"gone"])
+    assert [each.has_part for each in cached.find(range(9))] == [True, False]
+    cached.elsewhere.lost("host", [second.block.key])
+    assert cached.elsewhere.shelves["host"].partless == set()
+
+
+def test_what_is_given_up_and_comes_back_is_written_once_more_if_it_has_a_part_now() -> None:
+    cached = Cached(Shelf("host", 1))
+    cached.put(range(4))
+    cached.elsewhere.part_of = lambda block_id: NO_PART
+    cached.cache.evict(1)
+    cached.elsewhere.take_departures()
+    cached.put(range(10, 14))
+    cached.cache.evict(1)
+    cached.put(range(4))
+    cached.elsewhere.part_of = lambda block_id: 5
+    cached.cache.evict(1)
+    departures, given_up = cached.elsewhere.take_departures()
+    assert [(each.part_id, each.block.tokens) for each in departures][-1] == (5, tokens(range(4)))
+    assert departures[-1].block.key not in given_up["host"]

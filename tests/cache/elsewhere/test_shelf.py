@@ -272,3 +272,15 @@ def test_in_a_walk_nothing_goes_but_what_may(seed: int) -> None:
         require_bounds(shelf)
     assert num_given_up
     assert num_refused
+
+
+def test_a_block_that_is_written_once_more_can_not_be_loaded_meanwhile() -> None:
+    shelf = shelf_of(b"a")
+    shelf.note_stored(b"a")
+    shelf.partless.add(b"a")
+    shelf.expect(b"a")
+    assert not shelf.holds(b"a")
+    assert b"a" in shelf
+    shelf.note_stored(b"a")
+    assert shelf.holds(b"a")
+    assert shelf.partless == set()

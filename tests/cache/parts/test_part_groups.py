@@ -221,3 +221,44 @@ def test_every_token_within_reach_is_what_was_computed(groups: PartGroups) -> No
             holder.close()
     groups.check([], np.array(walk.free, dtype=np.int32))
     assert all(pool.num_needed == pool.num_reserved == 0 for pool in groups.pools)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "num_usable"),
+    [
+        ([], 0),
+        ([True], 1),
+        ([False], 0),
+        ([False, True, True, False], 3),
+        ([True, False, False], 1),
+        ([False, False, True], 0),
+    ],
+)
+def test_loaded_blocks_are_usable_up_to_one_that_has_all_within_reach(loaded: list[bool], num_usable: int) -> None:
+    groups = groups_of(Reach(8), num_parts=12)  # two blocks
+    groups.pools[0].need([1])
+    assert groups.num_usable(np.arange(2, dtype=np.int32), loaded) == num_usable
+
+
+def test_loaded_blocks_are_usable_as_far_as_every_group_has_what_it_needs() -> None:
+    groups = groups_of(Reach(4), Reach(12), num_parts=12)
+    blocks = np.arange(1, dtype=np.int32)
+    assert groups.num_usable(blocks, [True, True, True]) == 3
+    assert groups.num_usable(blocks, [True, True]) == 0, "the second group has no part of the first block"
+    groups.pools[1].need([0])
+    assert groups.num_usable(blocks, [True, True]) == 2
+    assert groups.num_reached_blocks == 4
+
+
+def test_who_keeps_all_can_use_no_block_after_one_without_its_part() -> None:
+    groups = groups_of(Reach(1), num_parts=12)
+    blocks = np.arange(1, dtype=np.int32)
+    assert groups.num_usable(blocks, [True], keeps_all=True) == 0
+    groups.pools[0].need([0])
+    assert groups.num_usable(blocks, [True, False, True], keeps_all=True) == 1
+    assert groups.num_usable(blocks, [True, True], keeps_all=True) == 2
+
+
+def test_without_groups_all_loaded_blocks_are_usable() -> None:
+    assert PartGroups().num_usable(np.arange(2, dtype=np.int32), [False, False]) == 2
+    assert PartGroups().num_reached_blocks == 0

@@ -119,3 +119,34 @@ def test_closing_gives_back_what_was_reserved_once() -> None:
     holder.close()
     holder.close()
     assert (pool.num_reserved, pool.num_needed, pool.num_waiting) == (0, 0, 2)
+
+
+def received(pool: PartPool) -> tuple[PartHolder, list[int]]:
+    """A request that has three blocks of a tree, two of which have their parts, and three more that are loaded."""
+    other = PartHolder(pool, 0)
+    other.cover(BLOCKS, 0, 6)
+    other.close()
+    pool.freed(BLOCKS[:1])
+    holder = PartHolder(pool, 0)
+    return holder, holder.receive(BLOCKS, 6)
+
+
+def test_loaded_blocks_get_parts_where_the_next_token_reaches() -> None:
+    pool = pool_of()
+    holder, given = received(pool)
+    assert given == [4, 5]
+    assert sorted(holder.needed) == [14, 15]
+    assert holder.part_of(14) == pool.table[14]
+    holder.settle(12)
+    assert holder.cover(BLOCKS, 12, 14).part_ids.tolist() == [0, 0, 0, 0, *pool.table[[14, 15, 16]]]
+
+
+def test_parts_that_are_there_do_not_go_for_loaded_ones() -> None:
+    pool = pool_of(num_parts=7)
+    pool.need([14, 15, 25, 26, 27, 28, 29])
+    pool.let_go([14, 15, 25, 26, 27, 28, 29], are_ends=True)
+    before = pool.table[[14, 15]].tolist()
+    holder = PartHolder(pool, 0, keeps_all=True)
+    assert holder.receive(BLOCKS, 6) == [0, 1, 2, 3]
+    assert pool.table[[14, 15]].tolist() == before, "they were used longest ago"
+    assert with_part(pool) == [10, 11, 12, 13, 14, 15, 29]

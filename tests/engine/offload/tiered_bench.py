@@ -39,7 +39,10 @@ class FakeMover:
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner
 
-    def read(self, block_ids: Sequence[int]) -> list[memoryview]:
+    def has_part(self, payload: memoryview) -> bool:
+        return True
+
+    def read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None = None) -> list[memoryview]:
         slots = [
             [each and (each[0], each[1].hex()) for each in self._runner.content[block_id]] for block_id in block_ids
         ]

@@ -211,7 +211,7 @@ class Cases:
         self.runner = make_runner(self.model, storage, kernels, recorder, num_state_slots)
         if self.runner.states is not None:
             self.runner.states.states[:num_state_slots] = float("nan")
-        tiers = (places or Places({})).config(HOST_BLOCKS, 4 * NUM_BLOCKS, storage.block_bytes)
+        tiers = (places or Places({})).config(HOST_BLOCKS, 4 * NUM_BLOCKS, storage.block_bytes + storage.part_bytes)
         stores = open_stores(tiers, self.runner, InvocationMarks())
         storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
         if storage.parts is not None:
