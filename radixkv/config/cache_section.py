@@ -25,11 +25,12 @@ class CacheConfig:
 
     Attributes:
         block_size: tokens of a block; 16, 32 or 64.
-        capacity_tokens: tokens that the pool holds; rounded down to whole blocks. Without it, a GPU's pool is as large
-            as `memory_share` allows, and on a CPU it holds 131,072.
+        capacity_tokens: tokens that the pool holds; rounded down to whole blocks. Where windowed layers hold fewer, the
+            pool takes the same memory, and the other layers hold more. Without it, a GPU's pool is as large as
+            `memory_share` allows, and on a CPU it holds 131,072.
         windowed_tokens: tokens that layers with a sliding window hold in a pool of their own; rounded down to whole
             blocks. 0 lets them hold every token, as other layers do. Without it the window decides, and they hold every
-            token where something else needs that.
+            token where something else needs that, or a window of 2,048 tokens and more leaves nothing to gain.
         memory_share: part of a GPU's memory that weights, steps, pool and other programs may use together, 0 to 1.
         kv_dtype: format of stored K and V: `auto`, `bf16`, `fp8`, `int8` or `int4`. `auto` is the model's own dtype;
             fp8, int8 and int4 have a scale for each token and head.

@@ -72,9 +72,9 @@ def build_engine(config: Config, observers: Iterable[Observer] = (), events_key:
     limits = config.engine.on(model.device.type)
     recorder = GraphRecorder(model, kernels, limits)
     num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
-    _require_floors(quotas, num_blocks)
     states = make_state_slots(model, kv_shape, num_blocks, config, limits)
-    groups, num_parts = divide_layers(config, limits, model, num_blocks)
+    groups, num_blocks, num_parts = divide_layers(config, limits, model, num_blocks)
+    _require_floors(quotas, num_blocks)
     storage = KVStorage(
         num_blocks,
         config.cache.block_size,
@@ -94,12 +94,14 @@ def build_engine(config: Config, observers: Iterable[Observer] = (), events_key:
     )
     if groups is not None:
         _log.info(
-            "%d of %d layers have windows of up to %d tokens, and hold %d tokens: %.1f MB of that",
+            "%d of %d layers have windows of up to %d tokens, and hold %d tokens, the others %d: %.1f and %.1f MB of that",
             groups.num_windowed,
             len(groups.places),
             groups.window,
             num_parts * storage.block_size,
+            num_blocks * storage.block_size,
             num_parts * storage.part_bytes / 1e6,
+            num_blocks * storage.block_bytes / 1e6,
         )
     available = available_bytes() if model.device.type == "cpu" else None
     if available is not None and available < storage.num_bytes:

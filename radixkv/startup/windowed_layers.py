@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 from radixkv.cache.parts.part_groups import PartGroups
 from radixkv.cache.parts.part_pool import PartPool, least_parts
 from radixkv.cache.parts.reach import Reach
 from radixkv.cache.states.state_slots import StateSlots
-from radixkv.config import Config, EngineConfig
+from radixkv.config import MAX_BLOCKS, Config, EngineConfig
 from radixkv.errors import ConfigError
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
-from radixkv.storage.kv_layout import windowed_share
+from radixkv.storage.kv_layout import LayerShares, layer_shares
 from radixkv.storage.layer_groups import LayerGroups
 
 _log = logging.getLogger(__name__)
 
 
-def divide_layers(
-    config: Config, limits: EngineConfig, model: Model, num_blocks: int
-) -> tuple[LayerGroups | None, int]:
+class Division(NamedTuple):
+    """The pools of a model's layers.
+
+    Attributes:
+        groups: the layers of both pools; None for one pool.
+        num_blocks: blocks that trees and leases share.
+        num_parts: blocks of the windowed layers' pool; 0 for one pool.
+    """
+
+    groups: LayerGroups | None
+    num_blocks: int
+    num_parts: int
+
+
+def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks: int) -> Division:
     """Choose the pools of a model's layers. Logs what windowed layers hold, and why they hold everything if they do.
+
+    What windowed layers save holds more blocks of the others, so both pools take the memory of one.
 
     Args:
         config: the configuration.
         limits: its engine's, on the model's device.
         model: the weights.
-        num_blocks: blocks that trees and leases share.
-
-    Returns:
-        The layers of both pools, and the blocks of the windowed layers' pool; None and 0 for one pool.
+        num_blocks: blocks that one pool of all layers would have.
 
     Raises:
         ConfigError: `cache.windowed_tokens` asks for what can't be.
@@ -38,26 +50,44 @@ def divide_layers(
     wanted = config.cache.windowed_tokens
     groups = LayerGroups.of(model.windows, model.max_tokens)
     if wanted == 0 or (wanted is None and not groups.num_windowed):
-        return None, 0
+        return Division(None, num_blocks, 0)
     if reason := _reason_against(config, model, groups):
         if wanted is not None:
             raise ConfigError(f"cache.windowed_tokens: expected none, or 0, for {reason}, got {wanted}")
         _log.info("windowed layers hold every token, because of %s", reason)
-        return None, 0
-    size = config.cache.block_size
+        return Division(None, num_blocks, 0)
+    num_parts = _num_parts(config, limits, groups, num_blocks)
+    num_more_blocks = _num_blocks(groups, num_blocks, num_parts)
+    if num_parts > num_blocks or num_parts >= num_more_blocks:
+        _log.info("windowed layers hold every token: %d blocks of theirs would be no fewer than all", num_parts)
+        return Division(None, num_blocks, 0)
+    return Division(groups, num_more_blocks, num_parts)
+
+
+def _num_parts(config: Config, limits: EngineConfig, groups: LayerGroups, num_blocks: int) -> int:
+    """Return the blocks of the windowed layers' pool."""
+    size, wanted = config.cache.block_size, config.cache.windowed_tokens
     least = least_parts(Reach.of_window(groups.window), size, limits.step_tokens)
-    num_parts = int(num_blocks * windowed_share(groups.window)) if wanted is None else wanted // size
     if wanted is None:
-        num_parts = max(num_parts, 2 * least)  # so that more than one request runs
-    elif num_parts < least:
+        return max(int(_shares(groups).windowed * num_blocks), 2 * least)  # so that more than one request runs
+    if wanted // size < least:
         raise ConfigError(
             f"cache.windowed_tokens: expected at least {least * size}, for a window of {groups.window} tokens and "
             f"steps of {limits.step_tokens}, got {wanted}"
         )
-    if num_parts >= num_blocks:
-        _log.info("windowed layers hold every token: %d blocks of theirs would be no fewer than all", num_parts)
-        return None, 0
-    return groups, num_parts
+    return wanted // size
+
+
+def _num_blocks(groups: LayerGroups, num_blocks: int, num_parts: int) -> int:
+    """Return the blocks that fit beside parts into the memory of `num_blocks` of all layers."""
+    if not groups.num_whole:
+        return min(int(_shares(groups).other * num_blocks), MAX_BLOCKS)
+    num_free = num_blocks * len(groups.places) - num_parts * groups.num_windowed  # blocks of one layer
+    return min(max(0, num_free // groups.num_whole), MAX_BLOCKS)
+
+
+def _shares(groups: LayerGroups) -> LayerShares:
+    return layer_shares(groups.window, groups.num_windowed, groups.num_whole)
 
 
 def part_groups(storage: KVStorage, step_tokens: int, states: StateSlots | None = None) -> PartGroups:
@@ -77,13 +107,10 @@ def part_groups(storage: KVStorage, step_tokens: int, states: StateSlots | None 
 
 def _reason_against(config: Config, model: Model, groups: LayerGroups) -> str:
     """Return what needs all layers in one pool; empty if nothing does."""
-    tiers = config.tiers
-    has_tiers = any((tiers.host_bytes, tiers.disk_path, tiers.redis_url, tiers.mooncake_master, config.stores))
     reasons = {
         "a model without a sliding window that hides anything": not groups.num_windowed,
         f"a model on {model.device.type}, whose kernels take one table of blocks": model.device.type != "cpu",
         "a model with layers that keep states": model.state_shape is not None,
-        "tiers, which save whole blocks": has_tiers,
         "transfers of K/V, which send whole blocks": config.transfer.sends or bool(config.kv_sources),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from radixkv.errors import ConfigError
 
@@ -11,7 +12,7 @@ _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int
 _SCALE_BYTES = 4  # float32
 
 _USUAL_PROMPT_TOKENS = 2048
-_LEAST_WINDOWED_SHARE, _MOST_WINDOWED_SHARE = 1 / 8, 1 / 2
+_LEAST_WINDOWED_SHARE = 1 / 8
 
 # Names of the formats of weights in a config.json, and ours.
 FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -147,19 +148,41 @@ class LatentKV:
 KVLayout = HeadKV | LatentKV
 
 
-def windowed_share(window: int) -> float:
-    """Return the part of a pool that layers with a sliding window get where nobody chose a number.
+class LayerShares(NamedTuple):
+    """Tokens that layers hold, for each token that one pool of all layers would hold in the same memory.
 
-    A cached prompt of 2,048 tokens has all that it needs: its window. No layer gets less than an eighth, so that
-    shorter prompts fit too, nor more than half, so that long ones save something.
+    Attributes:
+        windowed: layers with a sliding window.
+        other: layers that hold every token.
+    """
 
-    >>> windowed_share(512)
-    0.25
+    windowed: float
+    other: float
+
+
+def layer_shares(window: int, num_windowed: int, num_other: int) -> LayerShares:
+    """Return what layers hold where nobody chose.
+
+    A cached prompt of 2,048 tokens has all that it needs: its window. Windowed layers get no less than an eighth of the
+    others, so that shorter prompts fit too. Nothing is saved with a window as long as that, except if all layers have
+    one: then blocks take no memory of their own, and there are as many as prompts of eight windows need.
+
+    >>> layer_shares(512, num_windowed=1, num_other=1)
+    LayerShares(windowed=0.4, other=1.6)
+    >>> layer_shares(4096, num_windowed=1, num_other=1)
+    LayerShares(windowed=1.0, other=1.0)
+    >>> layer_shares(4096, num_windowed=32, num_other=0)
+    LayerShares(windowed=1.0, other=8.0)
 
     Args:
         window: tokens that a query sees, its own included.
+        num_windowed, num_other: layers.
     """
-    return min(max(window / _USUAL_PROMPT_TOKENS, _LEAST_WINDOWED_SHARE), _MOST_WINDOWED_SHARE)
+    if not num_other:
+        return LayerShares(1.0, 1 / _LEAST_WINDOWED_SHARE)
+    share = min(max(window / _USUAL_PROMPT_TOKENS, _LEAST_WINDOWED_SHARE), 1.0)
+    other = (num_windowed + num_other) / (num_other + share * num_windowed)
+    return LayerShares(share * other, other)
 
 
 def attention_kinds(

@@ -20,6 +20,7 @@ from radixkv.engine.engine import Engine
 from radixkv.errors import ConfigError, Draining, OutOfBlocks
 from radixkv.startup.build_engine import build_engine
 from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
+from tests.model.exact.exact_cases import MODELS
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +51,36 @@ def test_windowed_layers_get_what_their_window_needs(gemma2: Path, caplog: pytes
     with caplog.at_level(logging.INFO, logger="radixkv"):
         engine = build_engine(config(gemma2))
     storage = engine._core._runner.storage
-    assert (storage.num_blocks, storage.num_parts) == (128, 18)
-    assert "2 of 3 layers have windows of up to 24 tokens, and hold 288 tokens: 0.3 MB of that" in caplog.text
+    assert (storage.num_blocks, storage.num_parts) == (308, 38)
+    assert "2 of 3 layers have windows of up to 24 tokens, and hold 608 tokens, the others 4928: " in caplog.text
+
+
+@pytest.mark.parametrize("windowed_tokens", [272, 1024, 2000])
+def test_what_windowed_layers_save_holds_more_blocks_of_the_others(gemma2: Path, windowed_tokens: int) -> None:
+    whole = build_engine(config(gemma2, "cache.windowed_tokens=0"))._core._runner.storage
+    divided = build_engine(config(gemma2, f"cache.windowed_tokens={windowed_tokens}"))._core._runner.storage
+    assert divided.num_blocks > whole.num_blocks
+    assert divided.num_bytes <= whole.num_bytes < divided.num_bytes + divided.block_bytes
+
+
+def test_a_model_of_windowed_layers_alone_has_a_part_for_every_block_of_one_pool(tmp_path: Path) -> None:
+    model = write_checkpoint(MODELS["mistral"], tmp_path)
+    storage = build_engine(config(model))._core._runner.storage
+    assert (storage.num_blocks, storage.num_parts) == (8 * 128, 128)
+    assert storage.num_bytes == 128 * storage.part_bytes
+
+
+def test_a_window_as_long_as_usual_prompts_leaves_one_pool(tmp_path: Path) -> None:
+    fields = {**MODELS["gemma2"].to_dict(), "sliding_window": 2048, "max_position_embeddings": 8192}
+    model = write_checkpoint(type(MODELS["gemma2"])(**fields), tmp_path)
+    storage = build_engine(config(model, "cache.capacity_tokens=8192"))._core._runner.storage
+    assert (storage.groups, storage.num_blocks) == (None, 512)
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (["tiers.host_bytes=1000000"], "because of tiers, which save whole blocks"),
+        (["transfer.serve=true"], "because of transfers of K/V, which send whole blocks"),
         (["cache.capacity_tokens=256"], "18 blocks of theirs would be no fewer than all"),
     ],
 )
@@ -85,8 +108,8 @@ def test_a_number_is_taken_in_whole_blocks(gemma2: Path) -> None:
     [
         (["cache.windowed_tokens=143"], "expected at least 144, for a window of 24 tokens and steps of 64, got 143"),
         (
-            ["cache.windowed_tokens=500", "tiers.host_bytes=1000000"],
-            "expected none, or 0, for tiers, which save whole blocks, got 500",
+            ["cache.windowed_tokens=500", "transfer.serve=true"],
+            "expected none, or 0, for transfers of K/V, which send whole blocks, got 500",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from radixkv.planning.plan import (
     recompute_us,
 )
 from radixkv.service.commands.tables import aligned
-from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout, windowed_share
+from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout, layer_shares
 
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _DECIMAL = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
@@ -202,18 +202,20 @@ def windowed_group(use: WindowedUse, num_windowed_layers: int, num_layers: int, 
     whole = BlockUse(use.num_tokens, use.block_size).num_blocks
     num_other_layers = num_layers - num_windowed_layers
     sequence_bytes = layer_block_bytes * (whole * num_other_layers + use.num_blocks * num_windowed_layers)
-    share = windowed_share(use.window)
+    shares = layer_shares(use.window, num_windowed_layers, num_other_layers)
     rows = [
         ("layers", f"{num_windowed_layers} of {num_layers}, a window of {use.window:,} tokens"),
         ("a sequence", f"{use.num_blocks:,} of {whole:,} blocks there, {_size(sequence_bytes)} in all"),
-        ("cache.windowed_tokens", f"{share:.3g} of cache.capacity_tokens if unset, on a CPU"),
+        ("cache.windowed_tokens", f"{shares.windowed:.3g} of cache.capacity_tokens if unset, on a CPU"),
+        ("other layers hold", f"{shares.other:.3g} of cache.capacity_tokens then, in the same memory"),
     ]
     fields = {
         "num_windowed_layers": num_windowed_layers,
         "window_tokens": use.window,
         "windowed_blocks": use.num_blocks,
         "windowed_sequence_bytes": sequence_bytes,
-        "windowed_share": share,
+        "windowed_share": shares.windowed,
+        "other_share": shares.other,
     }
     return Group("windowed layers in a pool of their own", rows, fields)
 

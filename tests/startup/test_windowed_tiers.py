@@ -1,0 +1,169 @@
+"""Windowed layers with a pool of their own above stores: what left the device comes back with the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import PrefillResult
+from radixkv.config import Config
+from radixkv.engine.engine import Engine
+from radixkv.scheduling.load_or_compute import Choice, LoadOrCompute
+from radixkv.startup.build_engine import build_engine
+from radixkv.storage.tiers.guard.guarded_store import GuardedStore
+from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
+from tests.model.exact.exact_cases import MODELS
+from tests.patience import PATIENCE_S
+
+HOST = "tiers.host_bytes=100000000"
+CAPACITY_TOKENS, LONG = 54 * 16, 480
+NUM_BLOCKS = 54 * 3 - 17 * 2  # those of one layer of three, in the memory that parts of the others leave
+
+
+@pytest.fixture(autouse=True)
+def load_whatever_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for stores however long, and never compute because that is supposed to be faster."""
+    limits = {**(GuardedStore.__init__.__kwdefaults__ or {}), "limit_s": PATIENCE_S}
+    monkeypatch.setattr(GuardedStore.__init__, "__kwdefaults__", limits)
+    monkeypatch.setattr(LoadOrCompute, "choose", lambda self, start, stores: Choice(len(stores), None, None))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of three layers, two of which have a window of 24 tokens."""
+    return write_checkpoint(CONFIGS["gemma2"], tmp_path_factory.mktemp("windowed_tiers"))
+
+
+@contextlib.contextmanager
+def served(checkpoint: Path, *settings: str, windowed_tokens: int = 272) -> Iterator[Engine]:
+    """An engine whose windowed layers hold little more than a request needs."""
+    pool = (f"cache.capacity_tokens={CAPACITY_TOKENS}", "cache.block_size=16", "engine.max_step_tokens=64")
+    fixed = (f"model.path={checkpoint}", "model.device=cpu", f"cache.windowed_tokens={windowed_tokens}", *pool)
+    engine = build_engine(Config.load(None, [*fixed, *settings]))
+    engine.start()
+    try:
+        yield engine
+        engine.check().result(PATIENCE_S)
+    finally:
+        engine.stop()
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint: Path) -> Iterator[Engine]:
+    """An engine with host memory for several tests."""
+    with served(checkpoint, HOST) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Engine:
+    """The same, with nothing cached or stored."""
+    shared.purge(tenant="acme").result(PATIENCE_S)
+    return shared
+
+
+def tokens(seed: int, count: int = LONG) -> bytes:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, count).astype("<u4").tobytes()
+
+
+def ask(engine: Engine, prompt: bytes, **params: bool) -> PrefillResult:
+    return engine.prefill(PrefillParams(prompt, Caller("acme"), return_logits=True, **params)).result(PATIENCE_S)
+
+
+def ask_warm(engine: Engine, prompt: bytes) -> tuple[int, int]:
+    """Ask what is cached, compare with what is computed alone. Returns tokens from the device and from stores."""
+    warm = ask(engine, prompt)
+    cold = ask(engine, prompt, read_cache=False, write_cache=False)
+    assert cold.usage.cached_tokens == 0
+    np.testing.assert_array_equal(warm.logits, cold.logits)
+    return warm.usage.device_tokens, warm.usage.cached_tokens - warm.usage.device_tokens
+
+
+def evict(engine: Engine, num_blocks: int = NUM_BLOCKS) -> None:
+    """Let blocks leave the device, and wait until the stores have them."""
+    engine._call(lambda: engine._core.cache.evict(num_blocks)).result(PATIENCE_S)
+    settle(engine)
+
+
+def settle(engine: Engine) -> None:
+    assert engine.offload is not None
+    engine.purge(tenant="nobody").result(PATIENCE_S)  # deleted after all that was given to the stores before
+    engine._call(engine.offload.flush).result(PATIENCE_S)  # takes note of what they have
+
+
+@pytest.mark.parametrize(("model", "kv_dtype"), [("mistral", "auto"), ("gemma2", "int8"), ("mistral", "int8")])
+def test_an_evicted_prompt_is_loaded_with_its_bits(model: str, kv_dtype: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(MODELS[model], tmp_path)
+    with served(checkpoint, HOST, f"cache.kv_dtype={kv_dtype}") as engine:
+        assert engine._core._runner.storage.groups is not None
+        ask(engine, tokens(1, 200))
+        evict(engine)
+        assert ask_warm(engine, tokens(1, 200)) == (0, 192)
+
+
+def test_what_no_window_reaches_is_loaded_without_its_part(engine: Engine) -> None:
+    ask(engine, tokens(1))
+    assert engine._core.cache.parts.pools[0].num_given_up > 0
+    evict(engine)
+    assert engine.offload is not None
+    assert engine.offload.elsewhere.shelves["host"].partless
+    assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (0, LONG)
+
+
+def test_what_is_left_on_the_device_is_used_with_the_stored_end_of_the_prompt(engine: Engine) -> None:
+    ask(engine, tokens(1))
+    evict(engine, 17)  # those that have their parts
+    (node,) = engine._core.cache.nodes()
+    assert engine._core.cache.match(node.owner.namespace, tokens(1)).cached_tokens == 0, "their parts are gone"
+    assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (LONG - 272, 272)
+
+
+def test_a_full_device_gives_up_other_prompts_for_one_whose_end_is_loaded(engine: Engine) -> None:
+    ask(engine, tokens(1))
+    for seed in range(2, 7):
+        ask(engine, tokens(seed, 23 * 16))  # all blocks of the device, and of those of the first prompt seventeen
+    settle(engine)
+    assert engine._core.cache.pool.num_blocks == NUM_BLOCKS
+    assert engine._core.cache.pool.num_free == 0
+    assert ask_warm(engine, tokens(1) + tokens(9, 20)) == (LONG - 272, 272)
+
+
+def test_parts_are_loaded_of_blocks_that_are_on_the_device_without(engine: Engine) -> None:
+    ask(engine, tokens(1))
+    evict(engine)
+    ask(engine, tokens(1))
+    assert ask_warm(engine, tokens(1)[: 4 * 336] + tokens(2, 20)) == (336 - 48, 48)
+
+
+def test_a_stored_block_gets_its_part_when_it_leaves_again(engine: Engine) -> None:
+    branch = tokens(1)[: 4 * 160]
+    ask(engine, tokens(1))
+    evict(engine)
+    assert ask_warm(engine, branch + tokens(2, 20)) == (0, 0), "parts within reach are nowhere"
+    evict(engine)
+    assert ask_warm(engine, branch + tokens(3, 20)) == (0, 160)
+
+
+def test_a_restart_finds_on_disk_what_windows_reach(checkpoint: Path, tmp_path: Path) -> None:
+    disk = (f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=100000000")
+    with served(checkpoint, *disk) as engine:
+        ask(engine, tokens(1))
+    with served(checkpoint, *disk) as engine:
+        settle(engine)
+        assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (0, LONG)
+        assert ask_warm(engine, tokens(1)[: 4 * 160] + tokens(3, 20)) == (0, 0), "stored without parts"
+
+
+def test_one_pool_finds_nothing_of_two(checkpoint: Path, tmp_path: Path) -> None:
+    disk = (f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=100000000")
+    with served(checkpoint, *disk) as engine:
+        ask(engine, tokens(1, 200))
+    with served(checkpoint, *disk, windowed_tokens=0) as engine:
+        settle(engine)
+        assert ask_warm(engine, tokens(1, 200)) == (0, 0)
