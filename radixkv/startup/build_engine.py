@@ -94,7 +94,7 @@ def build_engine(config: Config, observers: Iterable[Observer] = (), events_key:
     )
     if groups is not None:
         _log.info(
-            "%d of %d layers have windows of up to %d tokens, and hold %d tokens, the others %d: %.1f and %.1f MB of that",
+            "%d of %d layers have windows of up to %d tokens, and hold %d tokens, the others %d: %.1f and %.1f MB",
             groups.num_windowed,
             len(groups.places),
             groups.window,
