@@ -159,6 +159,27 @@ class StateStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PartStats:
+    """Parts of blocks, for windowed layers with a pool of their own: three counts of now, three totals.
+
+    Attributes:
+        free: parts that no block has.
+        needed: parts that running requests, held leases or public prefixes need.
+        kept: parts that nobody needs, and that stay for other prompts.
+        given_up: kept parts that were taken for others.
+        shortened_hits: leases that could reuse less than the device has, since parts within reach were gone.
+        lost_tokens: the tokens that they could not reuse.
+    """
+
+    free: int = 0
+    needed: int = 0
+    kept: int = 0
+    given_up: int = 0
+    shortened_hits: int = 0
+    lost_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """Load of the engine: the counts that need no walk through the trees.
 
@@ -170,6 +191,7 @@ class EngineLoad:
         evicted_blocks: total since the start.
         evicted_probation_blocks: those of them that were on probation.
         states: snapshots of states; None for a model without.
+        parts: of blocks; None where all layers are in one pool.
     """
 
     blocks: BlockStats
@@ -179,6 +201,7 @@ class EngineLoad:
     evicted_blocks: int
     evicted_probation_blocks: int
     states: StateStats | None = None
+    parts: PartStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class Ledger:
         `other` is a packed block of another tree, and how many tokens of the prompt it has: copied if these are more.
         """
         node, found_bytes, cached_tokens, packed, num_nodes = self._trees.find(namespace, tokens, read)
+        found = min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES, cached_tokens
         is_other = cached_tokens < other[0]
         if is_other:
             node, (cached_tokens, packed) = None, other
@@ -100,6 +101,8 @@ class Ledger:
         room = self._room(num_expected_tokens, num_whole_blocks + num_new_blocks)
         new = self._pool.acquire(num_new_blocks, after=after, room=room)
         usage.num_leased_blocks += num_new_blocks
+        if not is_resumed:
+            self._parts.note_hit(*found)
         usage.num_hit_tokens += cached_tokens
         usage.num_miss_tokens += len(tokens) // TOKEN_BYTES - cached_tokens
         block_ids = np.concatenate((reused[:num_whole_blocks], new))

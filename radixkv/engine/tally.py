@@ -108,6 +108,7 @@ class Tally:
             evicted_blocks=self._cache.num_evicted_blocks,
             evicted_probation_blocks=self._cache.probation.num_evicted_blocks,
             states=None if (states := self._cache.parts.states) is None else states.stats(),
+            parts=self._cache.parts.stats(),
         )
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> EngineStats:

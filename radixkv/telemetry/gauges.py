@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from radixkv import __version__
-from radixkv.api.stats import BlockStats, EngineLoad, RequestStats, StateStats, TierStats
+from radixkv.api.stats import BlockStats, EngineLoad, PartStats, RequestStats, StateStats, TierStats
 from radixkv.errors import LifecycleError, QueueFull
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Half of the 10 s that Prometheus waits by default. The engine answers between two steps.
 _TIMEOUT_S = 5.0
-_EMPTY = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0, StateStats())
+_EMPTY = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0, StateStats(), PartStats())
 
 
 class EngineGauges(Collector):
@@ -139,6 +139,16 @@ def _families(load: EngineLoad) -> Iterable[Metric]:
             "Cached tokens computed again for want of a state.",
             states.recomputed_tokens,
         )
+    if (parts := load.parts) is not None:
+        yield from _parts(parts)
+
+
+def _parts(parts: PartStats) -> Iterable[Metric]:
+    counts = {"free": parts.free, "needed": parts.needed, "kept": parts.kept}
+    yield _by_label("radixkv_parts", "Parts of blocks, for windowed layers.", "state", counts)
+    yield CounterMetricFamily("radixkv_given_up_parts", "Kept parts that were taken for others.", parts.given_up)
+    yield CounterMetricFamily("radixkv_shortened_hits", "Hits shortened for want of parts.", parts.shortened_hits)
+    yield CounterMetricFamily("radixkv_part_lost_tokens", "Cached tokens that these left out.", parts.lost_tokens)
 
 
 def _tiers(tiers: Iterable[TierStats]) -> Iterable[Metric]:

@@ -210,7 +210,7 @@ class StatsRequest(_message.Message):
     def __init__(self, max_tenants: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("model", "device", "epoch", "uptime_s", "block_size", "blocks", "requests", "tokens", "namespaces", "segments", "held_leases", "evicted_blocks", "block_bytes", "tenants", "kv_dtype", "first_tokens", "known_tenants", "model_fingerprint", "tiers", "evicted_probation_blocks", "replicas", "states")
+    __slots__ = ("model", "device", "epoch", "uptime_s", "block_size", "blocks", "requests", "tokens", "namespaces", "segments", "held_leases", "evicted_blocks", "block_bytes", "tenants", "kv_dtype", "first_tokens", "known_tenants", "model_fingerprint", "tiers", "evicted_probation_blocks", "replicas", "states", "parts")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +233,7 @@ class StatsResponse(_message.Message):
     EVICTED_PROBATION_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     device: str
     epoch: int
@@ -255,7 +256,8 @@ class StatsResponse(_message.Message):
     evicted_probation_blocks: int
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStats]
     states: StateStats
-    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., namespaces: _Optional[int] = ..., segments: _Optional[int] = ..., held_leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., first_tokens: _Optional[_Union[TimeStats, _Mapping]] = ..., known_tenants: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., evicted_probation_blocks: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStats, _Mapping]]] = ..., states: _Optional[_Union[StateStats, _Mapping]] = ...) -> None: ...
+    parts: PartStats
+    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., namespaces: _Optional[int] = ..., segments: _Optional[int] = ..., held_leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., first_tokens: _Optional[_Union[TimeStats, _Mapping]] = ..., known_tenants: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., evicted_probation_blocks: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStats, _Mapping]]] = ..., states: _Optional[_Union[StateStats, _Mapping]] = ..., parts: _Optional[_Union[PartStats, _Mapping]] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
     __slots__ = ("address", "stats", "error")
@@ -278,6 +280,22 @@ class StateStats(_message.Message):
     given_up_snapshots: int
     recomputed_tokens: int
     def __init__(self, snapshots: _Optional[int] = ..., max_snapshots: _Optional[int] = ..., given_up_snapshots: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
+
+class PartStats(_message.Message):
+    __slots__ = ("free", "needed", "kept", "given_up", "shortened_hits", "lost_tokens")
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
+    SHORTENED_HITS_FIELD_NUMBER: _ClassVar[int]
+    LOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    free: int
+    needed: int
+    kept: int
+    given_up: int
+    shortened_hits: int
+    lost_tokens: int
+    def __init__(self, free: _Optional[int] = ..., needed: _Optional[int] = ..., kept: _Optional[int] = ..., given_up: _Optional[int] = ..., shortened_hits: _Optional[int] = ..., lost_tokens: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("tier", "is_working", "blocks", "used_bytes", "capacity_bytes", "loaded_blocks", "loaded_bytes", "missed_blocks", "saved_blocks", "refused_blocks", "evicted_blocks", "computed_blocks", "dropped_blocks", "load_s")

@@ -143,6 +143,7 @@ def _whole_process_rows(stats: StatsResponse) -> list[tuple[str, str]]:
         ("segments", str(stats.segments)),
         ("held leases", str(stats.held_leases)),
         *_state_rows(stats),
+        *_part_rows(stats),
     ]
 
 
@@ -154,6 +155,17 @@ def _state_rows(stats: StatsResponse) -> list[tuple[str, str]]:
         ("snapshots of states", f"{states.snapshots} of {states.max_snapshots} that may be"),
         ("  given up", str(states.given_up_snapshots)),
         ("  tokens for want of one", str(states.recomputed_tokens)),
+    ]
+
+
+def _part_rows(stats: StatsResponse) -> list[tuple[str, str]]:
+    parts = stats.parts
+    if not stats.HasField("parts"):
+        return []
+    return [
+        ("parts for windowed layers", f"{parts.needed} needed, {parts.kept} kept, {parts.free} free"),
+        ("  given up", str(parts.given_up)),
+        ("  hits shortened", f"{parts.shortened_hits}, by {parts.lost_tokens} tokens"),
     ]
 
 

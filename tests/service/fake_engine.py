@@ -31,6 +31,7 @@ from radixkv.api.stats import (
     BlockStats,
     EngineLoad,
     EngineStats,
+    PartStats,
     RequestStats,
     StateStats,
     TenantStats,
@@ -292,6 +293,7 @@ class FakeEngine:
             evicted_blocks=2**53 + 1,
             evicted_probation_blocks=2**53,
             states=StateStats(snapshots=3, max_snapshots=4, given_up_snapshots=5, recomputed_tokens=6),
+            parts=PartStats(free=7, needed=8, kept=9, given_up=10, shortened_hits=11, lost_tokens=12),
         )
 
     def start(self) -> None:

@@ -165,3 +165,21 @@ def test_an_engine_that_stops_while_it_is_asked_is_down(engine: Engine, monkeypa
     engine.stop()
     monkeypatch.setattr(Engine, "is_alive", True)
     assert scrape(engine)["radixkv_up"] == 0
+
+
+def test_parts_are_told_with_what_hits_lack() -> None:
+    families = list(EngineGauges(FakeEngine()).collect())
+    values = {
+        ".".join([sample.name, *sample.labels.values()]): sample.value
+        for family in families
+        for sample in family.samples
+        if "part" in sample.name or "shortened" in sample.name
+    }
+    assert values == {
+        "radixkv_parts.free": 7,
+        "radixkv_parts.needed": 8,
+        "radixkv_parts.kept": 9,
+        "radixkv_given_up_parts_total": 10,
+        "radixkv_shortened_hits_total": 11,
+        "radixkv_part_lost_tokens_total": 12,
+    }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from radixkv.api.stats import PartStats
 from radixkv.blocks import BlockIds
 from radixkv.cache.parts.part_holder import PartHolder
 from radixkv.cache.parts.part_pool import NO_PART, PartPool
@@ -27,6 +28,7 @@ class PartGroups:
     def __init__(self, pools: Sequence[PartPool] = (), states: StateSlots | None = None) -> None:
         self.pools = tuple(pools)
         self.states = states
+        self._num_shortened_hits = self._num_lost_tokens = 0
         self._all: tuple[PartPool | StateSlots, ...] = self.pools if states is None else (*self.pools, states)
 
     @property
@@ -53,6 +55,25 @@ class PartGroups:
             for pool in self._all:
                 num_tokens = pool.longest(block_ids, num_tokens)
         return num_tokens
+
+    def note_hit(self, cached_tokens: int, reused_tokens: int) -> None:
+        """Count a lease, given the tokens that are cached and those of them that it could reuse."""
+        if self.pools and reused_tokens < cached_tokens:
+            self._num_shortened_hits += 1
+            self._num_lost_tokens += cached_tokens - reused_tokens
+
+    def stats(self) -> PartStats | None:
+        """Count the parts of all groups; None if there are none."""
+        if not self.pools:
+            return None
+        return PartStats(
+            free=sum(pool.num_free for pool in self.pools),
+            needed=sum(pool.num_needed for pool in self.pools),
+            kept=sum(pool.num_waiting for pool in self.pools),
+            given_up=sum(pool.num_given_up for pool in self.pools),
+            shortened_hits=self._num_shortened_hits,
+            lost_tokens=self._num_lost_tokens,
+        )
 
     def num_usable(self, block_ids: BlockIds, have_part: Sequence[bool], *, keeps_all: bool = False) -> int:
         """Count the blocks, of those that could be loaded, from whose end a request can go on.

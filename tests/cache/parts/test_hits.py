@@ -166,3 +166,32 @@ def test_a_public_prefix_for_which_there_are_too_few_parts_is_refused() -> None:
     cache = cache_of(num_blocks=64, num_parts=14)
     with pytest.raises(OutOfBlocks, match="expected at most 3 that outlive their requests, got 7 beside 0"):
         cache.public.register("system", "model", "", spell(ALPHABET))
+
+
+def test_hits_that_lack_parts_are_counted_with_what_they_leave_out() -> None:
+    cache = cache_of()
+    blocks = publish(cache, ALPHABET)
+    give_up(cache, *blocks[2:4])
+    with cache.lease(MODEL, spell(ALPHABET[:14] + "!")) as lease:
+        assert lease.cached_tokens == 8
+    with cache.lease(MODEL, spell(ALPHABET + "!")), cache.lease(MODEL, spell(ALPHABET[:14] + "!"), is_resumed=True):
+        pass
+    stats = cache.parts.stats()
+    assert stats is not None
+    assert (stats.shortened_hits, stats.lost_tokens) == (1, 6)
+
+
+def test_parts_are_counted_by_who_has_them() -> None:
+    cache = cache_of()
+    publish(cache, ALPHABET)
+    with cache.lease(MODEL, spell(ALPHABET + "!")) as lease:
+        (holder,) = lease.own.parts
+        (pool,) = cache.parts.pools
+        stats = cache.parts.stats()
+        assert stats is not None
+        assert (stats.needed, stats.kept, stats.free) == (len(holder.needed), 6 - len(holder.needed), 8)
+        assert stats.given_up == pool.num_given_up == 0
+
+
+def test_a_cache_without_parts_counts_none() -> None:
+    assert PrefixCache(8, 4).parts.stats() is None

@@ -6,6 +6,7 @@ from radixkv.service.commands.answer_tables import json_of, prefill_table, purge
 from radixkv.v1.cache_pb2 import (
     BlockStats,
     DeletedBlocks,
+    PartStats,
     PurgeResponse,
     RequestStats,
     StateStats,
@@ -105,6 +106,16 @@ def test_a_stats_table_shows_snapshots_where_there_are_states():
     assert "301 of 302 that may be" in table
     for number in (303, 304):
         assert str(number) in table, number
+
+
+def test_a_stats_table_shows_parts_where_windowed_layers_have_a_pool():
+    stats = StatsResponse(requests=RequestStats())
+    assert "windowed" not in stats_table(stats)
+    stats.parts.CopyFrom(PartStats(free=301, needed=302, kept=303, given_up=304, shortened_hits=305, lost_tokens=306))
+    table = stats_table(stats)
+    assert "302 needed, 303 kept, 301 free" in table
+    assert "305, by 306 tokens" in table
+    assert "304" in table
 
 
 def test_a_stats_table_shows_each_tier_and_whether_it_works():

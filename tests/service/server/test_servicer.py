@@ -188,6 +188,9 @@ def test_stats_carry_all_the_engine_said():
     states = stats.states
     counts = (states.snapshots, states.max_snapshots, states.given_up_snapshots, states.recomputed_tokens)
     assert counts == (3, 4, 5, 6)
+    parts = stats.parts
+    assert (parts.free, parts.needed, parts.kept) == (7, 8, 9)
+    assert (parts.given_up, parts.shortened_hits, parts.lost_tokens) == (10, 11, 12)
     assert (stats.kv_dtype, stats.model_fingerprint) == ("int8", "fake fingerprint")
 
 
