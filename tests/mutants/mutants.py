@@ -562,7 +562,7 @@ OFFLOAD_MUTANTS = (
         "None if namespace.tenant == PUBLIC_TENANT else self.trunk_of(namespace)",
         "self.trunk_of(namespace)",
     ),
-    Mutant("cache/elsewhere/shelf.py", "        self._expected.add(key)\n", ""),
+    Mutant("cache/elsewhere/shelf.py", "        self._expected.add(key)\n        return", "        return"),
     Mutant(
         "cache/elsewhere/shelf.py",
         "_ON_DEVICE = -1",
@@ -575,13 +575,13 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/loader.py", "            lease.copy = None\n", ""),
     Mutant(
         "engine/offload/loader.py",
-        "if request.params.write_cache and not request.is_revoked:",
-        "if not request.is_revoked:",
+        "return request.params.write_cache and not request.is_revoked",
+        "return not request.is_revoked",
     ),
     Mutant(
         "engine/offload/loader.py",
-        "if request.params.write_cache and not request.is_revoked:",
-        "if request.params.write_cache:",
+        "return request.params.write_cache and not request.is_revoked",
+        "return request.params.write_cache",
     ),
     Mutant(
         "engine/offload/loader.py",
@@ -755,4 +755,109 @@ STATE_MUTANTS = (
         "for index, each in enumerate(inputs[1:]):",
     ),
     Mutant("model/states/state_step.py", "self._is_finite & is_finite", "is_finite"),
+)
+
+PART_MUTANTS = (
+    Mutant("cache/parts/reach.py", "end = start - 1 if start else 0", "end = 0"),
+    Mutant(
+        "cache/parts/reach.py", "if start == 0 or self.first_token(upto) >= start", "if self.first_token(upto) >= start"
+    ),
+    Mutant(
+        "cache/parts/reach.py", "-(-self.num_tokens // block_size) + 2) + 1", "-(-self.num_tokens // block_size)) + 1"
+    ),
+    Mutant("cache/parts/part_pool.py", "line = self._passed or self._ended", "line = self._ended or self._passed"),
+    Mutant("cache/parts/part_pool.py", "        self.num_given_up += 1\n", ""),
+    Mutant("cache/parts/part_pool.py", "self.num_parts - self.num_step_parts - self.num_reserved", "self.num_parts"),
+    Mutant("cache/parts/part_pool.py", "(num_parts - least) // 2", "num_parts - least"),
+    Mutant(
+        "cache/parts/part_pool.py",
+        "            self._leave_line(block_id)\n            self._free",
+        "            self._free",
+    ),
+    Mutant("cache/parts/part_pool.py", "                self._passed[new] = None\n", "                pass\n"),
+    Mutant("cache/parts/part_holder.py", "at < self._num_found_blocks or at in self._parting", "at in self._parting"),
+    Mutant(
+        "cache/parts/part_holder.py",
+        "at < self._num_found_blocks or at in self._parting",
+        "at < self._num_found_blocks",
+    ),
+    Mutant("cache/public/places.py", "found_tokens=place.start_tokens + own.found_tokens", "found_tokens=0"),
+    Mutant("cache/parts/part_holder.py", "self._first_block(upto - 1)", "self._first_block(upto)"),
+    Mutant("cache/parts/part_holder.py", " and (at != _COPIED or b != source)", ""),
+    Mutant("cache/parts/part_holder.py", "        self._pool.reserve(-self.num_reserved)\n", ""),
+    Mutant("cache/parts/part_holder.py", "        self._needed.update(lacking)\n", ""),
+    Mutant(
+        "cache/parts/part_holder.py",
+        "for block_id, at in wanted.items() if block_id not in lacking}",
+        "for block_id, at in ()}",
+    ),
+    Mutant(
+        "cache/parts/part_groups.py",
+        "        while before != num_tokens:  # what suits",
+        "        if before != num_tokens:  # what suits",
+    ),
+    Mutant("cache/parts/part_groups.py", "                if keeps_all:\n", "                if False:\n"),
+    Mutant("cache/parts/part_groups.py", "        while before != num_blocks:\n", "        if before != num_blocks:\n"),
+    Mutant(
+        "cache/parts/part_groups.py",
+        "-(-pool.reach.num_tokens // pool.block_size) + 1 for",
+        "-(-pool.reach.num_tokens // pool.block_size) for",
+    ),
+    Mutant("cache/parts/part_groups.py", "            self._num_lost_tokens += cached_tokens - reused_tokens\n", ""),
+    Mutant(
+        "cache/ledger.py",
+        "        self._parts.exchange(lease.parts, lease.block_ids[differing], known[differing])\n",
+        "",
+    ),
+    Mutant(
+        "cache/ledger.py",
+        "        if not is_resumed:\n            self._parts",
+        "        if True:\n            self._parts",
+    ),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "            if has_part and block.key in shelf.partless:",
+        "            if False:",
+    ),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "            if has_part and block.key in shelf.partless:",
+        "            if has_part:",
+    ),
+    Mutant("cache/elsewhere/elsewhere.py", "            shelf.partless.add(block.key)\n", "            pass\n"),
+    Mutant("cache/elsewhere/elsewhere.py", "        if has_part:\n            return True\n", ""),
+    Mutant(
+        "cache/elsewhere/shelf.py",
+        "        self._expected.discard(key)\n        self.partless",
+        "        self.partless",
+    ),
+    Mutant(
+        "cache/elsewhere/shelf.py",
+        "        self.partless.discard(key)\n        self._expected.add(key)",
+        "        self._expected.add(key)",
+    ),
+    Mutant("cache/elsewhere/shelf.py", "        self.partless.discard(key)\n        self.owned", "        self.owned"),
+    Mutant("storage/mover.py", "payload[self.block_bytes :]", "payload[: -self.block_bytes]"),
+    Mutant("engine/offload/saver.py", "int(departure.part_id is not None)", "0"),
+    Mutant(
+        "engine/offload/loader.py",
+        "            self._cache.leases.touch(request.namespace, request.tokens)\n",
+        "            pass\n",
+    ),
+    Mutant("engine/offload/loader.py", "known if known.size == first_block else own", "own"),
+    Mutant(
+        "engine/offload/loader.py",
+        "        earlier = max(num_usable_blocks, first_block - ",
+        "        earlier = max(first_block, first_block - ",
+    ),
+    Mutant(
+        "engine/offload/loader.py",
+        "                self._elsewhere.came_without_parts(store, partless)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "engine/offload/loader.py",
+        "        found = found[: self._num_usable(request.namespace, before, have_parts)]\n",
+        "",
+    ),
 )

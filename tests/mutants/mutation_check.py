@@ -24,6 +24,7 @@ from tests.mutants.mutants import (
     EVENT_MUTANTS,
     KERNEL_MUTANTS,
     OFFLOAD_MUTANTS,
+    PART_MUTANTS,
     ROUTING_MUTANTS,
     STATE_MUTANTS,
     Mutant,
@@ -131,12 +132,24 @@ STATE_TESTS = (
     "tests/model/states/test_state_step.py",
     "tests/engine/test_states.py",
 )
+PART_TESTS = (
+    "tests/cache/parts/test_reach.py",
+    "tests/cache/parts/test_part_pool.py",
+    "tests/cache/parts/test_part_holder.py",
+    "tests/cache/parts/test_part_groups.py",
+    "tests/cache/parts/test_hits.py",
+    "tests/cache/elsewhere/test_shelf.py",
+    "tests/cache/elsewhere/test_elsewhere.py",
+    "tests/storage/test_mover.py",
+    "tests/engine/offload/test_loaded_parts.py",
+)
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
     (OFFLOAD_MUTANTS, OFFLOAD_TESTS),
     (ROUTING_MUTANTS, ROUTING_TESTS),
     (STATE_MUTANTS, STATE_TESTS),
+    (PART_MUTANTS, PART_TESTS),
 )
 
 

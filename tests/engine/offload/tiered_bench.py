@@ -11,6 +11,9 @@ from typing import Any
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.elsewhere.shared_shelf import SharedShelf
 from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.parts.part_groups import PartGroups
+from radixkv.cache.parts.part_pool import PartPool
+from radixkv.cache.parts.reach import Reach
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
@@ -25,28 +28,41 @@ from radixkv.storage.tiers.tier import Tier
 from tests.core_bench import BLOCK_SIZE, Bench, Clock
 from tests.fake_runner import FakeRunner
 
-PAYLOAD_BYTES = 4096
+PAYLOAD_BYTES, BYTES_WITHOUT_PART = 4096, 4032
+WINDOW, STEP_TOKENS = 7, 8  # of a bench with parts
 SHARED = ("redis", "mooncake")
 FORMAT = BlockFormat("fake", "float32", "fp32", "fake", BLOCK_SIZE, PAYLOAD_BYTES, "cpu")
 OBJECT_BYTES = object_bytes(BLOCK_SIZE, PAYLOAD_BYTES)
 
 
 class FakeMover:
-    """Moves what a fake runner has in its blocks."""
+    """Moves what a fake runner has in its blocks, and remembers which parts were written."""
 
     payload_bytes = PAYLOAD_BYTES
 
-    def __init__(self, runner: FakeRunner) -> None:
+    def __init__(self, runner: FakeRunner, *, has_parts: bool = False) -> None:
+        self.has_parts = has_parts
         self._runner = runner
+        self.written_parts: list[int] = []
 
     def has_part(self, payload: memoryview) -> bool:
-        return True
+        return payload.nbytes == PAYLOAD_BYTES
+
+    def write_parts(self, part_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+        assert all(self.has_part(payload) for payload in payloads)
+        self.written_parts += part_ids
 
     def read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None = None) -> list[memoryview]:
         slots = [
             [each and (each[0], each[1].hex()) for each in self._runner.content[block_id]] for block_id in block_ids
         ]
-        return [memoryview(json.dumps(each).encode().ljust(PAYLOAD_BYTES)) for each in slots]
+        payloads = [memoryview(json.dumps(each).encode().ljust(PAYLOAD_BYTES)) for each in slots]
+        if part_ids is None or not self.has_parts:
+            return payloads
+        return [
+            each if part_id is not None else each[:BYTES_WITHOUT_PART]
+            for each, part_id in zip(payloads, part_ids, strict=True)
+        ]
 
     def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
         for block_id, payload in zip(block_ids, payloads, strict=True):
@@ -115,7 +131,9 @@ class SteppedStore:
 class TieredBench(Bench):
     """A bench with stores by name, the fastest first: room for a number of blocks, or the store of another bench."""
 
-    def __init__(self, num_blocks: int = 4, max_bytes: int = 1 << 20, **stores: int | SteppedStore) -> None:
+    def __init__(
+        self, num_blocks: int = 4, max_bytes: int = 1 << 20, num_parts: int = 0, **stores: int | SteppedStore
+    ) -> None:
         self.clock = Clock()
         self.has_news = False
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
@@ -130,13 +148,20 @@ class TieredBench(Bench):
         ]
         keys = BlockKeys(FORMAT)
         self.elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, BLOCK_SIZE)
-        self.cache = PrefixCache(num_blocks, BLOCK_SIZE, clock=self.clock, marks=marks, listeners=[self.elsewhere])
+        pools = [PartPool(num_blocks, num_parts, BLOCK_SIZE, Reach.of_window(WINDOW), STEP_TOKENS)] if num_parts else []
+        self.cache = PrefixCache(
+            num_blocks, BLOCK_SIZE, clock=self.clock, marks=marks, listeners=[self.elsewhere], parts=PartGroups(pools)
+        )
+        for pool in pools:
+            self.elsewhere.part_of = pool.part_of
         self.elsewhere.trunk_of = self.cache.public.trunk_of
-        tiers = [Tier(name, store, PAYLOAD_BYTES) for name, store in self.stores.items()]
-        mover: Any = FakeMover(self.runner)
+        sizes = (PAYLOAD_BYTES, BYTES_WITHOUT_PART) if num_parts else (PAYLOAD_BYTES,)
+        tiers = [Tier(name, store, sizes) for name, store in self.stores.items()]
+        self.mover = mover = FakeMover(self.runner, has_parts=num_parts > 0)
         self.offload = Offload(self.cache, self.elsewhere, tiers, mover, max_bytes, keys, clock=self.clock)
+        limits = EngineConfig(max_step_tokens=STEP_TOKENS) if num_parts else EngineConfig()
         self.core = EngineCore(
-            self.runner, self.cache, EngineConfig(), clock=self.clock, has_news=lambda: self.has_news,
+            self.runner, self.cache, limits, clock=self.clock, has_news=lambda: self.has_news,
             offload=self.offload,
         )  # type: ignore[arg-type]  # fmt: skip
 
