@@ -60,6 +60,7 @@ class Lease:
         node_used_s: time of the last use of the matched node before this lease.
         num_expected_tokens: length that it will probably reach; adjacent blocks are left free for that.
         num_nodes: nodes that were passed to find what is reused.
+        found_tokens: tokens that were cached, with or without the parts that it takes to go on after them.
         is_resumed: whether its holder goes on after an earlier lease of the same prompt.
         parts: what it keeps of each group of layers that needs less of the prompt.
         is_closed: whether the lease was closed.
@@ -73,6 +74,7 @@ class Lease:
         "cached_tokens",
         "committed_tokens",
         "copy",
+        "found_tokens",
         "is_closed",
         "is_kept",
         "is_resumed",
@@ -120,7 +122,7 @@ class Lease:
         self.num_expected_tokens = num_expected_tokens
         self.num_nodes = num_nodes
         self.public_tokens = public_tokens
-        self.committed_tokens = cached_tokens
+        self.committed_tokens = self.found_tokens = cached_tokens
         self.written_from_tokens: int | None = None
         self.is_resumed = is_resumed
         self.parts: Sequence[PartHolder] = ()

@@ -123,6 +123,7 @@ class Ledger:
             cached_tokens if is_other else 0,
             is_resumed,
         )
+        lease.found_tokens = found[0]
         self._open.add(lease)
         return lease
 

@@ -96,7 +96,13 @@ class PartGroups:
         return max(0, num_blocks - block_ids.size)
 
     def open(
-        self, block_ids: BlockIds, cached_tokens: int, num_tokens: int, *, keeps_all: bool = False
+        self,
+        block_ids: BlockIds,
+        cached_tokens: int,
+        num_tokens: int,
+        *,
+        keeps_all: bool = False,
+        found_tokens: int = 0,
     ) -> tuple[PartHolder, ...]:
         """Reserve what a request may need, and keep what it found.
 
@@ -105,6 +111,7 @@ class PartGroups:
             cached_tokens: tokens that are reused, as `longest` says.
             num_tokens: tokens that it will have at most.
             keeps_all: whether everything is within its reach, and stays when it is over.
+            found_tokens: tokens that are cached, with or without the parts that it takes to go on after them.
 
         Returns:
             A holder for each group. The caller must close them.
@@ -120,6 +127,8 @@ class PartGroups:
             pool.reserve(number)
             holders.append(PartHolder(pool, number, keeps_all=keeps_all))
             holders[-1].find(block_ids, cached_tokens)
+            if found_tokens > cached_tokens:
+                holders[-1].expect_others(found_tokens)
         return tuple(holders)
 
     def require_lasting_room(self, num_tokens: int) -> None:

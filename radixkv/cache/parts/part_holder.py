@@ -43,13 +43,14 @@ class PartHolder:
         num_lasting: those of them that outlive the request.
     """
 
-    __slots__ = ("_keeps_all", "_needed", "_num_found_blocks", "_pool", "num_lasting", "num_reserved")
+    __slots__ = ("_keeps_all", "_needed", "_num_found_blocks", "_parting", "_pool", "num_lasting", "num_reserved")
 
     def __init__(self, pool: PartPool, num_reserved: int, *, keeps_all: bool = False) -> None:
         self._pool = pool
         self._keeps_all = keeps_all
         self._needed: dict[int, int] = {}  # block ids, and which block of the prompt each is
         self._num_found_blocks = 0
+        self._parting = range(0)  # blocks from whose end others may go on, although this request passes them
         self.num_reserved = num_reserved
         self.num_lasting = 0
 
@@ -72,6 +73,13 @@ class PartHolder:
         first, end = self._first_block(cached_tokens), -(-cached_tokens // self._pool.block_size)
         self._num_found_blocks = end
         self._move(dict(zip(block_ids[first:end].tolist(), range(first, end), strict=True)), end)
+
+    def expect_others(self, upto: int) -> None:
+        """Let what is needed to go on after `upto` tokens stay as an end does, although the request goes further.
+
+        Another prompt has the same tokens up to there, so a third may.
+        """
+        self._parting = range(self._first_block(upto), -(-upto // self._pool.block_size))
 
     def cover(self, block_ids: BlockIds, start: int, end: int, copy: BlockCopy | None = None) -> Cover:
         """Keep what a step needs that computes the tokens `[start, end)`, and give parts to the blocks that it writes.
@@ -177,6 +185,7 @@ class PartHolder:
         passed: list[int] = []
         for block_id in block_ids:
             at = self._needed.pop(block_id)
-            (found if at < self._num_found_blocks else passed).append(block_id)
+            is_end = at < self._num_found_blocks or at in self._parting
+            (found if is_end else passed).append(block_id)
         self._pool.let_go(found, are_ends=True)
         self._pool.let_go(passed, are_ends=False)

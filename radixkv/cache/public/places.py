@@ -183,7 +183,13 @@ class Places:
             own.usage.num_hit_tokens += trunk.num_tokens
             self._public.enter(trunk.prefix)
             lease = HungLease(tokens, trunk, own, self._public.leave)
-        own.parts = self._parts.open(self._found_blocks(lease), lease.cached_tokens, num_tokens, keeps_all=keeps_all)
+        own.parts = self._parts.open(
+            self._found_blocks(lease),
+            lease.cached_tokens,
+            num_tokens,
+            keeps_all=keeps_all,
+            found_tokens=place.start_tokens + own.found_tokens,
+        )
         return lease
 
     def _found_blocks(self, lease: PromptLease) -> BlockIds:

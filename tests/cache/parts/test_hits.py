@@ -195,3 +195,14 @@ def test_parts_are_counted_by_who_has_them() -> None:
 
 def test_a_cache_without_parts_counts_none() -> None:
     assert PrefixCache(8, 4).parts.stats() is None
+
+
+def test_a_branch_is_found_once_two_prompts_have_parted_there() -> None:
+    cache = cache_of(num_blocks=200, num_parts=16)
+    for number, cached_tokens in ("1", 0), ("2", 0), ("3", 16), ("4", 16):
+        text = ALPHABET[:16] + number * 60  # more blocks than there are parts
+        with cache.lease(MODEL, spell(text)) as lease:
+            assert lease.cached_tokens == cached_tokens
+            assert lease.found_tokens == (0 if number == "1" else 16)
+            compute(lease)
+    cache.check()

@@ -150,3 +150,15 @@ def test_parts_that_are_there_do_not_go_for_loaded_ones() -> None:
     assert holder.receive(BLOCKS, 6) == [0, 1, 2, 3]
     assert pool.table[[14, 15]].tolist() == before, "they were used longest ago"
     assert with_part(pool) == [10, 11, 12, 13, 14, 15, 29]
+
+
+def test_what_others_may_go_on_from_outlasts_what_is_only_passed() -> None:
+    pool = pool_of(num_parts=8)
+    holder = PartHolder(pool, 0)
+    holder.expect_others(8)  # needs five to eight, in the third and fourth block
+    for start in range(0, 32, 4):
+        holder.cover(BLOCKS, start, start + 4)
+        holder.settle(start + 4)
+    holder.close()
+    assert pool.num_given_up == 8
+    assert with_part(pool)[:2] == [12, 13]
