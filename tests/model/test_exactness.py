@@ -69,7 +69,7 @@ def test_no_bit_of_quantized_latents_depends_on_the_cache(dtype: str, kv_dtype: 
 @pytest.mark.parametrize("model", WINDOWED)
 def test_no_bit_depends_on_what_windowed_layers_have_given_up(model: str, dtype: str, kv_dtype: str) -> None:
     counts, first_difference = run_cases(
-        model, dtype, "exact", num_cases=12, seed=len(model), kv_dtype=kv_dtype, is_divided=True
+        model, dtype, "exact", num_cases=16, seed=len(model), kv_dtype=kv_dtype, is_divided=True
     )
     assert first_difference == ""
     assert counts["partial hits"] >= 5
