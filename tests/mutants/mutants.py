@@ -760,9 +760,6 @@ STATE_MUTANTS = (
 PART_MUTANTS = (
     Mutant("cache/parts/reach.py", "end = start - 1 if start else 0", "end = 0"),
     Mutant(
-        "cache/parts/reach.py", "if start == 0 or self.first_token(upto) >= start", "if self.first_token(upto) >= start"
-    ),
-    Mutant(
         "cache/parts/reach.py", "-(-self.num_tokens // block_size) + 2) + 1", "-(-self.num_tokens // block_size)) + 1"
     ),
     Mutant("cache/parts/part_pool.py", "line = self._passed or self._ended", "line = self._ended or self._passed"),
@@ -826,11 +823,6 @@ PART_MUTANTS = (
     ),
     Mutant("cache/elsewhere/elsewhere.py", "            shelf.partless.add(block.key)\n", "            pass\n"),
     Mutant("cache/elsewhere/elsewhere.py", "        if has_part:\n            return True\n", ""),
-    Mutant(
-        "cache/elsewhere/shelf.py",
-        "        self._expected.discard(key)\n        self.partless",
-        "        self.partless",
-    ),
     Mutant(
         "cache/elsewhere/shelf.py",
         "        self.partless.discard(key)\n        self._expected.add(key)",

@@ -61,7 +61,7 @@ class Reach:
             missing = np.flatnonzero(~has_part[:end])
             start = int(missing[-1]) + 1 if missing.size else 0  # blocks [start, end) have theirs
             upto = min(end * block_size, num_tokens)
-            if start == 0 or self.first_token(upto) >= start * block_size:
+            if self.first_token(upto) >= start * block_size:
                 return upto
             end = start - 1 if start else 0
         return 0

@@ -162,3 +162,11 @@ def test_what_others_may_go_on_from_outlasts_what_is_only_passed() -> None:
     holder.close()
     assert pool.num_given_up == 8
     assert with_part(pool)[:2] == [12, 13]
+
+
+def test_what_computes_the_last_token_again_is_kept() -> None:
+    pool = pool_of()
+    holder = PartHolder(pool, 0)
+    holder.cover(BLOCKS, 0, 9)
+    holder.settle(9)
+    assert sorted(holder.needed) == [12, 13, 14], "five to seven, before the last token, begin in the third block"
