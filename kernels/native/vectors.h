@@ -47,17 +47,15 @@ inline void store(void* numbers, int64_t at, int64_t kind, __mmask16 mask, __m51
   }
 }
 
-// 2 to the power of numbers, within a few units of the last place: exactly 0 below -150, and infinite from 128 on.
+// 2 to the power of numbers, within 2 units of the last place: exactly 1 for 0, 0 below -150, infinite from 128 on.
 inline __m512 exp2_of(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 rest = _mm512_sub_ps(x, whole);  // in [-0.5, 0.5]: the first terms of the series suffice
-  __m512 sum = _mm512_set1_ps(1.5403530393381609e-4f);
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.3333558146428443e-3f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(9.6181291076284772e-3f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.5504108664821580e-2f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(2.4022650695910071e-1f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(6.9314718055994531e-1f));
+  // 2^rest = 1 + rest * (...), for rest in [0, 1): the polynomial of degree 5 with the least relative error, 8e-8.
+  const __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // 0 for infinite x
+  __m512 sum = _mm512_set1_ps(1.8671302133394475e-3f);
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(9.017030018743722e-3f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.579991332070769e-2f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(2.401644500956921e-1f));
+  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(6.931513118094658e-1f));
   sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(sum, whole);
+  return _mm512_scalef_ps(sum, x);  // times 2^floor(x)
 }

@@ -431,6 +431,17 @@ KERNEL_MUTANTS = (
         "[: group.num_pieces + 1, :, :num_rows, None]",
         "[-group.num_pieces - 1 :, :, :num_rows, None]",
     ),
+    Mutant("kernels/native/attention_work.py", "max(0, tile.start + 1 - window) if window else 0", "0"),
+    Mutant(
+        "kernels/native/attention_work.py", "0 if window else tile.start // unit_tokens", "tile.start // unit_tokens"
+    ),
+    Mutant("kernels/native/attention_work.py", "same_units == 0", "same_units <= 1"),
+    Mutant("kernels/native/attention.cpp", " || at < step.first_written", ""),
+    Mutant("kernels/native/attention.cpp", "if (sinks) scratch.weight_sums[i * kLanes] = 1.0f;", ""),
+    Mutant("kernels/native/attention.cpp", "std::min(positions[r], end_key - 1)", "end_key - 1"),
+    Mutant("kernels/native/attention.cpp", "    largest = now;\n", ""),
+    Mutant("kernels/native/rows.cpp", "        most = most > other ? most : other;\n", ""),
+    Mutant("kernels/native/rows.cpp", "_mm512_set1_ps(200.0f)", "_mm512_set1_ps(20.0f)"),
     Mutant("kernels/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
     Mutant("kernels/product_trial.py", "            if not agrees(whole):\n                continue\n", ""),
     Mutant("kernels/product_trial.py", "torch.equal(answer, expected[place])", "torch.equal(answer, answer)"),

@@ -83,6 +83,9 @@ KERNEL_TESTS = (
     "tests/kernels/test_row_tiles.py",
     "tests/kernels/test_product_trial.py",
     "tests/kernels/test_cpu_attention.py",
+    "tests/kernels/native/test_attention_work.py",
+    "tests/kernels/native/test_attention.py",
+    "tests/kernels/native/test_rows.py",
 )
 EVENT_TESTS = (
     "tests/events/test_block_identity.py",

@@ -71,7 +71,7 @@ class _Step:
     def __init__(self, library: ctypes.CDLL, batch: PagedBatch) -> None:
         self.batch = batch
         self._library = library
-        self._work: dict[tuple[int, int, int | None], AttentionWork] = {}
+        self._work: dict[tuple[int, int, int, int | None], AttentionWork] = {}
         self._attention: dict[tuple[Any, ...], Attend] = {}
 
     def attention_of(self, query: torch.Tensor, pool: KVPool, scoring: Scoring) -> Attend:
@@ -81,18 +81,20 @@ class _Step:
         )
         found = self._attention.get(key)
         if found is None:
-            work = self._work_of(query.shape[1] // pool.num_kv_heads, pool.num_kv_heads, scoring.window)
+            group_size = query.shape[1] // pool.num_kv_heads
+            work = self._work_of(group_size, pool.num_kv_heads, pool.head_dim, scoring.window)
             found = prepare(self._library, query, pool, work, scoring, torch.get_num_threads())
             self._attention[key] = found
         return found
 
-    def _work_of(self, group_size: int, num_kv_heads: int, window: int | None) -> AttentionWork:
-        key = (group_size, num_kv_heads, window)
+    def _work_of(self, group_size: int, num_kv_heads: int, head_dim: int, window: int | None) -> AttentionWork:
+        key = (group_size, num_kv_heads, head_dim, window)
         if key not in self._work:
             self._work[key] = plan_work(
                 self.batch,
                 group_size=group_size,
                 num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
                 window=window,
                 num_threads=torch.get_num_threads(),
             )

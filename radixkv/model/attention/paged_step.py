@@ -155,6 +155,8 @@ class PaddedStep:
         with torch._C.DisableTorchFunction():  # the kernels are exact by themselves
             real_value = None if value is None else value[real]
             attended = self._step.attend(layer, query[real], key[real], real_value, scoring)
+        if len(attended) == len(query):
+            return attended
         padding = attended.new_zeros(query.shape[0] - self._num_tokens, *attended.shape[1:])
         return torch.cat((attended, padding))
 

@@ -34,6 +34,7 @@ def attend(library: ctypes.CDLL, request: pytest.FixtureRequest) -> Attend:
             batch,
             group_size=group_size,
             num_kv_heads=pool.num_kv_heads,
+            head_dim=pool.head_dim,
             window=scoring.window,
             num_threads=threads,
         )
@@ -230,7 +231,7 @@ def test_queries_may_be_a_part_of_wider_rows(attend: Attend) -> None:
 def test_a_layer_reads_its_own_keys(library: ctypes.CDLL) -> None:
     step = make_step([70], [5], GQA)
     step.pool.values[:, 1 - LAYER] = step.pool.values[:, LAYER].nan_to_num() * 2
-    work = plan_work(step.batch, group_size=3, num_kv_heads=2, window=None, num_threads=1)
+    work = plan_work(step.batch, group_size=3, num_kv_heads=2, head_dim=32, window=None, num_threads=1)
     layers = prepare(library, step.query, step.pool, work, Scoring(0.2), 1)
     for layer in (0, 1):
         expected = reference.paged_attention(step.query, step.pool, layer, step.batch, Scoring(0.2))

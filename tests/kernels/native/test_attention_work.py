@@ -26,7 +26,7 @@ def build(
 
 
 def plan(batch: PagedBatch, window: int | None = None, num_threads: int = 1) -> AttentionWork:
-    return plan_work(batch, group_size=7, num_kv_heads=2, window=window, num_threads=num_threads)
+    return plan_work(batch, group_size=7, num_kv_heads=2, head_dim=64, window=window, num_threads=num_threads)
 
 
 def keys_met(work: AttentionWork, index: int) -> list[tuple[int, int]]:
