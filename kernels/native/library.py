@@ -6,6 +6,7 @@ kept in a folder, under a name that says what it was made of: sources, compiler 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -36,7 +37,7 @@ class NotCompiledError(Exception):
 
 
 def load_library(folder: Path, environment: Mapping[str, str] = os.environ) -> ctypes.CDLL:
-    """Load the library, and compile it first if it is not in the folder: some seconds. Logs that.
+    """Load the library, and compile it first if the folder has none that can be loaded: some seconds. Logs that.
 
     Args:
         folder: where it is kept; made if it is missing.
@@ -49,11 +50,12 @@ def load_library(folder: Path, environment: Mapping[str, str] = os.environ) -> c
         raise NotCompiledError("it needs Linux and a processor with AVX-512")
     compiler = _find_compiler(environment)
     file = folder / f"native-{_digest(compiler)}.so"
+    with contextlib.suppress(OSError):  # there is none, or it is damaged
+        return ctypes.CDLL(str(file))
     try:
-        if not file.is_file():
-            start_s = time.perf_counter()
-            _compile(compiler, file)
-            _log.info("compiled kernels for this processor in %.1f s: %s", time.perf_counter() - start_s, file)
+        start_s = time.perf_counter()
+        _compile(compiler, file)
+        _log.info("compiled kernels for this processor in %.1f s: %s", time.perf_counter() - start_s, file)
         return ctypes.CDLL(str(file))
     except OSError as error:
         raise NotCompiledError(f"{file}: {error}") from error

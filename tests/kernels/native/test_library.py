@@ -1,8 +1,9 @@
 """The library is made once for sources, compiler and processor, and whatever is missing is told."""
 
+import _ctypes
 import os
 import stat
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ import pytest
 from radixkv.kernels.native import library
 from radixkv.kernels.native.library import NotCompiledError, load_library
 
-# A compiler that writes down what it is asked for, and makes nothing that can be loaded.
-COMPILER = """#!/bin/sh
+# A compiler that writes down what it is asked for, and makes what another one made: something that can be loaded.
+COMPILER = f"""#!/bin/sh
 echo "$@" >> "$(dirname "$0")/calls"
-for argument; do [ "$last" = -o ] && echo made > "$argument"; last="$argument"; done
+for argument; do [ "$last" = -o ] && cp {_ctypes.__file__} "$argument"; last="$argument"; done
 exit 0
 """
+MAKES_NO_LIBRARY = COMPILER.replace(f"cp {_ctypes.__file__}", "echo made >")
 
 
 @pytest.fixture(autouse=True)
@@ -54,21 +56,37 @@ def test_the_last_line_of_a_failing_compiler_is_told(tmp_path: Path) -> None:
     assert list((tmp_path / "kept").iterdir()) == []
 
 
+def num_made(folder: Path) -> int:
+    return sum("-shared" in call for call in (folder / "calls").read_text().splitlines())
+
+
 def test_what_was_made_is_not_made_again(tmp_path: Path) -> None:
     environment = compiler(tmp_path / "bin")
     for _ in range(2):
-        with pytest.raises(NotCompiledError, match=r"native-[0-9a-f]{16}\.so: .*(too short|invalid)"):
-            load_library(tmp_path / "kept", environment)
+        load_library(tmp_path / "kept", environment)
+    assert num_made(tmp_path / "bin") == 1
     calls = (tmp_path / "bin" / "calls").read_text().splitlines()
-    assert sum("-shared" in call for call in calls) == 1
     assert all("-ffp-contract=off" in call for call in calls if " -c " in f" {call} ")
+
+
+def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
+    environment = compiler(tmp_path / "bin")
+    load_library(tmp_path / "kept", environment)
+    (file,) = (tmp_path / "kept").iterdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / file.name).write_bytes(b"cut off")
+    load_library(tmp_path / "damaged", environment)
+    assert num_made(tmp_path / "bin") == 2
+
+
+def test_what_can_not_be_loaded_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NotCompiledError, match=r"native-[0-9a-f]{16}\.so: .*(too short|invalid)"):
+        load_library(tmp_path / "kept", compiler(tmp_path / "bin", MAKES_NO_LIBRARY))
 
 
 def test_another_compiler_makes_another_library(tmp_path: Path) -> None:
     for version in ("1", "2"):
-        environment = compiler(tmp_path / version, COMPILER.replace("exit 0", f"echo {version}"))
-        with pytest.raises(NotCompiledError):
-            load_library(tmp_path / "kept", environment)
+        load_library(tmp_path / "kept", compiler(tmp_path / version, COMPILER.replace("exit 0", f"echo {version}")))
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
@@ -80,18 +98,7 @@ def test_a_folder_that_can_not_be_written_is_told(tmp_path: Path) -> None:
 
 def test_processes_that_make_it_at_once_leave_one(tmp_path: Path) -> None:
     environment = compiler(tmp_path / "bin")
-    told: list[str] = []
-
-    def load() -> None:
-        try:
-            load_library(tmp_path / "kept", environment)
-        except NotCompiledError as error:
-            told.append(str(error))
-
-    threads = [threading.Thread(target=load) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(told) == 4
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(lambda _: load_library(tmp_path / "kept", environment), range(4)))
+    assert len(loaded) == 4
     assert len(list((tmp_path / "kept").iterdir())) == 1
