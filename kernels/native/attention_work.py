@@ -145,7 +145,7 @@ def _steps(
     batch: PagedBatch, order: _Order, first: int, end: int, window: int | None
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Make the steps of the tiles `[first, end)`: first those over shared keys, then each tile's own."""
-    unit_tokens, width = _unit_tokens(batch), batch.host_tables.shape[1]
+    unit_tokens, width = _unit_tokens(batch), int(batch.host_tables.shape[1])
     starts = order.ends[first:].tolist()
 
     def place(tile: int, key: int) -> int:

@@ -432,16 +432,17 @@ def test_a_process_that_computes_other_bits_finds_nothing(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its libraries may have been chosen otherwise, for the same model on the same machine."""
+    monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
     disk = f"tiers.disk_path={tmp_path}"
     with engine(checkpoint, disk) as served:
         ask(served, 1)
     rounded = torch.nn.functional.silu
-    monkeypatch.setattr(torch.nn.functional, "silu", lambda *args, **kw: rounded(*args, **kw).nextafter(torch.ones(1)))
-    monkeypatch.setattr(torch.nn.SiLU, "forward", lambda _, x: rounded(x).nextafter(torch.ones(1)))
-    with engine(checkpoint, disk) as served:
-        settle(served)
-        assert ask(served, 1).usage.cached_tokens == 0
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as other:
+        other.setattr(torch.nn.functional, "silu", lambda *args, **kw: rounded(*args, **kw).nextafter(torch.ones(1)))
+        other.setattr(torch.nn.SiLU, "forward", lambda _, x: rounded(x).nextafter(torch.ones(1)))
+        with engine(checkpoint, disk) as served:
+            settle(served)
+            assert ask(served, 1).usage.cached_tokens == 0
     with engine(checkpoint, disk) as served:
         settle(served)
         assert ask(served, 1).usage.disk_tokens == 80

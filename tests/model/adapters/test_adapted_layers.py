@@ -12,7 +12,8 @@ from radixkv.errors import UnknownAdapter
 from tests.model.adapters.adapted import Adapted, prompt, serve, tables
 from tests.model.exact.exact_cases import MODELS
 
-MAX_DIFFERENCE = 1e-4
+# Of the largest logit. On a Zen 4, rows of gpt_oss are 1.8e-5 apart, with and without kernels in C++.
+MAX_DIFFERENCE = 3e-5
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -21,8 +22,9 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def assert_agree(got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (got - expected).abs().max().item() <= MAX_DIFFERENCE
-    assert expected.std() > 100 * MAX_DIFFERENCE, "the oracle's logits are too flat to tell right from wrong"
+    largest = expected.abs().max()
+    assert (got - expected).abs().max() <= MAX_DIFFERENCE * largest
+    assert expected.std() > 1000 * MAX_DIFFERENCE * largest, "the oracle's logits are too flat to tell right from wrong"
 
 
 def test_merged_steps_agree_with_peft(adapted: Adapted) -> None:
