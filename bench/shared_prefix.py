@@ -2,8 +2,8 @@
 
 python -m bench.shared_prefix --json bench/results/shared_prefix.json
 
-One layer. The third column is torch's fused attention, called for each request over K and V that are contiguous
-already. Before anything is timed, answers over shared blocks must have the bits that each request gets alone.
+One layer, with the kernels that serve. The third column is torch's fused attention, called for each request over
+contiguous K and V. Before anything is timed, answers over shared blocks must have the bits that a request gets alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from bench.parts.result_file import write_json
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.attention.interface import AttentionKind, AttentionUse
+from radixkv.model.on_cpu import cpu_candidates
+from radixkv.storage.device_pool import KVShape
 
 _BLOCK_SIZE = 64
 
@@ -72,7 +74,10 @@ class Case:
         shared[:, :prefix_blocks] = tables[0, :prefix_blocks]
         self._shared = PagedBatch.build(*lens, list(shared), _BLOCK_SIZE)
         self._scoring = Scoring(head_dim**-0.5)
-        self._kernels = {True: TorchKernels(), False: TorchKernels()}
+        shape = KVShape(1, num_kv_heads, head_dim, dtype)
+        kinds = (AttentionKind(num_query_heads, window=None, softcap=None),)
+        use = AttentionUse(kinds, dtype, shape, _BLOCK_SIZE, torch.device("cpu"), is_exact=True)
+        self._kernels = {is_shared: next(iter(cpu_candidates(use).values())) for is_shared in (True, False)}
         kv = self._pool.values[torch.from_numpy(tables).long(), 0].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
         self._kv = kv[:, :, :, : prefix_tokens + own_tokens].contiguous()
         self._new_tokens = new_tokens

@@ -32,8 +32,8 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.interface import AttentionStep
 from radixkv.model.attention.paged_step import PagedStep
-from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
+from radixkv.model.on_cpu import cpu_candidates
 from radixkv.storage.device_pool import KVShape, KVStorage
 
 _BLOCK_SIZE = 64
@@ -122,7 +122,7 @@ class Steps:
 
     def __init__(self, model: Model, way: Way, tokens: torch.Tensor) -> None:
         self._model, self._way, self._tokens = model, way, tokens
-        self._kernels = TorchKernels()
+        self._kernels = next(iter(cpu_candidates(model.attention_use(model.kv_shape, _BLOCK_SIZE)).values()))
         self._blocks = np.arange(way.storage.num_blocks, dtype=np.int32)
 
     def compute(self, start: int, end: int) -> torch.Tensor:
