@@ -435,7 +435,6 @@ KERNEL_MUTANTS = (
     Mutant(
         "kernels/native/attention_work.py", "0 if window else tile.start // unit_tokens", "tile.start // unit_tokens"
     ),
-    Mutant("kernels/native/attention_work.py", "same_units == 0", "same_units <= 1"),
     Mutant("kernels/native/attention.cpp", " || at < step.first_written", ""),
     Mutant("kernels/native/attention.cpp", "if (sinks) scratch.weight_sums[i * kLanes] = 1.0f;", ""),
     Mutant("kernels/native/attention.cpp", "std::min(positions[r], end_key - 1)", "end_key - 1"),

@@ -138,12 +138,13 @@ def test_softcap_bends_the_scores(window: int | None, attend: Attend) -> None:
 
 
 def test_a_window_reads_only_the_blocks_in_its_reach(attend: Attend) -> None:
-    step = make_step([400], [4], MHA)
-    step.pool.blocks[step.batch.block_tables[0, :24].long()] = 0xFF  # 0..383; the first query sees from 392 on
+    step = make_step([430], [4], MHA)  # the first query sees from 422 on, and 384 begins what is read at once
+    step.pool.blocks[step.batch.block_tables[0, :26].long()] = 0xFF
+    step.pool.values[step.batch.block_tables[0, 26].long(), :, :, :, :6] = float("nan")
     assert torch.isfinite(attend(step.query, step.pool, step.batch, Scoring(1.0, window=9))).all()
     table = step.batch.host_tables.copy()
-    table[0, :24] = 2**31 - 1  # of blocks that are not there any more
-    batch = PagedBatch.build([4], [404], list(table), 16)
+    table[0, :26] = 2**31 - 1  # of blocks that are not there any more
+    batch = PagedBatch.build([4], [434], list(table), 16)
     assert torch.isfinite(attend(step.query, step.pool, batch, Scoring(1.0, window=9))).all()
 
 
