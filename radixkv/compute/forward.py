@@ -17,12 +17,16 @@ from radixkv.model.adapters.adapter_range import AdapterRange
 from radixkv.model.attention.grouped_step import GroupedStep
 from radixkv.model.attention.interface import AttentionKernels, QueryWatcher, WatchedRows
 from radixkv.model.attention.paged_step import PagedStep
+from radixkv.model.last_layer import Answers
 from radixkv.model.model import Model
 from radixkv.model.states.state_rows import StateRows
 from radixkv.model.states.state_step import StateStep
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.state_pool import StatePool
 from radixkv.tokens import TOKEN_BYTES
+
+# Calling the last layer twice costs more than it saves if fewer rows are left out.
+_FEWEST_ROWS_SPARED = 8
 
 
 class ChunkState(NamedTuple):
@@ -102,6 +106,8 @@ class StepLayout:
         watched: the rows whose queries somebody looks at.
         states: the states before and after rows; None for a model without states.
         parts: like `batch`, but the places of windowed layers; None if all layers are in one pool.
+        answers: like `batch`, but of the rows that are computed to the end: those of logits, or the last one if there
+            are none; None if all rows are.
     """
 
     positions: torch.Tensor
@@ -111,6 +117,7 @@ class StepLayout:
     watched: Sequence[WatchedRows] = ()
     states: StateRows | None = None
     parts: PagedBatch | None = None
+    answers: PagedBatch | None = None
 
     def to(self, device: torch.device) -> StepLayout:
         """Return the same layout with its tensors on a device; see `to_device`."""
@@ -122,16 +129,20 @@ class StepLayout:
             self.watched,
             None if self.states is None else self.states.to(device),
             None if self.parts is None else self.parts.to(device),
+            None if self.answers is None else self.answers.to(device),
         )
 
 
-def lay_out(chunks: Sequence[Chunk], block_size: int, states: StatePool | None = None) -> StepLayout:
+def lay_out(
+    chunks: Sequence[Chunk], block_size: int, states: StatePool | None = None, *, has_short_end: bool = False
+) -> StepLayout:
     """Lay out the tokens of some chunks, one chunk after the other, on the host. Does not read the tokens.
 
     Args:
         chunks: at least one chunk.
         block_size: tokens a block.
         states: the states that the chunks name slots of; None for a model without states.
+        has_short_end: whether the model's last layer can compute the rows of answers alone.
     """
     batch = PagedBatch.build(
         query_lens=[chunk.num_tokens for chunk in chunks],
@@ -146,18 +157,21 @@ def lay_out(chunks: Sequence[Chunk], block_size: int, states: StatePool | None =
     positions = batch.positions  # among what is in the blocks
     if any(chunk.num_dropped for chunk in chunks):
         positions += np.repeat([chunk.num_dropped for chunk in chunks], batch.query_lens)
+    adapters, parts = _adapter_ranges(chunks, batch.query_starts), _part_batch(chunks, block_size)
+    watched = [
+        WatchedRows(end - chunk.num_tokens, end, chunk.watcher)
+        for chunk, end in zip(chunks, ends, strict=True)
+        if chunk.watcher is not None
+    ]
     return StepLayout(
         torch.from_numpy(positions),
         torch.tensor(logit_rows, dtype=torch.int64),
         batch,
-        _adapter_ranges(chunks, batch.query_starts),
-        [
-            WatchedRows(end - chunk.num_tokens, end, chunk.watcher)
-            for chunk, end in zip(chunks, ends, strict=True)
-            if chunk.watcher is not None
-        ],
+        adapters,
+        watched,
         None if states is None else _state_rows(chunks, batch.query_starts, states),
-        _part_batch(chunks, block_size),
+        parts,
+        _answer_batch(chunks, block_size) if has_short_end and not (adapters or watched or parts) else None,
     )
 
 
@@ -169,6 +183,16 @@ def _part_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
     require_invariant("parts", len(tables) == len(chunks), "one chunk names its parts, and another one does not")
     lens = [chunk.num_tokens for chunk in chunks]
     return PagedBatch.build(lens, [chunk.end for chunk in chunks], tables, block_size)
+
+
+def _answer_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
+    """Lay out the rows of answers, or the last row if there are none; None if they are most rows."""
+    answered = [(chunk, chunk.num_logit_rows) for chunk in chunks if chunk.num_logit_rows] or [(chunks[-1], 1)]
+    lens = [num_rows for _, num_rows in answered]
+    if sum(chunk.num_tokens for chunk in chunks) - sum(lens) < _FEWEST_ROWS_SPARED:
+        return None
+    kv_lens = [chunk.end - chunk.num_dropped for chunk, _ in answered]
+    return PagedBatch.build(lens, kv_lens, [chunk.block_ids for chunk, _ in answered], block_size)
 
 
 def _state_rows(chunks: Sequence[Chunk], starts: Sequence[int], states: StatePool) -> StateRows:
@@ -240,7 +264,11 @@ def compute_step(
     require_invariant("parts", storage.parts is None or layout.parts is not None, "a chunk names none")
     paged = PagedStep(storage.pool, layout.batch, kernels, layout.watched, states=state_step)
     step = paged if layout.parts is None else _grouped_step(paged, storage, kernels, layout.parts)
-    logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters)
+    answers = None
+    if layout.answers is not None:
+        rows = layout.logit_rows if len(layout.logit_rows) else layout.positions.new_tensor([len(input_ids) - 1])
+        answers = Answers(rows, paged.write, PagedStep(storage.pool, layout.answers, kernels).read)
+    logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters, answers)
     if state_step is not None:
         state_step.keep()
     return StepOutputs(logits, torch.cat((is_finite & step.is_finite, logits.argmax(dim=-1))))

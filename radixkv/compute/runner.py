@@ -121,7 +121,7 @@ class Runner:
         Returns:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
         """
-        layout = lay_out(chunks, self.storage.block_size, self.states)
+        layout = lay_out(chunks, self.storage.block_size, self.states, has_short_end=self.model.has_short_end)
         copies = [(self.storage.pool, [chunk.copy for chunk in chunks if chunk.copy is not None])]
         if self.storage.parts is not None:
             copies.append((self.storage.parts, [chunk.part_copy for chunk in chunks if chunk.part_copy is not None]))

@@ -12,17 +12,18 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from radixkv.errors import UnknownAdapter, UnsupportedModel
-from radixkv.kernels.scoring import Scoring
 from radixkv.model.adapters.adapted_layers import AdaptedLayers, Products
 from radixkv.model.adapters.adapter_files import AdapterFiles
 from radixkv.model.adapters.adapter_range import AdapterRange
 from radixkv.model.adapters.low_rank_products import LowRankProducts
 from radixkv.model.architecture import check_windows
-from radixkv.model.attention.interface import AttentionKind, AttentionStep, AttentionUse
+from radixkv.model.attention.interface import AttentionStep, AttentionUse
 from radixkv.model.attention.latent_parts import LatentParts
 from radixkv.model.attention.paged_step import PaddedStep, RunningPass
+from radixkv.model.attention.probe import probe_attention
 from radixkv.model.exactness import make_exact, padded_tokens
 from radixkv.model.fingerprint import fingerprint_model
+from radixkv.model.last_layer import Answers, LastLayer, answers_alone
 from radixkv.model.on_cpu import native_library
 from radixkv.model.on_gpu import fuse_modules, low_rank_kernels
 from radixkv.model.products.choices import ProductChoices
@@ -64,6 +65,7 @@ class Model:
         max_tokens: tokens of the longest sequence that the model is made for; None if its configuration does not say.
         eos_token_ids: tokens that end a generation.
         weights: as given.
+        has_short_end: whether the last layer computes answers alone as it does among all rows; on a CPU only.
         latent: its layers with latent attention.
         adapted: its layers, to which adapters may add; None if none may be loaded.
         fingerprint: see `fingerprint_model`.
@@ -114,12 +116,18 @@ class Model:
         for part in module.modules():  # heads call `base_model`, or a decoder in it
             if isinstance(part, PreTrainedModel) and part is not module:
                 part.register_forward_hook(self._keep_hidden_states)
+        self._last_layer = LastLayer(module, self._running)
         config = module.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_tokens = _max_tokens(config)
         self.eos_token_ids = _eos_token_ids(module)
-        self.kv_shape, self.attention_kinds, self.windows = _probe_attention(self, int(config.num_hidden_layers))
+        self.kv_shape, self.attention_kinds, self.windows = probe_attention(
+            type(module).__name__, self.forward, device, int(config.num_hidden_layers)
+        )
         check_windows(type(module).__name__, config, (kind.window for kind in self.attention_kinds), self.max_tokens)
+        self.has_short_end = device.type == "cpu" and answers_alone(
+            self.forward, self.vocab_size, self.kv_shape.dtype, is_exact=is_exact
+        )
 
     @torch.inference_mode()
     def forward(
@@ -129,6 +137,7 @@ class Model:
         step: AttentionStep,
         logit_rows: torch.Tensor,
         adapters: Sequence[AdapterRange] = (),
+        answers: Answers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute packed tokens of several requests. `step` knows which token belongs to which request.
 
@@ -138,10 +147,12 @@ class Model:
             step: computes the attention of each layer.
             logit_rows: int64 `[n]`, the rows whose logits are returned.
             adapters: the rows that are computed with an adapter, each at most once; others are the base model's.
+            answers: the rows of `logit_rows`, or any if there are none, if only they are computed to the end; not with
+                adapters, and only if the model `has_short_end`. None computes all.
 
         Returns:
-            Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite, bool
-            `[num_tokens]`.
+            Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite or not
+            computed, bool `[num_tokens]`.
 
         Raises:
             UnsupportedModel: the model asks for something that our attention does not do.
@@ -152,19 +163,27 @@ class Model:
             padding = (0, padded_tokens(num_tokens, self.device) - num_tokens)
             input_ids, position_ids = pad(input_ids, padding), pad(position_ids, padding)
             step = PaddedStep(step, num_tokens)
-        with self._mode, self._with_adapters(adapters), self._running.with_step(step):
+        with self._mode, self._with_adapters(adapters), self._running.with_step(step), contextlib.ExitStack() as stack:
+            if answers is not None:
+                num_rows = len(answers.rows)
+                if self.is_exact:
+                    num_rows = padded_tokens(num_rows, self.device)
+                stack.enter_context(self._last_layer.answering(answers, num_rows, num_tokens))
             output = self.module(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],
                 use_cache=False,
-                logits_to_keep=logit_rows,
+                logits_to_keep=logit_rows if answers is None else torch.arange(len(logit_rows)),
                 radix_step=step,
             )
         if self._hidden_states is None:
             raise UnsupportedModel(
                 f"{type(self.module).__name__}: expected a base model that returns its last hidden states, got none"
             )
-        is_finite = self._hidden_states[0, :num_tokens].isfinite().all(dim=-1)
+        hidden_states = self._hidden_states[0, : num_tokens if answers is None else len(answers.rows)]
+        is_finite = hidden_states.isfinite().all(dim=-1)
+        if answers is not None:
+            is_finite = is_finite.new_ones(num_tokens).index_put((answers.rows,), is_finite)
         self._hidden_states = None
         return output.logits[0].float(), is_finite
 
@@ -234,63 +253,3 @@ def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
         if ids is not None:
             return frozenset(ids if isinstance(ids, list) else [ids])
     return frozenset()
-
-
-class _ShapeProbe:
-    """A step without a pool that records what each layer would store in one."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int, int | None, torch.dtype]] = {}
-        self.kinds: dict[AttentionKind, None] = {}
-        self.windows: dict[int, int | None] = {}
-        self.num_convolutions = 0
-        self.is_repeated = False  # whether a layer attended more than once
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        self.is_repeated |= layer in self.shapes
-        value_dim = None if value is None else value.shape[2]
-        self.shapes[layer] = (key.shape[1], key.shape[2], value_dim, key.dtype)
-        self.windows[layer] = scoring.window
-        self.kinds[AttentionKind(query.shape[1], scoring.window, scoring.softcap, scoring.sinks is not None)] = None
-        return query.new_zeros(*query.shape[:2], key.shape[2] if value_dim is None else value_dim)
-
-    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        self.num_convolutions += 1
-        return torch.zeros_like(rows)
-
-
-def _probe_attention(
-    model: Model, num_layers: int
-) -> tuple[KVShape, tuple[AttentionKind, ...], tuple[int | None, ...]]:
-    """Run two tokens, and read K/V shape, attention and windows from what the layers ask for.
-
-    Raises:
-        UnsupportedModel: the model keeps state elsewhere, or its layers store different K/V.
-    """
-    probe = _ShapeProbe()
-    name = type(model.module).__name__
-    ids = torch.zeros(2, dtype=torch.int64, device=model.device)
-    model.forward(ids, torch.arange(2, device=model.device), probe, torch.ones(1, dtype=torch.int64, device=ids.device))
-    if probe.is_repeated:
-        raise UnsupportedModel(f"{name}: expected each layer to attend once a token, got layers that attend again")
-    num_layers -= probe.num_convolutions
-    if sorted(probe.shapes) != list(range(num_layers)) or not probe.shapes:
-        raise UnsupportedModel(
-            f"{name}: expected {num_layers} layers to call attention, got {len(probe.shapes)}; the others keep state "
-            "that the cache does not hold"
-        )
-    shapes = set(probe.shapes.values())
-    num_kv_heads, head_dim, value_dim, dtype = next(iter(shapes))
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UnsupportedModel(f"{name}: expected K/V of float32, bfloat16 or float16, got {dtype}")
-    if len(shapes) > 1 or value_dim not in (None, head_dim):
-        raise UnsupportedModel(f"{name}: expected one K/V shape in all layers, got {sorted(map(str, shapes))}")
-    shape = KVShape(num_layers, num_kv_heads, head_dim, dtype, is_latent=value_dim is None)
-    return shape, tuple(probe.kinds), tuple(probe.windows[layer] for layer in range(num_layers))

@@ -18,7 +18,7 @@ from radixkv.config import ModelConfig
 from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.loading import load_model
-from radixkv.model.model import Model, _probe_attention
+from radixkv.model.model import Model
 from radixkv.startup.model_check import LOGITS_TOLERANCE, check_model
 from radixkv.storage.device_pool import KVStorage
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, load_eager, write_checkpoint
@@ -154,12 +154,6 @@ def test_the_fingerprint_tells_weights_apart(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     after = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
     assert before.fingerprint != after.fingerprint
-
-
-def test_a_layer_that_calls_no_attention_is_noticed() -> None:
-    """Also without a word of it in config.json."""
-    with pytest.raises(UnsupportedModel, match="expected 5 layers to call attention, got 4"):
-        _probe_attention(load_model(ModelConfig(device="cpu")), 5)
 
 
 def test_a_mixture_of_experts_is_served(tmp_path: Path) -> None:

@@ -1,0 +1,201 @@
+"""Computes the last layer for the rows that are answered alone, beside K and V of all tokens.
+
+    rows of all tokens ──▶ last layer, until K and V are written
+    rows of answers    ──▶ last layer, all of it ──▶ norm ──▶ head
+
+Nobody reads what the last layer makes of other rows, which are most rows of a prefill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from radixkv.errors import UnsupportedModel
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.paged_step import PaddedStep, RunningPass
+from radixkv.model.refusals import reason_of
+
+_log = logging.getLogger(__name__)
+
+_TRIAL_TOKENS = 24
+
+# Largest distance of logits in fast mode, relative to the largest: products of other numbers of rows round otherwise.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class Answers(NamedTuple):
+    """The rows of a forward pass that are computed to the end.
+
+    Attributes:
+        rows: int64 `[n]`, at least one.
+        write: stores K and V of all tokens in a layer; see `PagedStep.write`.
+        read: attends from the queries of these rows; see `PagedStep.read`.
+    """
+
+    rows: torch.Tensor
+    write: Callable[[int, torch.Tensor, torch.Tensor | None], None]
+    read: Callable[[int, torch.Tensor, Scoring], torch.Tensor]
+
+
+class LastLayer:
+    """Knows the last layer of a model, and lets it compute answers alone.
+
+    Args:
+        module: the model. If its last layer is not found, `answering` raises.
+        running: knows the step of a forward pass.
+    """
+
+    def __init__(self, module: nn.Module, running: RunningPass) -> None:
+        self._name = type(module).__name__
+        self._running = running
+        self._inputs: tuple[Answers, torch.Tensor, int] | None = None  # of `answering`
+        self._layer = _last_layer(module)
+        if self._layer is not None:
+            self._layer.register_forward_pre_hook(self._shorten, with_kwargs=True)
+
+    @contextlib.contextmanager
+    def answering(self, answers: Answers, num_rows: int, num_tokens: int) -> Iterator[None]:
+        """Let the layer compute answers alone, inside the `with` block.
+
+        Args:
+            answers: what is computed.
+            num_rows: rows that leave the layer: those of answers, then the last of them again.
+            num_tokens: tokens of the pass, without padding.
+
+        Raises:
+            UnsupportedModel: the last layer was not found.
+        """
+        if self._layer is None:
+            raise UnsupportedModel(f"{self._name}: expected layers in a list, the last one with attention, got none")
+        rows = torch.cat((answers.rows, answers.rows[-1:].expand(num_rows - len(answers.rows))))
+        self._inputs = answers, rows, num_tokens
+        try:
+            yield
+        finally:
+            self._inputs = None
+
+    def _shorten(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Write K and V of all tokens, and return what the layer is given for the rows of answers. Torch calls this."""
+        if self._inputs is None:
+            return None
+        answers, rows, num_tokens = self._inputs
+        with contextlib.suppress(_Written):
+            layer.forward(*args, **self._stepped(kwargs, PaddedStep(_Writing(answers), num_tokens)))
+            raise UnsupportedModel(f"{type(layer).__name__}: expected the last layer to attend, got none that does")
+        all_rows = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)).shape[1]
+        kwargs = self._stepped(kwargs, PaddedStep(_Reading(answers), len(answers.rows)))
+        return _chosen(args, rows, all_rows), _chosen(kwargs, rows, all_rows)
+
+    def _stepped(self, kwargs: dict[str, Any], step: PaddedStep) -> dict[str, Any]:
+        """Return arguments with another step, and let the layers that are not given it find it."""
+        self._running.step = step
+        return {**kwargs, "radix_step": step} if "radix_step" in kwargs else kwargs
+
+
+@torch.inference_mode()
+def answers_alone(
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]], vocab_size: int, dtype: torch.dtype, *, is_exact: bool
+) -> bool:
+    """Try whether rows that are computed alone in the last layer have the logits that they have among all rows.
+
+    Args:
+        forward: `Model.forward`.
+        vocab_size: token ids are below this.
+        dtype: of the model.
+        is_exact: whether all bits must be the same.
+    """
+    ids = torch.arange(_TRIAL_TOKENS) % vocab_size
+    rows = torch.tensor([_TRIAL_TOKENS // 3, _TRIAL_TOKENS - 1])
+    step = _Echo()
+    try:
+        expected, _ = forward(ids, ids, step, rows)
+        got, _ = forward(ids, ids, step, rows, answers=Answers(rows, step.write, step.read))
+    except Exception as error:  # noqa: BLE001 - whatever a layer raises that wants other arguments
+        _log.info("the last layer computes all rows: %s", reason_of(error))
+        return False
+    if is_exact:
+        return torch.equal(expected, got)
+    return bool((expected - got).abs().max() <= _TOLERANCE[dtype] * expected.abs().max())
+
+
+class _Written(Exception):
+    """K and V are written, and the layer is left."""
+
+
+class _Writing(NamedTuple):
+    """A step that writes K and V, and leaves the layer."""
+
+    answers: Answers
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
+    ) -> torch.Tensor:
+        self.answers.write(layer, key, value)
+        raise _Written
+
+
+class _Reading(NamedTuple):
+    """A step over K and V that are written."""
+
+    answers: Answers
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
+    ) -> torch.Tensor:
+        return self.answers.read(layer, query, scoring)
+
+
+def _last_layer(module: nn.Module) -> nn.Module | None:
+    """Return the last one of the layers, if the attention with the highest index is in it."""
+    last = max(map(_index_of, module.modules()))
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == last + 1]
+    found = [layers[-1] for layers in lists if last in map(_index_of, layers[-1].modules())]
+    return found[0] if len(found) == 1 else None
+
+
+def _index_of(part: Any) -> int:
+    """Return the index that an attention has in its model; -1 for other parts."""
+    index = getattr(part, "layer_idx", None)
+    return index if isinstance(index, int) else -1
+
+
+def _chosen(value: Any, rows: torch.Tensor, num_rows: int) -> Any:
+    """Choose rows of all tensors `[1, num_rows, ...]` in a layer's arguments."""
+    if isinstance(value, torch.Tensor):
+        return value[:, rows] if value.shape[:2] == (1, num_rows) else value
+    if isinstance(value, dict):
+        return {name: _chosen(each, rows, num_rows) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_chosen(each, rows, num_rows) for each in value)
+    return value
+
+
+class _Echo:
+    """A step without a pool, whose attention is the query itself, as wide as values are."""
+
+    def __init__(self) -> None:
+        self._widths: dict[int, int] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
+    ) -> torch.Tensor:
+        self.write(layer, key, value)
+        return self.read(layer, query, scoring)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        self._widths[layer] = (key if value is None else value).shape[2]
+
+    def read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        return pad(query, (0, self._widths[layer] - query.shape[2]))
+
+    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return rows

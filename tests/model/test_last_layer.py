@@ -1,0 +1,174 @@
+"""The last layer computes answers alone: the same bits, for models whose layers allow it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from radixkv.compute import forward
+from radixkv.compute.forward import Chunk, lay_out
+from radixkv.compute.runner import Runner
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.attention_function import ATTENTION_NAME
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.last_layer import Answers
+from radixkv.model.model import Model
+from radixkv.storage.device_pool import KVStorage
+from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE
+from tests.model.products.test_joined_parts import MODELS, Keep
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+ALL = {**CONFIGS, "mixtral": MODELS["mixtral"]}
+TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 100).astype("<u4").tobytes()
+
+
+def make(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    own = copy.deepcopy(config)  # making a model writes into it
+    return AutoModelForCausalLM.from_config(own, attn_implementation=ATTENTION_NAME, dtype=dtype)
+
+
+def chunks(*, wants_logits: bool = True) -> list[Chunk]:
+    """Of three requests: the first one's end, the second one's middle, and two chunks that are asked for."""
+    tables = np.arange(21, dtype=np.int32).reshape(3, 7)
+    return [
+        Chunk(TOKENS, 0, 33, tables[0], None, wants_logits),
+        Chunk(TOKENS, 0, 50, tables[1], None, wants_logits=False),
+        Chunk(TOKENS, 0, 5, tables[2], None, wants_logits, wants_all_logits=wants_logits),
+    ]
+
+
+def computed(model: Model, of: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
+    """Logits, the bytes of the pool, and what is finite."""
+    storage = KVStorage(21, BLOCK_SIZE, model.kv_shape, CPU)
+    storage.pool.blocks.zero_()
+    result = Runner(model, storage, TorchKernels()).run(of)
+    return result.logits.clone(), storage.pool.blocks, result.is_finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", list(ALL))
+def test_answers_and_all_keys_have_the_same_bits_as_among_all_rows(family: str, dtype: torch.dtype) -> None:
+    model = Model(family, make(ALL[family], dtype), CPU)
+    assert model.has_short_end
+    short = [computed(model, of) for of in (chunks(), chunks(wants_logits=False))]
+    model.has_short_end = False
+    whole = [computed(model, of) for of in (chunks(), chunks(wants_logits=False))]
+    for (logits, blocks, is_finite), (expected, expected_blocks, _) in zip(short, whole, strict=True):
+        assert torch.equal(logits, expected)
+        assert torch.equal(blocks, expected_blocks)
+        assert is_finite == [True] * 3
+    assert [len(each[0]) for each in short] == [6, 0]
+
+
+def test_fast_mode_answers_alike() -> None:
+    model = Model("fast", make(ALL["llama"]), CPU, is_exact=False)
+    assert model.has_short_end
+    got, *_ = computed(model, chunks())
+    model.has_short_end = False
+    expected, *_ = computed(model, chunks())
+    assert (got - expected).abs().max() <= 1e-4
+    assert expected.std() > 0.01
+
+
+def test_only_rows_of_answers_reach_the_end() -> None:
+    model = Model("llama", make(ALL["llama"]), CPU, is_exact=False)
+    seen = []
+    model.module.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    computed(model, chunks())
+    computed(model, chunks(wants_logits=False))
+    assert seen == [6, 1]
+
+
+@pytest.mark.parametrize("bad", [5, 34])
+def test_a_row_without_an_answer_is_told_by_its_keys(bad: int) -> None:
+    """Its request alone fails: the row of the first chunk, or of the second one, which wants no logits."""
+    model = Model("llama", make(ALL["llama"]), CPU)
+    tokens = np.frombuffer(TOKENS, "<u4").copy()
+    tokens[bad] = VOCAB_SIZE - 1
+    model.module.model.embed_tokens.weight.data[VOCAB_SIZE - 1] = float("nan")
+    first, second, third = chunks()
+    second = dataclasses.replace(second, tokens=tokens.tobytes())
+    _, _, is_finite = computed(model, [first, second, third])
+    assert is_finite == [True, False, True]
+
+
+def test_an_answer_that_is_not_finite_fails_its_request() -> None:
+    """Keys are finite in all layers: what is not comes after the last ones."""
+    model = Model("llama", make(ALL["llama"]), CPU, is_exact=False, is_fused=False)
+    down = model.module.model.layers[-1].mlp.down_proj
+    down.register_forward_hook(lambda _, __, rows: rows.index_fill(1, torch.tensor([0]), float("inf")))
+    _, _, is_finite = computed(model, chunks())
+    assert is_finite == [False, True, True]
+
+
+class Mixing(LlamaDecoderLayer):
+    """A layer whose rows depend on each other."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return super().forward(hidden_states - hidden_states.mean(1, keepdim=True), **kwargs)
+
+
+class WithoutAttention(nn.Module):
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
+        return hidden_states
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_layer_that_mixes_rows_computes_all_of_them(*, is_exact: bool) -> None:
+    module = make(ALL["llama"])
+    module.model.layers[-1].__class__ = Mixing
+    assert not Model("mixing", module, CPU, is_exact=is_exact).has_short_end
+
+
+def test_layers_that_are_in_no_list_compute_all_rows() -> None:
+    module = make(ALL["llama"])
+    layers = module.model.layers
+    module.model.layers = nn.Sequential(*layers)
+    model = Model("sequential", module, CPU)
+    assert not model.has_short_end
+    assert lay_out(chunks(), BLOCK_SIZE, has_short_end=model.has_short_end).answers is None
+
+
+def test_few_rows_are_computed_to_the_end() -> None:
+    table = np.arange(7, dtype=np.int32)
+    most = forward._FEWEST_ROWS_SPARED
+    for num_tokens, is_short in ((1, False), (most, False), (most + 1, True)):
+        chunk = Chunk(TOKENS, 20, 20 + num_tokens, table, None, wants_logits=True)
+        layout = lay_out([chunk], BLOCK_SIZE, has_short_end=True)
+        assert (layout.answers is not None) == is_short
+    assert layout.answers is not None
+    assert (layout.answers.query_starts, layout.answers.kv_lens) == ((0, 1), (21 + most,))
+    assert layout.answers.positions.tolist() == [20 + most]
+
+
+def test_watched_rows_and_rows_of_adapters_are_computed_to_the_end() -> None:
+    class Watcher:
+        def see(self, layer: int, query: torch.Tensor, scoring: Scoring) -> None:
+            raise AssertionError
+
+    table = np.arange(7, dtype=np.int32)
+    chunk = Chunk(TOKENS, 0, 100, table, None, wants_logits=True)
+    for other in ({"adapter": "a" * 32}, {"watcher": Watcher()}, {"part_ids": table}):
+        layout = lay_out([dataclasses.replace(chunk, **other)], BLOCK_SIZE, has_short_end=True)
+        assert layout.answers is None
+
+
+def test_a_layer_that_does_not_attend_is_refused() -> None:
+    module = make(ALL["llama"])
+    model = Model("llama", module, CPU)
+    layer = module.model.layers[-1]
+    vars(layer)["forward"] = WithoutAttention().forward
+    rows, step = torch.tensor([19]), Keep()
+    with pytest.raises(Exception, match="expected the last layer to attend"):
+        model.forward(
+            torch.arange(20), torch.arange(20), step, rows, answers=Answers(rows, lambda *_: None, lambda *_: rows)
+        )
