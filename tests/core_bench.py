@@ -73,6 +73,7 @@ class Bench:
             self.cache,
             engine_config,
             clock=self.clock,
+            work_clock=self.clock,
             observers=observers,
             weights=weights,
             has_news=lambda: self.has_news,

@@ -63,6 +63,7 @@ class EngineCore:
             or started ahead.
         events: listens to the cache, and publishes after each step.
         offload: saves blocks that leave the device, and loads them again; None if they are lost.
+        work_clock: seconds of work of the calling thread.
 
     Attributes:
         cache: the one that was passed in.
@@ -85,6 +86,7 @@ class EngineCore:
         has_news: Callable[[], bool] = lambda: False,
         events: TreeFeed | None = None,
         offload: Offload | None = None,
+        work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.cache = cache
         self.held_leases = held_leases = HeldLeases(
@@ -97,7 +99,7 @@ class EngineCore:
         self._runner, self._clock, storage = runner, clock, runner.storage
         self._under_way: Step | None = None  # the step that was started ahead
         self._budget = StepBudget(config.step_tokens)
-        self._scheduler = scheduler = Scheduler(config.step_tokens, config.max_running_requests, weights)
+        self._scheduler = scheduler = Scheduler(config.step_tokens, config.max_running_requests, weights, work_clock)
         self._flights = flights = SingleFlight(cache.block_size)
         self._early_ends = early_ends = EarlyEnds()
         self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock, offload)

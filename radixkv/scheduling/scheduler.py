@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 
 from radixkv.scheduling.admission import Admitter
 from radixkv.scheduling.request import Request
@@ -35,14 +36,20 @@ class Scheduler:
         max_step_tokens: tokens a step.
         max_running_requests: requests that may be admitted at the same time.
         weights: shares by tenant; 1 for a tenant that is not there.
+        work_clock: seconds of work of the calling thread; see `StepPlan`.
 
     Attributes:
         max_step_tokens: tokens of the next step; may be changed between steps.
     """
 
     def __init__(
-        self, max_step_tokens: int, max_running_requests: int, weights: Mapping[str, float] | None = None
+        self,
+        max_step_tokens: int,
+        max_running_requests: int,
+        weights: Mapping[str, float] | None = None,
+        work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
+        self._work_clock = work_clock
         self.max_step_tokens = max_step_tokens
         self._max_running_requests = max_running_requests
         self._queues = TenantQueues(weights or {})
@@ -138,7 +145,13 @@ class Scheduler:
     def next_step(self, admitter: Admitter) -> list[Slice]:
         """Choose the slices of the next step; see `StepPlan`. Requests that get any are admitted by `admitter`."""
         plan = StepPlan(
-            self._queues, self._running, self._blocked, admitter, self.max_step_tokens, self._max_running_requests
+            self._queues,
+            self._running,
+            self._blocked,
+            admitter,
+            self.max_step_tokens,
+            self._max_running_requests,
+            self._work_clock,
         )
         slices = plan.make_slices()
         self._blocked = plan.blocked

@@ -25,9 +25,12 @@ class FakeAdmitter:
         outcomes: what becomes of a request, if it is not admitted.
         cached_tokens, num_nodes: what a look finds.
         tried: the requests that asked for blocks, in order.
+        worked_s: the work of all admissions.
+        admit_s: the work of one.
     """
 
     def __init__(self) -> None:
+        self.worked_s = self.admit_s = 0.0
         self.outcomes: dict[Request, Admission] = {}
         self.cached_tokens: dict[Request, int] = {}
         self.tried: list[Request] = []
@@ -45,6 +48,7 @@ class FakeAdmitter:
         self, request: Request, cached_tokens: int | None, running: Collection[Request], *, is_passing: bool
     ) -> Admission:
         self.tried.append(request)
+        self.worked_s += self.admit_s
         request.computed_upto = cached_tokens or 0
         request.num_nodes = self.num_nodes.get(request, 0)
         return self.outcomes.get(request, Admission.ADMITTED)
@@ -88,6 +92,7 @@ class Desk:
             cast("Admitter", self.admitter),
             self._max_tokens,
             self._max_running_requests,
+            lambda: self.admitter.worked_s,
         )
         slices = plan.make_slices()
         self.blocked = plan.blocked
@@ -113,6 +118,13 @@ def test_tokens_that_prompts_do_not_need_go_to_decoding_requests() -> None:
     desk = Desk(max_tokens=8)
     decoding, short = [desk.run(9, 8) for _ in range(6)], desk.wait(2)
     assert {part.request for part in desk.plan()} == {*decoding, short}
+
+
+def test_after_2_ms_of_work_a_turn_admits_one_request_and_no_more() -> None:
+    desk = Desk(max_tokens=256, max_running_requests=16)
+    crowd, other = [desk.wait(1, "crowd") for _ in range(5)], desk.wait(1, "other")
+    desk.admitter.admit_s = 0.0015
+    assert [part.request for part in desk.plan()] == [*crowd[:2], other]
 
 
 def test_tenants_are_charged_by_weight() -> None:

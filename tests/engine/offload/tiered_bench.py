@@ -161,8 +161,8 @@ class TieredBench(Bench):
         self.offload = Offload(self.cache, self.elsewhere, tiers, mover, max_bytes, keys, clock=self.clock)
         limits = EngineConfig(max_step_tokens=STEP_TOKENS) if num_parts else EngineConfig()
         self.core = EngineCore(
-            self.runner, self.cache, limits, clock=self.clock, has_news=lambda: self.has_news,
-            offload=self.offload,
+            self.runner, self.cache, limits, clock=self.clock, work_clock=self.clock,
+            has_news=lambda: self.has_news, offload=self.offload,
         )  # type: ignore[arg-type]  # fmt: skip
 
     def evict(self, num_blocks: int) -> None:

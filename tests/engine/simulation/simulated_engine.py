@@ -86,6 +86,7 @@ class SimulatedEngine:
             self.cache,
             config,
             clock=self.clock,
+            work_clock=self.clock,
             on_end=self._ended,
             on_start=self.oracle.started,
             observers=[self.oracle],
