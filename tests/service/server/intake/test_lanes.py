@@ -36,28 +36,29 @@ async def rest():
         await asyncio.sleep(0)
 
 
-def test_small_messages_do_not_wait_behind_large_ones():
+def test_those_who_send_small_messages_do_not_wait_behind_large_ones_and_new_connections():
     async def run():
         senders, come = Senders(), asyncio.Event()
-        for name in ("a", "b"):
-            await senders.send(name, LARGE)
-        waiting = [senders.start(name, come, LARGE) for name in ("a", "b")]
+        for name, message in (("small", SMALL), ("large", LARGE)):
+            await senders.send(name, message)
+        waiting = [senders.start(name, come, LARGE) for name in ("large", "new", "newer")]
         await rest()
-        assert senders.being_read == ["a", "b", "a"]
+        assert senders.being_read == ["small", "large", "large"]
         assert await senders.send("small", SMALL) == SMALL
         come.set()
-        assert await asyncio.gather(*waiting) == [LARGE, LARGE]
+        assert await asyncio.gather(*waiting) == [LARGE] * 3
 
     asyncio.run(run())
 
 
-def test_large_messages_do_not_wait_behind_small_ones():
+def test_large_messages_and_new_connections_do_not_wait_behind_small_ones():
     async def run():
         senders, come = Senders(), asyncio.Event()
-        await senders.send("large", LARGE)
+        await senders.send("small", SMALL)
         waiting = senders.start("small", come)
         await rest()
-        assert await senders.send("large", LARGE) == LARGE
+        for _ in range(2):  # new at first
+            assert await senders.send("large", LARGE) == LARGE
         come.set()
         await waiting
 
@@ -67,15 +68,13 @@ def test_large_messages_do_not_wait_behind_small_ones():
 def test_a_connection_that_sends_small_messages_again_is_among_them_again():
     async def run():
         senders, come = Senders(), asyncio.Event()
-        for message in (LARGE, SMALL):
+        for message in (SMALL, LARGE, SMALL):
             await senders.send("a", message)
-        waiting = senders.start("other", come)  # has the place of small ones
+        waiting = senders.start("new", come)  # has the place of large ones
         await rest()
-        late = senders.start("a")
-        await rest()
-        assert not late.done()
+        assert await senders.send("a", SMALL) == SMALL
         come.set()
-        await asyncio.gather(waiting, late)
+        await waiting
 
     asyncio.run(run())
 
@@ -83,6 +82,8 @@ def test_a_connection_that_sends_small_messages_again_is_among_them_again():
 def test_a_connection_whose_message_does_not_come_is_among_the_large_ones():
     async def run():
         senders, come = Senders(timeout_s=0.01), asyncio.Event()
+        for name in ("slow", "small"):
+            await senders.send(name, SMALL)
         with pytest.raises(DeadlineExceeded):
             await senders.start("slow", asyncio.Event())
         slow = senders.start("slow", come)
@@ -98,13 +99,11 @@ def test_the_end_of_a_stream_is_small():
     async def run():
         senders, end, come = Senders(), object(), asyncio.Event()
         assert await senders.send("a", end) is end
-        senders.start("other", come)
+        waiting = senders.start("new", come)
         await rest()
-        late = senders.start("a")
-        await rest()
-        assert not late.done()
+        assert await senders.send("a", SMALL) == SMALL
         come.set()
-        await late
+        await waiting
 
     asyncio.run(run())
 
@@ -115,7 +114,7 @@ def test_connections_are_not_remembered_without_bound(monkeypatch):
     async def run():
         senders = Senders()
         for name in "abc":
-            await senders.send(name, LARGE)
-        assert list(senders.lanes._with_large) == ["b", "c"]
+            await senders.send(name, SMALL)
+        assert list(senders.lanes._with_small) == ["b", "c"]
 
     asyncio.run(run())
