@@ -29,6 +29,7 @@ from radixkv.invocation import InvocationMarks
 from radixkv.model.attention.interface import AttentionKernels, PlanningKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
+from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.scheduling.rates import Rates
 from radixkv.startup.adapters import adapter_source, load_adapters, require_adapter_directory
 from radixkv.startup.attention_choice import attention_kernels
@@ -45,7 +46,12 @@ from radixkv.storage.device_pool import KVShape, KVStorage
 _log = logging.getLogger(__name__)
 
 
-def build_engine(config: Config, observers: Iterable[Observer] = (), events_key: bytes | None = None) -> Engine:
+def build_engine(
+    config: Config,
+    observers: Iterable[Observer] = (),
+    events_key: bytes | None = None,
+    choice: LoadOrCompute | None = None,
+) -> Engine:
     """Load the model, check it, and allocate the pool. Logs each stage and its duration.
 
     The process keeps freed memory from then on, and asks for huge pages: see `radixkv.startup.host_memory`.
@@ -54,6 +60,7 @@ def build_engine(config: Config, observers: Iterable[Observer] = (), events_key:
         config: describes it.
         observers: are told of what it does.
         events_key: names namespaces in events, 16 to 64 bytes; None for a random one.
+        choice: decides between loading from stores and computing; None for one by measured times.
 
     Returns:
         An engine that is not started yet.
@@ -129,7 +136,7 @@ def build_engine(config: Config, observers: Iterable[Observer] = (), events_key:
         events=events,
         rates=rates,
         adapters=adapter_source(config, model),
-        offload=None if stores is None else stores.offload(cache),
+        offload=None if stores is None else stores.offload(cache, choice),
     )
     load_adapters(config.adapters, engine.adapters)
     return engine

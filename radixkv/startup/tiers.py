@@ -28,6 +28,7 @@ from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import ConfigError, StoreError
 from radixkv.invocation import InvocationMarks
+from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.storage.layer_bytes import LayerBytes
 from radixkv.storage.mover import BlockMover, payload_layout
 from radixkv.storage.tiers.block_key import MAX_SECRET_BYTES, BlockFormat, BlockKeys
@@ -90,8 +91,14 @@ class Stores:
     transfer: Transfers | None
     layer_bytes: LayerBytes
 
-    def offload(self, cache: PrefixCache) -> Offload:
-        """Put them below a cache that `elsewhere` listens to."""
+    def offload(self, cache: PrefixCache, choice: LoadOrCompute | None = None) -> Offload:
+        """Put them below a cache that `elsewhere` listens to.
+
+        Args:
+            cache: the trees.
+            choice: decides between loading and computing; None for one by measured times.
+        """
+        choice = choice or LoadOrCompute(cache.block_size)
         self.elsewhere.trunk_of = cache.public.trunk_of
         for pool in cache.parts.pools:
             self.elsewhere.part_of = pool.part_of
@@ -109,7 +116,7 @@ class Stores:
             tiers.append(Tier(name, store, self.mover.sizes, is_working, ciphers, is_shared=is_shared))
             if isinstance(backend, DiskStore):
                 record = DiskRecord(backend, self.keys)
-        offload = Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, record)
+        offload = Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, choice, record)
         if self.transfer is not None:
             key_blocks, block_format = self.elsewhere.key_blocks, self.keys.format
             shared = {tier.name: tier for tier in tiers if self.elsewhere.shelves[tier.name].is_shared}

@@ -21,6 +21,7 @@ from radixkv.api.retention import Retention
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
 from radixkv.errors import ConfigError
+from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.startup.build_engine import build_engine
 from radixkv.storage.tiers import by_name
 from radixkv.storage.tiers.block_object import object_bytes
@@ -31,6 +32,7 @@ from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S, wait_until
+from tests.scheduling.always_load import AlwaysLoad
 from tests.storage.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
 BLOCK_SIZE, POOL_TOKENS, PROMPT_TOKENS = 16, 256, 83  # five whole blocks of a pool of 16
@@ -54,8 +56,9 @@ def config(checkpoint: Path, *settings: str) -> Config:
 
 
 @contextlib.contextmanager
-def engine(checkpoint: Path, *settings: str) -> Iterator[Engine]:
-    engine = build_engine(config(checkpoint, *settings))
+def engine(checkpoint: Path, *settings: str, choice: LoadOrCompute | None = None) -> Iterator[Engine]:
+    """An engine that loads what is stored, unless another choice is given."""
+    engine = build_engine(config(checkpoint, *settings), choice=choice or AlwaysLoad(BLOCK_SIZE))
     engine.start()
     try:
         yield engine
@@ -121,6 +124,21 @@ def test_a_loaded_prompt_has_the_bits_of_one_computed_alone(checkpoint: Path, kv
         assert [each.usage.host_tokens for each in results] == [80] * 6
         for seed, result in enumerate(results):
             np.testing.assert_array_equal(result.logits, cold_logits(served, seed))
+
+
+def test_the_choice_that_an_engine_is_given_decides(checkpoint: Path) -> None:
+    choice = LoadOrCompute(BLOCK_SIZE)
+    for num_blocks in (1, 5):
+        choice.note_start("host", num_blocks)
+        choice.note_end("host", num_blocks, 1e6 * num_blocks)
+    with engine(checkpoint, "tiers.host_bytes=10000000", choice=choice) as served:
+        for seed in range(12):
+            ask(served, seed)
+        settle(served)
+        usage = ask(served, 0).usage
+        assert (usage.host_tokens, usage.computed_tokens) == (0, PROMPT_TOKENS), "loads are supposed to take days"
+        assert served.offload is not None
+        assert served.offload.stats()[0].computed_blocks == 5
 
 
 def test_a_floor_and_a_retention_hold_in_stores(checkpoint: Path) -> None:

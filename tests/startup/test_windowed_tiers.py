@@ -14,12 +14,12 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
-from radixkv.scheduling.load_or_compute import Choice, LoadOrCompute
 from radixkv.startup.build_engine import build_engine
 from radixkv.storage.tiers.guard.guarded_store import GuardedStore
 from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S
+from tests.scheduling.always_load import AlwaysLoad
 
 HOST = "tiers.host_bytes=100000000"
 CAPACITY_TOKENS, LONG = 54 * 16, 480
@@ -27,11 +27,10 @@ NUM_BLOCKS = 54 * 3 - 17 * 2  # those of one layer of three, in the memory that 
 
 
 @pytest.fixture(autouse=True)
-def load_whatever_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for stores however long, and never compute because that is supposed to be faster."""
+def patient_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for stores however long."""
     limits = {**(GuardedStore.__init__.__kwdefaults__ or {}), "limit_s": PATIENCE_S}
     monkeypatch.setattr(GuardedStore.__init__, "__kwdefaults__", limits)
-    monkeypatch.setattr(LoadOrCompute, "choose", lambda self, start, stores: Choice(len(stores), None, None))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def served(checkpoint: Path, *settings: str, windowed_tokens: int = 272) -> Iter
     """An engine whose windowed layers hold little more than a request needs."""
     pool = (f"cache.capacity_tokens={CAPACITY_TOKENS}", "cache.block_size=16", "engine.max_step_tokens=64")
     fixed = (f"model.path={checkpoint}", "model.device=cpu", f"cache.windowed_tokens={windowed_tokens}", *pool)
-    engine = build_engine(Config.load(None, [*fixed, *settings]))
+    engine = build_engine(Config.load(None, [*fixed, *settings]), choice=AlwaysLoad(16))
     engine.start()
     try:
         yield engine

@@ -52,6 +52,7 @@ class Offload:
         mover: copies blocks.
         max_bytes: bound of what waits to be stored, and of what was loaded and waits for its request.
         keys: of the blocks in all stores.
+        choice: decides between loading and computing.
         record: of the store `disk`, which outlives the process; None without one.
         clock: seconds, monotonic.
 
@@ -70,6 +71,7 @@ class Offload:
         mover: BlockMover,
         max_bytes: int,
         keys: BlockKeys,
+        choice: LoadOrCompute,
         record: DiskRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,7 +81,7 @@ class Offload:
         self.wake: Callable[[], None] = lambda: None
         self._cache = cache
         self._clock = clock
-        self._choice = LoadOrCompute(cache.block_size)
+        self._choice = choice
         self._deleter = Deleter(elsewhere, self.tiers)
         self._saver = Saver(elsewhere, self.tiers, self._deleter, mover, max_bytes, record)
         self._loader = Loader(cache, elsewhere, self.tiers, mover, self._choice, clock, lambda: self.wake(), max_bytes)

@@ -152,8 +152,8 @@ def test_who_is_cancelled_or_late_waits_for_no_answer() -> None:
 def test_nobody_asks_where_computing_is_faster_than_the_answer() -> None:
     first, second, store = two_servers(16)
     first.prefill(PROMPT)
-    second.offload._choice.note_step(8e-6, [(0, 8)])
-    second.offload._choice.note_answer("redis", 0.1)
+    second.choice.note_step(8e-6, [(0, 8)])
+    second.choice.note_answer("redis", 0.1)
     future = second.submit(PROMPT)
     assert not store.calls
     second.run()

@@ -20,6 +20,7 @@ from radixkv.engine.core import EngineCore
 from radixkv.engine.offload.offload import Offload
 from radixkv.engine.offload.prompt_keys import PromptKeys
 from radixkv.invocation import InvocationMarks
+from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys, KeyScope
 from radixkv.storage.tiers.block_object import BlockObject, object_bytes
 from radixkv.storage.tiers.block_store import Loan, PutResult, StoreSize
@@ -157,8 +158,9 @@ class TieredBench(Bench):
         self.elsewhere.trunk_of = self.cache.public.trunk_of
         sizes = (PAYLOAD_BYTES, BYTES_WITHOUT_PART) if num_parts else (PAYLOAD_BYTES,)
         tiers = [Tier(name, store, sizes) for name, store in self.stores.items()]
+        self.choice = LoadOrCompute(BLOCK_SIZE)
         self.mover = mover = FakeMover(self.runner, has_parts=num_parts > 0)
-        self.offload = Offload(self.cache, self.elsewhere, tiers, mover, max_bytes, keys, clock=self.clock)
+        self.offload = Offload(self.cache, self.elsewhere, tiers, mover, max_bytes, keys, self.choice, clock=self.clock)
         limits = EngineConfig(max_step_tokens=STEP_TOKENS) if num_parts else EngineConfig()
         self.core = EngineCore(
             self.runner, self.cache, limits, clock=self.clock, work_clock=self.clock,

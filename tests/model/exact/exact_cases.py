@@ -52,7 +52,6 @@ from radixkv.invocation import InvocationMarks
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.model.loading import load_model
 from radixkv.namespace import Namespace
-from radixkv.scheduling.load_or_compute import Choice, LoadOrCompute
 from radixkv.scheduling.request import Generation, Request
 from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.attention_trial import try_attention_here
@@ -64,6 +63,7 @@ from radixkv.storage.layer_groups import LayerGroups
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
 from tests.model.exact.random_adapters import random_adapter
 from tests.model.exact.stores import STORES, Places, open_places
+from tests.scheduling.always_load import AlwaysLoad
 
 _LATENT = {
     **SHAPE,
@@ -132,18 +132,6 @@ class Answer:
         if not np.array_equal(self.result.logits, other.result.logits):
             return f"logit {int(np.flatnonzero(self.result.logits != other.result.logits)[0])}"
         return ""
-
-
-class _AlwaysLoad(LoadOrCompute):
-    """Loads what is stored, however long that takes."""
-
-    def choose(self, start_token: int, stores: Sequence[str]) -> Choice:
-        """Choose all."""
-        return Choice(len(stores), None, None)
-
-    def is_worth_asking(self, store: str, start_token: int, num_tokens: int) -> bool:
-        """Ask always."""
-        return True
 
 
 class Cases:
@@ -219,10 +207,7 @@ class Cases:
         listeners = [] if stores is None else [stores.elsewhere]
         parts = part_groups(storage, MOST_STEP_TOKENS, states)
         self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners, parts=parts)
-        self.offload = None if stores is None else stores.offload(self.cache)
-        if self.offload is not None:
-            choice = _AlwaysLoad(self.block_size)
-            self.offload._choice = self.offload._loader._choice = self.offload._lookups._choice = choice
+        self.offload = None if stores is None else stores.offload(self.cache, AlwaysLoad(self.block_size))
         self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
         self.counts: Counter[str] = Counter()
 
