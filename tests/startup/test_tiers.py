@@ -212,6 +212,24 @@ def test_after_a_restart_the_disk_gives_up_first_what_was_used_longest_ago(check
         assert list(shelf) == order
 
 
+def test_a_restart_keeps_what_is_retained(checkpoint: Path, tmp_path: Path) -> None:
+    """The disk, of 25 blocks, gives up the rest for what comes then."""
+    block_bytes = object_bytes(BLOCK_SIZE, BLOCK_SIZE * 3 * 2 * 2 * 16 * 4) + 4096
+    disk = (f"tiers.disk_path={tmp_path}", f"tiers.disk_bytes={25 * block_bytes}")
+    with engine(checkpoint, *disk) as served:
+        for seed in (1, 2):
+            ask(served, seed)
+        granted = served.retain(prompt(1), Retention(90, ttl_s=3600.0), Caller("acme")).result(PATIENCE_S).grant
+        assert granted.granted_tokens > 0
+    with engine(checkpoint, *disk) as served:
+        settle(served)
+        for seed in range(10, 20):
+            ask(served, seed)
+        settle(served)
+        assert ask(served, 2).usage.cached_tokens == 0
+        assert ask(served, 1).usage.disk_tokens == granted.granted_tokens // BLOCK_SIZE * BLOCK_SIZE
+
+
 def test_a_restart_tells_at_once_what_is_stored(checkpoint: Path, tmp_path: Path) -> None:
     disk = (f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000")
     with engine(checkpoint, *disk) as served:

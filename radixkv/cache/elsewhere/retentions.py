@@ -44,6 +44,13 @@ class Retentions:
     def __len__(self) -> int:
         return len(self._wishes)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._wishes
+
+    def wish_of(self, key: bytes) -> Wish | None:
+        """Return the priority of a block and its end; None if it has the default."""
+        return self._wishes.get(key)
+
     def of(self, key: bytes) -> int:
         """Return the priority of a block."""
         wish = self._wishes.get(key)

@@ -43,6 +43,21 @@ class StoredRetention:
         """Give the blocks from `start` on a priority, whatever it was before; see `note`."""
         self._give(path, start, wish, self._retentions.set)
 
+    def wishes(self, shelf: Shelf) -> list[tuple[bytes, Wish]]:
+        """List the blocks of a store that have another priority than the default, the one that goes first at first."""
+        found = ((key, self._retentions.wish_of(key)) for key in shelf)
+        return [(key, wish) for key, wish in found if wish is not None]
+
+    def restore(self, shelf: Shelf, wishes: Sequence[tuple[bytes, Wish]]) -> None:
+        """Give blocks of a store the priorities that `wishes` listed in an earlier process.
+
+        Those that have a priority in this process keep it.
+        """
+        for key, wish in wishes:
+            if key in shelf and key not in self._retentions:
+                self._retentions.set(key, shelf.owned[key], wish)
+                self._reorder(key)
+
     def granted(self, blocks: Sequence[KeyedBlock], priority: int) -> tuple[int, int]:
         """Count the blocks that have a priority, up to the first without, and those that are stored, likewise."""
         stored = list(takewhile(lambda block: any(block.key in shelf for shelf in self._shelves), blocks))

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 
 from radixkv.cache.elsewhere.shelf import Shelf
-from radixkv.engine.offload.disk_record import DiskRecord
+from radixkv.cache.elsewhere.stored_retention import StoredRetention
+from radixkv.engine.offload.disk_record import DiskRecord, EarlierDisk
 from radixkv.errors import StoreError
-from radixkv.namespace import Namespace
 
 _log = logging.getLogger(__name__)
 _READING_SLICE_S = 0.001
@@ -22,19 +22,23 @@ class EarlierBlocks:
     Args:
         record: of the disk.
         shelf: gets what is found.
+        retention: gets the priorities of that.
     """
 
-    def __init__(self, record: DiskRecord, shelf: Shelf) -> None:
+    def __init__(self, record: DiskRecord, shelf: Shelf, retention: StoredRetention) -> None:
         self._record = record
         self._shelf = shelf
-        self._found: queue.SimpleQueue[list[tuple[bytes, Namespace]]] = queue.SimpleQueue()
+        self._retention = retention
+        self._found: queue.SimpleQueue[EarlierDisk] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="disk-record", daemon=True)
         self._reader.start()
 
     def take(self) -> None:
         """Let the shelf know of what was found since the last call."""
         while not self._found.empty():
-            self._shelf.add_found(self._found.get())
+            blocks, wishes = self._found.get()
+            self._shelf.add_found(blocks)
+            self._retention.restore(self._shelf, wishes)
 
     def reading(self) -> Iterator[None]:
         """Yield until all is found."""

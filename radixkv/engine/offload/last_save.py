@@ -25,7 +25,7 @@ class LastSave:
         cache: tells what is on the device.
         elsewhere: knows what is stored.
         saver: copies blocks, and waits for the disk.
-        record: tells the next process in which order blocks go; None for nothing.
+        record: tells the next process in which order blocks go, and their priorities; None for nothing.
     """
 
     def __init__(self, cache: PrefixCache, elsewhere: Elsewhere, saver: Saver, record: DiskRecord | None) -> None:
@@ -46,6 +46,7 @@ class LastSave:
             self._elsewhere.left("disk", keys)
         if self._record is not None:
             self._record.arrange(list(shelf))
+            self._record.keep(self._elsewhere.retention.wishes(shelf))
         return is_whole
 
     def _save(self, num_left: int, deadline_s: float) -> tuple[list[list[bytes]], bool]:

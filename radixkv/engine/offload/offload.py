@@ -91,7 +91,9 @@ class Offload:
             elsewhere, shared, self.purger, self._choice, clock, lambda: self.wake(), cache.block_size
         )
         self._resuming: set[Request] = set()  # those that were paused, and for which `begin_again` was called
-        self._earlier = None if record is None else EarlierBlocks(record, elsewhere.shelves["disk"])
+        self._earlier = (
+            None if record is None else EarlierBlocks(record, elsewhere.shelves["disk"], elsewhere.retention)
+        )
         self._last_save = LastSave(cache, elsewhere, self._saver, record)
 
     def seconds_to_rest(self) -> float | None:

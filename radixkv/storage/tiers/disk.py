@@ -38,6 +38,7 @@ class DiskStore(StoreBackend):
         clock: seconds, monotonic.
 
     Attributes:
+        path: directory of this format.
         names: of the namespaces whose blocks are here, as far as anybody has told.
 
     Raises:
@@ -63,6 +64,7 @@ class DiskStore(StoreBackend):
         self._last: Sequence[bytes] = ()
         self._buffers = BufferPool(self._slot_bytes)
         self._directory = DiskDirectory(path, block_format)
+        self.path = self._directory.path
         try:
             self._file = SlotFile(self._directory.path, self._slot_bytes, self._max_slots)
             self._table, self._serial = self._found()

@@ -58,6 +58,19 @@ def test_what_left_with_a_priority_does_not_lower_one_that_was_asked_for() -> No
     assert retention.priority_of(b"a") == 50
 
 
+def test_another_process_goes_on_with_the_priorities() -> None:
+    retention, shelf = holding(b"a", b"b", b"c", b"x", b"y")
+    retention.set(PATH, 2, Wish(20, 10.0))
+    retention.set(PATH[:2], 0, Wish(90, None))
+    wishes = retention.wishes(shelf)
+    assert wishes == [(b"c", Wish(20, 10.0)), (b"b", Wish(90, None)), (b"a", Wish(90, None))]
+    other, restored = holding(b"a", b"c", b"x", b"y")
+    other.set(PATH[2:], 0, Wish(60, None))
+    other.restore(restored, wishes)
+    assert list(restored) == [b"x", b"y", b"c", b"a"]
+    assert other.wishes(restored) == [(b"c", Wish(60, None)), (b"a", Wish(90, None))]
+
+
 def test_a_purge_forgets_priorities() -> None:
     retention, _ = holding(b"a")
     retention.set(PATH[:1], 0, Wish(90, None))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.engine.offload.disk_record import DiskRecord
+from radixkv.engine.offload.priority_file import KeptPriority, PriorityFile
 from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_key import BlockKeys
 from radixkv.storage.tiers.block_object import BlockObject
@@ -43,10 +45,10 @@ def store(path: Path, blocks: Sequence[BlockObject], noted: Sequence[Namespace])
     disk.close()
 
 
-def read(path: Path) -> tuple[list[tuple[bytes, Namespace]], int | None]:
+def read(path: Path) -> tuple[Sequence[tuple[bytes, Namespace]], int | None]:
     """Return what a new process finds, and how many blocks the disk has then."""
     disk = disk_at(path)
-    found = DiskRecord(disk, KEYS).read()
+    found, _ = DiskRecord(disk, KEYS).read()
     left = disk.size().num_objects
     disk.close()
     return found, left
@@ -92,7 +94,7 @@ def test_blocks_of_namespaces_that_their_keys_do_not_tell_apart_are_deleted(tmp_
 def test_what_was_stored_with_another_secret_is_deleted(tmp_path: Path) -> None:
     store(tmp_path, blocks_of(ACME, range(8)), [ACME])
     disk = disk_at(tmp_path)
-    assert DiskRecord(disk, BlockKeys(FORMAT, b"another")).read() == []
+    assert DiskRecord(disk, BlockKeys(FORMAT, b"another")).read() == ([], [])
     assert disk.size().num_objects == 0
     disk.close()
 
@@ -106,6 +108,38 @@ def test_the_next_process_finds_blocks_in_the_order_that_was_noted(tmp_path: Pat
     record.arrange([second.key, first.key])
     disk.close()
     assert [key for key, _ in read(tmp_path)[0]] == [third.key, second.key, first.key]
+
+
+def test_priorities_end_at_the_same_time_of_day_whatever_the_clocks_begin_with(tmp_path: Path) -> None:
+    kept = [(b"a" * 32, Wish(80, None)), (b"b" * 32, Wish(10, 1060.0)), (b"c" * 32, Wish(90, 1030.0))]
+    disk = disk_at(tmp_path)
+    DiskRecord(disk, KEYS, clock=lambda: 1000.0, time_of_day=lambda: 5000.0).keep(kept)
+    disk.close()
+    for wishes in ([kept[0], (b"b" * 32, Wish(10, 27.0))], []):  # the second process ended by a kill
+        disk = disk_at(tmp_path)
+        record = DiskRecord(disk, KEYS, clock=lambda: 7.0, time_of_day=lambda: 5040.0)
+        assert record.read().wishes == wishes
+        disk.close()
+
+
+def test_priorities_that_nobody_may_have_are_left_out(tmp_path: Path) -> None:
+    disk = disk_at(tmp_path)
+    PriorityFile(disk.path / "priorities").write(
+        [KeptPriority(b"a" * 32, 101, None), KeptPriority(b"b" * 32, 80, float("nan"))]
+    )
+    assert DiskRecord(disk, KEYS).read().wishes == []
+    disk.close()
+
+
+def test_a_disk_that_fails_keeps_no_priorities(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = disk_at(tmp_path)
+    (tmp_path / FORMAT.fingerprint / "priorities").mkdir()
+    record = DiskRecord(disk, KEYS)
+    record.keep([(b"a" * 32, Wish(80, None))])
+    assert "tier disk: expected to note 1 priorities, got: " in caplog.text
+    assert record.read().wishes == []
+    assert "tier disk: expected to read the priorities that it notes, got: " in caplog.text
+    disk.close()
 
 
 def test_an_empty_disk_is_read(tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.elsewhere.stored_retention import StoredRetention
+from radixkv.engine.offload.disk_record import EarlierDisk
 from radixkv.engine.offload.earlier_blocks import EarlierBlocks
 from radixkv.errors import StoreUnavailable
 from radixkv.namespace import Namespace
@@ -20,20 +23,22 @@ ACME = Namespace("model", "acme")
 class FakeRecord:
     """Tells what it has when it is let."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None, *, has_wishes: bool = False) -> None:
         self.may_answer = threading.Event()
         self._error = error
+        self._has_wishes = has_wishes
 
-    def read(self) -> list[tuple[bytes, Namespace]]:
+    def read(self) -> EarlierDisk:
         assert self.may_answer.wait(PATIENCE_S)
         if self._error is not None:
             raise self._error
-        return [(b"a", ACME), (b"b", ACME)]
+        wishes = [(b"a", Wish(90, None)), (b"gone", Wish(90, None))]
+        return EarlierDisk([(b"a", ACME), (b"b", ACME)], wishes if self._has_wishes else [])
 
 
 def earlier(record: Any) -> tuple[EarlierBlocks, Shelf]:
     shelf = Shelf("disk", 10)
-    return EarlierBlocks(record, shelf), shelf
+    return EarlierBlocks(record, shelf, StoredRetention({"disk": shelf})), shelf
 
 
 def test_blocks_are_known_once_they_are_read_and_taken() -> None:
@@ -58,6 +63,16 @@ def test_what_is_stored_meanwhile_goes_after_what_was_there() -> None:
     assert set(blocks.reading()) <= {None}
     blocks.take()
     assert list(shelf) == [b"a", b"b", b"new"]
+
+
+def test_what_was_retained_goes_after_the_rest() -> None:
+    record = FakeRecord(has_wishes=True)
+    blocks, shelf = earlier(record)
+    record.may_answer.set()
+    assert set(blocks.reading()) <= {None}
+    blocks.take()
+    assert list(shelf) == [b"b", b"a"]
+    assert shelf.priority_of(b"a") == 90
 
 
 def test_a_disk_that_fails_is_told_and_holds_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from radixkv.api.retention import Retention
+from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.engine.offload import last_save
 from radixkv.namespace import Namespace
 from tests.fake_runner import tokens
@@ -34,16 +35,20 @@ class PromptStore(SteppedStore):
 
 
 class FakeRecord:
-    """Notes the order that it is told."""
+    """Notes the order and the priorities that it is told."""
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []
+        self.wishes: list[tuple[bytes, Wish]] = []
 
     def note(self, namespace: Namespace) -> None:
         pass
 
     def arrange(self, keys: Sequence[bytes]) -> None:
         self.keys = list(keys)
+
+    def keep(self, wishes: Sequence[tuple[bytes, Wish]]) -> None:
+        self.wishes = list(wishes)
 
 
 def saved_last(bench: TieredBench, limit_s: float = 60.0) -> tuple[bool, list[bytes]]:
@@ -93,6 +98,15 @@ def test_what_is_retained_goes_after_all_others() -> None:
     used(bench, 100, 200)
     bench.core.retain(NAMESPACE, tokens(range(100, 112)), Retention(90))
     assert saved_last(bench)[1] == blocks_of(108, 208, 204, 200, 104, 100)
+
+
+def test_the_next_process_is_told_what_is_retained() -> None:
+    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
+    used(bench, 100, 200)
+    bench.core.retain(NAMESPACE, tokens(range(100, 108)), Retention(90, ttl_s=60.0))
+    record: Any = FakeRecord()
+    last_save.LastSave(bench.cache, bench.elsewhere, bench.offload._saver, record).run(60.0)
+    assert record.wishes == [(key, Wish(90, bench.clock() + 60.0)) for key in record.keys[-2:]]
 
 
 def test_a_small_disk_gets_what_was_used_last() -> None:
