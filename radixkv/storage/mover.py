@@ -10,6 +10,7 @@ import torch
 
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import rotated_part
+from radixkv.kernels.staging import to_device
 
 
 def payload_layout(pool: KVPool, parts: KVPool | None = None) -> str:
@@ -33,7 +34,7 @@ class BlockMover:
         payload   [ layers that store every token ... )[ windowed layers, if the block has its part ... )
                   0                            block_bytes                                 payload_bytes
 
-    On a GPU a copy comes after the steps that were started before, and the caller waits for it.
+    On a GPU copies come after the steps that were started before. The caller waits for those out of the pool alone.
 
     Args:
         pool: the K/V memory.
@@ -79,14 +80,12 @@ class BlockMover:
 
     def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
         """Copy bytes of `read` into blocks, whatever was there, but not into parts."""
-        for block_id, payload in zip(block_ids, payloads, strict=True):
-            _fill(self._blocks[block_id], payload[: self.block_bytes])
+        _fill(self._blocks, block_ids, [payload[: self.block_bytes] for payload in payloads])
 
     def write_parts(self, part_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
         """Copy the parts of such bytes into parts, whatever was there."""
         assert self._parts is not None, "nobody has parts to write"
-        for part_id, payload in zip(part_ids, payloads, strict=True):
-            _fill(self._parts[part_id], payload[self.block_bytes :])
+        _fill(self._parts, part_ids, [payload[self.block_bytes :] for payload in payloads])
 
 
 def _bytes_of(blocks: torch.Tensor) -> int:
@@ -99,11 +98,27 @@ def _copies(blocks: torch.Tensor, ids: Sequence[int]) -> npt.NDArray[np.uint8]:
     return copies
 
 
-def _fill(block: torch.Tensor, data: memoryview) -> None:
-    if not block.numel():  # all layers are windowed
+def _fill(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+    if not ids or not _bytes_of(blocks):  # no bytes where all layers are windowed
         return
-    source = np.frombuffer(data, np.uint8).reshape(block.shape)
-    if block.device.type == "cpu":
-        np.copyto(block.numpy(), source)
-    else:
-        block.copy_(torch.tensor(source))
+    if blocks.device.type != "cpu":
+        fill_at_once(blocks, ids, payloads)
+        return
+    for block_id, payload in zip(ids, payloads, strict=True):
+        block = blocks[block_id]
+        np.copyto(block.numpy(), np.frombuffer(payload, np.uint8).reshape(block.shape))
+
+
+def fill_at_once(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+    """Copy bytes into blocks as a GPU takes them: in one upload from pinned memory, for which the host does not wait.
+
+    Steps that are launched afterwards read what came.
+
+    Args:
+        blocks: bytes `[num_blocks, ...]`.
+        ids: the blocks to fill, different ones.
+        payloads: contiguous bytes for each.
+    """
+    source = torch.from_numpy(np.stack([np.frombuffer(each, np.uint8) for each in payloads]))  # [num_ids, bytes]
+    index = to_device(torch.tensor(ids), blocks.device)
+    blocks.index_copy_(0, index, to_device(source, blocks.device).view(len(ids), *blocks.shape[1:]))

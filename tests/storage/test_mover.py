@@ -5,6 +5,7 @@ import torch
 
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import INT4
+from radixkv.storage import mover
 from radixkv.storage.mover import BlockMover, payload_layout
 
 
@@ -30,6 +31,26 @@ def test_blocks_come_back_as_they_were(dtype: torch.dtype, is_by_layer: bool, is
     assert torch.equal(pool.blocks[1], before[3])
     assert torch.equal(pool.blocks[4], before[1])
     assert not pool.blocks[[0, 2, 3]].any()
+
+
+@pytest.mark.parametrize("is_by_layer", [False, True])
+def test_a_gpu_gets_blocks_in_one_upload(monkeypatch: pytest.MonkeyPatch, *, is_by_layer: bool) -> None:
+    """There is none here, so the CPU does what it would do."""
+    pool = pool_of(torch.float32, is_by_layer=is_by_layer)
+    before = pool.blocks.clone()
+    payloads = BlockMover(pool).read([3, 1])
+    pool.blocks.zero_()
+    uploads: list[int] = []
+
+    def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        uploads.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(mover, "to_device", to_device)
+    mover.fill_at_once(pool.blocks, [1, 4], [payload.toreadonly() for payload in payloads])
+    assert torch.equal(pool.blocks[[1, 4]], before[[3, 1]])
+    assert not pool.blocks[[0, 2, 3]].any()
+    assert uploads == [2 * 8, sum(payload.nbytes for payload in payloads)]
 
 
 def test_a_payload_is_a_copy() -> None:
