@@ -1,7 +1,7 @@
 """Random cases of one question: does a hit change a single bit of the answer?
 
     python -m tests.model.exact.exact_cases --cases 10000 --dtype float32 --kv-dtype int8
-    OMP_NUM_THREADS=1 python -m tests.model.exact.exact_cases --cases 16000 --tiers host --leaving-share 1 --jobs 2
+    OMP_NUM_THREADS=1 python -m tests.model.exact.exact_cases --cases 18000 --tiers host --leaving-share 1 --jobs 2
 
 Each case computes a prompt alone and without the cache, then through the cache: a part of it cached, in chunks of
 another size, beside other requests, after evictions. Logits and the K/V of all tokens are compared bit for bit.
@@ -471,7 +471,8 @@ def main() -> int:
     print(f"{kinds}, {took_s:.0f} s: {dict(counts)}")
     if first:
         print(f"first difference: {first}")
-    has_reused = counts["partial hits"] >= 0.8 * counts["cases"]
+    least_share = 0.8 if options.leaving_share <= LEAVING_SHARE else 0.6  # host memory has no room for all that leaves
+    has_reused = counts["partial hits"] >= least_share * counts["cases"]
     return 0 if has_reused and (options.exactness == "fast" or not counts["different"]) else 1
 
 
