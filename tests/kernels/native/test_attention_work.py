@@ -25,8 +25,8 @@ def build(
     return PagedBatch.build(query_lens, kv_lens, tables, block_size)
 
 
-def plan(batch: PagedBatch, window: int | None = None, num_threads: int = 1) -> AttentionWork:
-    return plan_work(batch, group_size=7, num_kv_heads=2, head_dim=64, window=window, num_threads=num_threads)
+def plan(batch: PagedBatch, window: int | None = None, num_threads: int = 1, head_dim: int = 64) -> AttentionWork:
+    return plan_work(batch, group_size=7, num_kv_heads=2, head_dim=head_dim, window=window, num_threads=num_threads)
 
 
 def keys_met(work: AttentionWork, index: int) -> list[tuple[int, int]]:
@@ -94,3 +94,8 @@ def test_an_item_has_all_steps_of_its_rows() -> None:
 def test_more_threads_get_more_items() -> None:
     batch = build([1024], [64])
     assert len(plan(batch, num_threads=8).items) > len(plan(batch).items)
+
+
+def test_items_of_longer_rows_are_smaller_but_not_small() -> None:
+    batch = build([1024], [64])
+    assert [plan(batch, head_dim=head_dim).most_rows for head_dim in (64, 192, 576)] == [448, 168, 128]
