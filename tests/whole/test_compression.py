@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from radixkv.service.client import AsyncClient, Client, Compression, CompressionPolicy, logits_of
+from radixkv.service.client import AsyncClient, Client, Compression, CompressionPolicy, Retention, logits_of
 from radixkv.v1.prefill_pb2 import GenerateResponse
 from tests.patience import PATIENCE_S, wait_until
 from tests.whole.forked_server import serving
@@ -79,6 +79,48 @@ def test_what_was_generated_is_not_cached_not_saved_and_not_told(client: Client,
     np.testing.assert_array_equal(logits_of(again), logits_of(cold))
     assert generated(client, prompt, compression=compression)[0] == answer, "the prompt comes from a store now"
     assert is_idle(client)
+
+
+def blocks_of(client: Client, ids: list[int]) -> tuple[int, dict[int, bytes]]:
+    """Hold a prompt, and fetch the K/V of its blocks. Returns what of it was cached before, and the blocks."""
+    held = client.prefill(ids, hold_lease=True)
+    blocks: dict[int, bytes] = {}
+    for part in client.fetch_kv(held.lease_id):
+        blocks[part.block] = blocks.get(part.block, b"") + part.data
+    client.release(held.lease_id)
+    return held.usage.cached_tokens, blocks
+
+
+def test_no_call_makes_it_public_while_it_runs_or_after_a_restart(tmp_path: Path) -> None:
+    compression = EACH[1]
+    settings = (f"tiers.disk_path={tmp_path}", f"cache.capacity_tokens={2 * _POOL_TOKENS}", "transfer.serve=true")
+    options = [word for setting in settings for word in ("--set", setting)]
+    prompt, turn = random_ids(_PROMPT_TOKENS, seed=20), random_ids(_PROMPT_TOKENS, seed=20)
+    with serving(*options) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
+        stream = client.generate(prompt, max_new_tokens=700, ignore_eos=True, compression=compression)
+        while len(turn) < _PROMPT_TOKENS + 2 * _BLOCK:
+            turn += next(stream).token_ids
+        retained = client.retain(turn, Retention(priority=100)).retained
+        assert retained.granted_tokens <= _PROMPT_TOKENS
+        assert client.probe(turn).cached_tokens == _PROMPT_TOKENS
+        client.public.register("turn", turn[: 4 * _BLOCK])
+        found, while_running = blocks_of(client, turn)
+        stream.close()  # type: ignore[attr-defined]
+        wait_until(lambda: client.stats().blocks.leased == 0)
+        client.public.unregister("turn")
+        client.purge(everything=True)
+        none_found, from_nothing = blocks_of(client, turn)
+        assert (found, none_found) == (4 * _BLOCK, 0)
+        assert while_running.keys() == set(range(len(turn) // _BLOCK))
+        assert while_running == from_nothing, "the same bits, though a part was found"
+        client.purge(everything=True)
+        answer, _ = generated(client, prompt, compression=compression)
+    with serving(*options) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
+        turn = [*prompt, *answer, 1]
+        assert client.probe(turn).stored_tokens == 3 * _BLOCK
+        loaded, from_disk = blocks_of(client, turn)
+        client.purge(everything=True)
+        assert (loaded, from_disk) == (3 * _BLOCK, blocks_of(client, turn)[1])
 
 
 def test_a_caller_who_goes_away_leaves_nothing_behind(client: Client) -> None:
