@@ -3,19 +3,19 @@
 python -m bench.latent [--layers 2] [--experts 64] [--dtypes float32] [--json FILE]
 
 DeepSeek-V2-Lite's shape with random weights and few layers, the first of them dense, in exact mode. Both ways take
-turns; the median of each counts. Before anything is timed, their logits must agree.
+turns; the median of each counts, on the clock and of the processor, since with one thread the latter hardly depends on
+what else runs. Before anything is timed, their logits must agree.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -136,32 +136,54 @@ class Steps:
         return logits[0]
 
 
-def measure(model: Model, dtype: str, cached: int, new: int, rounds: int) -> dict[str, float]:
+def measure(model: Model, dtype: str, cached: int, news: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """Time a cold prefill of the cached tokens once, and steps of new ones after them.
 
     Returns:
-        Milliseconds: `latent_ms` and `expanded_ms` medians, `latent_cold_ms` and `expanded_cold_ms`.
+        A row for each number of new tokens. Milliseconds: `latent_ms` and `expanded_ms` are medians, and so are
+        `latent_processor_ms` and `expanded_processor_ms`, in which other processes do not count; `latent_cold_ms` and
+        `expanded_cold_ms`, and the same of the processor.
 
     Raises:
         AssertionError: both ways give other logits.
     """
-    tokens = torch.randint(0, 4096, (cached + new,), generator=torch.Generator().manual_seed(1))
-    steps = {name: Steps(model, way, tokens) for name, way in ways_of(model, cached + new).items()}
-    row = {f"{name}_cold_ms": _ms(partial(each.compute, 0, cached)) for name, each in steps.items()}
-    latent, expanded = (each.compute(cached, cached + new) for each in steps.values())
-    distance = float((latent - expanded).norm() / expanded.norm())
-    assert distance <= _TOLERANCE[dtype], f"logits: expected the same both ways, got a distance of {distance:.2g}"
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, each in steps.items():
-            taken[name].append(_ms(partial(each.compute, cached, cached + new)))
-    return row | {f"{name}_ms": statistics.median(times) for name, times in taken.items()}
+    num_tokens = cached + max(news)
+    tokens = torch.randint(0, 4096, (num_tokens,), generator=torch.Generator().manual_seed(1))
+    steps = {name: Steps(model, way, tokens) for name, way in ways_of(model, num_tokens).items()}
+    cold: dict[str, Any] = {"dtype": dtype, "cached_tokens": cached}
+    for name, each in steps.items():
+        cold |= _named(f"{name}_cold", _timed(partial(each.compute, 0, cached)))
+    rows = []
+    for new in news:
+        latent, expanded = (each.compute(cached, cached + new) for each in steps.values())
+        distance = float((latent - expanded).norm() / expanded.norm())
+        assert distance <= _TOLERANCE[dtype], f"logits: expected the same both ways, got a distance of {distance:.2g}"
+        taken: dict[str, list[Times]] = {name: [] for name in steps}
+        for _ in range(rounds):
+            for name, each in steps.items():
+                taken[name].append(_timed(partial(each.compute, cached, cached + new)))
+        row = {**cold, "new_tokens": new}
+        for name, times in taken.items():
+            row |= _named(name, Times(*map(statistics.median, zip(*times, strict=True))))
+        rows.append(row)
+    return rows
 
 
-def _ms(function: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
+class Times(NamedTuple):
+    """Milliseconds: on the clock, and of the processor."""
+
+    wall: float
+    processor: float
+
+
+def _named(name: str, times: Times) -> dict[str, float]:
+    return {f"{name}_ms": times.wall, f"{name}_processor_ms": times.processor}
+
+
+def _timed(function: Callable[[], object]) -> Times:
+    start = time.perf_counter(), time.process_time()
     function()
-    return (time.perf_counter() - start_s) * 1e3
+    return Times((time.perf_counter() - start[0]) * 1e3, (time.process_time() - start[1]) * 1e3)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -179,23 +201,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     rows = []
-    print("dtype     cached  new  latent, ms  expanded, ms  ratio  cold: latent, ms  expanded, ms  bytes a token")
+    print("                      latent, ms       expanded, ms       ratio          cold, s: processor")
+    print("dtype     cached  new   wall processor   wall processor   wall processor  latent expanded  bytes a token")
     for dtype in options.dtypes:
         model = model_of(config_of(options.layers, options.experts, options.divisor), dtype)
         sizes = {name: way.storage.block_bytes // _BLOCK_SIZE for name, way in ways_of(model, _BLOCK_SIZE).items()}
-        for cached, new in itertools.product(options.cached, options.new):
-            row: dict[str, Any] = {"dtype": dtype, "cached_tokens": cached, "new_tokens": new}
-            row |= measure(model, dtype, cached, new, options.rounds)
-            rows.append(row | {f"{name}_token_bytes": size for name, size in sizes.items()})
-            print(
-                f"{dtype:9} {cached:6} {new:4} {row['latent_ms']:11.1f} {row['expanded_ms']:13.1f} "
-                f"{row['latent_ms'] / row['expanded_ms']:6.2f} {row['latent_cold_ms']:17.0f} "
-                f"{row['expanded_cold_ms']:13.0f}  {sizes['latent']}, {sizes['expanded']}",
-                flush=True,
-            )
+        for cached in options.cached:
+            for row in measure(model, dtype, cached, options.new, options.rounds):
+                rows.append(row | {f"{name}_token_bytes": size for name, size in sizes.items()})
+                print(_line(row, sizes), flush=True)
     if options.json:
         command = shlex.join(["python", "-m", "bench.latent", *(sys.argv[1:] if arguments is None else arguments)])
         write_json(options.json, {"rows": rows, "command": command, **describe_run()})
+
+
+def _line(row: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+    ratios = (row[f"latent_{kind}"] / row[f"expanded_{kind}"] for kind in ("ms", "processor_ms"))
+    times = "".join(f"{row[f'{name}_ms']:7.1f} {row[f'{name}_processor_ms']:9.1f}" for name in sizes)
+    cold = " ".join(f"{row[f'{name}_cold_processor_ms'] / 1e3:7.1f}" for name in sizes)
+    return (
+        f"{row['dtype']:9} {row['cached_tokens']:6} {row['new_tokens']:4} {times}"
+        f"{next(ratios):7.2f} {next(ratios):9.2f} {cold}   {', '.join(map(str, sizes.values()))}"
+    )
 
 
 if __name__ == "__main__":
