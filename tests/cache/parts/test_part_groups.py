@@ -250,6 +250,16 @@ def test_loaded_blocks_are_usable_as_far_as_every_group_has_what_it_needs() -> N
     assert groups.num_reached_blocks == 4
 
 
+def test_what_suits_a_group_suits_it_no_more_once_another_could_use_less() -> None:
+    groups = groups_of(Reach(8), Reach(12), num_parts=12)  # two blocks, three
+    blocks = np.arange(1, dtype=np.int32)
+    groups.pools[1].need([0])
+    loaded = [True, False, True, True]
+    assert groups.num_usable(blocks, loaded) == 0, "after one loaded block the first group needs that before it"
+    groups.pools[0].need([0])
+    assert groups.num_usable(blocks, loaded) == 1
+
+
 def test_who_keeps_all_can_use_no_block_after_one_without_its_part() -> None:
     groups = groups_of(Reach(1), num_parts=12)
     blocks = np.arange(1, dtype=np.int32)
