@@ -118,6 +118,7 @@ _OF_A_TYPE: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "glm4_moe_lite": _LATENT,
+    "gptj": {"rotary_dim": 8},
     "longcat_flash": {
         **_LATENT,
         "num_layers": 2,
@@ -130,6 +131,7 @@ _OF_A_TYPE: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32},
     "phimoe": {"sliding_window": None},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "sarvam_mla": _LATENT,
     "zaya": {"num_experts_per_tok": 1},
 }
 
