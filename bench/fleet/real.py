@@ -1,23 +1,31 @@
 """Measures a real fleet on Ray: against round-robin, with a replica that is killed, and what its ingress costs.
 
-python -m bench.fleet.real [--json FILE] [--geometry 83x3,150x5] [--replicas 2] [--concurrency 8]
-    [--rate PROMPTS_A_SECOND]
+python -m bench.fleet.real [--json FILE] [--geometry 83x3,150x5] [--replicas 2] [--concurrency 16]
+    [--rates 0.5,0.8,1.0,1.2]
 
 Engines of the embedded model. The traffic is that of llm-d's benchmark, shrunk: groups of prompts that begin alike, in
-random order, and with --rate at random times. Each replica's cache holds a part of the groups. Exit status: 0 if no
-answer was wrong, and none failed that had not begun.
+random order. Each replica's cache holds a part of the groups. Two fleets, one for each routing, take turns, and forget
+all before each pass:
+
+1. Capacity: prompts a second, some at a time, each followed by another one.
+2. Prompts that arrive at random times, however many wait, at some rates. These are parts of what round-robin can do: as
+   in llm-d's benchmark, the times to first tokens part where one routing has a growing queue and the other has not.
+
+Then a replica of the fleet that routes by prefixes is killed. Exit status: 0 if no answer was wrong, and none failed
+that had not begun.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shlex
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +37,8 @@ from radixkv.errors import ConfigError
 from radixkv.service.client import Client
 from radixkv.service.commands.argument_types import positive, positive_number
 
-_ROUTINGS = ("prefix", "round-robin")
+_PREFIX, _ROUND_ROBIN = "prefix", "round-robin"
+_FORGOTTEN_S = 1.0  # until routers know of a purge
 _BLOCK_TOKENS = 64
 _MOST_RESTART_S = 180.0
 _MOST_AT_ONCE = 256  # where prompts arrive by themselves: one that has to wait for a thread waits for its first token
@@ -41,35 +50,89 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     sizes = (options.prefix_tokens, options.question_tokens, options.new_tokens)
     geometries = [Geometry(groups, prompts, *sizes) for groups, prompts in options.geometry]
-    rows, killed, costs = [], None, None
+    rows: list[dict[str, Any]] = []
+    killed, costs = None, None
     for geometry in geometries:
-        for routing in _ROUTINGS:
-            with FleetProcess(options.replicas, _settings(geometry, routing, options)) as fleet:
-                _wait_for_all(fleet, options.replicas)
-                prompts = geometry.make_prompts(options.seed)
-                told = _first_pass(fleet, prompts, geometry, options)
-                rows.append(_row(geometry, routing, told, prompts))
-                print(_shown(rows[-1]), flush=True)
-                if routing == _ROUTINGS[0] and geometry is geometries[-1]:
-                    costs = call_costs(fleet, prompts[0], options.calls)
-                    print(_shown_costs(costs), flush=True)
-                    killed = _kill_one(fleet, geometry, prompts, told, options)
-                    print(_shown_kill(killed), flush=True)
+        prompts = geometry.make_prompts(options.seed)
+        with _fleet(geometry, _PREFIX, options) as fleet:
+            with _fleet(geometry, _ROUND_ROBIN, options) as other:
+                told = _compare({_PREFIX: fleet, _ROUND_ROBIN: other}, geometry, prompts, options, rows)
+            if geometry is geometries[-1]:
+                costs = call_costs(fleet, prompts[0], options.calls)
+                print(_shown_costs(costs), flush=True)
+                killed = _kill_one(fleet, geometry, prompts, told, options)
+                print(_shown_kill(killed), flush=True)
     is_right = killed is not None and not killed["wrong_answers"] and not killed["failed_before_first_token"]
     if options.json is not None:
         command = shlex.join(["python", "-m", "bench.fleet.real", *(sys.argv[1:] if arguments is None else arguments)])
         write_json(
-            options.json, {"run": describe_run(), "command": command, "rows": rows, "kill": killed, "costs": costs}
+            options.json,
+            {
+                "run": describe_run(),
+                "command": command,
+                "rows": rows,
+                "ratios": ratios(rows),
+                "kill": killed,
+                "costs": costs,
+            },
         )
     return int(not is_right or any(row["errors"] for row in rows))
 
 
-def _first_pass(
-    fleet: FleetProcess, prompts: Sequence[Sequence[int]], geometry: Geometry, options: argparse.Namespace
+def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return round-robin's times to first tokens over those by prefixes, for each geometry and rate."""
+    found = []
+    for row in rows:
+        for other in rows:
+            same = all(row[key] == other[key] for key in ("groups", "prompts", "rate"))
+            if same and (row["routing"], other["routing"]) == (_PREFIX, _ROUND_ROBIN):
+                times = {name: other["ttft_ms"][name] / row["ttft_ms"][name] for name in ("p50", "p99")}
+                found.append({key: row[key] for key in ("groups", "prompts", "rate", "of_capacity")} | times)
+    return found
+
+
+@contextlib.contextmanager
+def _fleet(geometry: Geometry, routing: str, options: argparse.Namespace) -> Iterator[FleetProcess]:
+    with FleetProcess(options.replicas, _settings(geometry, routing, options)) as fleet:
+        _wait_for_all(fleet, options.replicas)
+        yield fleet
+
+
+def _compare(
+    fleets: Mapping[str, FleetProcess],
+    geometry: Geometry,
+    prompts: Sequence[Sequence[int]],
+    options: argparse.Namespace,
+    rows: list[dict[str, Any]],
 ) -> list[Told]:
-    if options.rate is None:
+    """Measure both fleets in turn, and add a row for each pass. Returns the last answers by prefixes."""
+    capacity: dict[str, float] = {}
+    told: list[Told] = []
+    for part in (None, *options.rates):
+        for routing, fleet in reversed(fleets.items()):
+            with Client(fleet.address) as client:
+                client.purge(everything=True)
+            time.sleep(_FORGOTTEN_S)
+            rate = None if part is None else part * capacity[_ROUND_ROBIN]
+            told = _pass(fleet, prompts, geometry, rate, options)
+            rows.append(_row(geometry, routing, rate, part, told, prompts))
+            capacity.setdefault(routing, len(prompts) / rows[-1]["seconds"])
+            print(_shown(rows[-1]), flush=True)
+        if part is not None:
+            print("  ".join(f"{name} {ratios(rows)[-1][name]:.2f} times lower" for name in ("p50", "p99")), flush=True)
+    return told
+
+
+def _pass(
+    fleet: FleetProcess,
+    prompts: Sequence[Sequence[int]],
+    geometry: Geometry,
+    rate: float | None,
+    options: argparse.Namespace,
+) -> list[Told]:
+    if rate is None:
         return run_pass(fleet.address, prompts, geometry.new_tokens, options.concurrency)
-    arrivals_s = random_arrivals(len(prompts), options.rate, options.seed)
+    arrivals_s = random_arrivals(len(prompts), rate, options.seed)
     return run_pass(fleet.address, prompts, geometry.new_tokens, _MOST_AT_ONCE, arrivals_s=arrivals_s)
 
 
@@ -174,15 +237,25 @@ def _settings(geometry: Geometry, routing: str, options: argparse.Namespace) -> 
     ]
 
 
-def _row(geometry: Geometry, routing: str, told: Sequence[Told], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    return {"groups": geometry.groups, "prompts": geometry.prompts, "routing": routing, **summarize(told, prompts)}
+def _row(
+    geometry: Geometry,
+    routing: str,
+    rate: float | None,
+    part: float | None,
+    told: Sequence[Told],
+    prompts: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """Describe a pass: prompts a second, and the part of round-robin's capacity that this is; None at capacity."""
+    of_pass = {"groups": geometry.groups, "prompts": geometry.prompts, "routing": routing}
+    return {**of_pass, "rate": rate, "of_capacity": part, **summarize(told, prompts)}
 
 
 def _shown(row: dict[str, Any]) -> str:
     first = row["ttft_ms"] or {"p50": 0.0, "p99": 0.0}
+    rate = "at capacity" if row["rate"] is None else f"{row['rate']:4.1f}/s ({row['of_capacity']:.2f})"
     return (
-        f"{row['groups']:4} x {row['prompts']}  {row['routing']:12} hit rate {row['token_hit_rate']:.3f}  TTFT p50 "
-        f"{first['p50']:.0f} ms, p99 {first['p99']:.0f} ms  {row['seconds']:.1f} s  {row['errors']} errors"
+        f"{row['groups']:4} x {row['prompts']}  {row['routing']:12} {rate:12} hit rate {row['token_hit_rate']:.3f}  "
+        f"TTFT p50 {first['p50']:.0f} ms, p99 {first['p99']:.0f} ms  {row['seconds']:.1f} s  {row['errors']} errors"
     )
 
 
@@ -209,6 +282,10 @@ def _geometries(text: str) -> list[tuple[int, int]]:
     return [(int(each[1]), int(each[2])) for each in found if each is not None]
 
 
+def _rates(text: str) -> list[float]:
+    return [positive_number(each) for each in text.split(",")]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure a fleet on Ray.")
     parser.add_argument("--geometry", type=_geometries, default="83x3,150x5", help="groups x prompts of each")
@@ -216,10 +293,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--question-tokens", type=positive, default=120)
     parser.add_argument("--new-tokens", type=positive, default=20)
     parser.add_argument("--replicas", type=positive, default=2)
-    parser.add_argument("--concurrency", type=positive, default=8)
-    parser.add_argument(
-        "--rate", type=positive_number, help="prompts that arrive a second, however many wait; default: as answers come"
-    )
+    parser.add_argument("--concurrency", type=positive, default=16, help="prompts at a time, at capacity")
+    parser.add_argument("--rates", type=_rates, default="0.5,0.8,1.0,1.2", help="in capacities of round-robin")
     parser.add_argument(
         "--capacity-share", type=float, default=0.6, help="of all prefixes, that a replica's cache holds"
     )

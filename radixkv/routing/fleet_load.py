@@ -104,22 +104,26 @@ class FleetLoad:
         load.add(ticket, _Sent(num_tokens, self._clock(), tenant))
         return ticket
 
-    def finished(self, name: str, ticket: int, computed_tokens: int | None = None) -> None:
+    def finished(self, name: str, ticket: int, computed_tokens: int | None = None) -> bool:
         """Note the end of a request. An unknown ticket or replica changes nothing.
 
         Args:
             name: of the replica.
             ticket: of `sent`.
             computed_tokens: what it did compute; None if that is as expected.
+
+        Returns:
+            Whether it was under way.
         """
         load = self._loads.get(name)
         sent = load.pop(ticket) if load is not None else None
         if load is None or sent is None:
-            return
+            return False
         if computed_tokens is not None:
             self._age()
             aged = math.exp(-self._decay * (self._then_s - sent.then_s))
             load.recent_tokens = max(0.0, load.recent_tokens + aged * (computed_tokens - sent.num_tokens))
+        return True
 
     def reported(self, name: str, queue_tokens: int) -> None:
         """Note what a replica says that it has yet to compute, also for other routers."""

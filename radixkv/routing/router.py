@@ -130,14 +130,17 @@ class Router:
             self._unnoted = None
             self.view.expect(name, blocks.all(), num_matched)
 
-    def finished(self, route: Route, computed_tokens: int | None = None) -> None:
+    def finished(self, route: Route, computed_tokens: int | None = None) -> bool:
         """Note the end of a request, well or not. Telling it again changes nothing.
 
         Args:
             route: of the request.
             computed_tokens: what the replica did compute; None if that is not known.
+
+        Returns:
+            Whether it was under way.
         """
-        self.load.finished(route.name, route.ticket, computed_tokens)
+        return self.load.finished(route.name, route.ticket, computed_tokens)
 
     def _ask(self, blocks: PromptBlocks, names: list[str], tenant: str) -> tuple[list[Candidate], Wish, int]:
         """Find what each replica has, and the most that one has, no further along the prompt than any has something."""

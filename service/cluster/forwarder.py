@@ -88,10 +88,10 @@ class Forwarder:
             try:
                 return routed, await routed.line.wait_for(ask(routed.line))
             except (grpc.aio.AioRpcError, ReplicaLost) as error:
-                routed.finish(None, 0.0)
+                routed.finish(None)
                 failure = await self._failure(question, routed, error)
             except BaseException:
-                routed.finish(None, 0.0)
+                routed.finish(None)
                 raise
             finally:
                 routed.line.num_calls -= 1
@@ -116,7 +116,7 @@ class Forwarder:
                 failure = await self._failure(question, routed, error, is_begun=num_parts > 0)
             finally:
                 routed.line.num_calls -= 1
-                routed.finish(None, 0.0)
+                routed.finish(None)
                 call.cancel()
 
     async def routed(self, question: Question, failure: ReplicaRefusal | None = None) -> Routed:

@@ -42,11 +42,11 @@ class Ingress:
         self._all = (replicas,) if generating is None else (replicas, generating)
         self._wait_s = fleet.start_timeout_s
         first = await self._first(self.choose)
-        first.finish(0, 0.0)
+        first.finish(0)
         forwarder, hand_over = Forwarder(self.choose, self._wait_s), None
         if generating is not None:
             choose = partial(_choice, generating, self._wait_s)
-            (await self._first(choose)).finish(0, 0.0)
+            (await self._first(choose)).finish(0)
             # Who generates can compute as well: a generation waits for nobody else for long.
             patience_s = min(self._wait_s, fleet.health_timeout_s)
             computing = Forwarder(partial(_choice, replicas, patience_s), patience_s)

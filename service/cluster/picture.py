@@ -58,7 +58,7 @@ class Picture:
         self._lines: dict[str, Line] = {}
         self._tasks: dict[str, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._times = MeasuredTimes()
+        self._times = MeasuredTimes(clock)
         self._router: Router | None = None
 
     @property
@@ -110,7 +110,9 @@ class Picture:
         line, num_replicas = self._lines[route.name], len(self._lines.keys() - avoid)
         left_tokens = len(question.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
         seconds = left_tokens * self._times.of(route.name).compute_s
-        return Routed(line, route, self._reason(route), seconds, num_replicas, partial(self._finish, route))
+        return Routed(
+            line, route, self._reason(route), seconds, num_replicas, partial(self._finish, route, self._clock())
+        )
 
     async def close(self) -> None:
         """Forget all replicas."""
@@ -147,11 +149,9 @@ class Picture:
         closing.add_done_callback(self._closing.discard)
         _log.info("replica %s: left, %d in all", name, len(self._lines))
 
-    def _finish(self, route: Route, computed_tokens: int | None, seconds: float) -> None:
-        if self._router is not None:
-            self._router.finished(route, computed_tokens)
-        if computed_tokens is not None and route.name in self._lines:
-            self._times.note(route.name, computed_tokens, seconds)
+    def _finish(self, route: Route, asked_s: float, computed_tokens: int | None) -> None:
+        if self._router is not None and self._router.finished(route, computed_tokens):
+            self._times.note(route.name, asked_s, computed_tokens)
 
     def _reason(self, route: Route) -> Reason:
         if route.is_new_home:

@@ -30,8 +30,7 @@ class Routed:
         reason: why it was this one.
         seconds: that the request should take there.
         num_replicas: that could have got it.
-        finish: to be called once the prompt is computed, or will not be: with the computed tokens and the seconds that
-            they took, or None and 0.
+        finish: to be called once the prompt is computed, or will not be: with the computed tokens, or None.
     """
 
     line: Line
@@ -39,7 +38,7 @@ class Routed:
     reason: Reason
     seconds: float
     num_replicas: int
-    finish: Callable[[int | None, float], None]
+    finish: Callable[[int | None], None]
 
     @property
     def name(self) -> str:

@@ -28,8 +28,6 @@ from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2, model_pb2_grpc, pre
 REPLICA = "radixkv-replica"
 """Name of the trailing metadata that tells which replica has answered."""
 
-_MICROSECONDS = 1e-6
-
 _Prompt = TypeVar("_Prompt", prefill_pb2.PrefillRequest, prefill_pb2.ProbeRequest, fleet_pb2.RouteRequest)
 
 
@@ -55,7 +53,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             routed, answer = await self._forwarder.answer(
                 question, lambda line: line.prefill.Prefill(request, **manners(line, context))
             )
-        routed.finish(answer.usage.computed_tokens, answer.timing.prefill_us * _MICROSECONDS)
+        routed.finish(answer.usage.computed_tokens)
         _name(routed, context)
         response: prefill_pb2.PrefillResponse = answer
         return response
@@ -68,7 +66,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             async for routed, part in parts:
                 if part.HasField("usage"):
                     if self._hand_over is None:  # else its load is what it generates, until the end
-                        routed.finish(part.usage.computed_tokens, part.timing.prefill_us * _MICROSECONDS)
+                        routed.finish(part.usage.computed_tokens)
                     _name(routed, context)
                 yield part
 
@@ -85,7 +83,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 )
             there = _question(request.prefill)
             there.source = request.kv_source.address
-            (await self._forwarder.routed(there)).finish(0, 0.0)  # no address but that of a replica
+            (await self._forwarder.routed(there)).finish(0)  # no address but that of a replica
         elif request.HasField("kv_source"):
             question.source = request.kv_source.address
         return self._generating.stream(
@@ -98,7 +96,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             routed, answer = await self._forwarder.answer(
                 _question(request), lambda line: line.prefill.Probe(request, **manners(line, context))
             )
-        routed.finish(0, 0.0)
+        routed.finish(0)
         _name(routed, context)
         response: prefill_pb2.ProbeResponse = answer
         return response
@@ -135,7 +133,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         question.avoid.update(request.avoid)
         async with telling(context):
             routed = await self._forwarder.routed(question)
-        asyncio.get_running_loop().call_later(routed.seconds, routed.finish, None, 0.0)
+        asyncio.get_running_loop().call_later(routed.seconds, routed.finish, None)
         return fleet_pb2.RouteResponse(
             address=routed.name,
             reason=routed.reason.value,
@@ -165,7 +163,7 @@ class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
         )
         async with telling(context), contextlib.aclosing(parts):
             async for routed, part in parts:
-                routed.finish(0, 0.0)
+                routed.finish(0)
                 yield part
 
 

@@ -30,8 +30,8 @@ def load(clock: Clock) -> FleetLoad:
 def test_a_queue_is_what_was_sent_and_not_finished(load: FleetLoad) -> None:
     first, second = load.sent("a", 100), load.sent("a", 30)
     assert (load.queue_tokens("a"), load.queue_tokens("b")) == (130, 0)
-    load.finished("a", first)
-    load.finished("a", first)
+    assert load.finished("a", first)
+    assert not load.finished("a", first)
     assert load.queue_tokens("a") == 30
     load.finished("a", second)
     assert load.queue_tokens("a") == 0

@@ -22,7 +22,6 @@ Manners = Callable[[Line], dict[str, Any]]
 
 _MAX_SOURCES = 3
 _RELEASE_S = 5.0
-_MICROSECONDS = 1e-6
 # How a replica that generates begins when it tells of the one that holds the lease.
 _OF_SOURCE = "kv_source:"
 # How a replica that computes begins when it holds as many leases, or blocks in them, as it may.
@@ -112,7 +111,7 @@ class HandOver:
             if refusal.code is grpc.StatusCode.UNAVAILABLE or refusal.details.startswith(_OF_LEASE):
                 return None
             raise
-        routed.finish(answer.usage.computed_tokens, answer.timing.prefill_us * _MICROSECONDS)
+        routed.finish(answer.usage.computed_tokens)
         return _Lease(routed.line, request.prefill.tenant, answer) if answer.lease_id else None
 
     def _parts(

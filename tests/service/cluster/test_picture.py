@@ -30,7 +30,8 @@ class Seen:
 
     def __init__(self, *names: str, least: int = 8) -> None:
         self.lines: dict[str, FakeLine] = {}
-        self.picture = Picture(self.connect, rule=Rule(least_match_tokens=least))
+        self.now_s = 0.0
+        self.picture = Picture(self.connect, rule=Rule(least_match_tokens=least), clock=lambda: self.now_s)
         self.picture.update([facts(name) for name in names])
 
     def connect(self, about):
@@ -145,7 +146,10 @@ def test_a_slow_replica_gets_less() -> None:
         seen = Seen("a", "b")
         for start in range(8):
             routed = seen.picture.route(Question(tokens(1000 * start, 200)))
-            routed.finish(200, 0.2 if routed.name == "a" else 0.002)
+            seen.now_s += 0.2 if routed.name == "a" else 0.002
+            routed.finish(200)
+            seen.now_s += 1.0
+            routed.finish(None)  # the end of the answer, after its first part
         names = [seen.picture.route(Question(tokens(100_000 + 1000 * start, 200))).name for start in range(4)]
         assert names == ["b"] * 4
         await seen.picture.close()
