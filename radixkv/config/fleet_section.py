@@ -24,8 +24,13 @@ class FleetConfig:
             given up, and sent to another one where nothing was answered yet.
         start_timeout_s: seconds that a request waits for a replica while none is there.
         calls_per_replica: calls under way for each replica that a fleet which grows by its load aims at.
+        grow_after_s: seconds for which more replicas must be wanted before they are added.
+        shrink_after_s: seconds for which fewer must be wanted before some are drained and removed.
         prefill_replicas: replicas that compute prompts; others generate from their K/V. None: all do both.
         decode_replicas: those others; None exactly if `prefill_replicas` is.
+        tls_ca: PEM file with the authorities of the replicas' certificates. With it replicas have the TLS of section
+            `server`; without it, none. Each machine has these files at the same paths.
+        tls_name: name in these certificates; empty for the replica's address.
     """
 
     routing: Annotated[str, OneOf("prefix", "longest-prefix", "least-loaded", "round-robin")] = "prefix"
@@ -33,9 +38,13 @@ class FleetConfig:
     health_timeout_s: Annotated[float, Range(0.1, 600)] = 3.0
     start_timeout_s: Annotated[float, Range(0, _YEAR_S)] = 30.0
     calls_per_replica: Annotated[float, Range(0.01, 1e6)] = 8.0
+    grow_after_s: Annotated[float, Range(0, _YEAR_S)] = 30.0
+    shrink_after_s: Annotated[float, Range(0, _YEAR_S)] = 600.0
 
     prefill_replicas: _Replicas | None = None
     decode_replicas: _Replicas | None = None
+    tls_ca: str | None = None
+    tls_name: str = ""
 
     def __post_init__(self) -> None:
         require_fields("fleet", self)

@@ -49,10 +49,10 @@ class Access:
         if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
             got = "others" if token else "none"
             raise ValueError(f"token: expected printable ASCII characters without spaces, got {got}")
-        if token is not None and tls_ca is None and not _is_on_this_machine(address):
+        if token is not None and tls_ca is None and not is_on_this_machine(address):
             raise ValueError("token: expected tls_ca beside it, since the service is on another machine, got none")
         self._prefix_key = prefix_key
-        self.credentials = None if tls_ca is None else _credentials(tls_ca, certificate, key)
+        self.credentials = None if tls_ca is None else tls_credentials(tls_ca, certificate, key)
         self.metadata: Metadata | None = None if token is None else (("authorization", f"Bearer {token}"),)
 
     def metadata_of(self, request: Prompt) -> Metadata | None:
@@ -63,7 +63,8 @@ class Access:
         return self.metadata + of_prompt
 
 
-def _credentials(tls_ca: File, certificate: File | None, key: File | None) -> grpc.ChannelCredentials:
+def tls_credentials(tls_ca: File, certificate: File | None = None, key: File | None = None) -> grpc.ChannelCredentials:
+    """Return the credentials of a connection with TLS; arguments and errors are those of `Access`."""
     authorities = Path(tls_ca).read_bytes()
     _require_certificates(authorities)
     return grpc.ssl_channel_credentials(
@@ -81,10 +82,10 @@ def _require_certificates(authorities: bytes) -> None:
         raise ValueError("tls_ca: expected certificates in PEM, got none that can be read") from None
 
 
-def _is_on_this_machine(address: str) -> bool:
+def is_on_this_machine(address: str) -> bool:
     """Return whether what is sent there stays on this machine.
 
-    >>> [_is_on_this_machine(each) for each in ("127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/s", "10.0.0.1:1")]
+    >>> [is_on_this_machine(each) for each in ("127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/s", "10.0.0.1:1")]
     [True, True, True, True, False]
     """
     if address.startswith("unix:"):

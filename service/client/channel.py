@@ -74,6 +74,11 @@ def channel_options(options: Options, retries: int) -> list[tuple[str, Any]]:
     return list({**ours, **dict(options)}.items())  # gRPC keeps the first of two equal names
 
 
+def named(server_name: str) -> Options:
+    """Return the options of a channel to a server whose certificate has this name; empty for that of its address."""
+    return (("grpc.ssl_target_name_override", server_name),) if server_name else ()
+
+
 def channel_to(address: str, credentials: grpc.ChannelCredentials | None, options: Options) -> grpc.Channel:
     """Make a channel, with TLS if there are credentials. Connects lazily."""
     if credentials is None:

@@ -140,6 +140,8 @@ def _application(plan: FleetPlan) -> Any:
             "routing": fleet.routing,
             "least_match_tokens": fleet.least_match_tokens,
             "health_timeout_s": fleet.health_timeout_s,
+            "tls_ca": fleet.tls_ca,
+            "tls_name": fleet.tls_name,
         },
     )
     secrets = FleetSecrets.make()
@@ -150,7 +152,13 @@ def _application(plan: FleetPlan) -> Any:
             policy = AutoscalingPolicy(
                 policy_function=_POLICY, policy_kwargs={"calls_per_replica": fleet.calls_per_replica}
             )
-            scaling = AutoscalingConfig(min_replicas=group.least, max_replicas=group.most, policy=policy)
+            scaling = AutoscalingConfig(
+                min_replicas=group.least,
+                max_replicas=group.most,
+                policy=policy,
+                upscale_delay_s=fleet.grow_after_s,
+                downscale_delay_s=fleet.shrink_after_s,
+            )
             number = {"autoscaling_config": scaling}
         described = serve.deployment(
             Replica,

@@ -13,7 +13,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from radixkv.service.client.channel import async_channel_to, channel_options, stubs
+from radixkv.service.client.access import tls_credentials
+from radixkv.service.client.channel import async_channel_to, channel_options, named, stubs
 from radixkv.service.client.streams import closing_async
 from radixkv.service.cluster.facts import ReplicaFacts
 from radixkv.v1 import events_pb2
@@ -55,6 +56,11 @@ class Line:
         facts: about the replica.
         patience: of health checks.
         sleep: waits, in seconds.
+        tls_ca: PEM file with the authorities of its certificate; None for no TLS.
+        tls_name: name in its certificate; empty for its address.
+
+    Raises:
+        OSError, ValueError: the file can't be used.
 
     Attributes:
         facts: see above.
@@ -69,6 +75,8 @@ class Line:
         facts: ReplicaFacts,
         patience: Patience = Patience(),
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        tls_ca: str | None = None,
+        tls_name: str = "",
     ) -> None:
         self.facts = facts
         self.is_up = True  # Ray says so
@@ -76,7 +84,11 @@ class Line:
         self._patience = patience
         self._sleep = sleep
         self._lost = asyncio.Event()
-        self._channel = async_channel_to(facts.address, None, channel_options((), 0))
+        self._channel = async_channel_to(
+            facts.address,
+            None if tls_ca is None else tls_credentials(tls_ca),
+            channel_options(named(tls_name), 0),
+        )
         self.prefill, self.cache, self.model, self._events = stubs(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self.metadata = (("authorization", f"Bearer {facts.secrets.token}"),)

@@ -24,7 +24,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
         """Take the values of the section `fleet` that Ray brings as JSON."""
         patience = Patience(answer_s=kwargs["health_timeout_s"])
         self._picture = Picture(
-            lambda facts: Line(facts, patience),
+            lambda facts: Line(facts, patience, tls_ca=kwargs["tls_ca"], tls_name=kwargs["tls_name"]),
             routing=kwargs["routing"],
             rule=Rule(least_match_tokens=kwargs["least_match_tokens"]),
         )

@@ -28,13 +28,14 @@ class Replica:
     starts the process, asks for its health, starts another one where it ends, and has it drained before it is stopped.
 
     Args:
-        config: of the engine and the server; the server's port is a free one, and it has neither TLS nor ports for
-            admins or metrics.
+        config: of the engine and the server; the server's port is a free one, and it has no ports for admins or
+            metrics.
         secrets: of the fleet.
         host: address to listen on; `node` for the address that this machine has in Ray's cluster.
     """
 
     async def __init__(self, config: Config, secrets: FleetSecrets, host: str) -> None:  # type: ignore[misc]  # Ray awaits it
+        from radixkv.engine.transfer.transfer import FleetAccess
         from radixkv.service.server.garbage.survivors import frozen_survivors
         from radixkv.service.server.optional_services import optional_services
         from radixkv.service.server.server import Server
@@ -44,11 +45,11 @@ class Replica:
         self._resources = contextlib.ExitStack()
         self._engine = await asyncio.to_thread(build_engine, _sending(config), (), secrets.events_key)
         if self._engine.transfer is not None:
-            self._engine.transfer.fleet_token = secrets.token
+            self._engine.transfer.fleet = FleetAccess(secrets.token, config.fleet.tls_ca, config.fleet.tls_name)
         self._resources.enter_context(frozen_survivors())
         self._engine.start()
         self._resources.callback(self._engine.stop)
-        server_config = replica_server(config.server, _address_of_node() if host == "node" else host)
+        server_config = replica_server(config, _address_of_node() if host == "node" else host)
         self._mailbox = Mailbox()
         self._server = Server(
             self._engine,
@@ -101,16 +102,20 @@ def _sending(config: Config) -> Config:
     return dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, serve=True))
 
 
-def replica_server(config: ServerConfig, host: str) -> ServerConfig:
-    """Return the configuration of a replica's server: a free port, without TLS, which ends at the ingress."""
+def replica_server(config: Config, host: str) -> ServerConfig:
+    """Return the configuration of a replica's server: a free port, and TLS only if the ingress knows its authorities.
+
+    Certificates of callers end at the ingress, which has none itself: it shows a token.
+    """
+    has_tls = config.fleet.tls_ca is not None
     return dataclasses.replace(
-        config,
+        config.server,
         host=host,
         port=0,
         metrics_port=None,
         admin_port=None,
-        tls_certificate=None,
-        tls_key=None,
+        tls_certificate=config.server.tls_certificate if has_tls else None,
+        tls_key=config.server.tls_key if has_tls else None,
         client_ca=None,
     )
 

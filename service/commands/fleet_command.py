@@ -15,6 +15,7 @@ from typing import Any
 from radixkv.config import Config, ServerConfig
 from radixkv.config.model_directory import check_servable
 from radixkv.errors import ConfigError
+from radixkv.service.client.access import tls_credentials
 from radixkv.service.server.identity.requirements import is_on_this_machine, require_secure
 from radixkv.service.server.listen_address import host_port, require_free
 
@@ -69,7 +70,7 @@ def _fleet(arguments: argparse.Namespace) -> None:
     least, most = _numbers(_DEFAULT_REPLICAS if arguments.replicas is None else arguments.replicas)
     require_secure(config.server)
     require_free(config.server)
-    _require_private(arguments.replica_host, config.server)
+    _require_private(arguments.replica_host, config)
     config = with_port(config, config.server.port or _free_port(config.server.host))
     plan = FleetPlan(
         config,
@@ -98,12 +99,27 @@ def _numbers(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _require_private(host: str, server: ServerConfig) -> None:
-    """Refuse replicas that strangers could reach: they have no TLS."""
-    if not is_on_this_machine(host) and not server.insecure:
+def _require_private(host: str, config: Config) -> None:
+    """Refuse replicas that strangers could reach, and tokens that would go there in the clear."""
+    server, has_tls = config.server, config.fleet.tls_ca is not None
+    if has_tls and server.tls_certificate is None:
+        raise ConfigError("fleet.tls_ca: expected server.tls_certificate beside it, got none")
+    if has_tls:
+        try:
+            tls_credentials(str(config.fleet.tls_ca))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {error}") from error
+    if is_on_this_machine(host):
+        return
+    if not has_tls and server.tokens_file is not None:
         raise ConfigError(
-            f"--replica-host: expected 127.0.0.1, ::1 or localhost, since replicas have no TLS, got {host!r}; "
-            "--insecure takes a network of your own"
+            f"--replica-host: expected 127.0.0.1, ::1 or localhost without fleet.tls_ca, got {host!r}: tokens would "
+            "go to replicas in the clear"
+        )
+    if server.tokens_file is None and not server.insecure:
+        raise ConfigError(
+            f"--replica-host: expected 127.0.0.1, ::1 or localhost without server.tokens_file and fleet.tls_ca, got "
+            f"{host!r}; --insecure takes a network of your own"
         )
 
 

@@ -43,6 +43,7 @@ EXAMPLES = {
     "tiers.encryption_key_file": "/etc/radixkv/store.key",
     "fleet.prefill_replicas": 2,
     "fleet.decode_replicas": 2,
+    "fleet.tls_ca": "/etc/radixkv/authorities.pem",
     "default_tenant.ceiling_tokens": 65_536,
     "default_tenant.max_retained_tokens": 16_384,
     "default_tenant.max_held_tokens": 32_768,

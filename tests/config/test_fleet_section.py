@@ -18,6 +18,8 @@ def test_a_fleet_routes_by_prefix() -> None:
         "health_timeout_s=0",
         "start_timeout_s=-1",
         "calls_per_replica=0",
+        "grow_after_s=-1",
+        "shrink_after_s=-1",
         "replicas=2",
     ],
 )

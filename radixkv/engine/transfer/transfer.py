@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from radixkv.api.caller import Caller
@@ -48,6 +48,21 @@ class TransferParts:
     stores: SharedStores
 
 
+@dataclass(frozen=True, slots=True)
+class FleetAccess:
+    """What servers of one fleet know each other by.
+
+    Attributes:
+        token: shown by the fleet's ingress and servers to each other.
+        tls_ca: PEM file with the authorities of their certificates; None if they have no TLS.
+        tls_name: name in these; empty for a server's address.
+    """
+
+    token: str = field(repr=False)
+    tls_ca: str | None = None
+    tls_name: str = ""
+
+
 class Transfer:
     """Gives K/V of held leases, and names the blocks that a prompt needs.
 
@@ -67,8 +82,7 @@ class Transfer:
         layer_bytes: sizes of the layers of a block.
         stores: that other servers share.
         config, sources: see `TransferParts`.
-        fleet_token: shown by the fleet that the server belongs to, which may name any address as a source, and to that
-            source; None without a fleet.
+        fleet: that the server belongs to, which may name any address as a source; None without one.
     """
 
     def __init__(
@@ -82,7 +96,7 @@ class Transfer:
         self.object_bytes = object_bytes(parts.block_format.block_size, parts.block_format.payload_bytes)
         self.config, self.sources = parts.config, parts.sources
         self.layer_bytes, self.stores = parts.layer_bytes, parts.stores
-        self.fleet_token: str | None = None
+        self.fleet: FleetAccess | None = None
         self._key_blocks = parts.key_blocks
         self._exports = Exports(parts.cache, held_leases, parts.mover, parts.key_blocks, parts.layer_bytes)
         self._adapters = adapters

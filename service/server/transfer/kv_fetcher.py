@@ -27,7 +27,7 @@ from radixkv.v1 import prefill_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; these modules do not
     from radixkv.engine.engine import Engine
-    from radixkv.engine.transfer.transfer import Transfer
+    from radixkv.engine.transfer.transfer import FleetAccess, Transfer
 
 # A stream that breaks off goes on where it was, this number of times.
 _MAX_ATTEMPTS = 3
@@ -74,7 +74,7 @@ class KVFetcher:
             raise SwitchedOff("kv_source: expected a service with sections kv_sources, got one without")
         if not params.read_cache:
             raise InvalidRequest("kv_source: expected none beside read_cache=false, got one")
-        client = self._sources.client_of(source.address, _fleet_token(transfer, authorization))
+        client = self._sources.client_of(source.address, _fleet(transfer, authorization))
         wanted = transfer.wanted(params.tokens, params.caller)
         probed = await answer_of(self._engine, self._mailbox, self._engine.probe(params.tokens, params.caller))
         first_block = probed.cached_tokens // transfer.block_format.block_size
@@ -99,13 +99,13 @@ class KVFetcher:
         return fetched
 
 
-def _fleet_token(transfer: Transfer, authorization: str) -> str | None:
-    """Return the token of this server's fleet if a call shows it."""
-    token = transfer.fleet_token
-    if token is None:
+def _fleet(transfer: Transfer, authorization: str) -> FleetAccess | None:
+    """Return this server's fleet if a call shows its token."""
+    fleet = transfer.fleet
+    if fleet is None:
         return None
-    shown, expected = authorization.encode("utf-8", "surrogatepass"), f"Bearer {token}".encode()
-    return token if hmac.compare_digest(shown, expected) else None
+    shown, expected = authorization.encode("utf-8", "surrogatepass"), f"Bearer {fleet.token}".encode()
+    return fleet if hmac.compare_digest(shown, expected) else None
 
 
 class _InStore(NamedTuple):

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from radixkv.config import KVSourceConfig
 from radixkv.errors import ConfigError, InvalidRequest
+from radixkv.service.client.access import is_on_this_machine
 from radixkv.service.client.async_client import AsyncClient
+from radixkv.service.client.channel import named
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.transfer.transfer import FleetAccess
 
 
 class KVSources:
@@ -25,23 +31,22 @@ class KVSources:
         self._tokens = {config.address: _token(name, config) for name, config in configs.items()}
         self._clients: dict[str, AsyncClient] = {}
 
-    def client_of(self, address: str, fleet_token: str | None = None) -> AsyncClient:
+    def client_of(self, address: str, fleet: FleetAccess | None = None) -> AsyncClient:
         """Return the connection to a server.
 
         Args:
             address: of the server.
-            fleet_token: to be shown to a server that no section names, another one of the same fleet; None if the
-                caller is not that fleet.
+            fleet: of a server that no section names, if the caller is that fleet; else None.
 
         Raises:
             InvalidRequest: no section names this address.
             ConfigError: its certificates can't be used, or a token would go there in the clear.
         """
         if address not in self._configs:
-            if fleet_token is None:
+            if fleet is None:
                 raise InvalidRequest("kv_source.address: expected that of a section kv_sources here, got another")
             if address not in self._clients:
-                self._clients[address] = AsyncClient(address, token=fleet_token)
+                self._clients[address] = _member(address, fleet)
             return self._clients[address]
         if address not in self._clients:
             name, config = self._configs[address]
@@ -50,6 +55,13 @@ class KVSources:
             except (OSError, ValueError) as error:
                 raise ConfigError(f"kv_sources.{name}: {error}") from error
         return self._clients[address]
+
+
+def _member(address: str, fleet: FleetAccess) -> AsyncClient:
+    """Connect to another server of a fleet. Without TLS, the token stays on this machine; others ask for none."""
+    is_shown = fleet.tls_ca is not None or is_on_this_machine(address)
+    token = fleet.token if is_shown else None
+    return AsyncClient(address, tls_ca=fleet.tls_ca, token=token, options=named(fleet.tls_name))
 
 
 def _token(name: str, config: KVSourceConfig) -> str | None:

@@ -14,6 +14,7 @@ from radixkv.service.cluster.line import Line, Patience, ReplicaLost
 from tests.patience import PATIENCE_S
 from tests.service.cluster.fake_line import facts
 from tests.service.fake_engine import FakeEngine
+from tests.service.server.identity.certificates import Papers
 from tests.service.serving import serving
 
 
@@ -39,6 +40,26 @@ def test_a_line_is_up_while_the_server_says_so() -> None:
             await line.look()
             assert not line.is_up
             assert await line.wait_for(asyncio.sleep(0, "an answer under way")) == "an answer under way"
+
+    run(test)
+
+
+def test_a_line_has_tls_and_knows_the_name_in_a_certificate(tmp_path) -> None:
+    papers = Papers(tmp_path)
+
+    async def test() -> None:
+        async with serving(FakeEngine(), **papers.tls) as (_, address):
+            for options, is_up in (
+                ({"tls_ca": str(papers.ca_file)}, True),
+                ({"tls_ca": str(papers.ca_file), "tls_name": "localhost"}, True),
+                ({"tls_ca": str(papers.ca_file), "tls_name": "another"}, False),
+                ({"tls_ca": str(tmp_path / "client_ca.pem")}, False),
+                ({}, False),
+            ):
+                line = Line(facts(address), Patience(0.01, 5.0), **options)
+                await line.look()
+                assert line.is_up == is_up, options
+                await line.close()
 
     run(test)
 

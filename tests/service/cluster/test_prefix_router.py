@@ -19,7 +19,7 @@ from tests.service.cluster.fake_line import facts
 def test_a_question_is_answered_and_other_calls_go_anywhere() -> None:
     async def test() -> None:
         router = object.__new__(PrefixRouter)
-        router.initialize_state(routing="prefix", least_match_tokens=8, health_timeout_s=1.0)
+        router.initialize_state(routing="prefix", least_match_tokens=8, health_timeout_s=1.0, tls_ca=None, tls_name="")
         router._picture.update([facts("127.0.0.1:1"), facts("127.0.0.1:2")])
         router._by_address = {name: f"replica at {name}" for name in router._picture.names}
         question = Question(bytes(400))

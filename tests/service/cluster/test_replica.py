@@ -4,15 +4,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from radixkv.config import ServerConfig
+from radixkv.config import Config, FleetConfig, ServerConfig
 from radixkv.service.cluster.replica import CALLS, ReplicasForLoad, replica_server
+
+TLS = {"tls_certificate": "c", "tls_key": "k"}
+SERVER = ServerConfig(host="10.0.0.1", port=7, admin_port=8, metrics_port=9, client_ca="a", tokens_file="t", **TLS)
 
 
 def test_a_replica_listens_without_tls_and_other_ports() -> None:
-    config = ServerConfig(
-        host="10.0.0.1", port=7, admin_port=8, metrics_port=9, tls_certificate="c", tls_key="k", tokens_file="t"
-    )
-    assert replica_server(config, "127.0.0.1") == ServerConfig(host="127.0.0.1", port=0, tokens_file="t")
+    alone = replica_server(Config(server=SERVER), "127.0.0.1")
+    assert alone == ServerConfig(host="127.0.0.1", port=0, tokens_file="t")
+
+
+def test_a_replica_has_tls_if_the_ingress_knows_its_authorities() -> None:
+    config = Config(server=SERVER, fleet=FleetConfig(tls_ca="ca"))
+    assert replica_server(config, "10.0.0.2") == ServerConfig(host="10.0.0.2", port=0, tokens_file="t", **TLS)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ class Told:
         self.now_s = 100.0
         self.times = MeasuredTimes(lambda: self.now_s)
 
-    def answer(self, name: str, seconds: float, computed_tokens: int | None = 100, asked_s: float | None = None) -> None:
+    def answer(
+        self, name: str, seconds: float, computed_tokens: int | None = 100, asked_s: float | None = None
+    ) -> None:
         """Let time pass until an answer comes to what was asked now, or before."""
         asked_s = self.now_s if asked_s is None else asked_s
         self.now_s += seconds

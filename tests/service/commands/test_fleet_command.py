@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from radixkv.service.commands.cli import main
+from tests.service.server.identity.certificates import Papers
 
 
 @pytest.mark.parametrize("replicas", ["0", "3:2", "0:2", "two", "-1", "1:"])
@@ -48,6 +49,25 @@ def test_replicas_beyond_this_machine_need_a_network_of_their_own(host, capsys) 
     assert "--replica-host: expected 127.0.0.1" in capsys.readouterr().err
 
 
+def test_tokens_go_to_replicas_on_other_machines_by_tls_alone(tmp_path, capsys) -> None:
+    papers = Papers(tmp_path)
+    flags = ["--replica-host", "node", *(f"--set=server.{key}={value}" for key, value in papers.tls.items())]
+    assert main(["fleet", *flags, "--insecure"]) == 2
+    assert "tokens would go to replicas in the clear" in capsys.readouterr().err
+    for tls_ca in (tmp_path / "absent", tmp_path / "tokens.toml"):
+        assert main(["fleet", *flags, f"--set=fleet.tls_ca={tls_ca}"]) == 2
+        assert "fleet.tls_ca: expected a file of certificates" in capsys.readouterr().err
+
+
+def test_tls_of_replicas_is_that_of_the_server(tmp_path, capsys) -> None:
+    papers = Papers(tmp_path)
+    assert main(["fleet", f"--set=fleet.tls_ca={papers.ca_file}"]) == 2
+    assert "fleet.tls_ca: expected server.tls_certificate beside it" in capsys.readouterr().err
+    tls = [f"--set=server.{key}={papers.tls[key]}" for key in ("tls_certificate", "tls_key")]
+    assert main(["fleet", "--replica-host", "node", f"--set=fleet.tls_ca={papers.ca_file}", *tls]) == 2
+    assert "without server.tokens_file and fleet.tls_ca" in capsys.readouterr().err
+
+
 def test_a_missing_package_names_the_extra(monkeypatch, capsys) -> None:
     real = builtins.__import__
 
@@ -58,7 +78,12 @@ def test_a_missing_package_names_the_extra(monkeypatch, capsys) -> None:
 
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     monkeypatch.setattr(builtins, "__import__", without_ray)
-    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_SERVE_LOG_TO_STDERR", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+    for name in (
+        "RAY_USAGE_STATS_ENABLED",
+        "RAY_SERVE_LOG_TO_STDERR",
+        "RAY_worker_niceness",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
+    ):
         monkeypatch.setenv(name, "0")
     assert main(["fleet", "--port", "0"]) == 2
     assert "the package ray is missing" in capsys.readouterr().err

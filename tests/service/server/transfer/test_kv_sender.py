@@ -90,7 +90,7 @@ class FakeTransfer:
     def __init__(self, address: str = "", **config: Any) -> None:
         self.config = TransferConfig(serve=True, **config)
         self.sources = {"there": KVSourceConfig(address)}
-        self.fleet_token: str | None = None
+        self.fleet = None
         self.faults: list[Any] = []
         self.num_reads = 0
         self.stores = FakeStores()

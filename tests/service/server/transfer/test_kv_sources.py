@@ -2,8 +2,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import trustme
 
 from radixkv.config import KVSourceConfig
+from radixkv.engine.transfer.transfer import FleetAccess
 from radixkv.errors import ConfigError, InvalidRequest
 from radixkv.service.server.transfer.kv_sources import KVSources
 
@@ -25,14 +27,31 @@ def test_a_connection_is_made_once() -> None:
 def test_a_fleet_may_name_any_source() -> None:
     async def run() -> None:
         sources = KVSources({"a": KVSourceConfig(HERE)})
-        assert sources.client_of(HERE, "fleet")._access.metadata is None
-        other = sources.client_of("127.0.0.1:50052", "fleet")
+        fleet = FleetAccess("fleet")
+        assert sources.client_of(HERE, fleet)._access.metadata is None
+        other = sources.client_of("127.0.0.1:50052", fleet)
         assert other._access.metadata == (("authorization", "Bearer fleet"),)
-        assert sources.client_of("127.0.0.1:50052", "fleet") is other
+        assert sources.client_of("127.0.0.1:50052", fleet) is other
         with pytest.raises(InvalidRequest):
             sources.client_of("127.0.0.1:50053")
         await other.close()
         await sources.client_of(HERE).close()
+
+    asyncio.run(run())
+
+
+def test_a_token_of_a_fleet_goes_to_other_machines_by_tls_alone(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(ca)
+
+    async def run() -> None:
+        clear = KVSources({}).client_of("10.0.0.9:1", FleetAccess("fleet"))
+        assert (clear._access.metadata, clear._access.credentials) == (None, None)
+        secret = KVSources({}).client_of("10.0.0.9:1", FleetAccess("fleet", str(ca), "replica"))
+        assert secret._access.metadata == (("authorization", "Bearer fleet"),)
+        assert secret._access.credentials is not None
+        await clear.close()
+        await secret.close()
 
     asyncio.run(run())
 

@@ -1,0 +1,92 @@
+"""A fleet that joins a Ray cluster which others have started: replicas have TLS, callers tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+import grpc
+import pytest
+
+pytest.importorskip("ray", reason="the extra ray is not installed")
+
+from bench.fleet.processes import descendants, listener_of
+from radixkv.service.client import Client, KVSource
+from tests.patience import PATIENCE_S, wait_until
+from tests.service.cluster.fleet_process import command_of, running_fleet
+from tests.service.server.identity.certificates import Papers
+
+pytestmark = pytest.mark.slow
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running_head():
+    """Run a node of Ray on loopback. Yields its address and its process; afterwards nothing of it is there."""
+    port = free_port()
+    flags = ["--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=4"]
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as directory:
+        environment = {**os.environ, "RAY_TMPDIR": directory, "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--include-dashboard=false", *flags]
+        command += ["--disable-usage-stats", "--object-store-memory=83886080", f"--temp-dir={directory}"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, start_new_session=True) as head:
+            try:
+                wait_until(
+                    lambda: head.poll() is None and any("raylet" in command_of(pid) for pid in descendants(head.pid))
+                )
+                yield f"127.0.0.1:{port}", head.pid
+            finally:
+                left = descendants(head.pid)
+                head.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    head.wait(10)
+                head.kill()
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_fleet_joins_a_cluster_and_its_replicas_have_tls(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # the machine's address is loopback
+    papers, ids = Papers(tmp_path), [*range(200)]
+    settings = [f"server.{key}={value}" for key, value in papers.tls.items()]
+    settings += [f"fleet.tls_ca={papers.ca_file}", "fleet.tls_name=localhost", "fleet.least_match_tokens=64"]
+    flags = [part for setting in settings for part in ("--set", setting)]
+    acme, boss = papers.client("acme"), papers.client("boss")
+    with running_head() as (address, head):
+        joining = ["--ray-address", address, "--replica-host", "node", "--replicas", "2"]
+        with running_fleet(*joining, *flags, log=tmp_path / "log") as fleet, Client(fleet.address, **acme) as client:
+            wait_until(lambda: client.route(ids).num_replicas == 2)
+            assert client.prefill(ids).usage.cached_tokens == 0
+            wait_until(lambda: client.route(ids).cached_tokens >= 192)  # events came, over TLS
+            home = client.route(ids).address
+            assert listener_of(home, descendants(head)), "it runs in that cluster"
+            with Client(home, timeout_s=PATIENCE_S, **acme) as replica:
+                held = replica.prefill(ids, hold_lease=True)
+                source = KVSource(address=home, lease_id=held.lease_id, epoch=held.epoch)
+                there = list(client.generate(ids, kv_source=source, max_new_tokens=5))
+                here = list(replica.generate(ids, max_new_tokens=5))
+            assert [news.token_ids for news in there] == [news.token_ids for news in here]
+            assert there[0].usage.remote_tokens >= 192, "one replica fetched from the other, over TLS"
+            for credentials, code in (
+                ({"tls_ca": papers.ca_file}, grpc.StatusCode.UNAUTHENTICATED),
+                ({}, grpc.StatusCode.UNAVAILABLE),
+            ):
+                with Client(home, timeout_s=PATIENCE_S, **credentials) as stranger:
+                    with pytest.raises(grpc.RpcError) as refused:
+                        stranger.prefill(ids)
+                    assert refused.value.code() is code
+            with Client(fleet.address, timeout_s=PATIENCE_S, **boss) as admin:
+                assert len(admin.stats().replicas) == 2
