@@ -109,7 +109,7 @@ def _compare(
     capacity: dict[str, float] = {}
     told: list[Told] = []
     for part in (None, *options.rates):
-        for routing, fleet in reversed(fleets.items()):
+        for routing, fleet in reversed(list(fleets.items())):
             with Client(fleet.address) as client:
                 client.purge(everything=True)
             time.sleep(_FORGOTTEN_S)
@@ -289,9 +289,9 @@ def _rates(text: str) -> list[float]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure a fleet on Ray.")
     parser.add_argument("--geometry", type=_geometries, default="83x3,150x5", help="groups x prompts of each")
-    parser.add_argument("--prefix-tokens", type=positive, default=600)
-    parser.add_argument("--question-tokens", type=positive, default=120)
-    parser.add_argument("--new-tokens", type=positive, default=20)
+    parser.add_argument("--prefix-tokens", type=positive, default=1200)
+    parser.add_argument("--question-tokens", type=positive, default=240)
+    parser.add_argument("--new-tokens", type=positive, default=8)
     parser.add_argument("--replicas", type=positive, default=2)
     parser.add_argument("--concurrency", type=positive, default=16, help="prompts at a time, at capacity")
     parser.add_argument("--rates", type=_rates, default="0.5,0.8,1.0,1.2", help="in capacities of round-robin")
