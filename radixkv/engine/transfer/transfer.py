@@ -50,7 +50,7 @@ class TransferParts:
 
 @dataclass(frozen=True, slots=True)
 class FleetAccess:
-    """What servers of one fleet know each other by.
+    """Credentials that servers of one fleet show each other.
 
     Attributes:
         token: shown by the fleet's ingress and servers to each other.
