@@ -23,7 +23,6 @@ import re
 import shlex
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Any
 
 from bench.fleet.fleet_process import FleetProcess
 from bench.fleet.grouped_prompts import Geometry, Told, random_arrivals, run_pass, summarize
+from bench.fleet.killing import MOST_RESTART_S, kill_one, shown_kill
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.errors import ConfigError
@@ -40,7 +40,6 @@ from radixkv.service.commands.argument_types import positive, positive_number
 _PREFIX, _ROUND_ROBIN = "prefix", "round-robin"
 _FORGOTTEN_S = 1.0  # until routers know of a purge
 _BLOCK_TOKENS = 64
-_MOST_RESTART_S = 180.0
 _MOST_AT_ONCE = 256  # where prompts arrive by themselves: one that has to wait for a thread waits for its first token
 _TENANT = "acme"
 
@@ -60,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if geometry is geometries[-1]:
                 costs = call_costs(fleet, prompts[0], options.calls)
                 print(_shown_costs(costs), flush=True)
-                killed = _kill_one(fleet, geometry, prompts, told, options)
-                print(_shown_kill(killed), flush=True)
+                killed = kill_one(fleet, geometry, prompts, told, options.concurrency)
+                print(shown_kill(killed), flush=True)
     is_right = killed is not None and not killed["wrong_answers"] and not killed["failed_before_first_token"]
     if options.json is not None:
         command = shlex.join(["python", "-m", "bench.fleet.real", *(sys.argv[1:] if arguments is None else arguments)])
@@ -157,70 +156,11 @@ def call_costs(fleet: FleetProcess, prompt: Sequence[int], num_calls: int) -> di
     return {**medians, "ingress_cost_ms": medians["ingress_ms"] - medians["direct_ms"], "calls": num_calls}
 
 
-def judge_kill(before: Sequence[Told], after: Sequence[Told], kill_s: float) -> dict[str, Any]:
-    """Compare the answers of a pass in which a replica was killed with those of the pass before.
-
-    Args:
-        before: answers to the same prompts.
-        after: of the pass.
-        kill_s: when the replica was killed, since the pass began.
-    """
-    failed = [each for each in after if each.error]
-    ends = sorted(each.sent_s + each.total_s for each in after if not each.error)
-    gaps = [two - one for one, two in zip([kill_s, *ends], ends, strict=False) if two > kill_s]
-    return {
-        "requests": len(after),
-        "under_way": sum(each.sent_s <= kill_s < each.sent_s + each.total_s for each in after),
-        "failed_before_first_token": sum(not each.token_ids for each in failed),
-        "ended_after_first_token": sum(bool(each.token_ids) for each in failed),
-        "wrong_answers": sum(
-            two.token_ids != (one.token_ids if not two.error else one.token_ids[: len(two.token_ids)])
-            for one, two in zip(before, after, strict=True)
-        ),
-        "longest_gap_s": max(gaps, default=None),
-        "errors": sorted({each.error[:200] for each in failed}),
-    }
-
-
-def _kill_one(
-    fleet: FleetProcess,
-    geometry: Geometry,
-    prompts: Sequence[Sequence[int]],
-    before: Sequence[Told],
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Ask everything again, and kill a replica after a third. Restarting is timed from the kill on."""
-    victim, start_s = fleet.replicas()[0], time.monotonic()
-    killed_s: list[float] = []
-    back_s: list[float] = []
-    others = set(fleet.replicas()) - {victim}
-
-    def watch() -> None:
-        while time.monotonic() - killed_s[0] < _MOST_RESTART_S:
-            if len(set(fleet.replicas()) - {victim}) > len(others):
-                back_s.append(time.monotonic() - killed_s[0])
-                return
-            time.sleep(0.1)
-
-    watcher = threading.Thread(target=watch)
-
-    def on_told(num: int) -> None:
-        if num == len(prompts) // 3:
-            killed_s.append(time.monotonic())
-            fleet.kill(victim)
-            watcher.start()
-
-    after = run_pass(fleet.address, prompts, geometry.new_tokens, options.concurrency, on_told)
-    watcher.join()
-    judged = judge_kill(before, after, killed_s[0] - start_s)
-    return {**judged, "all_back_s": back_s[0] if back_s else None, "pass": summarize(after, prompts)}
-
-
 def _wait_for_all(fleet: FleetProcess, replicas: int) -> None:
-    end_s = time.monotonic() + _MOST_RESTART_S
+    end_s = time.monotonic() + MOST_RESTART_S
     while len(fleet.replicas()) < replicas:
         if time.monotonic() > end_s:
-            raise ConfigError(f"fleet: expected {replicas} replicas within {_MOST_RESTART_S:g} s, got fewer")
+            raise ConfigError(f"fleet: expected {replicas} replicas within {MOST_RESTART_S:g} s, got fewer")
         time.sleep(0.2)
 
 
@@ -263,15 +203,6 @@ def _shown_costs(costs: dict[str, float]) -> str:
     return (
         f"a cached prompt: {costs['ingress_ms']:.2f} ms through the ingress, {costs['direct_ms']:.2f} ms without; "
         f"Route {costs['route_ms']:.2f} ms: medians"
-    )
-
-
-def _shown_kill(killed: dict[str, Any]) -> str:
-    back = "never" if killed["all_back_s"] is None else f"after {killed['all_back_s']:.1f} s"
-    return (
-        f"one killed: {killed['under_way']} under way, {killed['failed_before_first_token']} failed that had not "
-        f"begun, {killed['ended_after_first_token']} ended that had, {killed['wrong_answers']} wrong; longest gap "
-        f"{killed['longest_gap_s'] or 0:.2f} s; all back {back}"
     )
 
 

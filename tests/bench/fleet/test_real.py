@@ -5,24 +5,17 @@ import json
 
 import pytest
 
-from bench.fleet.grouped_prompts import Told
-from bench.fleet.real import judge_kill, main
+from bench.fleet.real import main, ratios
 
 
-def test_answers_beside_a_kill_are_judged() -> None:
-    before = [Told(0.0, 0.1, 1.0, (1, 2, 3), 0)] * 5
-    after = [
-        Told(0.0, 0.1, 0.5, (1, 2, 3), 0),
-        Told(0.5, 0.1, 1.5, (1, 2), 0, "cut"),
-        Told(0.5, None, 1.5, (), 0, "refused"),
-        Told(0.5, 0.1, 3.5, (1, 2, 3), 0),
-        Told(5.0, 0.1, 1.0, (1, 9, 3), 0),
-    ]
-    judged = judge_kill(before, after, 1.0)
-    assert (judged["requests"], judged["under_way"]) == (5, 3)
-    assert (judged["failed_before_first_token"], judged["ended_after_first_token"]) == (1, 1)
-    assert (judged["wrong_answers"], judged["longest_gap_s"]) == (1, 3.5)
-    assert judged["errors"] == ["cut", "refused"]
+def test_times_are_compared_at_the_same_rate() -> None:
+    def row(routing: str, rate: float | None, p50: float) -> dict:
+        of_pass = {"groups": 83, "prompts": 3, "routing": routing, "rate": rate, "of_capacity": rate}
+        return {**of_pass, "ttft_ms": {"p50": p50, "p99": 10 * p50, "mean": 0.0}}
+
+    rows = [row("round-robin", 1.0, 100.0), row("prefix", 1.0, 50.0), row("round-robin", 1.2, 900.0)]
+    assert ratios(rows) == [{"groups": 83, "prompts": 3, "rate": 1.0, "of_capacity": 1.0, "p50": 2.0, "p99": 2.0}]
+    assert len(ratios([*rows, row("prefix", 1.2, 90.0)])) == 2
 
 
 def test_a_wrong_geometry_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,10 +29,12 @@ def test_a_wrong_geometry_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_small_fleet_is_measured(tmp_path) -> None:
     file = tmp_path / "real.json"
     sizes = ["--geometry", "6x5", "--prefix-tokens", "256", "--question-tokens", "32", "--new-tokens", "4"]
-    assert main([*sizes, "--concurrency", "2", "--calls", "5", "--json", str(file)]) == 0
+    assert main([*sizes, "--concurrency", "2", "--rates", "1.0", "--calls", "5", "--json", str(file)]) == 0
     result = json.loads(file.read_text("utf-8"))
-    assert [row["routing"] for row in result["rows"]] == ["prefix", "round-robin"]
-    assert [row["requests"] for row in result["rows"]] == [30, 30]
-    assert result["rows"][0]["token_hit_rate"] > result["rows"][1]["token_hit_rate"]
+    assert [row["routing"] for row in result["rows"]] == ["round-robin", "prefix"] * 2
+    assert [row["requests"] for row in result["rows"]] == [30] * 4
+    assert [row["of_capacity"] for row in result["rows"]] == [None, None, 1.0, 1.0]
+    assert result["rows"][1]["token_hit_rate"] > result["rows"][0]["token_hit_rate"]
+    assert [ratio["of_capacity"] for ratio in result["ratios"]] == [None, 1.0]
     assert (result["kill"]["wrong_answers"], result["kill"]["failed_before_first_token"]) == (0, 0)
     assert result["costs"]["route_ms"] > 0

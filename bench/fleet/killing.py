@@ -1,0 +1,95 @@
+"""Kills a replica of a fleet under load, and judges the answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from bench.fleet.fleet_process import FleetProcess
+from bench.fleet.grouped_prompts import Geometry, Told, run_pass, summarize
+
+MOST_RESTART_S = 180.0
+"""Seconds that replicas may take to start."""
+
+
+def kill_one(
+    fleet: FleetProcess,
+    geometry: Geometry,
+    prompts: Sequence[Sequence[int]],
+    before: Sequence[Told],
+    concurrency: int,
+) -> dict[str, Any]:
+    """Ask everything again, and kill a replica after a third.
+
+    Args:
+        fleet: that runs.
+        geometry: of the prompts.
+        prompts: token ids.
+        before: their answers.
+        concurrency: prompts at a time.
+
+    Returns:
+        What `judge_kill` does; `all_back_s`, seconds from the kill until another replica answers, None if none did; and
+        the counts of the pass.
+    """
+    victim, start_s = fleet.replicas()[0], time.monotonic()
+    killed_s: list[float] = []
+    back_s: list[float] = []
+    others = set(fleet.replicas()) - {victim}
+
+    def watch() -> None:
+        while time.monotonic() - killed_s[0] < MOST_RESTART_S:
+            if len(set(fleet.replicas()) - {victim}) > len(others):
+                back_s.append(time.monotonic() - killed_s[0])
+                return
+            time.sleep(0.1)
+
+    watcher = threading.Thread(target=watch)
+
+    def on_told(num: int) -> None:
+        if num == len(prompts) // 3:
+            killed_s.append(time.monotonic())
+            fleet.kill(victim)
+            watcher.start()
+
+    after = run_pass(fleet.address, prompts, geometry.new_tokens, concurrency, on_told)
+    watcher.join()
+    judged = judge_kill(before, after, killed_s[0] - start_s)
+    return {**judged, "all_back_s": back_s[0] if back_s else None, "pass": summarize(after, prompts)}
+
+
+def judge_kill(before: Sequence[Told], after: Sequence[Told], kill_s: float) -> dict[str, Any]:
+    """Compare the answers of a pass in which a replica was killed with those of the pass before.
+
+    Args:
+        before: answers to the same prompts.
+        after: of the pass.
+        kill_s: when the replica was killed, since the pass began.
+    """
+    failed = [each for each in after if each.error]
+    ends = sorted(each.sent_s + each.total_s for each in after if not each.error)
+    gaps = [two - one for one, two in zip([kill_s, *ends], ends, strict=False) if two > kill_s]
+    return {
+        "requests": len(after),
+        "under_way": sum(each.sent_s <= kill_s < each.sent_s + each.total_s for each in after),
+        "failed_before_first_token": sum(not each.token_ids for each in failed),
+        "ended_after_first_token": sum(bool(each.token_ids) for each in failed),
+        "wrong_answers": sum(
+            two.token_ids != (one.token_ids if not two.error else one.token_ids[: len(two.token_ids)])
+            for one, two in zip(before, after, strict=True)
+        ),
+        "longest_gap_s": max(gaps, default=None),
+        "errors": sorted({each.error[:200] for each in failed}),
+    }
+
+
+def shown_kill(killed: dict[str, Any]) -> str:
+    """Write the result of `kill_one` as a line."""
+    back = "never" if killed["all_back_s"] is None else f"after {killed['all_back_s']:.1f} s"
+    return (
+        f"one killed: {killed['under_way']} under way, {killed['failed_before_first_token']} failed that had not "
+        f"begun, {killed['ended_after_first_token']} ended that had, {killed['wrong_answers']} wrong; longest gap "
+        f"{killed['longest_gap_s'] or 0:.2f} s; all back {back}"
+    )
