@@ -1,7 +1,7 @@
 """Measures a real fleet on Ray: against round-robin, with a replica that is killed, and what its ingress costs.
 
 python -m bench.fleet.real [--json FILE] [--geometry 83x3,150x5] [--replicas 2] [--concurrency 16]
-    [--rates 0.5,0.8,1.0,1.2]
+    [--rates 0.5,0.8,1.0,1.2,1.4]
 
 Engines of the embedded model. The traffic is that of llm-d's benchmark, shrunk: groups of prompts that begin alike, in
 random order. Each replica's cache holds a part of the groups. Two fleets, one for each routing, take turns, and forget
@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=positive, default=8)
     parser.add_argument("--replicas", type=positive, default=2)
     parser.add_argument("--concurrency", type=positive, default=16, help="prompts at a time, at capacity")
-    parser.add_argument("--rates", type=_rates, default="0.5,0.8,1.0,1.2", help="in capacities of round-robin")
+    parser.add_argument("--rates", type=_rates, default="0.5,0.8,1.0,1.2,1.4", help="in capacities of round-robin")
     parser.add_argument(
         "--capacity-share", type=float, default=0.6, help="of all prefixes, that a replica's cache holds"
     )
