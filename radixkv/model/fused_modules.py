@@ -124,7 +124,7 @@ def _try_layer(layer: Any, forward: Forward) -> None:
         return hidden_states.roll(1, -1) / 2, None
 
     played = with_stand_ins(layer, {"self_attn": attend, "mlp": lambda rows: rows.flip(-1) / 4})
-    handed = {**passed_on, "past_key_values": None, "use_cache": False}
+    handed = {**passed_on, "use_cache": False}
     own, fused = partial(played.forward, **handed), partial(forward, played, **handed)
     if not (agree(own, fused, layer.post_attention_layernorm.weight) and all(heard)):
         raise Refused("it computes something else")

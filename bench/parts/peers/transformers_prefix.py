@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
+from bench.parts.cache_keyword import cache_keyword
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 
@@ -77,8 +78,7 @@ class TransformersPrefix:
     def _forward(self, suffix: Tokens, start: int) -> torch.Tensor:
         ids = torch.from_numpy(suffix.astype(np.int64)).to(self._device)[None]
         positions = torch.arange(start, start + len(suffix), device=self._device)[None]
-        output = self._module(
-            input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-        )
+        cached = {cache_keyword(self._module): self._cache}
+        output = self._module(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **cached)
         logits: torch.Tensor = output.logits[0, -1]
         return logits

@@ -35,6 +35,7 @@ from radixkv.model.replaced_parts import ReplacedParts
 
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
+_CACHES = ("cache", "past_key_values")  # the keyword's name from transformers 5.24 on, and before
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
@@ -145,7 +146,7 @@ class JoinedParts(ReplacedParts):
         def joined(rows: torch.Tensor) -> torch.Tensor:
             return _layered(rows, first, lambda rows: attend(rows)[0], second, lambda rows: rows.flip(-1) / 4)
 
-        own = partial(played.forward, position_embeddings=None, attention_mask=None, past_key_values=None)
+        own = partial(played.forward, position_embeddings=None, attention_mask=None)
         require(agree(own, joined, layer.post_attention_layernorm.weight))
         return partial(
             _added,
@@ -244,5 +245,5 @@ def _can_join(kwargs: dict[str, Any], attention: JoinedAttention) -> bool:
         and rotations is not None
         and rotations[0].shape[-1] == attention.head_dim
         and kwargs.get("attention_mask") is None
-        and kwargs.get("past_key_values") is None
+        and all(kwargs.get(name) is None for name in _CACHES)
     )

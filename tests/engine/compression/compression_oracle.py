@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import avg_pool1d
 from transformers import DynamicCache, PreTrainedModel
 
+from bench.parts.cache_keyword import cache_keyword
 from radixkv.api.compression import Compression, CompressionPolicy
 
 _H2O_QUERIES = 64
@@ -25,7 +26,8 @@ def oracle_logits(model: PreTrainedModel, ids: list[int], answer: list[int], ask
     """Return the logits after the prompt and after each token of an answer but its last, `[num_answer, vocab_size]`."""
     with torch.inference_mode():
         cache = DynamicCache(config=model.config)
-        out = model(torch.tensor([ids]), past_key_values=cache, use_cache=True, output_attentions=True)
+        cached = {cache_keyword(model): cache}
+        out = model(torch.tensor([ids]), use_cache=True, output_attentions=True, **cached)
         rows = [out.logits[0, -1]]
         layers = [_of_prompt(weights[0], cache, asked) for weights in out.attentions]
         for index, layer in enumerate(layers):
@@ -40,9 +42,9 @@ def oracle_logits(model: PreTrainedModel, ids: list[int], answer: list[int], ask
             out = model(
                 torch.tensor([[token]]),
                 position_ids=torch.tensor([[position]]),
-                past_key_values=cache,
                 use_cache=True,
                 output_attentions=True,
+                **cached,
             )
             rows.append(out.logits[0, -1])
             for layer, weights in zip(layers, out.attentions, strict=True):

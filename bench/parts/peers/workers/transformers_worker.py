@@ -6,6 +6,7 @@ import copy
 import time
 from typing import Any
 
+from bench.parts.cache_keyword import cache_keyword
 from bench.parts.peers.workers.loop import Engine, Options, work
 from bench.parts.peers.workers.task import Done, Task
 
@@ -56,7 +57,8 @@ class Generate:
 
         cache = DynamicCache()
         with torch.inference_mode():
-            self._model(input_ids=torch.tensor([prefix]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cached = {cache_keyword(self._model): cache}
+            self._model(input_ids=torch.tensor([prefix]), use_cache=True, logits_to_keep=1, **cached)
         self._prefix, self._cache = prefix, cache
 
     def _generate(self, prompts: list[list[int]], new_tokens: int, shared_tokens: int) -> tuple[float, list[list[int]]]:
@@ -67,9 +69,9 @@ class Generate:
         if shared_tokens:
             if any(prompt[:shared_tokens] != self._prefix for prompt in prompts):
                 raise ValueError("shared_tokens: expected the prefix that filled the cache, got another")
-            cached["past_key_values"] = copy.deepcopy(self._cache)
+            cache = cached[cache_keyword(self._model)] = copy.deepcopy(self._cache)
             if len(prompts) > 1:
-                cached["past_key_values"].batch_repeat_interleave(len(prompts))
+                cache.batch_repeat_interleave(len(prompts))
         ids = torch.tensor(prompts)
         with torch.inference_mode():
             output = self._model.generate(

@@ -1,0 +1,16 @@
+"""Names the keyword by which a transformers model takes a cache, which depends on the version."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+
+def cache_keyword(model: Any) -> str:
+    """Return `cache`, as from transformers 5.24 on, or `past_key_values`.
+
+    Args:
+        model: a model of transformers.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
