@@ -94,16 +94,14 @@ class EngineCore:
         )
         self.observer = observer = Observers(observers)
         self.num_failed_steps = 0
-        self._events = events
-        self._offload = offload
-        self._runner, self._clock, storage = runner, clock, runner.storage
+        self._events, self._offload = events, offload
+        self._runner, self._clock, self._on_end, storage = runner, clock, on_end, runner.storage
         self._under_way: Step | None = None  # the step that was started ahead
         self._budget = StepBudget(config.step_tokens)
         self._scheduler = scheduler = Scheduler(config.step_tokens, config.max_running_requests, weights, work_clock)
         self._flights = flights = SingleFlight(cache.block_size)
         self._early_ends = early_ends = EarlyEnds()
         self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock, offload)
-        self._on_end = on_end
         self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, self._leave, clock)
         self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail, on_start, offload)
         self._compressions = Compressions(runner, scheduler, endings.fail)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
-from bench.parts.cache_keyword import cache_keyword
+from bench.parts.peers.cache_keyword import cache_keyword
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 

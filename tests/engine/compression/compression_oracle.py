@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import avg_pool1d
 from transformers import DynamicCache, PreTrainedModel
 
-from bench.parts.cache_keyword import cache_keyword
+from bench.parts.peers.cache_keyword import cache_keyword
 from radixkv.api.compression import Compression, CompressionPolicy
 
 _H2O_QUERIES = 64

@@ -6,7 +6,7 @@ import copy
 import time
 from typing import Any
 
-from bench.parts.cache_keyword import cache_keyword
+from bench.parts.peers.cache_keyword import cache_keyword
 from bench.parts.peers.workers.loop import Engine, Options, work
 from bench.parts.peers.workers.task import Done, Task
 

@@ -6,7 +6,7 @@ import inspect
 
 from transformers import LlamaForCausalLM
 
-from bench.parts.cache_keyword import cache_keyword
+from bench.parts.peers.cache_keyword import cache_keyword
 
 
 class OfOldVersions:
