@@ -1,5 +1,6 @@
 """Products of rows with one weight, by several libraries, each with the weight laid out once as that library likes it.
 
+    native         laid out for our own products in C++, where they are in use
     packed         laid out by MKL for its products, in float32
     blocked        laid out by oneDNN for its products
     convolution    laid out by oneDNN for convolutions: rows are pixels, a product is a convolution of one pixel
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from radixkv.kernels.int8_linear import int8_product, pack_int8
+from radixkv.kernels.native import products
 
 ALIGNMENT_BYTES = 64  # of rows: where a row starts must not decide which vectors are loaded
 _MKL: Any = torch.ops.mkl
@@ -62,6 +64,8 @@ def packings_for(weight: torch.Tensor) -> tuple[str, ...]:
     dtype = weight.dtype
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     others = {"int8"} if has_mkl else {"int8", "packed"}
+    if not products.multiplies(weight):
+        others.add("native")
     names = [name for name, packing in PACKINGS.items() if dtype in packing.dtypes and name not in others]
     return tuple(name for name in names if name not in _ONEDNN or _onednn_computes(_ONEDNN[name] or dtype))
 
@@ -179,6 +183,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Those that are likely to be fast come first: others are soon given up.
 PACKINGS = {
+    "native": LinearPacking(products.Panels, products.multiply, (torch.float32, torch.bfloat16), products.gate),
     "blocked": LinearPacking(_blocked, _blocked_product, _FLOATS, _blocked_gate),
     "packed": LinearPacking(_packed, _packed_product, (torch.float32,)),
     "convolution": LinearPacking(_for_convolution, _convolution_product, (torch.bfloat16,), _convolution_gate),

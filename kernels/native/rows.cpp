@@ -50,12 +50,9 @@ void rotate_head(const char* head, const char* cos, const char* sin, char* turne
 
 // SiLU of the first half of a row, rounded, times the second half.
 void gate_row(const char* row, char* gated, int64_t width, int64_t kind) {
-  const __m512 one = _mm512_set1_ps(1.0f);
   for (int64_t i = 0; i < width; i += kLanes) {
     const __mmask16 mask = first_lanes(width - i);
-    const __m512 x = load(row, i, kind, mask);
-    const __m512 power = exp2_of(_mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(-kLog2e)), _mm512_set1_ps(200.0f)));
-    const __m512 silu = _mm512_div_ps(x, _mm512_add_ps(one, power));
+    const __m512 silu = silu_of(load(row, i, kind, mask));
     store(gated, i, kind, mask, _mm512_mul_ps(rounded(silu, kind), load(row, width + i, kind, mask)));
   }
 }

@@ -97,6 +97,7 @@ class Model:
         self.state_shape: StateShape | None = short_convs.shape
         choices = ProductChoices(is_exact=is_exact, weights=weights)
         is_packed = device.type == "cpu" and is_fused is None
+        library = native_library() if is_packed else None  # before packings are chosen
         if is_packed:
             pack_linears(module, choices, may_gate=not max_adapters)
         if max_adapters:
@@ -106,7 +107,7 @@ class Model:
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
             self._undone.append(fuse_modules(module))
         elif is_packed:
-            self._undone.append(JoinedParts(module, is_exact=is_exact, library=native_library()).undone)
+            self._undone.append(JoinedParts(module, is_exact=is_exact, library=library).undone)
         self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
         self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
         self._running = RunningPass()

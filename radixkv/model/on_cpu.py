@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from radixkv.config.cache_directory import cache_directory
+from radixkv.kernels.native import products
 from radixkv.kernels.native.library import KINDS, NotCompiledError, load_library
 from radixkv.model.attention.interface import AttentionKernels, AttentionUse
 from radixkv.model.attention.native_kernels import NativeKernels
@@ -22,13 +23,15 @@ _log = logging.getLogger(__name__)
 def native_library() -> ctypes.CDLL | None:
     """Return the kernels in C++ for this machine, compiled where that was not done before; None if there are none.
 
-    The log says why, once.
+    The log says why, once. From then on products can be theirs.
     """
     try:
-        return load_library(cache_directory())
+        library = load_library(cache_directory())
     except NotCompiledError as reason:
         _log.info("kernels in C++ are not used: %s", reason)
         return None
+    products.use(library)
+    return library
 
 
 def cpu_candidates(use: AttentionUse) -> dict[str, AttentionKernels]:

@@ -86,6 +86,7 @@ KERNEL_TESTS = (
     "tests/kernels/test_cpu_attention.py",
     "tests/kernels/native/test_attention_work.py",
     "tests/kernels/native/test_attention.py",
+    "tests/kernels/native/test_products.py",
     "tests/kernels/native/test_rows.py",
 )
 EVENT_TESTS = (

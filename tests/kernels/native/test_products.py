@@ -1,0 +1,98 @@
+"""Products in C++: right to the roundings, and a row's bits are its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from radixkv.kernels.linear_packings import PACKINGS, packings_for
+from radixkv.kernels.native import products
+from radixkv.model.on_cpu import native_library
+
+if native_library() is None:
+    pytest.skip("there are no kernels in C++ on this machine", allow_module_level=True)
+
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if products.multiplies(torch.empty(1, 2, dtype=dtype))]
+# Features out and in: less than a vector and a panel, whole ones, and more words than a cache holds at once.
+SHAPES = [(1, 2), (31, 34), (64, 16), (33, 1000), (96, 4866)]
+# Rows: less than a tile, tiles of unlike sizes, and more than are laid out at once.
+ROWS = [1, 2, 11, 12, 13, 25, 100, 516, 517, 1033]
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # relative to the sum of magnitudes; a rounding
+
+
+def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_right_and_have_the_same_bits_whatever_their_number(
+    dtype: torch.dtype, shape: tuple[int, int], num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = numbers(*shape, dtype=dtype), numbers(shape[0], dtype=dtype)
+    rows, panels = numbers(ROWS[-1], shape[1], dtype=dtype), products.Panels(weight)
+    whole = products.multiply(rows, panels, bias)
+    assert (whole.shape, whole.dtype) == ((ROWS[-1], shape[0]), dtype)
+    wide = [each.double() for each in (rows, weight, bias)]
+    bound = TOLERANCE[dtype] * (wide[0].abs() @ wide[1].abs().t() + wide[2].abs())
+    assert ((whole.double() - (wide[0] @ wide[1].t() + wide[2])).abs() <= bound).all()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    for num_rows in ROWS:
+        for part in (slice(num_rows), slice(-num_rows, None)):
+            assert torch.equal(products.multiply(rows[part].contiguous(), panels, bias), whole[part])
+    without = products.multiply(rows, panels, None).double()
+    assert ((without - wide[0] @ wide[1].t()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gate_is_silu_of_one_product_times_the_other(dtype: torch.dtype) -> None:
+    shape = (72, 130)
+    weight, up = numbers(*shape, dtype=dtype), -numbers(*shape, dtype=dtype).flip(0)
+    bias, up_bias = (numbers(72, dtype=dtype) * sign for sign in (1, -1))
+    rows = numbers(30, 130, dtype=dtype)
+    panels, up_panels = products.Panels(weight), products.Panels(up)
+    wide = [each.double() for each in (rows, weight, up)]
+    for first, second in ((None, None), (bias, None), (None, up_bias), (bias, up_bias)):
+        got = products.gate(rows, panels, first, up_panels, second)
+        gates, ups = (
+            wide[0] @ other.t() + (0 if added is None else added.double())
+            for other, added in zip(wide[1:], (first, second), strict=True)
+        )
+        expected = silu(gates) * ups
+        assert ((got.double() - expected).abs() <= 2 * TOLERANCE[dtype] * expected.abs() + 1e-4).all()
+        assert got.dtype == dtype
+        for num_rows in (1, 13):
+            part = rows[-num_rows:].contiguous()
+            assert torch.equal(products.gate(part, panels, first, up_panels, second), got[-num_rows:])
+
+
+def test_special_numbers_stay_in_their_row() -> None:
+    rows, panels = numbers(14, 40, dtype=torch.float32), products.Panels(numbers(50, 40, dtype=torch.float32))
+    expected = products.multiply(rows, panels, None)
+    rows[3, 7], rows[12, 39] = float("nan"), float("inf")
+    got = products.multiply(rows, panels, None)
+    others = [row for row in range(14) if row not in (3, 12)]
+    assert torch.equal(got[others], expected[others])
+    assert got[3].isnan().all()
+    assert not got[12].isfinite().any()
+
+
+def test_a_gate_of_large_numbers_is_finite() -> None:
+    """SiLU of -200 is -0 and of 200 is 200, where the exponential alone is not finite."""
+    weight = torch.tensor([[200.0], [-200.0]]).repeat(1, 1)
+    got = products.gate(torch.ones(1, 1), products.Panels(weight), None, products.Panels(torch.ones(2, 1)), None)
+    torch.testing.assert_close(got, torch.tensor([[200.0, 0.0]]))
+
+
+def test_what_is_not_multiplied_is_left_to_libraries() -> None:
+    assert "native" in packings_for(torch.empty(4, 3))
+    assert "native" not in packings_for(torch.empty(4, 3, dtype=torch.bfloat16))  # half a word is left
+    assert "native" not in packings_for(torch.empty(4, 4, dtype=torch.float16))
+    assert torch.float16 not in PACKINGS["native"].dtypes
+
+
+def test_without_a_library_there_are_no_products_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_multiply", None)
+    assert "native" not in packings_for(torch.empty(4, 4))
