@@ -57,7 +57,8 @@ def test_the_largest_step_has_every_token_and_request_and_the_longest_sequence(m
     kernels = Watched()
     run_largest_step(model, kernels, one_block(model), ENGINE)
     assert model.max_tokens is not None
-    assert kernels.lens == {((21, 1, 1, 1), (model.max_tokens, 1, 1, 1))}
+    kv_lens = (model.max_tokens, 1, 1, 1)
+    assert kernels.lens == {((21, 1, 1, 1), kv_lens), ((1, 1, 1, 1), kv_lens)}  # the last layer has answers alone
 
 
 def test_a_step_may_have_fewer_tokens_than_there_may_be_requests(model: Model) -> None:
@@ -70,10 +71,10 @@ def test_no_sequence_is_longer_than_the_model_allows(model: Model, monkeypatch: 
     monkeypatch.setattr(model, "max_tokens", 10)
     kernels = Watched()
     run_largest_step(model, kernels, one_block(model), ENGINE)
-    assert kernels.lens == {((10, 10, 3, 1), (10, 10, 3, 1))}
+    assert kernels.lens == {((10, 10, 3, 1), (10, 10, 3, 1)), ((1, 1, 1, 1), (10, 10, 3, 1))}
     kernels.lens.clear()
     run_largest_step(model, kernels, one_block(model), EngineConfig(max_step_tokens=64, max_running_requests=2))
-    assert kernels.lens == {((10, 10), (10, 10))}
+    assert kernels.lens == {((10, 10), (10, 10)), ((1, 1), (10, 10))}
 
 
 def test_what_is_configured_is_what_there_is(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
