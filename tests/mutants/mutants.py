@@ -443,13 +443,11 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/vectors.h", "_mm512_set1_ps(200.0f)", "_mm512_set1_ps(20.0f)"),
     Mutant("kernels/native/products.cpp", "block == 0, ahead", "true, ahead"),
     Mutant("kernels/native/products.cpp", "(first_row + r) * product.out_features + f", "r * product.out_features + f"),
-    Mutant("kernels/native/products.cpp", "product.out_features % kFeatures == 0 && ", ""),
     Mutant(
         "kernels/native/products.cpp",
         "at + num_rows * stride, product.other_bias",
         "at + num_rows * stride, product.bias",
     ),
-    Mutant("kernels/native/products.cpp", "first_lanes(num_words - w), rows", "first_lanes(kLanes), rows"),
     Mutant("kernels/native/products.py", " or weight.shape[1] % _NUMBERS[dtype]", ""),
     Mutant("kernels/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
     Mutant("kernels/product_trial.py", "            if not agrees(whole):\n                continue\n", ""),
