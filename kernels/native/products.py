@@ -16,7 +16,9 @@ from radixkv.kernels.native.library import KINDS
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 _FEATURES = 32  # of a panel
-_NUMBERS = {torch.float32: 1, torch.bfloat16: 2}  # in a word
+
+# Numbers in a word, by the dtypes of weights that are multiplied.
+WORD_NUMBERS = {torch.float32: 1, torch.bfloat16: 2}
 
 _multiply: Callable[[object], None] | None = None
 
@@ -39,7 +41,7 @@ class Panels:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.out_features, in_features = weight.shape
-        num_numbers = _NUMBERS[weight.dtype]
+        num_numbers = WORD_NUMBERS[weight.dtype]
         filled = pad(weight, (0, 0, 0, -self.out_features % _FEATURES))
         words = filled.view(-1, _FEATURES, in_features // num_numbers, num_numbers)
         self.numbers = words.transpose(1, 2).contiguous()  # [num_panels, num_words, 32, 1 or 2]
@@ -60,7 +62,7 @@ def use(library: ctypes.CDLL) -> None:
 def multiplies(weight: torch.Tensor) -> bool:
     """Whether a library is in use that computes products with a weight like this one."""
     dtype = weight.dtype
-    if _multiply is None or dtype not in _NUMBERS or weight.shape[1] % _NUMBERS[dtype]:
+    if _multiply is None or dtype not in WORD_NUMBERS or weight.shape[1] % WORD_NUMBERS[dtype]:
         return False
     return dtype == torch.float32 or torch.cpu._is_avx512_bf16_supported()
 

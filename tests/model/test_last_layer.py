@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from radixkv.compute import forward
 from radixkv.compute.forward import Chunk, lay_out
 from radixkv.compute.runner import Runner
+from radixkv.errors import UnsupportedModel
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
@@ -168,7 +169,7 @@ def test_a_layer_that_does_not_attend_is_refused() -> None:
     layer = module.model.layers[-1]
     vars(layer)["forward"] = WithoutAttention().forward
     rows, step = torch.tensor([19]), Keep()
-    with pytest.raises(Exception, match="expected the last layer to attend"):
+    with pytest.raises(UnsupportedModel, match="expected the last layer to attend"):
         model.forward(
             torch.arange(20), torch.arange(20), step, rows, answers=Answers(rows, lambda *_: None, lambda *_: rows)
         )

@@ -448,7 +448,7 @@ KERNEL_MUTANTS = (
         "at + num_rows * stride, product.other_bias",
         "at + num_rows * stride, product.bias",
     ),
-    Mutant("kernels/native/products.py", " or weight.shape[1] % _NUMBERS[dtype]", ""),
+    Mutant("kernels/native/products.py", " or weight.shape[1] % WORD_NUMBERS[dtype]", ""),
     Mutant("kernels/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
     Mutant("kernels/product_trial.py", "            if not agrees(whole):\n                continue\n", ""),
     Mutant("kernels/product_trial.py", "torch.equal(answer, expected[place])", "torch.equal(answer, answer)"),
