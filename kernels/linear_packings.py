@@ -51,12 +51,14 @@ class LinearPacking(NamedTuple):
         gate: takes rows, a packed weight and its bias, another one and its bias. Returns SiLU of the first product
             times the second, rounded once each: nothing between the two is written to memory and read again. None
             where the library can't.
+        rows_are_alike: whether its code computes each row by itself, so that no number of rows needs to be tried.
     """
 
     pack: Callable[[torch.Tensor], Any]
     multiply: Multiply
     dtypes: tuple[torch.dtype, ...]
     gate: Gate | None = None
+    rows_are_alike: bool = False
 
 
 def packings_for(weight: torch.Tensor) -> tuple[str, ...]:
@@ -183,7 +185,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Those that are likely to be fast come first: others are soon given up.
 PACKINGS = {
-    "native": LinearPacking(products.Panels, products.multiply, tuple(products.WORD_NUMBERS), products.gate),
+    "native": LinearPacking(products.Panels, products.multiply, tuple(products.WORD_NUMBERS), products.gate, True),
     "blocked": LinearPacking(_blocked, _blocked_product, _FLOATS, _blocked_gate),
     "packed": LinearPacking(_packed, _packed_product, (torch.float32,)),
     "convolution": LinearPacking(_for_convolution, _convolution_product, (torch.bfloat16,), _convolution_gate),

@@ -53,8 +53,8 @@ class ProductChoice:
 
     Attributes:
         packing: a name of `PACKINGS`.
-        costs: number of rows of a call and what it took, in seconds: numbers whose rows have equal bits. Empty: rows
-            may differ, so any number will do.
+        costs: number of rows of a call and what it took, in seconds: numbers whose rows have equal bits. Empty: any
+            number will do, since all rows are alike or may differ.
     """
 
     packing: str
@@ -97,6 +97,9 @@ def choose_product(
     for entrant in entrants:
         if entrant.score >= best_score:
             break  # where it may be called with some numbers of rows only, it hardly gets faster
+        if PACKINGS[entrant.name].rows_are_alike:
+            best_score, best = entrant.score, ProductChoice(entrant.name)
+            continue
         calls = entrant.calls or _copies(entrant.name, cancelling, small)
         for costs in _agreeing(calls, rows, sizes, entrant.known, clock):
             score = _score([RowTiles(costs).cost(num_rows) for num_rows in weighed])

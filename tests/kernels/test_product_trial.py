@@ -37,7 +37,7 @@ def test_a_row_has_the_same_bits_however_many_there_are(
             continue
         rows, cancelling, _ = cancelling_product(weight, None, 1100)
         packing = PACKINGS[name]
-        packed, tiles = packing.pack(cancelling), RowTiles(dict(choice.costs))
+        packed, tiles = packing.pack(cancelling), RowTiles(dict(choice.costs) or {num: 1.0 for num in range(1, 1101)})
 
         def multiply(some: torch.Tensor) -> torch.Tensor:
             return in_tiles(lambda piece: packing.multiply(piece, packed, None), some.clone(), tiles)  # noqa: B023
@@ -88,6 +88,18 @@ def test_rows_that_are_never_alike_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
     add(monkeypatch, "odd", multiply)
     assert tried("odd", torch.empty(4, 8)) is None
+
+
+def test_code_that_computes_each_row_by_itself_is_only_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    num_calls = {"alike": timed(monkeypatch, now_s, "alike", 1e-2), "other": timed(monkeypatch, now_s, "other", 2e-2)}
+    monkeypatch.setitem(PACKINGS, "alike", PACKINGS["alike"]._replace(rows_are_alike=True))
+    choices = [
+        choose_product(torch.empty(4, 8), None, ("alike", "other"), is_exact=is_exact, clock=lambda: now_s[0])
+        for is_exact in (True, False)
+    ]
+    assert choices == [ProductChoice("alike")] * 2
+    assert len(num_calls["alike"]) == 2 * 2 * 5  # two calls with a part of the weight and with each of four numbers
 
 
 @pytest.mark.parametrize("is_exact", [True, False])

@@ -111,6 +111,7 @@ def test_a_file_that_cannot_be_read_is_written_anew(
         {"packing": "plain", "costs": [[2, -1.0]]},
         {"packing": "plain", "costs": [[2, "x"]]},
         {"packing": ["plain"], "costs": 3},
+        {"packing": "native", "costs": [[2, 1e-6]]},  # its rows are alike for any number
     ],
 )
 def test_an_entry_that_we_did_not_write_is_tried_again(
@@ -122,6 +123,16 @@ def test_an_entry_that_we_did_not_write_is_tried_again(
     choice = ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
     assert choice == ProductChoice("plain", ((2, 1.5e-6), (512, 2e-3)))
     assert len(trials) == 2
+
+
+def test_a_product_for_any_number_of_rows_is_remembered_without_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = iter([ProductChoice("native")])
+    monkeypatch.setattr("radixkv.model.products.choices.choose_product", lambda *_, **__: next(choices))
+    for _ in range(2):
+        choice = ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None, ("native", "plain"))
+        assert choice == ProductChoice("native")
 
 
 def test_a_directory_that_cannot_be_written_costs_a_trial_and_nothing_else(
