@@ -104,10 +104,13 @@ class Model:
             products = _low_rank_products(device, is_exact=is_exact)
             self.adapted = AdaptedLayers(module, products, max_adapters, adapter_bytes)
         self._undone: list[Callable[[], AbstractContextManager[None]]] = [self.latent.undone, short_convs.undone]
+        self._pads_rows = is_exact
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
             self._undone.append(fuse_modules(module))
         elif is_packed:
-            self._undone.append(JoinedParts(module, is_exact=is_exact, library=library).undone)
+            joined = JoinedParts(module, is_exact=is_exact, library=library)
+            self._undone.append(joined.undone)
+            self._pads_rows = is_exact and not joined.computes_rows_alone
         self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
         self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
         self._running = RunningPass()
@@ -160,14 +163,15 @@ class Model:
             UnknownAdapter: one of the adapters is not loaded.
         """
         num_tokens = input_ids.numel()
-        if self.is_exact:
+        if self._pads_rows:
             padding = (0, padded_tokens(num_tokens, self.device) - num_tokens)
             input_ids, position_ids = pad(input_ids, padding), pad(position_ids, padding)
+        if self.is_exact:
             step = PaddedStep(step, num_tokens)
         with self._mode, self._with_adapters(adapters), self._running.with_step(step), contextlib.ExitStack() as stack:
             if answers is not None:
                 num_rows = len(answers.rows)
-                if self.is_exact:
+                if self._pads_rows:
                     num_rows = padded_tokens(num_rows, self.device)
                 stack.enter_context(self._last_layer.answering(answers, num_rows, num_tokens))
             output = self.module(

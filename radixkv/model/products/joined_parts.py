@@ -14,11 +14,13 @@ most of a decode step of a small model. A part is not recognized by its class. I
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator, Set
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from radixkv.kernels.native.rows import NativeRows
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH
@@ -29,7 +31,7 @@ from radixkv.model.attention.attention_function import kv_layer_of
 from radixkv.model.part_trial import Forward, Refused, agree, eps_of, has_hooks, is_norm, require, with_stand_ins
 from radixkv.model.products.gated_mlp import MLP_PARTS, is_gated, is_joined, tried_mlp
 from radixkv.model.products.joined_attention import JoinedAttention, rotated
-from radixkv.model.products.packed_linear import PackedSlice
+from radixkv.model.products.packed_linear import PackedLinear, PackedSlice
 from radixkv.model.refusals import reason_of
 from radixkv.model.replaced_parts import ReplacedParts
 
@@ -46,6 +48,10 @@ class JoinedParts(ReplacedParts):
         module: the model, on a CPU and in evaluation mode.
         is_exact: whether bits of a row must not depend on other rows.
         library: kernels in C++; None lets torch compute what is between products.
+
+    Attributes:
+        computes_rows_alone: whether all that the model does with a row depends on that row, also where it is the only
+            one. So it is in a model of known layers whose norms and products are in C++.
     """
 
     def __init__(self, module: nn.Module, *, is_exact: bool, library: ctypes.CDLL | None = None) -> None:
@@ -55,8 +61,15 @@ class JoinedParts(ReplacedParts):
         self._norms: dict[nn.Module, RowFunction] = {}
         self._mlps: dict[nn.Module, RowFunction] = {}
         self._attentions: dict[nn.Module, JoinedAttention] = {}
+        self._layers: set[nn.Module] = set()
+        self._has_norms_of_torch = library is None
         self._tried_gates: set[tuple[int, int]] = set()  # by features in and out
         super().__init__(module, self._known_forward)
+        self.computes_rows_alone = (
+            not self._has_norms_of_torch
+            and all(part in self._norms or _passes_rows_on(part) for part in _outside(module, self._layers))
+            and not any(_row_counts(part) for part in module.modules())
+        )
 
     def _known_forward(self, part: Any) -> Forward | None:
         if "forward" in vars(part):  # another library replaced it
@@ -65,7 +78,7 @@ class JoinedParts(ReplacedParts):
         try:
             with torch.inference_mode():
                 if is_norm(part, self._dtype):
-                    self._norms[part] = _tried_norm(part, self._native)
+                    self._norms[part] = self._tried_norm(part)
                     return partial(_unless_hooked, inside=(), replacement=self._norms[part])
                 if children.keys() == MLP_PARTS and (
                     is_joined(part.gate_proj, part.up_proj, last=part.down_proj) or is_gated(part)
@@ -78,12 +91,28 @@ class JoinedParts(ReplacedParts):
                     self._attentions[part] = self._tried_attention(part)
                     return partial(_attended, inside=tuple(children.values()), attention=self._attentions[part])
                 if children.keys() == _LAYER_PARTS and self._knows(children):
-                    return self._tried_layer(part)
+                    forward = self._tried_layer(part)
+                    self._layers.add(part)
+                    return forward
         except Refused:
             raise
         except Exception as error:  # what a module raises that wants to be called otherwise
             raise Refused(reason_of(error)) from error
         return None
+
+    def _tried_norm(self, norm: Any) -> RowFunction:
+        eps = torch.tensor([eps_of(norm)])
+        for style in (LLAMA, GEMMA, TORCH):
+            weight = norm.weight if style.rounds_first else norm.weight.float() + style.weight_offset
+            if self._native is not None:
+                native = self._native.norm(weight, eps_of(norm), style)
+                if agree(norm.forward, native, norm.weight):
+                    return native
+            normed = partial(row_norm, weight=weight, eps=eps, style=style)
+            if agree(norm.forward, normed, norm.weight):
+                self._has_norms_of_torch = True
+                return normed
+        raise Refused("it computes something else")
 
     def _tried_mlp(self, mlp: Any) -> RowFunction:
         native_gate = None if self._native is None else self._native.gate
@@ -176,17 +205,24 @@ class _Heard:
         return query.flip(-1)
 
 
-def _tried_norm(norm: Any, native: NativeRows | None) -> RowFunction:
-    eps = torch.tensor([eps_of(norm)])
-    for style in (LLAMA, GEMMA, TORCH):
-        weight = norm.weight if style.rounds_first else norm.weight.float() + style.weight_offset
-        known: list[RowFunction] = [partial(row_norm, weight=weight, eps=eps, style=style)]
-        if native is not None:
-            known.insert(0, native.norm(weight, eps_of(norm), style))
-        for normed in known:
-            if agree(norm.forward, normed, norm.weight):
-                return normed
-    raise Refused("it computes something else")
+def _outside(part: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the parts of a model, itself included, that are not within some layers."""
+    if part not in layers:
+        yield part
+        for child in part.children():
+            yield from _outside(child, layers)
+
+
+def _passes_rows_on(part: nn.Module) -> bool:
+    """Whether a part only chooses rows, multiplies them, computes number by number, or calls its children."""
+    is_known = isinstance(part, PreTrainedModel | nn.ModuleList | nn.Embedding | PackedLinear)
+    return is_known or type(part).__name__.endswith("RotaryEmbedding")
+
+
+def _row_counts(part: nn.Module) -> tuple[int, ...]:
+    if isinstance(part, PackedSlice):
+        return part.joined.product.row_counts
+    return part.product.row_counts if isinstance(part, PackedLinear) else ()
 
 
 def _unless_hooked(

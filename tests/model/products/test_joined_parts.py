@@ -20,6 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from radixkv.kernels.native.products import multiplies
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
@@ -93,6 +94,24 @@ def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
     elif native_library() is None:
         pytest.skip("there are no kernels in C++ on this machine")
+
+
+@pytest.mark.parametrize("packing", ["native", "plain"])
+@pytest.mark.parametrize("family", list(MODELS))
+@pytest.mark.usefixtures("between_products")
+def test_a_lone_row_is_filled_up_unless_all_of_it_is_computed_alone(
+    family: str, packing: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if packing == "native" and not multiplies(torch.empty(1, 1)):
+        pytest.skip("there are no products in C++ on this machine")
+    monkeypatch.setattr("radixkv.model.products.choices.packings_for", lambda _: (packing,))
+    model = Model(family, make(family), CPU, is_exact=True)
+    num_rows: list[int] = []
+    model.module.get_input_embeddings().register_forward_hook(lambda *call: num_rows.append(call[2].shape[1]))
+    (alone, _), (among, _) = answer(model, 1), answer(model, 19)
+    assert torch.equal(alone[0], among[0])
+    is_alone = packing == "native" and family in ("llama", "qwen2", "qwen3") and "[C++-" in request.node.name
+    assert num_rows == ([1, 19] if is_alone else [2, 24])
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
