@@ -100,7 +100,7 @@ def choose_product(
         if PACKINGS[entrant.name].rows_are_alike:
             best_score, best = entrant.score, ProductChoice(entrant.name)
             continue
-        calls = entrant.calls or _copies(entrant.name, cancelling, small)
+        calls = entrant.calls or cold_copies(entrant.name, cancelling, small)
         for costs in _agreeing(calls, rows, sizes, entrant.known, clock):
             score = _score([RowTiles(costs).cost(num_rows) for num_rows in weighed])
             if score < best_score:
@@ -151,7 +151,7 @@ def _race(
     entrants: list[_Entrant] = []
     first: _Entrant | None = None
     for name in names:
-        entrant = _Entrant(name, _copies(name, weight, bias))
+        entrant = _Entrant(name, cold_copies(name, weight, bias))
         entrants.append(entrant)
         turns = itertools.cycle(entrant.calls)
         # What it has not tried yet is as fast as it could be.
@@ -168,8 +168,17 @@ def _race(
     return entrants
 
 
-def _copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> list[Multiply]:
-    """Lay out a weight as often as it takes to fill more than the cache. Returns the products."""
+def cold_copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> list[Multiply]:
+    """Lay out a weight as often as it takes to fill more than the cache.
+
+    Args:
+        name: of the packing.
+        weight: `[out_features, in_features]`.
+        bias: `[out_features]`, or None.
+
+    Returns:
+        The product with each copy: a function of rows `[num_rows, in_features]`.
+    """
     weight_bytes = max(1, weight.numel() * weight.element_size())
     num_copies = min(_MOST_COPIES, -(-_COLD * _cache_bytes() // weight_bytes))
     return [_packed(name, weight if not index else weight.clone(), bias) for index in range(num_copies)]

@@ -1,0 +1,127 @@
+"""Times products of rows with a weight by each library that a model on a CPU chooses from, our own C++ among them.
+
+python -m bench.products [--shapes 896x4864,4864x896] [--rows 1,8,16,64,512] [--dtypes float32 bfloat16] [--json FILE]
+
+Features in x out. Libraries take turns, and each reads copies of the weight that together have twice the size of the
+last cache, as weights of a model come from memory. Medians of the thread's own time with one thread, otherwise of the
+clock. Each product is compared with one in float64 before it is timed. Exit status: 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from radixkv.kernels.linear_packings import PACKINGS, packings_for
+from radixkv.kernels.product_trial import cold_copies
+from radixkv.model.on_cpu import native_library
+
+_OURS = "native"
+
+# Relative to the sum of magnitudes of a product's terms: a rounding of the result, and those of float32 sums.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a line for each number of rows, and write the result."""
+    options = _parser().parse_args(arguments)
+    command = shlex.join(["python", "-m", "bench.products", *(sys.argv[1:] if arguments is None else arguments)])
+    torch.set_num_threads(options.threads)
+    native_library()  # from now on products can be ours
+    rows: list[dict[str, Any]] = []
+    for name, (in_features, out_features) in itertools.product(options.dtypes, options.shapes):
+        weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
+        rows += measure(weight.to(getattr(torch, name)), options.rows, options.rounds)
+    if options.json is not None:
+        write_json(
+            options.json,
+            {"rows": rows, "threads": options.threads, "rounds": options.rounds, "command": command, **describe_run()},
+        )
+
+
+@torch.inference_mode()
+def measure(weight: torch.Tensor, nums_rows: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Time products of some numbers of rows with a weight, by library.
+
+    Args:
+        weight: `[out_features, in_features]`.
+        nums_rows: numbers of rows.
+        rounds: calls of each library with each number.
+
+    Returns:
+        A row for each number: microseconds of each library, and the ratio of ours to the fastest other one; None where
+        ours are not in use.
+    """
+    copies = {name: cold_copies(name, weight, None) for name in packings_for(weight)}
+    dtype = str(weight.dtype).removeprefix("torch.")
+    found = []
+    for num_rows in nums_rows:
+        rows = torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(weight.dtype)
+        for name, calls in copies.items():
+            _check(name, calls[0](rows), rows, weight)
+        times_us = {name: statistics.median(each) for name, each in _times_us(copies, rows, rounds).items()}
+        others = [each for name, each in times_us.items() if name != _OURS]
+        ratio = times_us[_OURS] / min(others) if _OURS in times_us else None
+        row = {"dtype": dtype, "in_features": weight.shape[1], "out_features": weight.shape[0], "rows": num_rows}
+        found.append({**row, "us": times_us, "ratio": ratio})
+        times = "  ".join(f"{name} {each:.0f}" for name, each in times_us.items())
+        shown = "-" if ratio is None else f"{ratio:.2f}"
+        print(f"{dtype:8} {weight.shape[1]:6} x {weight.shape[0]:<6} {num_rows:4} rows, us: {times}  ratio {shown}")
+    return found
+
+
+def _times_us(copies: dict[str, list[Multiply]], rows: torch.Tensor, rounds: int) -> dict[str, list[float]]:
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    turns = {name: itertools.cycle(calls) for name, calls in copies.items()}
+    times: dict[str, list[float]] = {name: [] for name in copies}
+    for number in range(-1, rounds):
+        for name in turns:
+            call = next(turns[name])
+            start_s = clock()
+            call(rows)
+            if number >= 0:  # the first one prepares
+                times[name].append(1e6 * (clock() - start_s))
+    return times
+
+
+def _check(name: str, product: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
+    wide, wide_weight = rows.double(), weight.double().t()
+    bound = _TOLERANCE[weight.dtype] * (wide.abs() @ wide_weight.abs())
+    assert bool(((product.double() - wide @ wide_weight).abs() <= bound).all()), f"{name}: expected the product"
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    return [(int(first), int(second)) for first, second in (each.split("x") for each in text.split(","))]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Time products of rows with a weight, by library.")
+    shapes = "896x1152,896x4864,4864x896"
+    parser.add_argument("--shapes", type=_shapes, default=_shapes(shapes), help=f"features in x out; default {shapes}")
+    parser.add_argument("--rows", type=_numbers, default=[1, 8, 16, 64, 512], help="default 1,8,16,64,512")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

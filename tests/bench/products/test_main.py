@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.products.__main__ import main, measure
+from radixkv.kernels.linear_packings import PACKINGS, packings_for
+
+
+def test_every_library_is_timed_and_ours_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "products.json"
+    main(["--shapes", "24x40,40x24", "--rows", "1,9", "--dtypes", "float32", "--rounds", "2", "--json", str(file)])
+    result = json.loads(file.read_text())
+    shapes = [(row["in_features"], row["out_features"], row["rows"]) for row in result["rows"]]
+    assert shapes == [(24, 40, 1), (24, 40, 9), (40, 24, 1), (40, 24, 9)]
+    for row in result["rows"]:
+        assert row["us"].keys() == set(packings_for(torch.empty(24, 40)))
+        assert all(each > 0 for each in row["us"].values())
+        others = [each for name, each in row["us"].items() if name != "native"]
+        assert row["ratio"] == (row["us"]["native"] / min(others) if "native" in row["us"] else None)
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = PACKINGS["plain"]
+    monkeypatch.setitem(PACKINGS, "plain", plain._replace(multiply=lambda *call: 1.01 * plain.multiply(*call)))
+    with pytest.raises(AssertionError, match="plain: expected the product"):
+        measure(torch.ones(3, 5), [2], 1)
