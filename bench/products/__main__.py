@@ -23,7 +23,7 @@ import torch
 
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
-from radixkv.kernels.linear_packings import PACKINGS, packings_for
+from radixkv.kernels.linear_packings import packings_for
 from radixkv.kernels.product_trial import cold_copies
 from radixkv.model.on_cpu import native_library
 

@@ -32,8 +32,8 @@ _POINTWISE = (
 # On a GPU a forward pass has a multiple of this many tokens: a single row would be taken for a vector.
 _GPU_TOKENS_MULTIPLE = 16
 
-# On a CPU torch's products, norms and sums of a row have the same bits from two rows on. Few tokens are filled up to a number
-# that products take as it is, so that not each of them has to.
+# On a CPU torch's products, norms and sums of a row have the same bits from two rows on. Few tokens are filled up to a
+# number that products take as it is, so that not each of them has to.
 _FEW_TOKENS = tuple(size for size in SIZES if 2 <= size <= 64)
 
 

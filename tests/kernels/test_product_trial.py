@@ -37,7 +37,7 @@ def test_a_row_has_the_same_bits_however_many_there_are(
             continue
         rows, cancelling, _ = cancelling_product(weight, None, 1100)
         packing = PACKINGS[name]
-        packed, tiles = packing.pack(cancelling), RowTiles(dict(choice.costs) or {num: 1.0 for num in range(1, 1101)})
+        packed, tiles = packing.pack(cancelling), RowTiles(dict(choice.costs) or dict.fromkeys(range(1, 1101), 1.0))
 
         def multiply(some: torch.Tensor) -> torch.Tensor:
             return in_tiles(lambda piece: packing.multiply(piece, packed, None), some.clone(), tiles)  # noqa: B023

@@ -148,7 +148,8 @@ def _parsed(entry: Any, packings: tuple[str, ...], *, is_exact: bool) -> Product
         costs = tuple((int(size), float(cost_s)) for size, cost_s in entry["costs"])
     except (TypeError, KeyError, ValueError):
         return None
-    if packing not in packings or packing not in PACKINGS or any(size not in SIZES or cost <= 0 for size, cost in costs):
+    is_known = packing in packings and packing in PACKINGS and all(size in SIZES and cost > 0 for size, cost in costs)
+    if not is_known:
         return None
     needs_costs = is_exact and not PACKINGS[packing].rows_are_alike
     return ProductChoice(packing, costs) if bool(costs) == needs_costs else None
