@@ -25,12 +25,12 @@ class FakeAdmitter:
         outcomes: what becomes of a request, if it is not admitted.
         cached_tokens, num_nodes: what a look finds.
         tried: the requests that asked for blocks, in order.
-        worked_s: the work of all admissions.
-        admit_s: the work of one.
+        worked_s: the work of all admissions and looks.
+        admit_s, look_s: the work of one admission, and of one look.
     """
 
     def __init__(self) -> None:
-        self.worked_s = self.admit_s = 0.0
+        self.worked_s = self.admit_s = self.look_s = 0.0
         self.outcomes: dict[Request, Admission] = {}
         self.cached_tokens: dict[Request, int] = {}
         self.tried: list[Request] = []
@@ -39,6 +39,7 @@ class FakeAdmitter:
 
     def look(self, request: Request) -> tuple[int, int]:
         self.num_looks += 1
+        self.worked_s += self.look_s
         return self.cached_tokens.get(request, 0), self.num_nodes.get(request, 0)
 
     def urgent_tokens(self, request: Request) -> int:
@@ -234,3 +235,12 @@ def test_looks_at_deep_paths_are_fewer() -> None:
         desk.admitter.num_nodes[request] = 64 * 31
     desk.plan()
     assert desk.admitter.num_looks == 2
+
+
+def test_after_half_a_millisecond_nobody_else_is_looked_at() -> None:
+    desk = Desk(max_tokens=8)
+    for _ in range(16):
+        desk.wait(20)
+    desk.admitter.look_s = 0.0002
+    desk.plan()
+    assert desk.admitter.num_looks == 3, "0.6 ms: the last one began before"
