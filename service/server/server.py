@@ -30,6 +30,7 @@ from radixkv.service.server.intake.bounds import grpc_options
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
+from radixkv.service.server.intake.lock_turns import short_lock_turns
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.service.server.model_servicer import ModelServicer
 from radixkv.service.server.model_tokenizer import ModelTokenizer
@@ -125,8 +126,7 @@ class Server:
         prefill_servicer = PrefillServicer(engine, tokenizer, grammars, Deadlines.of(self._config))
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, self._grpc)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, self._grpc)  # type: ignore[no-untyped-call]
-        model_servicer = ModelServicer(tokenizer)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(model_servicer, self._grpc)  # type: ignore[no-untyped-call]
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), self._grpc)  # type: ignore[no-untyped-call]
         names = [*SERVICES]
         self._readers = None if engine.events is None else EventReaders(engine.events)
         if self._readers is not None:
@@ -247,14 +247,14 @@ def run(
     """Serve until SIGTERM, SIGINT or a call of `Drain`, drain, and return. The arguments are those of `Server`.
 
     Starts the engine, and stops it at every exit. Prints one line, `listening on HOST:PORT`, on stdout when ready.
-    Objects that live long are exempt from garbage collection until the end; see `frozen_survivors`.
+    Until the end, objects that live long are exempt from garbage collection, and threads take short turns.
 
     Raises:
         ConfigError: the address can't be bound.
         InvariantViolation: the engine's thread ended by itself. A supervisor should restart the process.
     """
     rest = (model_path, tuple(services), gateway_tenant, count_refusal)
-    with frozen_survivors():
+    with frozen_survivors(), short_lock_turns():
         engine.start()
         try:
             asyncio.run(_serve_until_signal(engine, config, lambda config, stop: Server(engine, config, *rest, stop)))
