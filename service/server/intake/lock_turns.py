@@ -6,8 +6,8 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-# Python's own is 5 ms. Processor time of a call with 1 ms over that with 5 ms, lower quartiles of 16 short rounds in
-# turn in one process: 16 misses at once 0.98, 64 misses 1.00, 16 hits 0.97; with 2 ms 1.01, 1.02, 0.96.
+# Python's own is 5 ms. Processor time of a call with 1 ms over that with 5 ms, short rounds in turn in one process: 1,
+# 16 and 64 misses at once 1.00, 0.95, 1.00, hits 1.01, 0.96, 0.97; known to 2 to 6 %. 0.5 ms took up to 1.12.
 _TURN_S = 0.001
 
 
