@@ -24,6 +24,7 @@ from radixkv.config import Config
 from radixkv.engine.engine import Engine
 from radixkv.scheduling.rates import Rates
 from radixkv.service.server.server import run
+from radixkv.startup.host_memory import keep_freed_memory
 from radixkv.v1 import prefill_pb2, prefill_pb2_grpc
 
 VOCAB_SIZE = 256
@@ -118,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.kind == "echo":
         asyncio.run(serve_echo(prefill_pb2.PrefillResponse.FromString(bytes.fromhex(options.answer))))
     else:
+        keep_freed_memory()  # as `radixkv serve` does
         config = Config.load(None, ["server.port=0", *options.settings])
         run(build_null_engine(config, options.vocab_size), config.server)
 
