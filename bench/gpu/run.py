@@ -84,12 +84,13 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Sequence[St
 
 
 def _chosen(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:
-    """Return the stages that were asked for, and the trials that they heed."""
+    """Return the stages that were asked for, and the trials before them that they heed."""
     if not only:
         return list(stages)
-    chosen = [stage for stage in stages if stage.name in only]
-    wants_trials = any(stage.heeds_verdicts or stage.needs_kernels for stage in chosen)
-    return [stage for stage in stages if stage in chosen or (wants_trials and stage.gives_verdicts)]
+    is_chosen = [stage.name in only for stage in stages]
+    heeding = [i for i, stage in enumerate(stages) if is_chosen[i] and (stage.heeds_verdicts or stage.needs_kernels)]
+    last = max(heeding, default=0)
+    return [stage for i, stage in enumerate(stages) if is_chosen[i] or (stage.gives_verdicts and i < last)]
 
 
 class _PartRun:

@@ -131,7 +131,10 @@ def test_the_trials_that_a_stage_rests_on_run_with_it(tmp_path: Path) -> None:
         stage("apart", WRITE),
         stage("heeding", f"import os; print(os.environ[{VARIABLE!r}])", heeds_verdicts=True),
         stage("resting", WRITE, needs_kernels=(SPECIALIZED,)),
+        stage("late trials", tries, gives_verdicts=True),
+        stage("last", WRITE, needs_kernels=(SPECIALIZED,)),
     ]
+    assert list(run(tmp_path, *stages, options=("--only", "last"))[1]["stages"]) == ["trials", "late trials", "last"]
     assert list(run(tmp_path, *stages, options=("--only", "apart"))[1]["stages"]) == ["apart"]
     assert list(run(tmp_path, *stages, options=("--only", "resting"))[1]["stages"]) == ["trials", "resting"]
     status, report = run(tmp_path, *stages, options=("--only", "heeding"))
@@ -316,7 +319,7 @@ def test_kernel_stages_import_no_transformers(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_transformers")
 @pytest.mark.parametrize("part", ["look", "kernels", "peers"])
 def test_kernel_stages_run_dry_without_transformers(part: str, tmp_path: Path) -> None:
-    names = [each.name for each in PARTS[part] if needs_no_transformers(each) and "flashinfer" not in each.needs]
+    names = [each.name for each in PARTS[part] if needs_no_transformers(each) and not each.is_optional]
     status = main(["--dry-run", "--part", part, "--only", *names, "--out", str(tmp_path)])
     report = json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8"))
     assert {name: each["outcome"] for name, each in report["stages"].items()} == dict.fromkeys(names, "ran")
