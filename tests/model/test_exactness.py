@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.kernels.sum_order import cancelling_product
+from radixkv.model.architecture import check_architecture
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.exactness import ExactFunctions
 from radixkv.model.loading import load_model
 from radixkv.model.products.choices import ProductChoices
 from radixkv.startup.model_check import check_model
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
-from tests.model.exact.exact_cases import MODELS, run_cases
+from tests.model.exact.exact_cases import MODELS, models_for, run_cases
 from tests.processor import needs_exact_int8
 
 # All but one of the two with latents, which slow tests ask, too.
@@ -86,6 +89,16 @@ def test_no_bit_depends_on_what_windowed_layers_load(model: str, kv_dtype: str) 
     assert first_difference == ""
     assert counts["host hits"] + counts["disk hits"] >= 3
     assert counts["hits without all parts"] >= 4
+
+
+def test_models_that_a_gpu_would_refuse_are_not_tried_there() -> None:
+    served = []
+    for name, config in MODELS.items():
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+        with contextlib.suppress(UnsupportedModel):
+            check_architecture(model_class, config, torch.device("cuda"))
+            served.append(name)
+    assert models_for("cuda") == served != models_for("cpu") == list(MODELS)
 
 
 @pytest.mark.slow
