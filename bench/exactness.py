@@ -66,7 +66,8 @@ def build_runner(
         torch.manual_seed(0)
         with device:
             module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
-    model = Model(shape, module, device, is_exact=is_exact)
+    # Without a fingerprint of its weights: 16 GB would come from a GPU for it.
+    model = Model(shape, module, device, is_exact=is_exact, fingerprint="random")
     storage = KVStorage(-(-max_tokens // BLOCK_SIZE), BLOCK_SIZE, model.kv_shape, device)
     kernels = attention_kernels(model, model.kv_shape, BLOCK_SIZE, try_attention_here)
     return make_runner(model, storage, kernels, GraphRecorder(model, kernels, EngineConfig()))

@@ -51,6 +51,7 @@ class Model:
         weights: `auto`, or `int8` on a CPU; see `ModelConfig`.
         max_adapters: adapters that may be loaded; 0 lets none be, which is faster where a library gates products.
         adapter_bytes: bytes that they may take on the device.
+        fingerprint: for models of benchmarks, which nobody compares; None reads all weights for it.
 
     Attributes:
         name: `tiny` or the directory's name.
@@ -82,12 +83,15 @@ class Model:
         weights: str = "auto",
         max_adapters: int = 0,
         adapter_bytes: int = 2**30,
+        fingerprint: str | None = None,
     ) -> None:
         assert not (is_exact and is_fused), "exact mode takes the place of torch's functions, which kernels do not call"
         self.name = name
         self.device = device
         self.is_exact = is_exact
-        self.fingerprint = fingerprint_model(module, weights, is_exact=is_exact)  # while weights are as they were read
+        if fingerprint is None:  # while weights are as they were read
+            fingerprint = fingerprint_model(module, weights, is_exact=is_exact)
+        self.fingerprint = fingerprint
         self.module = module.to(device).eval().requires_grad_(False)
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self.weights = weights

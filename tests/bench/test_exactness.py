@@ -1,7 +1,9 @@
 import json
+import logging
 import sys
 
 import pytest
+import torch
 
 from bench import exactness
 from bench.parts.result_file import write_json
@@ -27,3 +29,10 @@ def test_it_measures_both_modes_in_turn(tmp_path, monkeypatch, capsys):
         assert row["exact_s"] > 0 < row["fast_s"]
     assert "70 tokens after    0 cached" in capsys.readouterr().out
     assert result["command"].startswith("python -m bench.exactness --shape tiny")
+
+
+def test_weights_are_not_read_for_a_fingerprint(caplog):
+    with caplog.at_level(logging.INFO):
+        runner = exactness.build_runner("tiny", 1, torch.float32, torch.device("cpu"), 128, is_exact=False)
+    assert runner.model.fingerprint == "random"
+    assert "fingerprint" not in caplog.text
