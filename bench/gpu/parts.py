@@ -83,7 +83,7 @@ _KERNELS = (
         "-m bench.gpu.counted_tests tests/kernels/test_write_kv.py tests/kernels/test_copy_blocks.py "
         "tests/kernels/test_paged_attention.py tests/kernels/test_dequantize_blocks.py tests/kernels/test_linear.py "
         "tests/kernels/test_norm.py tests/kernels/test_swiglu.py tests/kernels/test_pack_queries.py "
-        "tests/kernels/test_low_rank.py",
+        "tests/kernels/test_low_rank.py tests/kernels/test_rotate.py",
         "-m bench.gpu.counted_tests tests/kernels/test_copy_blocks.py",
     ),
     Stage(
