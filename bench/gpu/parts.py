@@ -109,7 +109,7 @@ _COMPARISONS = (
     _TRIALS,
     Stage(
         "attention_peers",
-        115,
+        105,
         _KERNEL_IMPORTS,
         f"-m bench.kernels --kernels paged_attention --variants served --peers {_PEERS}",
         takes_sglang=True,
@@ -125,7 +125,7 @@ _COMPARISONS = (
     ),
     Stage(
         "bookkeeping",
-        45,
+        55,
         ENGINE_IMPORTS,
         "-m bench.bookkeeping --device cuda --shape 8b --layers 32 --dtype bfloat16 --rounds 3 --step-tokens 2048",
         "-m bench.bookkeeping --shape tiny --rounds 1 --prompts 100 --batches 4 --generations 2 --new-tokens 5",
