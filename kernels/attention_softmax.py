@@ -45,8 +45,8 @@ def softmax_step(  # type: ignore[no-untyped-def]
 
     Args:
         scores: float32 `[rows, keys]`, the dot products.
-        positions: int32 `[keys]`, positions of the keys in their sequence.
-        query_positions: int32 `[rows, 1]`, positions of the queries.
+        positions: int32 `[keys]`, positions of the keys in their sequence, or from any point in it.
+        query_positions: int32 `[rows, 1]`, positions of the queries, from the same point.
         row_max: float32 `[rows]`, the largest base-2 score so far; -inf before the first tile.
         row_sum: float32 `[rows]`, the sum of all weights so far, relative to `row_max`.
         window: tokens that a query sees, its own included; None for all.

@@ -258,8 +258,10 @@ def _attend_tile(  # type: ignore[no-untyped-def]
                 both, _ = tl.split(tl.permute(tl.reshape(both, (TILE_KEYS, 2, 2)), (0, 2, 1)))
             key_scales, value_scales = tl.split(both)
             scores = scores * key_scales[None, :]
+        # From the tile's own beginning: a subtraction for each row, not for each key. For 16 rows that takes registers.
+        origin = 0 if TILE_ROWS == 16 else tile_start
         weights, row_max, row_sum, rescale = softmax_step(
-            scores, positions, query_positions, row_max, row_sum, window, scale, softcap
+            scores, positions - origin, query_positions - origin, row_max, row_sum, window, scale, softcap
         )
         # Slots past the end may hold anything: a weight of 0 does not silence a NaN in V, so V is zeroed by position.
         value_mask = is_written[:, None] & is_stored_dim[None, :]

@@ -211,13 +211,14 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     row_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    keys = tl.arange(0, TILE_KEYS)
     for tile_start in tl.range(kv_start, kv_end, TILE_KEYS, warp_specialize=True):
         key_row = tl.load(table + tile_start // BLOCK_SIZE) * block_rows + first_key + tile_start % BLOCK_SIZE
         k = vectors.load([key_row, 0])
         scores = tl.dot(q, k.T)  # [TILE_ROWS, TILE_KEYS]
-        positions = tile_start + tl.arange(0, TILE_KEYS)
+        # Positions from the tile's own beginning: a subtraction for each row, not for each key.
         weights, row_max, row_sum, rescale = softmax_step(
-            scores, positions, query_positions, row_max, row_sum, window, scale, softcap
+            scores, keys, query_positions - tile_start, row_max, row_sum, window, scale, softcap
         )
         tile_values = vectors
         if tile_start + TILE_KEYS > kv_end:

@@ -50,7 +50,7 @@ _INSTRUCTIONS = ("HGMMA", "HMMA", "FFMA", "UTMALDG", "USETMAXREG", "LDGSTS", "LD
 
 @dataclass(frozen=True, slots=True)
 class CompiledCase:
-    """The assembler's output for one launch."""
+    """The assembler's output for one launch. `loop_instructions` are those of its longest innermost loop."""
 
     case: str
     kernel: str
@@ -61,6 +61,7 @@ class CompiledCase:
     num_warps: int
     code_sha256: str
     instructions: dict[str, int]
+    loop_instructions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +406,25 @@ def _describe(case: str, kernel_name: str, kernel: Any) -> CompiledCase:
         num_warps=kernel.metadata.num_warps,
         code_sha256=hashlib.sha256(kernel.asm["cubin"]).hexdigest(),
         instructions={name: len(re.findall(rf"\b{re.escape(name)}", sass)) for name in _INSTRUCTIONS},
+        loop_instructions=_longest_loop(sass),
     )
+
+
+def _longest_loop(sass: str) -> int:
+    """Count the instructions of the longest loop without a loop in it: from a label to the branch back there."""
+    starts, loops, num_instructions = dict[str, int](), list[tuple[int, int]](), 0
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            starts[label[1]] = num_instructions
+        elif re.match(r"\s*/\*[0-9a-f]{4,5}\*/", line):
+            num_instructions += 1
+            branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+            if branch and branch[1] in starts:
+                loops.append((starts[branch[1]], num_instructions))
+    innermost = [
+        (a, b) for a, b in loops if not any((a, b) != other and a <= other[0] and other[1] <= b for other in loops)
+    ]
+    return max((end - start for start, end in innermost), default=0)
 
 
 def _output_of(tool: str, *arguments: str) -> str:
