@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from radixkv.model.attention.refused_attention import MODES, NAMES, VARIABLE, format_refused
+from radixkv.model.attention.refused_attention import MODES, NAMES, NATIVE, VARIABLE, format_refused
 
 
 class Verdicts:
-    """Attention kernels that passed a trial of this run. All others are refused, also those that were not tried."""
+    """Attention kernels of a GPU that passed a trial of this run. All others are refused, tried or not."""
 
     def __init__(self) -> None:
         self._passed: set[tuple[str, str]] = set()
@@ -28,5 +28,5 @@ class Verdicts:
         """Return the variable that keeps other processes from the refused kernels; nothing if nothing was tried."""
         if not self._has_tried:
             return {}
-        refused = ((name, mode) for name in NAMES for mode in MODES if (name, mode) not in self._passed)
-        return {VARIABLE: format_refused(refused)}
+        on_gpu = [(name, mode) for name in NAMES if name != NATIVE for mode in MODES]
+        return {VARIABLE: format_refused(each for each in on_gpu if each not in self._passed)}

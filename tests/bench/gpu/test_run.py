@@ -18,6 +18,7 @@ from bench.gpu.run import ROOT, lay_out, main
 from bench.gpu.stage import Stage, missing_imports
 from radixkv.model.attention.refused_attention import (
     DEQUANTIZED,
+    NATIVE,
     POINTERS,
     SPECIALIZED,
     SPECIALIZED_DEQUANTIZED,
@@ -142,6 +143,7 @@ def test_the_trials_that_a_stage_rests_on_run_with_it(tmp_path: Path) -> None:
     refused = report["stages"]["heeding"]["output"]
     assert f"{SPECIALIZED} in exact mode" in refused
     assert f"{SPECIALIZED} in fast mode" not in refused
+    assert NATIVE not in refused, "a CPU's is not tried here"
 
 
 def test_a_row_is_in_the_file_of_the_run_while_its_stage_runs(tmp_path: Path) -> None:
