@@ -50,7 +50,7 @@ _PREFILL = (
         100,
         ENGINE_IMPORTS,
         "-m tests.model.exact.exact_cases --device cuda --dtype bfloat16 --cases 80",
-        "-m tests.model.exact.exact_cases --device cpu --cases 64",
+        "-m tests.model.exact.exact_cases --device cpu --models-of cuda --cases 64",
         heeds_verdicts=True,
     ),
 )

@@ -416,6 +416,10 @@ def models_for(device: str, tiers: Sequence[str] = ()) -> list[str]:
     return [model for model in MODELS if model not in left_out]
 
 
+def _models(options: argparse.Namespace) -> list[str]:
+    return models_for(options.models_of or options.device, options.tiers)
+
+
 def _try_model(options: argparse.Namespace, model: str) -> dict[str, Any]:
     """Run a model's cases. Returns them as the benchmarks write rows."""
     index, start_s = list(MODELS).index(model), time.perf_counter()
@@ -424,7 +428,7 @@ def _try_model(options: argparse.Namespace, model: str) -> dict[str, Any]:
             model,
             options.dtype,
             options.exactness,
-            -(-options.cases // len(models_for(options.device, options.tiers))),
+            -(-options.cases // len(_models(options))),
             100 * options.seed + index,
             options.kv_dtype,
             options.device,
@@ -455,6 +459,7 @@ def main() -> int:
     parser.add_argument("--exactness", choices=("exact", "fast"), default="exact")
     parser.add_argument("--weights", choices=("auto", "int8"), default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--models-of", choices=("cpu", "cuda"), help="device whose models are tried")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="a row for each model, written after each")
     parser.add_argument("--adapters", type=int, default=0)
@@ -464,7 +469,7 @@ def main() -> int:
     options = parser.parse_args()
     start_s, counts, first, rows = time.perf_counter(), Counter[str](), "", []
     run = describe_run()
-    models = models_for(options.device, options.tiers)
+    models = _models(options)
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         for row in pool.map(_try_model, [options] * len(models), models):
             print(f"{row['model']}: {row['met']}", flush=True)
