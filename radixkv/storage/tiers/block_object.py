@@ -161,13 +161,21 @@ class Wanted:
     cipher: BlockCipher | None = None
 
 
-def open_object(data: memoryview, wanted: Wanted, *payload_bytes: int) -> memoryview | ObjectFault:
+def checksum_of(data: memoryview) -> bytes:
+    """Return the checksum that an object with these bytes should have at its end."""
+    return xxh3_128(data[:-CHECKSUM_BYTES]).digest()
+
+
+def open_object(
+    data: memoryview, wanted: Wanted, *payload_bytes: int, checksum: bytes | None = None
+) -> memoryview | ObjectFault:
     """Return the payload of an object if it is the wanted one, whole and unchanged; the reason if not.
 
     Args:
         data: what a store returned.
         wanted: the block that it should be.
         payload_bytes: bytes that K and V of a block may have.
+        checksum: `checksum_of(data)` if it is known, None if not.
 
     Returns:
         A view of `data`, or bytes of its own if the object was sealed.
@@ -183,7 +191,7 @@ def open_object(data: memoryview, wanted: Wanted, *payload_bytes: int) -> memory
         return ObjectFault.OTHER_TOKENS
     if head.num_bytes != len(data):
         return ObjectFault.CUT
-    if xxh3_128(data[:-CHECKSUM_BYTES]).digest() != data[-CHECKSUM_BYTES:]:
+    if (checksum_of(data) if checksum is None else checksum) != data[-CHECKSUM_BYTES:]:
         return ObjectFault.DAMAGED
     if head.generation < wanted.least_generation:
         return ObjectFault.STALE

@@ -64,12 +64,16 @@ class Loan:
 
     Attributes:
         data: the object as it was stored; read-only. Not to be touched after the end.
+        checksum: `checksum_of` these bytes, if the store took it when they came; None if it did not.
     """
 
-    __slots__ = ("_on_release", "data")
+    __slots__ = ("_on_release", "checksum", "data")
 
-    def __init__(self, data: memoryview, on_release: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, data: memoryview, on_release: Callable[[], None] | None = None, checksum: bytes | None = None
+    ) -> None:
         self.data = data.toreadonly()
+        self.checksum = checksum
         self._on_release = on_release
 
     def release(self) -> None:
@@ -127,7 +131,12 @@ class StoreBackend(ABC):
     """A store as its author writes it: calls that may take long. Several threads call it at a time.
 
     Calls raise `StoreError` and nothing else. Arguments and results are those of `BlockStore`.
+
+    Attributes:
+        num_readers: calls of `get` and `exists` that run at a time.
     """
+
+    num_readers = 2
 
     @abstractmethod
     def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:

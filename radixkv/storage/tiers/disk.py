@@ -14,7 +14,7 @@ import numpy as np
 
 from radixkv.errors import StoreError, StoreUnavailable
 from radixkv.storage.tiers.block_key import BlockFormat
-from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject
+from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject, checksum_of
 from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 from radixkv.storage.tiers.buffer_pool import BufferPool
 from radixkv.storage.tiers.disk_directory import DiskDirectory
@@ -73,6 +73,8 @@ class DiskStore(StoreBackend):
             self._directory.close()
             raise _failed(error) from error
 
+    num_readers = 1  # two that take turns look random to the system, which then does not read ahead
+
     def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
         """Write objects. They are there for the next process once this returns, and after a power failure perhaps."""
         left, outcomes, evicted = iter(give_up), [], []
@@ -90,17 +92,18 @@ class DiskStore(StoreBackend):
             for entry in there:
                 self._table.start_reading(entry)
         buffers = [self._buffers.take() for _ in there]
+        loans: dict[int, Loan] = {}
         try:
-            found = self._file.read([(entry.slot, entry.num_bytes) for entry in there], buffers)
+            for index, data in self._file.read([(entry.slot, entry.num_bytes) for entry in there], buffers):
+                loans[index] = Loan(data, partial(self._buffers.give_back, buffers[index]), checksum_of(data))
         except OSError as error:
             raise _failed(error) from error
         finally:
             with self._lock:
                 for entry in there:
                     self._table.end_reading(entry)
-        give_back = self._buffers.give_back
-        loans = (Loan(data, partial(give_back, buffer)) for data, buffer in zip(found, buffers, strict=True))
-        return [None if entry is None else next(loans) for entry in entries]
+        indexes = iter(range(len(there)))
+        return [None if entry is None else loans[next(indexes)] for entry in entries]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether there is an object under each key; it is no use of it."""
@@ -193,7 +196,7 @@ class DiskStore(StoreBackend):
             new = self._file.grow()
         except OSError as error:
             raise _failed(error) from error
-        self._table.add_slots(reversed(new))
+        self._table.add_slots(new)
         if not new:
             self._next_growth_s = self._clock() + _FULL_PAUSE_S
             size = self._file.num_slots * self._slot_bytes

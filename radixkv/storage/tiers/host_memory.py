@@ -58,6 +58,8 @@ class HostMemory(StoreBackend):
         # A loan may end wherever the last reference to it goes, also in the middle of a call of this thread.
         self._lock = threading.RLock()
 
+    num_readers = 1  # it waits for nothing; more only take turns with those that copy
+
     def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
         """Copy objects into slots. What is lent stays."""
         left, outcomes, evicted = iter(give_up), [], []

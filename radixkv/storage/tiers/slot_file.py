@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from radixkv.storage.tiers.block_key import KEY_BYTES
 PAGE_BYTES = 4096
 _LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("generation", "<u8"), ("serial", "<u8"), ("bytes", "<u8"), ("more", "V8")])
 _GROWTH_BYTES = 64 << 20
-_MAX_RUN = 64  # slots in one read
+_READ_BYTES = 1 << 20  # of neighbors in one read
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 Lines = npt.NDArray[Any]
@@ -141,10 +141,14 @@ class SlotFile:
         if is_durable:
             os.fdatasync(self._index)
 
-    def read(self, wanted: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> list[memoryview]:
-        """Read objects into buffers of a slot each. Return the part of each that is its object, or what there is of it.
+    def read(
+        self, wanted: Sequence[tuple[int, int]], buffers: Sequence[memoryview]
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Read objects into buffers of a slot each. Yield the index of each and what there is of it, as they come.
 
-        Neighbors are read at once. The disk is told of all before the first is read, so that it has them in its queue.
+        They come in the order of the disk, about 1 MiB at a time, so that a reader finds them in the processor's cache.
+        The system reads ahead of that. It is told of strangers, so that the disk has them in its queue; of neighbors it
+        is not, since what it is told of is read into single pages, which takes three times as long.
 
         Args:
             wanted: slots and bytes of the objects.
@@ -153,26 +157,29 @@ class SlotFile:
         Raises:
             OSError: the disk fails.
         """
-        order = sorted(range(len(wanted)), key=lambda each: wanted[each])
-        runs = self._runs(order, wanted)
-        for run in runs:
+        runs = self._runs(sorted(range(len(wanted)), key=lambda each: wanted[each]), wanted)
+        for run in runs[1:]:
             start, size = wanted[run[0]][0] * self._slot_bytes, len(run) * self._slot_bytes
             os.posix_fadvise(self._blocks, start, size, os.POSIX_FADV_WILLNEED)
-        found: list[memoryview] = [memoryview(b"")] * len(wanted)
+        at_once = max(1, _READ_BYTES // self._slot_bytes)
         for run in runs:
-            last, size = run[-1], self._slot_bytes  # of the last one no more than its object
-            views = [buffers[each][: wanted[each][1] if each == last else size] for each in run]
-            left = self._read_run(wanted[run[0]][0] * size, views)
-            for each, view in zip(run, views, strict=True):
-                found[each] = view[: min(wanted[each][1], max(0, left))]
-                left -= view.nbytes
-        return found
+            for first in range(0, len(run), at_once):
+                yield from self._read_neighbors(run[first : first + at_once], wanted, buffers)
+
+    def _read_neighbors(
+        self, run: Sequence[int], wanted: Sequence[tuple[int, int]], buffers: Sequence[memoryview]
+    ) -> Iterator[tuple[int, memoryview]]:
+        last, size = run[-1], self._slot_bytes  # of the last one no more than its object
+        views = [buffers[each][: wanted[each][1] if each == last else size] for each in run]
+        left = self._read_run(wanted[run[0]][0] * size, views)
+        for each, view in zip(run, views, strict=True):
+            yield each, view[: min(wanted[each][1], max(0, left))]
+            left -= view.nbytes
 
     def _runs(self, order: Sequence[int], wanted: Sequence[tuple[int, int]]) -> list[list[int]]:
         runs: list[list[int]] = []
         for each in order:
-            is_next = runs and wanted[runs[-1][-1]][0] + 1 == wanted[each][0] and len(runs[-1]) < _MAX_RUN
-            if is_next:
+            if runs and wanted[runs[-1][-1]][0] + 1 == wanted[each][0]:
                 runs[-1].append(each)
             else:
                 runs.append([each])

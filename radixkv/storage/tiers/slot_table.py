@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class SlotTable:
 
     def __init__(self, num_slots: int) -> None:
         self._entries: OrderedDict[bytes, SlotEntry] = OrderedDict()  # what was not used for longest is first
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(num_slots))  # a heap: what is stored together gets neighbors, which a disk reads at once
         self._leaving: dict[int, SlotEntry] = {}  # removed while somebody read them
         self._writing: dict[bytes, int] = {}
 
@@ -54,6 +55,7 @@ class SlotTable:
     def add_slots(self, slots: Iterable[int]) -> None:
         """Add free slots."""
         self._free.extend(slots)
+        heapify(self._free)
 
     def find(self, key: bytes, *, is_use: bool = True) -> SlotEntry | None:
         """Return the entry of a key, or None; where it is a use, it is the last one to go."""
@@ -68,7 +70,7 @@ class SlotTable:
         return key in self._writing or (entry is not None and entry.generation >= generation)
 
     def claim(self, key: bytes, give_up: Iterator[bytes]) -> tuple[int | None, list[bytes]]:
-        """Take a slot to write an object into; the key's older object goes.
+        """Take a slot to write an object into, the first that is free; the key's older object goes.
 
         Args:
             key: of the object.
@@ -85,7 +87,7 @@ class SlotTable:
             evicted.append(victim)
         if not self._free:
             return None, evicted
-        slot = self._writing[key] = self._free.pop()
+        slot = self._writing[key] = heappop(self._free)
         return slot, evicted
 
     def publish(self, key: bytes, entry: SlotEntry) -> None:
@@ -94,7 +96,7 @@ class SlotTable:
             del self._writing[key]
             self._entries[key] = entry
         else:
-            self._free.append(entry.slot)
+            heappush(self._free, entry.slot)
 
     def add_objects(self, found: Iterable[tuple[bytes, SlotEntry]], num_slots: int) -> None:
         """Add objects that an earlier process left, the last one used last; of two with one key the later one counts.
@@ -107,7 +109,7 @@ class SlotTable:
             self._entries.pop(key, None)
             self._entries[key] = entry
         taken = {entry.slot for entry in self._entries.values()}
-        self._free += [slot for slot in range(num_slots - 1, -1, -1) if slot not in taken]
+        self.add_slots(slot for slot in range(num_slots) if slot not in taken)
 
     def put_last(self, keys: Iterable[bytes]) -> None:
         """Let objects go after all others, the last one last. Keys without an object are left out."""
@@ -118,7 +120,7 @@ class SlotTable:
         """Free a claimed slot into which nothing was written."""
         if self._writing.get(key) == slot:
             del self._writing[key]
-        self._free.append(slot)
+        heappush(self._free, slot)
 
     def remove(self, key: bytes) -> SlotEntry | None:
         """Forget an object, also one that is being written; return its entry, or None if none could be found."""
@@ -129,7 +131,7 @@ class SlotTable:
         if entry.num_readers:
             self._leaving[entry.slot] = entry
         else:
-            self._free.append(entry.slot)
+            heappush(self._free, entry.slot)
         return entry
 
     def start_reading(self, entry: SlotEntry) -> None:
@@ -141,7 +143,7 @@ class SlotTable:
         entry.num_readers -= 1
         if not entry.num_readers and self._leaving.get(entry.slot) is entry:
             del self._leaving[entry.slot]
-            self._free.append(entry.slot)
+            heappush(self._free, entry.slot)
 
     def _victim(self, give_up: Iterator[bytes]) -> bytes | None:
         for key in give_up:

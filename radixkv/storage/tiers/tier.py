@@ -186,7 +186,7 @@ class Tier:
     def _open(self, loan: Loan | None, wanted: Wanted) -> LoadedBlock | Miss:
         if loan is None:
             return Absence.ABSENT
-        payload = open_object(loan.data, wanted, *self._payload_bytes)
+        payload = open_object(loan.data, wanted, *self._payload_bytes, checksum=loan.checksum)
         if isinstance(payload, ObjectFault):
             loan.release()
             return payload
