@@ -101,8 +101,8 @@ class BlockObject:
     def pieces(self) -> Iterator[bytes | memoryview]:
         """Iterate over the object's bytes, in pieces, the checksum last.
 
-        A piece is added to the checksum after it was moved, while it is in the processor's cache. What changes in
-        between makes another checksum, so it is found.
+        A piece is added to the checksum before it is moved, which brings it into the processor's cache. What changes in
+        between has another checksum, so it is found.
 
         Complexity: one pass over the payload, one more to encrypt it. Stores call it on their threads.
         """
@@ -119,8 +119,8 @@ class BlockObject:
         yield first
         for start in range(0, len(body), _PIECE_BYTES):
             piece = body[start : start + _PIECE_BYTES]
-            yield piece
             digest.update(piece)
+            yield piece
         yield digest.digest()
 
 

@@ -24,6 +24,7 @@ PAGE_BYTES = 4096
 _LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("generation", "<u8"), ("serial", "<u8"), ("bytes", "<u8"), ("more", "V8")])
 _GROWTH_BYTES = 64 << 20
 _READ_BYTES = 1 << 20  # of neighbors in one read
+_WRITE_BYTES = 2 << 20  # of one object in one write: every call takes time
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 Lines = npt.NDArray[Any]
@@ -97,29 +98,30 @@ class SlotFile:
         return range(0)
 
     def write(self, slot: int, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write an object into a slot, piece by piece as they come, and zeros up to the end of its last page.
+        """Write an object into a slot, about 2 MiB at a time, and zeros up to the end of its last page.
 
         Whole pages alone are written: of a page that is written in part the rest would first be read from the disk.
 
         Raises:
             OSError: the disk fails, or is full although room was taken.
         """
-        position, left = slot * self._slot_bytes, b""
+        position, left = slot * self._slot_bytes, list[memoryview]()
         for piece in pieces:
-            view = memoryview(piece)
-            whole = (len(left) + view.nbytes) // PAGE_BYTES * PAGE_BYTES
-            if whole:
-                self._write([memoryview(left), view[: whole - len(left)]], position)
-                position, left = position + whole, bytes(view[whole - len(left) :])
-            else:
-                left += view
-        self._write([memoryview(left + bytes(-len(left) % PAGE_BYTES))], position)
+            left.append(memoryview(piece))
+            size = sum(view.nbytes for view in left)
+            if size >= _WRITE_BYTES:
+                whole = size // PAGE_BYTES * PAGE_BYTES
+                views, left = _split(left, whole)
+                self._write(views, position)
+                position += whole
+        padding = -sum(view.nbytes for view in left) % PAGE_BYTES
+        self._write([*left, memoryview(bytes(padding))], position)
 
     def _write(self, views: list[memoryview], position: int) -> None:
         while views:
             count = os.pwritev(self._blocks, views, position)
             position += count
-            views = _behind(views, count)
+            _, views = _split(views, count)
 
     def write_line(self, slot: int, key: bytes, generation: int, serial: int, num_bytes: int) -> None:
         """Write the line of a slot."""
@@ -190,15 +192,18 @@ class SlotFile:
         total, left = 0, list(buffers)
         while left and (count := os.preadv(self._blocks, left, position + total)):
             total += count
-            left = _behind(left, count)
+            _, left = _split(left, count)
         return total
 
 
-def _behind(views: list[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of buffers behind their first bytes; none of it is empty."""
-    left = []
+def _split(views: Sequence[memoryview], count: int) -> tuple[list[memoryview], list[memoryview]]:
+    """Return the first bytes of buffers, and what is behind them; no view of either is empty."""
+    front, behind = [], []
     for view in views:
-        if count < view.nbytes:
-            left.append(view[count:])
-        count = max(0, count - view.nbytes)
-    return left
+        num_bytes = min(count, view.nbytes)
+        if num_bytes:
+            front.append(view[:num_bytes])
+        if num_bytes < view.nbytes:
+            behind.append(view[num_bytes:])
+        count -= num_bytes
+    return front, behind

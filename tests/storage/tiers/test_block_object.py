@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from radixkv.storage.tiers.block_object import HEAD_BYTES, ObjectFault, object_bytes, open_object, read_head
+from radixkv.storage.tiers.block_object import (
+    HEAD_BYTES,
+    ObjectFault,
+    checksum_of,
+    object_bytes,
+    open_object,
+    read_head,
+)
 from radixkv.storage.tiers.sealing import BlockCipher
 
 from .blocks import BLOCK_SIZE, PAYLOAD_BYTES, ROOT, block, key_of, payload_of, stored, tokens_of, wanted
@@ -38,6 +47,23 @@ def test_a_payload_is_a_view_of_the_object_and_aligned() -> None:
 @pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
 def test_an_object_of_another_block_is_foreign(cipher: BlockCipher | None) -> None:
     assert opened(stored(2, 0, cipher), 1, 0, cipher) is ObjectFault.FOREIGN
+
+
+def test_a_payload_that_changes_while_it_is_moved_is_found() -> None:
+    payload = bytearray(PAYLOAD_BYTES)
+    moving = replace(block(1), payload=memoryview(payload))
+    moved = []
+    for piece in moving.pieces():
+        if len(piece) == PAYLOAD_BYTES:
+            payload[7] ^= 1
+        moved.append(bytes(piece))
+    assert opened(b"".join(moved)) is ObjectFault.DAMAGED
+
+
+def test_a_checksum_that_is_known_decides() -> None:
+    data = memoryview(stored(1))
+    assert open_object(data, wanted(1), PAYLOAD_BYTES, checksum=checksum_of(data)) == payload_of(1)
+    assert open_object(data, wanted(1), PAYLOAD_BYTES, checksum=bytes(16)) is ObjectFault.DAMAGED
 
 
 def test_an_object_may_have_one_of_several_sizes() -> None:

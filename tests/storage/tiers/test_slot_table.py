@@ -22,6 +22,14 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
     assert fill(table, b"d", b"e") == [b"b", b"c"]
 
 
+def test_the_first_free_slot_is_taken() -> None:
+    table = SlotTable(4)
+    fill(table, b"a", b"b", b"c", b"d")
+    for key in (b"b", b"d", b"a"):
+        table.remove(key)
+    assert [table.claim(key, iter(()))[0] for key in (b"e", b"f", b"g")] == [0, 1, 3]
+
+
 def test_what_is_put_last_goes_last() -> None:
     table = SlotTable(3)
     fill(table, b"a", b"b", b"c")

@@ -72,6 +72,19 @@ def test_a_call_returns_while_the_store_works(backend: GatedBackend) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("num_readers", [1, 3])
+def test_as_many_calls_run_at_a_time_as_the_store_says(backend: GatedBackend, num_readers: int) -> None:
+    backend.num_readers = num_readers
+    store = ThreadedStore(backend)
+    loads = [store.get([]) for _ in range(4)]
+    wait_until(came(backend, *["get"] * num_readers))
+    assert [each.running() for each in loads] == [True] * num_readers + [False] * (4 - num_readers)
+    backend.gate.set()
+    for each in loads:
+        each.result(PATIENCE_S)
+    store.close()
+
+
 def test_writes_do_not_make_loads_wait(backend: GatedBackend) -> None:
     store = ThreadedStore(backend, num_readers=1)
     writes = [store.put([]), store.put([])]
