@@ -26,7 +26,7 @@ from bench.stores.run import Blocks, Row, measure
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure host memory, a disk, and the servers that are named."""
     args = _parser().parse_args(arguments)
-    blocks = Blocks(args.payload_bytes, args.blocks, args.seed)
+    blocks = Blocks(args.payload_bytes, args.blocks, args.seed, args.calls)
     rows: list[Row] = []
     for open_place in _places(args, blocks):
         with open_place as place:
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"| {row.name} | {row.direction} | {row.ratio:.2f} | {row.store_gb_s:.2f} | {row.peer_gb_s:.2f} |")
     if args.json is not None:
         command = shlex.join(["python", "-m", "bench.stores", *(sys.argv[1:] if arguments is None else arguments)])
-        sizes = {"payload_bytes": args.payload_bytes, "blocks": args.blocks, "rounds": args.rounds, "seed": args.seed}
+        sizes = {"payload_bytes": args.payload_bytes, "blocks": args.blocks, "rounds": args.rounds}
+        sizes |= {"calls": args.calls, "seed": args.seed}
         result = {**describe_run(), "command": command, **sizes, "rows": [dataclasses.asdict(row) for row in rows]}
         write_json(args.json, result)
     return 0
@@ -57,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--payload-bytes", type=int, default=1 << 20, metavar="N", help="of a block; default 1 MiB")
     parser.add_argument("--blocks", type=int, default=128, metavar="N", help="moved in a round; default 128")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="counted; default 7")
+    calls = "loads of eight blocks that wait at a time: 1 as for one request after the other; default all of a round"
+    parser.add_argument("--calls", type=int, metavar="N", help=calls)
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--disk", type=Path, metavar="DIRECTORY", help="on the disk to measure; default the system's")
     parser.add_argument("--redis", metavar="URL", help="a running server, whose keys bare:* are overwritten")

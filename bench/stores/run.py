@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +18,7 @@ from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
 from radixkv.storage.tiers.block_object import BlockObject, Wanted
 from radixkv.storage.tiers.threaded_store import ThreadedStore
-from radixkv.storage.tiers.tier import LoadedBlock, Tier
+from radixkv.storage.tiers.tier import LoadedBlock, Miss, Tier
 
 BLOCK_SIZE = 64
 _BATCH = 8  # blocks of one call
@@ -47,9 +49,11 @@ class Blocks:
         payload_bytes: of one block.
         num_blocks: moved in a round.
         seed: of the payloads.
+        max_calls: loads that wait at a time, as many requests have them; None for all of a round.
     """
 
-    def __init__(self, payload_bytes: int, num_blocks: int, seed: int) -> None:
+    def __init__(self, payload_bytes: int, num_blocks: int, seed: int, max_calls: int | None = None) -> None:
+        self._max_calls = max_calls or num_blocks
         self.format = BlockFormat("bench", "bfloat16", "bf16", "by block", BLOCK_SIZE, payload_bytes, "cpu")
         random = np.random.default_rng(seed)
         self.payloads = [memoryview(random.bytes(payload_bytes)) for _ in range(num_blocks)]
@@ -79,18 +83,31 @@ class Blocks:
 
     def load(self, tier: Tier, *, copies: bool) -> None:
         """Load all blocks, verified, and copy them into memory of the caller if wished, while others are loaded."""
-        loading = []
+        loading: deque[tuple[int, Future[list[LoadedBlock | Miss]]]] = deque()
+        held: list[LoadedBlock] = []  # whole rounds of it, since the peer fills as much memory
         for start in range(0, len(self._keys), _BATCH):
+            if len(loading) == self._max_calls:
+                held += self._take(*loading.popleft(), copies=copies)
             part = slice(start, start + _BATCH)
             wanted = [Wanted(*each) for each in zip(self._keys[part], self._tokens[part], strict=True)]
             loading.append((start, tier.load(wanted)))
-        for start, future in loading:
-            for target, each in zip(self.targets[start : start + _BATCH], future.result(), strict=True):
-                if not isinstance(each, LoadedBlock):
-                    raise RuntimeError(f"store: expected all blocks, got one that is {each.value}")
-                if copies:
-                    target[:] = np.frombuffer(each.payload, np.uint8)
+        while loading:
+            held += self._take(*loading.popleft(), copies=copies)
+        for each in held:
+            each.loan.release()
+
+    def _take(self, start: int, loading: Future[list[LoadedBlock | Miss]], *, copies: bool) -> list[LoadedBlock]:
+        """Wait for blocks, and copy them if wished; return those that were not copied and are held."""
+        held: list[LoadedBlock] = []
+        for target, each in zip(self.targets[start : start + _BATCH], loading.result(), strict=True):
+            if not isinstance(each, LoadedBlock):
+                raise RuntimeError(f"store: expected all blocks, got one that is {each.value}")
+            if copies:
+                target[:] = np.frombuffer(each.payload, np.uint8)
                 each.loan.release()
+            else:
+                held.append(each)
+        return held
 
     def delete(self, tier: Tier) -> None:
         """Delete all blocks."""

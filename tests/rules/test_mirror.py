@@ -151,7 +151,6 @@ TESTED_IN = {
     "radixkv.startup.graph_check": "compute/graphs/test_graphs.py",
     "radixkv.storage.kv_layout": "planning/test_plan.py",
     "radixkv.storage.tiers.disk_directory": "storage/tiers/test_disk.py",
-    "radixkv.storage.tiers.slot_file": "storage/tiers/test_disk.py",
 }
 
 

@@ -37,7 +37,7 @@ class SlotTable:
 
     def __init__(self, num_slots: int) -> None:
         self._entries: OrderedDict[bytes, SlotEntry] = OrderedDict()  # what was not used for longest is first
-        self._free = list(range(num_slots))  # a heap: what is stored together gets neighbors, which a disk reads at once
+        self._free = list(range(num_slots))  # a heap: what is stored together gets neighbors
         self._leaving: dict[int, SlotEntry] = {}  # removed while somebody read them
         self._writing: dict[bytes, int] = {}
 

@@ -13,7 +13,7 @@ from tests.storage.tiers.redis_server import SERVER, WHY_NOT, redis_server
 def test_each_store_is_measured_beside_its_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "stores.json"
     with redis_server(tmp_path) as server:
-        sizes = ["--payload-bytes", "5000", "--blocks", "20", "--rounds", "2"]
+        sizes = ["--payload-bytes", "5000", "--blocks", "20", "--rounds", "2", "--calls", "1"]
         assert main([*sizes, "--disk", str(tmp_path), "--redis", server.url, "--json", str(result)]) == 0
     rows = json.loads(result.read_text())["rows"]
     directions = [(row["name"], row["direction"]) for row in rows]
