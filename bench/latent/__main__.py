@@ -122,7 +122,7 @@ class Steps:
 
     def __init__(self, model: Model, way: Way, tokens: torch.Tensor) -> None:
         self._model, self._way, self._tokens = model, way, tokens
-        self._kernels = next(iter(cpu_candidates(model.attention_use(model.kv_shape, _BLOCK_SIZE)).values()))
+        self._kernels = next(iter(cpu_candidates(model.attention_uses(model.kv_shape, _BLOCK_SIZE)[0]).values()))
         self._blocks = np.arange(way.storage.num_blocks, dtype=np.int32)
 
     def compute(self, start: int, end: int) -> torch.Tensor:

@@ -168,7 +168,7 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
         "step_tokens": step_tokens,
         "block_size": block_size,
         "windowed_layers": groups.num_windowed,
-        "layers": len(groups.places),
+        "layers": len(groups.are_windowed),
         "one_pool_blocks": -(-num_tokens // block_size),
         "windowed_pool_blocks": least,
         "bound_blocks": -(-(groups.window - 1 + step_tokens) // block_size) + 1,

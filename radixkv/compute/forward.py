@@ -261,24 +261,29 @@ def compute_step(
         states: the states of a model that keeps some.
     """
     state_step = None if states is None or layout.states is None else StateStep(states, layout.states)
-    require_invariant("parts", storage.parts is None or layout.parts is not None, "a chunk names none")
-    paged = PagedStep(storage.pool, layout.batch, kernels, layout.watched, states=state_step)
-    step = paged if layout.parts is None else _grouped_step(paged, storage, kernels, layout.parts)
+    step = _step_over(storage, kernels, layout.batch, layout.parts, layout.watched, state_step)
     answers = None
     if layout.answers is not None:
         rows = layout.logit_rows if len(layout.logit_rows) else layout.positions.new_tensor([len(input_ids) - 1])
-        answers = Answers(rows, paged.write, PagedStep(storage.pool, layout.answers, kernels).read)
+        answers = Answers(rows, step.write, _step_over(storage, kernels, layout.answers).read)
     logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters, answers)
     if state_step is not None:
         state_step.keep()
     return StepOutputs(logits, torch.cat((is_finite & step.is_finite, logits.argmax(dim=-1))))
 
 
-def _grouped_step(whole: PagedStep, storage: KVStorage, kernels: AttentionKernels, parts: PagedBatch) -> GroupedStep:
-    """Return a step over both pools, given that over the pool of layers that store every token."""
-    require_invariant("parts", storage.parts is not None, "chunks name parts, and the pool has none")
-    assert storage.parts is not None
-    assert storage.groups is not None
-    steps = {False: whole, True: PagedStep(storage.parts, parts, kernels)}
-    used = {place.is_windowed for place in storage.groups.places}
-    return GroupedStep({kind: step for kind, step in steps.items() if kind in used}, storage.groups.places)
+def _step_over(
+    storage: KVStorage,
+    kernels: AttentionKernels,
+    batch: PagedBatch,
+    parts: PagedBatch | None = None,
+    watched: Sequence[WatchedRows] = (),
+    states: StateStep | None = None,
+) -> PagedStep | GroupedStep:
+    """Return a step over all pools, given the places of K/V in blocks and in parts."""
+    require_invariant("parts", parts is not None or not storage.part_pools, "a chunk names none")
+    require_invariant("parts", parts is None or bool(storage.part_pools), "chunks name parts, and the pool has none")
+    steps = [PagedStep(pool, batch, kernels, watched, states=states) for pool in storage.pools]
+    if parts is not None:
+        steps += [PagedStep(pool, parts, kernels) for pool in storage.part_pools]
+    return steps[0] if len(steps) == 1 else GroupedStep(steps, storage.places)

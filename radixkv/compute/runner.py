@@ -84,7 +84,7 @@ class Runner:
     def fingerprint(self) -> str:
         """The fingerprint of what is cached: of the model and the pool; see `radixkv.model.fingerprint`."""
         storage = self.storage
-        stored_as = f"{storage.kv_dtype}: {payload_layout(storage.pool)}"
+        stored_as = f"{storage.kv_dtype}: {payload_layout(storage.pools)}"
         return fingerprint_cached(self.model.fingerprint, stored_as, storage.block_size)
 
     @property
@@ -103,6 +103,8 @@ class Runner:
             return f"a model on {self.model.device.type}, where it is not tested yet"
         if self.model.state_shape is not None:
             return "a model with layers that keep a state, which has seen all tokens"
+        if self.model.kv_shape.heads:
+            return "a model whose layers store K/V of different shapes, of which it would keep different tokens"
         if any(kind.window is not None for kind in self.model.attention_kinds):
             return "a model with sliding windows, whose own rule says what is seen"
         return ""
@@ -122,12 +124,13 @@ class Runner:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
         """
         layout = lay_out(chunks, self.storage.block_size, self.states, has_short_end=self.model.has_short_end)
-        copies = [(self.storage.pool, [chunk.copy for chunk in chunks if chunk.copy is not None])]
-        if self.storage.parts is not None:
-            copies.append((self.storage.parts, [chunk.part_copy for chunk in chunks if chunk.part_copy is not None]))
+        copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
+        part_copies = [chunk.part_copy for chunk in chunks if chunk.part_copy is not None]
+        by_pool = [(pool, copies) for pool in self.storage.pools]
+        by_pool += [(pool, part_copies) for pool in self.storage.part_pools]
         is_own = self._graphs is None or layout.adapters or layout.watched or layout.states
         recorded = None if is_own or self._graphs is None else self._graphs.prepare(layout)
-        return functools.partial(self._start, layout, copies, recorded or functools.partial(self._compute, layout))
+        return functools.partial(self._start, layout, by_pool, recorded or functools.partial(self._compute, layout))
 
     def start(self, chunks: Sequence[Chunk]) -> Wait:
         """Copy shared blocks, then compute all chunks in one forward pass. The step before must have been waited for.

@@ -129,9 +129,11 @@ class Model:
         self.vocab_size = int(config.vocab_size)
         self.max_tokens = _max_tokens(config)
         self.eos_token_ids = _eos_token_ids(module)
-        self.kv_shape, self.attention_kinds, self.windows = probe_attention(
+        self.kv_shape, self._layer_kinds = probe_attention(
             type(module).__name__, self.forward, device, int(config.num_hidden_layers)
         )
+        self.attention_kinds = tuple(dict.fromkeys(self._layer_kinds))
+        self.windows = tuple(kind.window for kind in self._layer_kinds)
         check_windows(type(module).__name__, config, (kind.window for kind in self.attention_kinds), self.max_tokens)
         self.has_short_end = device.type == "cpu" and answers_alone(
             self.forward, self.vocab_size, self.kv_shape.dtype, is_exact=is_exact
@@ -196,15 +198,21 @@ class Model:
         self._hidden_states = None
         return output.logits[0].float(), is_finite
 
-    def attention_use(self, shape: KVShape, block_size: int) -> AttentionUse:
-        """Describe what the model asks of attention kernels over a pool.
+    def attention_uses(self, shape: KVShape, block_size: int) -> tuple[AttentionUse, ...]:
+        """Describe what the model asks of attention kernels, of each K/V shape that its layers have.
 
         Args:
-            shape: K and V as the pool stores them.
+            shape: K and V as the pools store them.
             block_size: tokens a block.
         """
-        return AttentionUse(
-            self.attention_kinds, self.kv_shape.dtype, shape, block_size, self.device, is_exact=self.is_exact
+        dtype, is_exact = self.kv_shape.dtype, self.is_exact
+        return tuple(
+            AttentionUse(
+                tuple(dict.fromkeys(self._layer_kinds[layer] for layer in layers)),
+                *(dtype, shape.of(layers), block_size, self.device),
+                is_exact=is_exact,
+            )
+            for layers in shape.alike
         )
 
     def try_adapter(self, files: AdapterFiles) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from radixkv.errors import UnsupportedModel
@@ -41,17 +41,22 @@ def attention_kernels(
     Raises:
         ConfigError: RADIXKV_REFUSED_ATTENTION names kernels that there are not.
     """
-    use = model.attention_use(kv_shape, block_size)
+    use, *others = model.attention_uses(kv_shape, block_size)  # others differ in heads, on a CPU alone
     refused = refused_names("exact" if use.is_exact else "fast")
     if model.device.type != "cuda":
         on_cpu = _without(refused, cpu_candidates(use))
-        return choose_attention(on_cpu, lambda name: check_attention(on_cpu[name], use))
+        return choose_attention(on_cpu, lambda name: _check_all(on_cpu[name], [use, *others]))
     ours = choose_attention(_without(refused, attention_candidates(use)), lambda name: attempt(name, use)).for_service()
     flashinfer = flashinfer_candidate(use)
     if flashinfer is None:
         return ours
     candidates: dict[str, AttentionKernels] = {FLASHINFER: flashinfer.beside(ours), POINTERS: ours}
     return choose_attention(_without(refused, candidates), lambda name: attempt(name, use))
+
+
+def _check_all(kernels: AttentionKernels, uses: Iterable[AttentionUse]) -> None:
+    for use in uses:
+        check_attention(kernels, use)
 
 
 def _without(refused: Collection[str], candidates: Mapping[str, _Kernels]) -> dict[str, _Kernels]:

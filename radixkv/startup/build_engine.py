@@ -103,7 +103,7 @@ def build_engine(
         _log.info(
             "%d of %d layers have windows of up to %d tokens, and hold %d tokens, the others %d: %.1f and %.1f MB",
             groups.num_windowed,
-            len(groups.places),
+            len(groups.are_windowed),
             groups.window,
             num_parts * storage.block_size,
             num_blocks * storage.block_size,

@@ -55,7 +55,8 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
     ends = [block_size + 3, block_size + 4, num_tokens]
     expected = dict(zip(ends, _own_logits(model, tokens, ends), strict=True))
     for shape in dict.fromkeys((model.kv_shape, kv_shape or model.kv_shape)):
-        check_attention(kernels, model.attention_use(shape, block_size))
+        for use in model.attention_uses(shape, block_size):
+            check_attention(kernels, use)
         if shape != model.kv_shape and not model.is_exact:
             continue
         storage = KVStorage(2 * -(-num_tokens // block_size), block_size, shape, model.device)
@@ -69,7 +70,8 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
             if shape == model.kv_shape:
                 _require_close(model, tokens, start, end, answers[-1], expected[end])
         at_once, *_, in_parts = answers
-        if model.is_exact and not (torch.equal(at_once, in_parts) and torch.equal(*storage.pool.blocks.chunk(2))):
+        are_equal = all(torch.equal(*pool.blocks.chunk(2)) for pool in storage.pools)
+        if model.is_exact and not (torch.equal(at_once, in_parts) and are_equal):
             raise UnsupportedModel(
                 f"{_first_inexact_module(runner, tokens)}: expected the same bits computed at once and in parts, got "
                 f"others; {SERVE_FAST}"

@@ -156,12 +156,12 @@ def open_stores(
     if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others, transfer)):
         return None
     model, storage = runner.model, runner.storage
-    mover = BlockMover(storage.pool, storage.parts)
+    mover = BlockMover(storage.pools, storage.part_pools)
     block_format = BlockFormat(
         model=model.fingerprint,
         dtype=str(model.kv_shape.dtype),
         kv_dtype=storage.kv_dtype,
-        layout=payload_layout(storage.pool, storage.parts),
+        layout=payload_layout(storage.pools, storage.part_pools),
         block_size=storage.block_size,
         payload_bytes=mover.payload_bytes,
         computed_by=_computed_by(runner, mover),
@@ -277,7 +277,7 @@ def _computed_by(runner: Runner, mover: BlockMover) -> str:
     num_tokens = num_blocks * storage.block_size
     tokens = (np.arange(num_tokens) * _STRIDE % runner.model.vocab_size).astype("<u4").tobytes()
     block_ids = np.arange(num_blocks, dtype=np.int32)
-    part_ids = None if storage.parts is None else block_ids  # there are as many parts
+    part_ids = block_ids if storage.part_pools else None  # there are as many parts
     runner.run([Chunk(tokens, 0, num_tokens, block_ids, None, wants_logits=True, part_ids=part_ids)])
     digest, ids = blake2b(digest_size=16), block_ids.tolist()
     for payload in mover.read(ids, None if part_ids is None else ids):

@@ -12,7 +12,7 @@ from radixkv.cache.states.state_slots import StateSlots
 from radixkv.config import MAX_BLOCKS, Config, EngineConfig
 from radixkv.errors import ConfigError
 from radixkv.model.model import Model
-from radixkv.storage.device_pool import KVStorage
+from radixkv.storage.device_pool import KVShape, KVStorage, divided_layers
 from radixkv.storage.kv_layout import LayerShares, layer_shares
 from radixkv.storage.layer_groups import LayerGroups
 
@@ -56,20 +56,34 @@ def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks
             raise ConfigError(f"cache.windowed_tokens: expected none, or 0, for {reason}, got {wanted}")
         _log.info("windowed layers hold every token, because of %s", reason)
         return Division(None, num_blocks, 0)
-    num_parts = _num_parts(config, limits, groups, num_blocks)
-    num_more_blocks = _num_blocks(groups, num_blocks, num_parts)
+    token_bytes = _token_bytes(model.kv_shape.stored_as(config.cache.kv_dtype), groups)
+    shares = layer_shares(groups.window, token_bytes.windowed, token_bytes.other)
+    num_parts = _num_parts(config, limits, groups, shares, num_blocks)
+    num_more_blocks = _num_blocks(token_bytes, shares, num_blocks, num_parts)
     if num_parts > num_blocks or num_parts >= num_more_blocks:
         _log.info("windowed layers hold every token: %d blocks of theirs would be no fewer than all", num_parts)
         return Division(None, num_blocks, 0)
     return Division(groups, num_more_blocks, num_parts)
 
 
-def _num_parts(config: Config, limits: EngineConfig, groups: LayerGroups, num_blocks: int) -> int:
-    """Return the blocks of the windowed layers' pool."""
+class _TokenBytes(NamedTuple):
+    """Bytes of a token in windowed layers, and in the others."""
+
+    windowed: int
+    other: int
+
+
+def _token_bytes(shape: KVShape, groups: LayerGroups) -> _TokenBytes:
+    whole, windowed = (sum(shape.of(each).token_bytes for each in pools) for pools in divided_layers(shape, groups))
+    return _TokenBytes(windowed, whole)
+
+
+def _num_parts(config: Config, limits: EngineConfig, groups: LayerGroups, shares: LayerShares, num_blocks: int) -> int:
+    """Return the blocks of the windowed layers' pools."""
     size, wanted = config.cache.block_size, config.cache.windowed_tokens
     least = least_parts(Reach.of_window(groups.window), size, limits.step_tokens)
     if wanted is None:
-        return max(int(_shares(groups).windowed * num_blocks), 2 * least)  # so that more than one request runs
+        return max(int(shares.windowed * num_blocks), 2 * least)  # so that more than one request runs
     if wanted // size < least:
         raise ConfigError(
             f"cache.windowed_tokens: expected at least {least * size}, for a window of {groups.window} tokens and "
@@ -78,16 +92,12 @@ def _num_parts(config: Config, limits: EngineConfig, groups: LayerGroups, num_bl
     return wanted // size
 
 
-def _num_blocks(groups: LayerGroups, num_blocks: int, num_parts: int) -> int:
+def _num_blocks(token_bytes: _TokenBytes, shares: LayerShares, num_blocks: int, num_parts: int) -> int:
     """Return the blocks that fit beside parts into the memory of `num_blocks` of all layers."""
-    if not groups.num_whole:
-        return min(int(_shares(groups).other * num_blocks), MAX_BLOCKS)
-    num_free = num_blocks * len(groups.places) - num_parts * groups.num_windowed  # blocks of one layer
-    return min(max(0, num_free // groups.num_whole), MAX_BLOCKS)
-
-
-def _shares(groups: LayerGroups) -> LayerShares:
-    return layer_shares(groups.window, groups.num_windowed, groups.num_whole)
+    if not token_bytes.other:
+        return min(int(shares.other * num_blocks), MAX_BLOCKS)
+    num_free = num_blocks * sum(token_bytes) - num_parts * token_bytes.windowed  # bytes, for each token of a block
+    return min(max(0, num_free // token_bytes.other), MAX_BLOCKS)
 
 
 def part_groups(storage: KVStorage, step_tokens: int, states: StateSlots | None = None) -> PartGroups:

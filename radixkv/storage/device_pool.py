@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +13,7 @@ from radixkv.errors import ConfigError
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import INT4, is_quantized
 from radixkv.storage.kv_layout import KVFormat
-from radixkv.storage.layer_groups import LayerGroups
+from radixkv.storage.layer_groups import LayerGroups, Place
 
 _NAMES = {
     torch.float32: "fp32",
@@ -24,16 +26,33 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
+class KVHeads(NamedTuple):
+    """K and V of one token in one layer.
+
+    Attributes:
+        num_kv_heads: heads that K and V have.
+        head_dim: numbers in the key, and in the value, of one head.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class KVShape:
     """K and V of one token in one model.
 
+    >>> shape = KVShape.of_layers([KVHeads(8, 256), KVHeads(2, 512), KVHeads(8, 256)], torch.bfloat16)
+    >>> shape.alike, shape.of((1,)).token_bytes
+    (((0, 2), (1,)), 4096)
+
     Attributes:
         num_layers: layers that store them.
-        num_kv_heads: heads that K and V have.
-        head_dim: numbers in the key, and in the value, of one head.
+        num_kv_heads: heads that K and V have; in the first layer, if layers differ.
+        head_dim: numbers in the key, and in the value, of one head; in the first layer, if layers differ.
         dtype: of these numbers.
         is_latent: whether one vector is key and value at once, as in latent attention (MLA).
+        heads: those of each layer if layers differ; empty if all are alike.
     """
 
     num_layers: int
@@ -41,6 +60,28 @@ class KVShape:
     head_dim: int
     dtype: torch.dtype
     is_latent: bool = False
+    heads: tuple[KVHeads, ...] = ()
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[KVHeads], dtype: torch.dtype, *, is_latent: bool = False) -> KVShape:
+        """Return the shape of at least one layer."""
+        return cls(len(layers), *layers[0], dtype, is_latent, tuple(layers) if len(set(layers)) > 1 else ())
+
+    def of(self, layers: Sequence[int]) -> KVShape:
+        """Return the shape of some of the layers, or of none."""
+        if not layers or not self.heads:
+            return dataclasses.replace(self, num_layers=len(layers), heads=())
+        return KVShape.of_layers([self.heads[layer] for layer in layers], self.dtype, is_latent=self.is_latent)
+
+    @property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """The layers that have the same heads, together; in the order of the first ones."""
+        if not self.heads:
+            return (tuple(range(self.num_layers)),)
+        layers = range(self.num_layers)
+        return tuple(
+            tuple(layer for layer in layers if self.heads[layer] == each) for each in dict.fromkeys(self.heads)
+        )
 
     @property
     def format(self) -> KVFormat:
@@ -50,6 +91,8 @@ class KVShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, all layers, scales included."""
+        if self.heads:
+            return sum(self.of(layers).token_bytes for layers in self.alike)
         num_vectors = self.num_layers * (1 if self.is_latent else 2) * self.num_kv_heads
         return self.format.bytes_of(num_vectors, num_vectors * self.head_dim)
 
@@ -64,37 +107,40 @@ class KVShape:
         """
         if kv_dtype == "auto":
             return self
-        if kv_dtype == "int4" and self.head_dim % 2:
-            raise ConfigError(f"cache.kv_dtype: expected an even head_dim for int4, got {self.head_dim}")
+        for head_dim in (self.head_dim, *(heads.head_dim for heads in self.heads)):
+            if kv_dtype == "int4" and head_dim % 2:
+                raise ConfigError(f"cache.kv_dtype: expected an even head_dim for int4, got {head_dim}")
         if kv_dtype == "bf16" and self.dtype == torch.float16:
             raise ConfigError("cache.kv_dtype: expected a model in float32 or bfloat16 for bf16, got float16")
         return dataclasses.replace(self, dtype=_DTYPES[kv_dtype])
 
 
 class KVStorage:
-    """Physical KV blocks.
+    """Physical KV blocks. Layers whose K and V have different shapes are in different pools, with the same ids.
 
-        layers that store every token     pool     [ block 0 )[ block 1 )[ block 2 )[ ...   num_blocks
-        windowed layers, if divided       parts    [ part 0 )[ part 1 )[ ...                num_parts
+        layers that store every token     pools        [ block 0 )[ block 1 )[ block 2 )[ ...   num_blocks
+                                                       [ block 0 )[ block 1 )[ block 2 )[ ...   of another shape
+        windowed layers, if divided       part_pools   [ part 0 )[ part 1 )[ ...                num_parts
 
     Attributes:
-        num_blocks: blocks of the pool.
+        num_blocks: blocks of each pool.
         block_size: tokens a block.
-        pool: the blocks, zeroed.
+        pools: the blocks, zeroed; one pool for each K/V shape.
         block_bytes: bytes of one block, all layers that store every token, scales included.
-        groups: the layers of both pools; None if all layers are in one.
-        parts: the pool of the windowed layers; None if all layers are in one.
-        num_parts: blocks of that pool.
-        part_bytes: bytes of one of them.
+        groups: the layers of both kinds of pools; None if all layers store every token.
+        part_pools: the same of the windowed layers; empty if all layers store every token.
+        num_parts: blocks of each of these.
+        part_bytes: bytes of one part, all windowed layers.
+        places: where each layer stores its K/V.
         kv_dtype: format of the stored numbers, as `KVFormat` names it.
 
     Args:
-        num_blocks, block_size: size of the pool.
-        shape: K and V of a token as the pool stores them.
-        device: where the pool is.
+        num_blocks, block_size: size of the pools.
+        shape: K and V of a token as the pools store them.
+        device: where the pools are.
         is_by_layer: whether the memory is ordered by layer, see `KVPool`.
-        groups: divides the layers; None for one pool.
-        num_parts: blocks of the windowed layers' pool.
+        groups: divides the layers; None if all store every token.
+        num_parts: blocks of the windowed layers' pools.
 
     Raises:
         ConfigError: the device does not have enough memory.
@@ -115,10 +161,10 @@ class KVStorage:
         self.block_size = block_size
         self.groups = groups
         self.num_parts = num_parts
-        whole = shape if groups is None else dataclasses.replace(shape, num_layers=groups.num_whole)
-        windowed = dataclasses.replace(shape, num_layers=shape.num_layers - whole.num_layers)
-        self.block_bytes = block_size * whole.token_bytes
-        self.part_bytes = block_size * windowed.token_bytes
+        whole, windowed = divided_layers(shape, groups)
+        self.places = _places((*whole, *windowed), shape.num_layers)
+        self.block_bytes = block_size * sum(shape.of(layers).token_bytes for layers in whole)
+        self.part_bytes = block_size * sum(shape.of(layers).token_bytes for layers in windowed)
         self.kv_dtype = shape.format.name
 
         def allocate(number: int, shape: KVShape) -> KVPool:
@@ -129,8 +175,8 @@ class KVStorage:
             )
 
         try:
-            self.pool = allocate(num_blocks, whole)
-            self.parts = None if groups is None else allocate(num_parts, windowed)
+            self.pools = tuple(allocate(num_blocks, shape.of(layers)) for layers in whole)
+            self.part_pools = tuple(allocate(num_parts, shape.of(layers)) for layers in windowed)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise ConfigError(
                 f"cache.capacity_tokens: {num_blocks * block_size} tokens need {self.num_bytes} bytes of K/V on "
@@ -138,6 +184,44 @@ class KVStorage:
             ) from error
 
     @property
+    def pool(self) -> KVPool:
+        """The only one of `pools`."""
+        (pool,) = self.pools
+        return pool
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all blocks and parts."""
         return self.num_blocks * self.block_bytes + self.num_parts * self.part_bytes
+
+
+class LayersByPool(NamedTuple):
+    """The layers of each pool.
+
+    Attributes:
+        whole: of each pool of layers that store every token; one pool without layers if there are none.
+        windowed: of each pool of windowed layers.
+    """
+
+    whole: tuple[tuple[int, ...], ...]
+    windowed: tuple[tuple[int, ...], ...]
+
+
+def divided_layers(shape: KVShape, groups: LayerGroups | None) -> LayersByPool:
+    """Divide layers by their K/V shape, and by whether they store every token; all do without groups."""
+    if groups is None:
+        return LayersByPool(shape.alike, ())
+    whole, windowed = (
+        tuple(
+            filter(
+                None, (tuple(each for each in layers if groups.are_windowed[each] == kind) for layers in shape.alike)
+            )
+        )
+        for kind in (False, True)
+    )
+    return LayersByPool(whole or ((),), windowed)
+
+
+def _places(pools: Sequence[Sequence[int]], num_layers: int) -> tuple[Place, ...]:
+    found = {layer: Place(pool, index) for pool, layers in enumerate(pools) for index, layer in enumerate(layers)}
+    return tuple(found[layer] for layer in range(num_layers))

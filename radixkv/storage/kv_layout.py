@@ -160,29 +160,29 @@ class LayerShares(NamedTuple):
     other: float
 
 
-def layer_shares(window: int, num_windowed: int, num_other: int) -> LayerShares:
+def layer_shares(window: int, windowed: int, other: int) -> LayerShares:
     """Return what layers hold where nobody chose.
 
     A cached prompt of 2,048 tokens has all that it needs: its window. Windowed layers get no less than an eighth of the
     others, so that shorter prompts fit too. Nothing is saved with a window as long as that, except if all layers have
     one: then blocks take no memory of their own, and there are as many as prompts of eight windows need.
 
-    >>> layer_shares(512, num_windowed=1, num_other=1)
+    >>> layer_shares(512, windowed=1, other=1)
     LayerShares(windowed=0.4, other=1.6)
-    >>> layer_shares(4096, num_windowed=1, num_other=1)
+    >>> layer_shares(4096, windowed=1, other=1)
     LayerShares(windowed=1.0, other=1.0)
-    >>> layer_shares(4096, num_windowed=32, num_other=0)
+    >>> layer_shares(4096, windowed=32, other=0)
     LayerShares(windowed=1.0, other=8.0)
 
     Args:
         window: tokens that a query sees, its own included.
-        num_windowed, num_other: layers.
+        windowed, other: bytes of a token in these layers, or their number where all store alike.
     """
-    if not num_other:
+    if not other:
         return LayerShares(1.0, 1 / _LEAST_WINDOWED_SHARE)
     share = min(max(window / _USUAL_PROMPT_TOKENS, _LEAST_WINDOWED_SHARE), 1.0)
-    other = (num_windowed + num_other) / (num_other + share * num_windowed)
-    return LayerShares(share * other, other)
+    held = (windowed + other) / (other + share * windowed)
+    return LayerShares(share * held, held)
 
 
 def attention_kinds(

@@ -11,11 +11,11 @@ class Place(NamedTuple):
     """The pool of a layer, and its index there.
 
     Attributes:
-        is_windowed: whether that is the pool of parts.
+        pool: index of the pool, among those of blocks and then those of parts.
         layer: its index among the layers of that pool.
     """
 
-    is_windowed: bool
+    pool: int
     layer: int
 
 
@@ -26,15 +26,15 @@ class LayerGroups:
     >>> groups = LayerGroups.of((512, None, 512), max_tokens=4096)
     >>> groups.num_windowed, groups.num_whole, groups.window
     (2, 1, 512)
-    >>> [place.layer for place in groups.places]
-    [0, 0, 1]
+    >>> groups.are_windowed
+    (True, False, True)
 
     Attributes:
-        places: where each layer stores its K/V.
+        are_windowed: whether each layer stores parts.
         window: the largest window of the windowed layers, in tokens; 0 if there are none.
     """
 
-    places: tuple[Place, ...]
+    are_windowed: tuple[bool, ...]
     window: int
 
     @classmethod
@@ -45,17 +45,16 @@ class LayerGroups:
             windows: tokens that a query of each layer sees, its own included; None for all.
             max_tokens: tokens of the longest sequence; a window of as many hides nothing. None if there is no bound.
         """
-        hides = [window is not None and (max_tokens is None or window < max_tokens) for window in windows]
-        places = tuple(Place(is_windowed, hides[:layer].count(is_windowed)) for layer, is_windowed in enumerate(hides))
+        hides = tuple(window is not None and (max_tokens is None or window < max_tokens) for window in windows)
         used = [window for window, is_windowed in zip(windows, hides, strict=True) if is_windowed]
-        return cls(places, max((window for window in used if window is not None), default=0))
+        return cls(hides, max((window for window in used if window is not None), default=0))
 
     @property
     def num_windowed(self) -> int:
         """Layers that store parts."""
-        return sum(place.is_windowed for place in self.places)
+        return sum(self.are_windowed)
 
     @property
     def num_whole(self) -> int:
         """Layers that store every token."""
-        return len(self.places) - self.num_windowed
+        return len(self.are_windowed) - self.num_windowed

@@ -13,48 +13,58 @@ from radixkv.kernels.quantization import rotated_part
 from radixkv.kernels.staging import to_device
 
 
-def payload_layout(pool: KVPool, parts: KVPool | None = None) -> str:
+def payload_layout(pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -> str:
     """Describe the numbers in a payload, for whatever outlives the process.
 
     Both orders of a pool make the same payload.
 
     Args:
-        pool, parts: as for `BlockMover`.
+        pools, part_pools: as for `BlockMover`.
     """
-    if parts is not None:
-        return f"{payload_layout(pool)}; then the same of {parts.num_layers} windowed layers, if they have it"
+    layout = "; then ".join(_layout_of(pool, is_only=len(pools) == 1) for pool in pools)
+    if part_pools:
+        parts = payload_layout(part_pools)
+        told = "the same" if parts == layout else parts
+        num_windowed = sum(pool.num_layers for pool in part_pools)
+        return f"{layout}; then {told} of {num_windowed} windowed layers, if they have it"
+    return layout
+
+
+def _layout_of(pool: KVPool, *, is_only: bool) -> str:
     vectors = "tokens" if pool.is_latent else "2, heads, tokens"
     layout = f"values [layers, {vectors}, dim], then scales [layers, {vectors}]"
+    if not is_only:
+        layout += f" of {pool.num_layers} layers of {pool.num_kv_heads} heads of {pool.head_dim}"
     return f"{layout}; vectors rotated in parts of {rotated_part(pool.head_dim)}" if pool.is_rotated else layout
 
 
 class BlockMover:
-    """Copies blocks out of a pool and into it.
+    """Copies blocks out of the pools and into them.
 
         payload   [ layers that store every token ... )[ windowed layers, if the block has its part ... )
                   0                            block_bytes                                 payload_bytes
 
-    On a GPU copies come after the steps that were started before. The caller waits for those out of the pool alone.
+    On a GPU copies come after the steps that were started before. The caller waits for those out of a pool alone.
 
     Args:
-        pool: the K/V memory.
-        parts: that of windowed layers; None if all layers are in `pool`.
+        pools: the memory of blocks, a pool for each K/V shape; their bytes follow each other.
+        part_pools: the same of windowed layers; empty if all layers store every token.
 
     Attributes:
         block_bytes: bytes of one block without its part.
         payload_bytes: bytes of one block with its part.
     """
 
-    def __init__(self, pool: KVPool, parts: KVPool | None = None) -> None:
-        self._blocks = pool.blocks
-        self._parts = None if parts is None else parts.blocks
-        self.block_bytes = _bytes_of(pool.blocks)
-        self.payload_bytes = self.block_bytes + (0 if parts is None else _bytes_of(parts.blocks))
+    def __init__(self, pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -> None:
+        self._blocks = [pool.blocks for pool in pools]
+        self._parts = [pool.blocks for pool in part_pools]
+        self.block_bytes = sum(map(_bytes_of, self._blocks))
+        self.payload_bytes = self.block_bytes + sum(map(_bytes_of, self._parts))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes that a payload may have."""
-        return (self.payload_bytes,) if self._parts is None else (self.payload_bytes, self.block_bytes)
+        return (self.payload_bytes, self.block_bytes) if self._parts else (self.payload_bytes,)
 
     def read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None = None) -> list[memoryview]:
         """Copy blocks to host memory. Returns their bytes, which nothing changes anymore.
@@ -63,8 +73,8 @@ class BlockMover:
             block_ids: the blocks.
             part_ids: the part of each; None for one that has none, or for all.
         """
-        if self._parts is None or part_ids is None:
-            return [memoryview(each) for each in _copies(self._blocks, block_ids)]
+        if not self._parts or part_ids is None:
+            return [each.data for each in _copies(self._blocks, block_ids)]
         payloads = np.empty((len(block_ids), self.payload_bytes), np.uint8)
         payloads[:, : self.block_bytes] = _copies(self._blocks, block_ids)
         with_part = [index for index, part_id in enumerate(part_ids) if part_id is not None]
@@ -75,7 +85,7 @@ class BlockMover:
         return [each[:size].data for each, size in zip(payloads, sizes, strict=True)]
 
     def has_part(self, payload: memoryview) -> bool:
-        """Whether a payload of `read` has the part of its block; all have it if all layers are in one pool."""
+        """Whether a payload of `read` has the part of its block; all have it if all layers store every token."""
         return payload.nbytes == self.payload_bytes
 
     def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
@@ -84,7 +94,7 @@ class BlockMover:
 
     def write_parts(self, part_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
         """Copy the parts of such bytes into parts, whatever was there."""
-        assert self._parts is not None, "nobody has parts to write"
+        assert self._parts, "nobody has parts to write"
         _fill(self._parts, part_ids, [payload[self.block_bytes :] for payload in payloads])
 
 
@@ -92,13 +102,24 @@ def _bytes_of(blocks: torch.Tensor) -> int:
     return blocks.shape[1:].numel()
 
 
-def _copies(blocks: torch.Tensor, ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-    copied = blocks.index_select(0, torch.tensor(ids, device=blocks.device)).cpu()
-    copies: npt.NDArray[np.uint8] = copied.reshape(len(ids), _bytes_of(blocks)).numpy()
-    return copies
+def _copies(pools: Sequence[torch.Tensor], ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+    copies = []
+    for blocks in pools:
+        copied = blocks.index_select(0, torch.tensor(ids, device=blocks.device)).cpu()
+        copies.append(copied.reshape(len(ids), _bytes_of(blocks)).numpy())
+    return copies[0] if len(copies) == 1 else np.concatenate(copies, axis=1)
 
 
-def _fill(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+def _fill(pools: Sequence[torch.Tensor], ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+    """Copy bytes into blocks of the pools: those of the first pool, then those of the next one."""
+    start = 0
+    for blocks in pools:
+        end = start + _bytes_of(blocks)
+        _fill_one(blocks, ids, [payload[start:end] for payload in payloads])
+        start = end
+
+
+def _fill_one(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
     if not ids or not _bytes_of(blocks):  # no bytes where all layers are windowed
         return
     if blocks.device.type != "cpu":

@@ -224,11 +224,11 @@ def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
     model: Any = SimpleNamespace(device=torch.device("cuda"), is_exact=True)
-    model.attention_use = lambda shape, block_size: AttentionUse(
-        (KIND,), BF16, shape, block_size, model.device, model.is_exact
+    model.attention_uses = lambda shape, block_size: (
+        AttentionUse((KIND,), BF16, shape, block_size, model.device, model.is_exact),
     )
     assert isinstance(attention_kernels(model, shape, 64, refuse), TritonKernels)
-    assert tried == [("warp-specialized attention", model.attention_use(shape, 64))]
+    assert tried == [("warp-specialized attention", *model.attention_uses(shape, 64))]
     tried.clear()
     assert isinstance(attention_kernels(model, shape.stored_as("int8"), 64, refuse), TritonKernels)
     assert tried == [], "nothing else does"
@@ -242,7 +242,7 @@ def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.
 def model_on_a_cpu(dtype: torch.dtype) -> tuple[Any, KVShape]:
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=dtype)
     model: Any = SimpleNamespace(device=CPU, is_exact=True)
-    model.attention_use = lambda shape, block_size: AttentionUse((KIND,), dtype, shape, block_size, CPU, True)
+    model.attention_uses = lambda shape, block_size: (AttentionUse((KIND,), dtype, shape, block_size, CPU, True),)
     return model, shape
 
 
@@ -290,7 +290,9 @@ def test_what_the_environment_refuses_is_not_tried(
     monkeypatch.setenv("RADIXKV_REFUSED_ATTENTION", "warp-specialized attention")
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
     model: Any = SimpleNamespace(device=torch.device("cuda"), is_exact=True)
-    model.attention_use = lambda shape, block_size: AttentionUse((KIND,), BF16, shape, block_size, model.device, True)
+    model.attention_uses = lambda shape, block_size: (
+        AttentionUse((KIND,), BF16, shape, block_size, model.device, True),
+    )
     kernels = attention_kernels(model, shape, 64, refuse)
     assert isinstance(kernels, TritonKernels)
     assert not kernels._is_specialized

@@ -137,7 +137,7 @@ class TracedService:
         launches.phase = "load"
         model = _model(is_exact, head_dim)
         shape = model.kv_shape.stored_as(kv_dtype)
-        use = model.attention_use(shape, 64)
+        (use,) = model.attention_uses(shape, 64)
         kernels: TritonKernels = next(iter(candidates(use, (9, 0)).values()))
         launches.phase = "trial"
         with contextlib.suppress(UnsupportedModel):  # since nothing is computed

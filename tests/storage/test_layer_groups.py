@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from radixkv.storage.device_pool import KVShape, KVStorage
+from radixkv.storage.device_pool import KVHeads, KVShape, KVStorage
 from radixkv.storage.layer_groups import LayerGroups
 
 
@@ -24,24 +24,38 @@ def test_layers_whose_window_hides_something_are_windowed(
     assert groups.window == window
 
 
-def test_layers_count_by_themselves_in_each_pool() -> None:
-    places = LayerGroups.of((8, None, 8, None, None), None).places
-    assert [(place.is_windowed, place.layer) for place in places] == [
-        (True, 0),
-        (False, 0),
-        (True, 1),
-        (False, 1),
-        (False, 2),
-    ]
-
-
 @pytest.mark.parametrize("windows", [(8, None, 8), (8, 8, 8)], ids=["some layers", "all layers"])
 @pytest.mark.parametrize("is_by_layer", [False, True])
 def test_each_pool_has_its_layers(windows: tuple[int | None, ...], is_by_layer: bool) -> None:
     groups = LayerGroups.of(windows, None)
     shape = KVShape(3, 2, 8, torch.bfloat16)
     storage = KVStorage(10, 16, shape, torch.device("cpu"), is_by_layer=is_by_layer, groups=groups, num_parts=4)
-    assert storage.parts is not None
-    assert (storage.pool.num_layers, storage.parts.num_layers) == (groups.num_whole, groups.num_windowed)
+    (parts,) = storage.part_pools
+    assert (storage.pool.num_layers, parts.num_layers) == (groups.num_whole, groups.num_windowed)
+    assert [place.pool for place in storage.places] == [int(window is not None) for window in windows]
     assert storage.block_bytes + storage.part_bytes == 16 * shape.token_bytes
-    assert storage.num_bytes == storage.pool.blocks.nbytes + storage.parts.blocks.nbytes
+    assert storage.num_bytes == storage.pool.blocks.nbytes + parts.blocks.nbytes
+
+
+def test_layers_count_by_themselves_in_each_pool() -> None:
+    groups = LayerGroups.of((8, None, 8, None, None), None)
+    storage = KVStorage(2, 16, KVShape(5, 2, 8, torch.bfloat16), torch.device("cpu"), groups=groups, num_parts=1)
+    assert storage.places == ((1, 0), (0, 0), (1, 1), (0, 1), (0, 2))
+
+
+@pytest.mark.parametrize("is_by_layer", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_each_shape_has_a_pool_among_blocks_and_among_parts(dtype: torch.dtype, is_by_layer: bool) -> None:
+    small, large = KVHeads(2, 8), KVHeads(1, 24)
+    shape = KVShape.of_layers([small, large, small, large, large], dtype)
+    groups = LayerGroups.of((8, None, None, 8, None), None)
+    cpu = torch.device("cpu")
+    divided = KVStorage(10, 16, shape, cpu, is_by_layer=is_by_layer, groups=groups, num_parts=4)
+    assert [(pool.num_layers, pool.num_kv_heads, pool.head_dim) for pool in divided.pools] == [(1, 2, 8), (2, 1, 24)]
+    assert [(pool.num_layers, pool.num_kv_heads) for pool in divided.part_pools] == [(1, 2), (1, 1)]
+    assert divided.places == ((2, 0), (1, 0), (0, 0), (3, 0), (1, 1))
+    whole = KVStorage(10, 16, shape, cpu, is_by_layer=is_by_layer)
+    assert whole.places == ((0, 0), (1, 0), (0, 1), (1, 1), (1, 2))
+    assert whole.block_bytes == divided.block_bytes + divided.part_bytes == 16 * shape.token_bytes
+    for storage in (whole, divided):
+        assert storage.num_bytes == sum(pool.blocks.nbytes for pool in (*storage.pools, *storage.part_pools))

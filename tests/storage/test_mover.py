@@ -22,7 +22,7 @@ def pool_of(dtype: torch.dtype, *, is_by_layer: bool = False, is_latent: bool = 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, INT4])
 def test_blocks_come_back_as_they_were(dtype: torch.dtype, is_by_layer: bool, is_latent: bool) -> None:
     pool = pool_of(dtype, is_by_layer=is_by_layer, is_latent=is_latent)
-    mover = BlockMover(pool)
+    mover = BlockMover([pool])
     before = pool.blocks.clone()
     payloads = mover.read([3, 1])
     assert [len(each) for each in payloads] == [mover.payload_bytes] * 2
@@ -38,7 +38,7 @@ def test_a_gpu_gets_blocks_in_one_upload(monkeypatch: pytest.MonkeyPatch, *, is_
     """There is none here, so the CPU does what it would do."""
     pool = pool_of(torch.float32, is_by_layer=is_by_layer)
     before = pool.blocks.clone()
-    payloads = BlockMover(pool).read([3, 1])
+    payloads = BlockMover([pool]).read([3, 1])
     pool.blocks.zero_()
     uploads: list[int] = []
 
@@ -55,7 +55,7 @@ def test_a_gpu_gets_blocks_in_one_upload(monkeypatch: pytest.MonkeyPatch, *, is_
 
 def test_a_payload_is_a_copy() -> None:
     pool = pool_of(torch.float32)
-    (payload,) = BlockMover(pool).read([2])
+    (payload,) = BlockMover([pool]).read([2])
     before = bytes(payload)
     pool.blocks.zero_()
     assert bytes(payload) == before
@@ -64,15 +64,15 @@ def test_a_payload_is_a_copy() -> None:
 def test_both_orders_of_a_pool_make_the_same_payload() -> None:
     by_block, by_layer = pool_of(torch.float32), pool_of(torch.float32, is_by_layer=True)
     by_layer.values.copy_(by_block.values)
-    assert [bytes(each) for each in BlockMover(by_block).read([0, 4])] == [
-        bytes(each) for each in BlockMover(by_layer).read([0, 4])
+    assert [bytes(each) for each in BlockMover([by_block]).read([0, 4])] == [
+        bytes(each) for each in BlockMover([by_layer]).read([0, 4])
     ]
 
 
 def test_payloads_of_pools_that_store_otherwise_have_other_layouts() -> None:
     pairs, latents = (pool_of(torch.float32, is_latent=is_latent) for is_latent in (False, True))
-    assert BlockMover(pairs).payload_bytes == 2 * BlockMover(latents).payload_bytes
-    assert len({payload_layout(pool) for pool in (pairs, latents, pool_of(torch.int4))}) == 3
+    assert BlockMover([pairs]).payload_bytes == 2 * BlockMover([latents]).payload_bytes
+    assert len({payload_layout([pool]) for pool in (pairs, latents, pool_of(torch.int4))}) == 3
 
 
 @pytest.mark.parametrize("num_whole", [0, 2])
@@ -81,7 +81,7 @@ def test_payloads_of_pools_that_store_otherwise_have_other_layouts() -> None:
 def test_a_block_comes_back_with_its_part_or_without(dtype: torch.dtype, is_by_layer: bool, num_whole: int) -> None:
     parts = pool_of(dtype, is_by_layer=is_by_layer)
     pool = pool_of(dtype, is_by_layer=is_by_layer, num_layers=num_whole)
-    mover = BlockMover(pool, parts)
+    mover = BlockMover([pool], [parts])
     before, parts_before = pool.blocks.clone(), parts.blocks.clone()
     first, second = mover.read([3, 1], [None, 2])
     assert (first.nbytes, second.nbytes) == (mover.block_bytes, mover.payload_bytes) == mover.sizes[::-1]
@@ -97,6 +97,9 @@ def test_a_block_comes_back_with_its_part_or_without(dtype: torch.dtype, is_by_l
 
 def test_a_payload_with_parts_has_another_layout() -> None:
     pool, parts = pool_of(torch.float32), pool_of(torch.float32)
-    assert payload_layout(pool, parts) == f"{payload_layout(pool)}; then the same of 2 windowed layers, if they have it"
-    assert BlockMover(pool).sizes == (BlockMover(pool).payload_bytes,)
-    assert BlockMover(pool).has_part(BlockMover(pool).read([0])[0])
+    assert (
+        payload_layout([pool], [parts])
+        == f"{payload_layout([pool])}; then the same of 2 windowed layers, if they have it"
+    )
+    assert BlockMover([pool]).sizes == (BlockMover([pool]).payload_bytes,)
+    assert BlockMover([pool]).has_part(BlockMover([pool]).read([0])[0])

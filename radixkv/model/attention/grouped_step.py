@@ -1,8 +1,8 @@
-"""The step of a model whose windowed layers have a pool of their own."""
+"""The step of a model whose layers are in several pools."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -15,11 +15,11 @@ class GroupedStep:
     """Passes each layer on to the step over its pool.
 
     Args:
-        steps: the step over each pool, by whether its layers are windowed. A pool without layers has none.
-        places: the pool of each layer, and its index there.
+        steps: the step over each pool.
+        places: the pool of each layer, and its index there. A pool may have no layers.
     """
 
-    def __init__(self, steps: Mapping[bool, PagedStep], places: Sequence[Place]) -> None:
+    def __init__(self, steps: Sequence[PagedStep], places: Sequence[Place]) -> None:
         self._steps = steps
         self._places = places
 
@@ -32,13 +32,23 @@ class GroupedStep:
         scoring: Scoring,
     ) -> torch.Tensor:
         """See `AttentionStep.attend`."""
-        is_windowed, own_layer = self._places[layer]
-        return self._steps[is_windowed].attend(own_layer, query, key, value, scoring)
+        pool, own_layer = self._places[layer]
+        return self._steps[pool].attend(own_layer, query, key, value, scoring)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        """See `PagedStep.write`."""
+        pool, own_layer = self._places[layer]
+        self._steps[pool].write(own_layer, key, value)
+
+    def read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        """See `PagedStep.read`."""
+        pool, own_layer = self._places[layer]
+        return self._steps[pool].read(own_layer, query, scoring)
 
     @property
     def is_finite(self) -> torch.Tensor:
         """Whether all K and V written so far are finite, bool `[num_tokens]`; see `PagedStep.is_finite`."""
-        first, *others = (step.is_finite for step in self._steps.values())
+        first, *others = (self._steps[pool].is_finite for pool in sorted({place.pool for place in self._places}))
         for other in others:
             first = first & other
         return first

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionKind
-from radixkv.storage.device_pool import KVShape
+from radixkv.storage.device_pool import KVHeads, KVShape
+
+
+class _Stored(NamedTuple):
+    """K and V of one token in one layer; no value where a key is its value."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None
+    dtype: torch.dtype
 
 
 class _Probe:
     """A step without a pool that records what each layer would store in one."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int, int | None, torch.dtype]] = {}
-        self.kinds: dict[AttentionKind, None] = {}
-        self.windows: dict[int, int | None] = {}
+        self.shapes: dict[int, _Stored] = {}
+        self.kinds: dict[int, AttentionKind] = {}
         self.num_convolutions = 0
         self.is_repeated = False  # whether a layer attended more than once
 
@@ -32,9 +41,8 @@ class _Probe:
     ) -> torch.Tensor:
         self.is_repeated |= layer in self.shapes
         value_dim = None if value is None else value.shape[2]
-        self.shapes[layer] = (key.shape[1], key.shape[2], value_dim, key.dtype)
-        self.windows[layer] = scoring.window
-        self.kinds[AttentionKind(query.shape[1], scoring.window, scoring.softcap, scoring.sinks is not None)] = None
+        self.shapes[layer] = _Stored(key.shape[1], key.shape[2], value_dim, key.dtype)
+        self.kinds[layer] = AttentionKind(query.shape[1], scoring.window, scoring.softcap, scoring.sinks is not None)
         return query.new_zeros(*query.shape[:2], key.shape[2] if value_dim is None else value_dim)
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -44,7 +52,7 @@ class _Probe:
 
 def probe_attention(
     name: str, forward: Callable[..., object], device: torch.device, num_layers: int
-) -> tuple[KVShape, tuple[AttentionKind, ...], tuple[int | None, ...]]:
+) -> tuple[KVShape, tuple[AttentionKind, ...]]:
     """Run two tokens, and read what the layers store and ask for.
 
     Args:
@@ -54,10 +62,10 @@ def probe_attention(
         num_layers: layers that the model should have.
 
     Returns:
-        K and V of one token, what layers ask of attention, each kind once, and the window of each layer.
+        K and V of one token, and what each layer asks of attention.
 
     Raises:
-        UnsupportedModel: the model keeps state elsewhere, or its layers store different K/V.
+        UnsupportedModel: the model keeps state elsewhere, or its layers store what pools can't.
     """
     probe = _Probe()
     ids = torch.zeros(2, dtype=torch.int64, device=device)
@@ -70,11 +78,30 @@ def probe_attention(
             f"{name}: expected {num_layers} layers to call attention, got {len(probe.shapes)}; the others keep state "
             "that the cache does not hold"
         )
-    shapes = set(probe.shapes.values())
-    num_kv_heads, head_dim, value_dim, dtype = next(iter(shapes))
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UnsupportedModel(f"{name}: expected K/V of float32, bfloat16 or float16, got {dtype}")
-    if len(shapes) > 1 or value_dim not in (None, head_dim):
-        raise UnsupportedModel(f"{name}: expected one K/V shape in all layers, got {sorted(map(str, shapes))}")
-    shape = KVShape(num_layers, num_kv_heads, head_dim, dtype, is_latent=value_dim is None)
-    return shape, tuple(probe.kinds), tuple(probe.windows[layer] for layer in range(num_layers))
+    layers = range(num_layers)
+    shape = _shape_of(name, [probe.shapes[layer] for layer in layers])
+    if shape.heads and probe.num_convolutions:
+        raise UnsupportedModel(f"{name}: expected one K/V shape in all layers beside short convolutions, got several")
+    if shape.heads and device.type != "cpu":
+        raise UnsupportedModel(
+            f"{name}: layers with K/V of different shapes: expected model.device to be cpu, got {device}, where "
+            "kernels take one pool"
+        )
+    return shape, tuple(probe.kinds[layer] for layer in layers)
+
+
+def _shape_of(name: str, layers: Sequence[_Stored]) -> KVShape:
+    """Return the K/V shape of at least one layer, or refuse what no pool stores."""
+    dtypes = {stored.dtype for stored in layers}
+    if others := dtypes - {torch.float32, torch.bfloat16, torch.float16}:
+        raise UnsupportedModel(f"{name}: expected K/V of float32, bfloat16 or float16, got {others.pop()}")
+    are_latent = {stored.value_dim is None for stored in layers}
+    if len(dtypes) > 1 or len(are_latent) > 1:
+        raise UnsupportedModel(f"{name}: expected K/V of one dtype, in all layers or in none as latents, got several")
+    for stored in layers:
+        if stored.value_dim not in (None, stored.head_dim):
+            raise UnsupportedModel(
+                f"{name}: expected keys and values of one size, got {stored.head_dim} and {stored.value_dim} numbers"
+            )
+    heads = [KVHeads(stored.num_kv_heads, stored.head_dim) for stored in layers]
+    return KVShape.of_layers(heads, dtypes.pop(), is_latent=are_latent.pop())

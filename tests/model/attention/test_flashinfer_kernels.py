@@ -135,7 +135,7 @@ def test_without_it_nothing_changes() -> None:
 
 def model(is_exact: bool) -> Any:
     found = SimpleNamespace(device=CUDA, is_exact=is_exact)
-    found.attention_use = lambda shape, block_size: AttentionUse((KIND,), BF16, shape, block_size, CUDA, is_exact)
+    found.attention_uses = lambda shape, block_size: (AttentionUse((KIND,), BF16, shape, block_size, CUDA, is_exact),)
     return found
 
 

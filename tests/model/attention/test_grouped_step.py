@@ -48,8 +48,7 @@ class Divided:
         num_parts = least_parts(reach, SIZE, STEP_TOKENS) + 4
         shape = model.kv_shape.stored_as(kv_dtype)
         storage = KVStorage(NUM_BLOCKS, SIZE, shape, model.device, is_by_layer=True, groups=groups, num_parts=num_parts)
-        assert storage.parts is not None
-        for pool in (storage.pool, storage.parts):
+        for pool in (*storage.pools, *storage.part_pools):
             pool.blocks.fill_(0xFF)
         self.runner = Runner(model, storage, TorchKernels())
         self.pool = PartPool(NUM_BLOCKS, num_parts, SIZE, reach, STEP_TOKENS)

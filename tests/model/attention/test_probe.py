@@ -30,13 +30,13 @@ def asking(*layers: tuple[int, int, torch.dtype, Scoring]) -> Callable[..., obje
     return forward
 
 
-def test_shape_kinds_and_windows_are_those_of_the_layers() -> None:
+def test_shape_and_kinds_are_those_of_the_layers() -> None:
     windowed = Scoring(0.25, 8, 30.0)
     forward = asking(*((layer, 16, torch.float32, windowed if layer == 1 else SCORING) for layer in range(3)))
-    shape, kinds, windows = probe_attention("Some", forward, CPU, 3)
+    shape, kinds = probe_attention("Some", forward, CPU, 3)
     assert shape == KVShape(3, 2, 16, torch.float32)
-    assert kinds == (AttentionKind(4, None, None), AttentionKind(4, 8, 30.0))
-    assert windows == (None, 8, None)
+    full = AttentionKind(4, None, None)
+    assert kinds == (full, AttentionKind(4, 8, 30.0), full)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,14 @@ def test_shape_kinds_and_windows_are_those_of_the_layers() -> None:
         ([], "Some: expected 2 layers to call attention, got 0"),
         ([(0, 16, torch.float32, SCORING)] * 2, "Some: expected each layer to attend once a token"),
         ([(layer, 16, torch.float64, SCORING) for layer in range(2)], "Some: expected K/V of float32"),
-        ([(layer, 8, torch.float32, SCORING) for layer in range(2)], "Some: expected one K/V shape in all layers"),
-        ([(layer, 16 - layer, torch.float32, SCORING) for layer in range(2)], "expected one K/V shape in all layers"),
+        (
+            [(layer, 8, torch.float32, SCORING) for layer in range(2)],
+            "Some: expected keys and values of one size, got 16 and 8",
+        ),
+        (
+            [(layer, 16 - layer, torch.float32, SCORING) for layer in range(2)],
+            "keys and values of one size, got 16 and 15",
+        ),
     ],
 )
 def test_layers_that_do_not_fit_are_refused(layers: list[tuple[int, int, torch.dtype, Scoring]], message: str) -> None:

@@ -34,7 +34,8 @@ class Agreement:
 
     def __init__(self, model: Model, directory: Path) -> None:
         storage = KVStorage(_NUM_BLOCKS, BLOCK_SIZE, model.kv_shape, model.device)
-        storage.pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
+        for pool in storage.pools:
+            pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
         self._runner = Runner(model, storage, TorchKernels(), num_state_slots=32)
         self._slots: dict[tuple[int, int], int] = {}  # of states, by prompt and position
         self._oracle = load_eager(directory)

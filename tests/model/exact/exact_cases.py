@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
@@ -209,9 +210,8 @@ class Cases:
             self.runner.states.states[:num_state_slots] = float("nan")
         tiers = (places or Places({})).config(HOST_BLOCKS, 4 * NUM_BLOCKS, storage.block_bytes + storage.part_bytes)
         stores = open_stores(tiers, self.runner, InvocationMarks())
-        storage.pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
-        if storage.parts is not None:
-            storage.parts.blocks.fill_(0xFF)
+        for pool in (*storage.pools, *storage.part_pools):
+            pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
         listeners = [] if stores is None else [stores.elsewhere]
         parts = part_groups(storage, MOST_STEP_TOKENS, states)
         self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners, parts=parts)
@@ -326,24 +326,26 @@ class Cases:
     def _stored(self, block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Copy the bytes that the pools hold of a sequence, `[num_tokens, num_layers, n]`: 0 where none is needed."""
         storage = self.runner.storage
-        whole = self._bytes_of(storage.pool, block_ids, num_tokens)
-        if storage.parts is None:
+        whole = self._bytes_of(storage.pools, block_ids, num_tokens)
+        if not storage.part_pools:
             return whole
         (books,) = self.cache.parts.pools
         first = books.reach.first_token(num_tokens)
         start = first // self.block_size
         part_ids = torch.from_numpy(books.table[block_ids[start:].numpy()]).long()
         assert (part_ids >= 0).all(), "what the next token needs is kept"
-        kept = self._bytes_of(storage.parts, part_ids, num_tokens - start * self.block_size)
+        kept = self._bytes_of(storage.part_pools, part_ids, num_tokens - start * self.block_size)
         kept[: first - start * self.block_size] = 0
         before = kept.new_zeros(start * self.block_size, *kept.shape[1:])
-        return torch.cat((torch.cat((before, kept)), whole), dim=1) if whole.shape[1] else torch.cat((before, kept))
+        return _beside([torch.cat((before, kept)), whole])
 
-    def _bytes_of(self, pool: KVPool, block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        block_ids = block_ids.to(self.model.device)
-        tensors = [pool.values] if pool.scales is None else [pool.values, pool.scales[..., None]]
-        by_token = [tensor[block_ids].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:num_tokens] for tensor in tensors]
-        return torch.cat([tensor.flatten(2).contiguous().view(torch.uint8) for tensor in by_token], dim=2)
+    def _bytes_of(self, pools: Sequence[KVPool], block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        block_ids, by_pool = block_ids.to(self.model.device), []
+        for pool in pools:
+            tensors = [pool.values] if pool.scales is None else [pool.values, pool.scales[..., None]]
+            by_token = [tensor[block_ids].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:num_tokens] for tensor in tensors]
+            by_pool.append(torch.cat([tensor.flatten(2).contiguous().view(torch.uint8) for tensor in by_token], dim=2))
+        return _beside(by_pool)
 
     def _submit(
         self, core: EngineCore, ids: list[int], tenant: str, reads: bool, adapter: str, *, holds: bool
@@ -418,6 +420,12 @@ def models_for(device: str, tiers: Sequence[str] = ()) -> list[str]:
 
 def _models(options: argparse.Namespace) -> list[str]:
     return models_for(options.models_of or options.device, options.tiers)
+
+
+def _beside(stored: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Put the layers of pools beside each other; those of fewer bytes end with zeros."""
+    num_bytes = max(each.shape[2] for each in stored)
+    return torch.cat([functional.pad(each, (0, num_bytes - each.shape[2])) for each in stored], dim=1)
 
 
 def _try_model(options: argparse.Namespace, model: str) -> dict[str, Any]:
