@@ -108,7 +108,7 @@ def model_rows(num_texts: int, num_tokens: int) -> list[Row]:
         got = []
         for ids in texts:
             text = Text(model, "int4", ids.numel())
-            text.storage.pool = dataclasses.replace(text.storage.pool, is_rotated=is_rotated)
+            text.storage.pools = (dataclasses.replace(text.storage.pool, is_rotated=is_rotated),)
             got.append(text.append(ids))
         row: Row = {"is_rotated": is_rotated, **compare(own, got, texts)}
         print(f"tiny, {'rotated' if is_rotated else 'plain':>7}: perplexity {row['perplexity_change']:+.2%}, "

@@ -8,11 +8,17 @@ from typing import Any
 
 from radixkv.config.model_directory import INDEX, read_object, shown
 from radixkv.errors import ConfigError
-from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, KVFormat
+from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat
 
 _SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers of short convolutions, and the key that tells the tokens which they see.
 _SHORT_CONV, _CONV_WIDTH = "conv", "conv_L_cache"
+# Types whose layers of sliding attention store other K/V than the others, and the keys that may say so.
+_SLIDING_DIFFERS = {
+    "gemma4_text": {"global_head_dim", "num_global_key_value_heads", "per_layer_config"},
+    "mimo_v2_flash": {"swa_num_key_value_heads"},
+}
+_GEMMA4_GLOBAL_HEAD_DIM = 512  # where config.json does not say
 # Keys of models whose layers store different K/V. A guess there would give numbers that look right.
 _UNEQUAL_LAYERS = (
     "attn_layer_indices",
@@ -24,6 +30,7 @@ _UNEQUAL_LAYERS = (
     "layers_block_type",
     "num_global_key_value_heads",
     "num_kv_shared_layers",
+    "per_layer_config",
     "swa_head_dim",
     "swa_num_key_value_heads",
 )
@@ -36,7 +43,8 @@ class Checkpoint:
     Attributes:
         num_layers: `num_hidden_layers`, without layers of short convolutions; of LongCat-Flash twice its `num_layers`.
         num_query_heads: `num_attention_heads`.
-        num_kv_heads: `num_key_value_heads`; the number of query heads if only that is there.
+        num_kv_heads: `num_key_value_heads`; the number of query heads if only that is there. Of layers of full
+            attention if the others differ, and so is `head_dim`.
         head_dim: `head_dim`, or `hidden_size` divided by the query heads; `v_head_dim` of latent attention.
         mla_rank: `kv_lora_rank`.
         rope_dim: `qk_rope_head_dim` of latent attention.
@@ -46,6 +54,7 @@ class Checkpoint:
         window: tokens that a query of a windowed layer sees.
         num_windowed_layers: layers of `layer_types` with a window that hides something; all layers of a Mistral with
             one. 0 where the files do not say which layers they are.
+        sliding: the layers of sliding attention, if they store other K/V than the others; None if all are alike.
     """
 
     num_layers: int | None = None
@@ -59,6 +68,7 @@ class Checkpoint:
     state_bytes: int | None = None
     window: int | None = None
     num_windowed_layers: int = 0
+    sliding: HeadKV | None = None
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -85,11 +95,16 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     dtype = _dtype(text, top)
     num_layers = _num_attending_layers(fields)
     num_windowed_layers = _num_windowed_layers(fields, num_layers or 0)
+    num_kv_heads = _num_kv_heads(fields) or num_query_heads
+    head_dim = _head_dim(fields, num_query_heads) if mla_rank is None else fields.size("v_head_dim")
+    sliding = None
+    if fields.values.get("model_type") in _SLIDING_DIFFERS and num_layers and num_kv_heads and head_dim:
+        sliding, num_kv_heads, head_dim = _unlike_heads(fields, num_layers, num_kv_heads, head_dim)
     return Checkpoint(
         num_layers=num_layers,
         num_query_heads=num_query_heads,
-        num_kv_heads=_num_kv_heads(fields) or num_query_heads,
-        head_dim=_head_dim(fields, num_query_heads) if mla_rank is None else fields.size("v_head_dim"),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         mla_rank=mla_rank,
         rope_dim=None if mla_rank is None else fields.size("qk_rope_head_dim"),
         dtype=dtype,
@@ -97,6 +112,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         state_bytes=_state_bytes(fields, dtype),
         window=fields.size("sliding_window") if num_windowed_layers else None,
         num_windowed_layers=num_windowed_layers,
+        sliding=sliding,
     )
 
 
@@ -138,7 +154,8 @@ class _Fields:
         return num_layers - len({*attending})
 
     def require_equal_layers(self) -> None:
-        unequal = [name for name in _UNEQUAL_LAYERS if self.values.get(name)]
+        known = _SLIDING_DIFFERS.get(str(self.values.get("model_type")), set())
+        unequal = [name for name in _UNEQUAL_LAYERS if self.values.get(name) and name not in known]
         types = self.values.get("layer_types") or []
         if not isinstance(types, list) or not {str(each) for each in types} <= self.layer_kinds():
             unequal.append("layer_types")
@@ -182,6 +199,41 @@ def _num_windowed_layers(fields: _Fields, num_layers: int) -> int:
         return num_layers
     types: list[str] = fields.values.get("layer_types") or []
     return types.count("sliding_attention")
+
+
+def _unlike_heads(fields: _Fields, num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[HeadKV | None, int, int]:
+    """Return the layers of sliding attention, and K/V heads and their size in those of full attention.
+
+    Raises:
+        ConfigError: layers of one kind differ.
+    """
+    types, num_query_heads = fields.values.get("layer_types"), fields.size("num_attention_heads")
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ConfigError(f"{fields.file}: layer_types: expected a list of {num_layers} kinds, got {shown(types)}")
+    heads: dict[str, set[tuple[int, int]]] = {}
+    for layer, kind in enumerate(types):
+        heads.setdefault(kind, set()).add(_heads_of(fields, layer, kind == "sliding_attention", num_kv_heads, head_dim))
+    if any(len(each) > 1 for each in heads.values()):
+        raise ConfigError(f"{fields.file}: per_layer_config: expected the same K/V in all layers of a kind, got others")
+    sliding, full = ((heads.get(kind) or {None}).pop() for kind in ("sliding_attention", "full_attention"))
+    if sliding is None or full is None or sliding == full:
+        return None, *(full or sliding or (num_kv_heads, head_dim))
+    return HeadKV(types.count("sliding_attention"), *sliding, num_query_heads), *full
+
+
+def _heads_of(fields: _Fields, layer: int, is_sliding: bool, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
+    if fields.values["model_type"] == "mimo_v2_flash":
+        sliding_heads = fields.size("swa_num_key_value_heads") or 2 * num_kv_heads
+        return sliding_heads if is_sliding else num_kv_heads, head_dim
+    by_layer = fields.values.get("per_layer_config")
+    if isinstance(by_layer, dict):
+        own = by_layer.get(str(layer)) or {}
+        known = _Fields(fields.file, own)
+        return known.size("num_key_value_heads") or num_kv_heads, known.size("head_dim") or head_dim
+    if is_sliding:
+        return num_kv_heads, head_dim
+    few = fields.size("num_global_key_value_heads") if fields.values.get("attention_k_eq_v") else None
+    return few or num_kv_heads, fields.size("global_head_dim") or _GEMMA4_GLOBAL_HEAD_DIM
 
 
 def _num_kv_heads(fields: _Fields) -> int | None:

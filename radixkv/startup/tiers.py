@@ -26,7 +26,7 @@ from radixkv.engine.offload.offload import Offload
 from radixkv.engine.offload.prompt_keys import PromptKeys
 from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.engine.transfer.transfer import TransferParts
-from radixkv.errors import ConfigError, StoreError
+from radixkv.errors import ConfigError, StoreError, UnsupportedModel
 from radixkv.invocation import InvocationMarks
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.storage.layer_bytes import LayerBytes
@@ -149,6 +149,7 @@ def open_stores(
         None if there is none, and no transfer.
 
     Raises:
+        UnsupportedModel: transfers of K/V whose layers have different shapes.
         ConfigError: a store has no room for a block, or lacks its packages; an address or the secret is not one.
     """
     if config.disk_path is None and config.disk_bytes is not None:
@@ -156,6 +157,11 @@ def open_stores(
     if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others, transfer)):
         return None
     model, storage = runner.model, runner.storage
+    if transfer is not None and model.kv_shape.heads:
+        raise UnsupportedModel(
+            f"{model.name}: layers with K/V of different shapes: expected neither transfer.serve nor kv_sources, since "
+            "transfers cut blocks into layers of one size"
+        )
     mover = BlockMover(storage.pools, storage.part_pools)
     block_format = BlockFormat(
         model=model.fingerprint,
@@ -178,7 +184,7 @@ def open_stores(
     shelves = [_shelf(name, backend, block_format) for name, backend in backends.items()]
     elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, storage.block_size)
     waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_bytes // _WAITING_SHARE)
-    layer_bytes = LayerBytes.of(storage.pool)
+    layer_bytes = LayerBytes.of(storage.pools[0])  # transfers alone ask, and have no other pool
     return Stores(backends, keys, elsewhere, mover, waiting_bytes, ciphers, transfer, layer_bytes)
 
 

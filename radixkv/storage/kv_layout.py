@@ -76,6 +76,9 @@ class HeadKV:
             _require_at_least("num_query_heads", self.num_query_heads, 1)
             _require_multiple("num_query_heads", self.num_query_heads, "num_kv_heads", self.num_kv_heads)
 
+    def __str__(self) -> str:
+        return f"{self.num_layers} layers x 2 x {self.num_kv_heads} KV heads x {self.head_dim}"
+
     def token_bytes(self, kv_format: KVFormat) -> int:
         """Bytes of K and V of one token, all layers.
 
@@ -135,6 +138,9 @@ class LatentKV:
         _require_at_least("mla_rank", self.rank, 1)
         _require_at_least("rope_dim", self.rope_dim, 1)
 
+    def __str__(self) -> str:
+        return f"{self.num_layers} layers x (latent of {self.rank} + rotary key of {self.rope_dim})"
+
     def token_bytes(self, kv_format: KVFormat) -> int:
         """Bytes of one token, all layers."""
         return kv_format.bytes_of(self.num_layers, self.num_layers * (self.rank + self.rope_dim))
@@ -145,7 +151,40 @@ class LatentKV:
         return self.token_bytes(kv_format)
 
 
-KVLayout = HeadKV | LatentKV
+@dataclass(frozen=True, slots=True)
+class MixedKV:
+    """Heads of layers with a sliding window, and other heads of the others.
+
+    >>> layout = MixedKV(sliding=HeadKV(25, 8, 256), other=HeadKV(5, 2, 512))
+    >>> layout.num_layers, layout.token_bytes(KVFormat("bf16"))
+    (30, 225280)
+
+    Attributes:
+        sliding: layers with a sliding window, whether it hides anything or not.
+        other: layers without.
+    """
+
+    sliding: HeadKV
+    other: HeadKV
+
+    def __str__(self) -> str:
+        return f"{self.sliding} + {self.other}"
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of both kinds."""
+        return self.sliding.num_layers + self.other.num_layers
+
+    def token_bytes(self, kv_format: KVFormat) -> int:
+        """Bytes of K and V of one token, all layers."""
+        return self.sliding.token_bytes(kv_format) + self.other.token_bytes(kv_format)
+
+    def rank_token_bytes(self, kv_format: KVFormat, tensor_parallel: int) -> int:
+        """Bytes of K and V of one token on the rank that stores the most; see `HeadKV.rank_kv_heads`."""
+        return sum(each.rank_token_bytes(kv_format, tensor_parallel) for each in (self.sliding, self.other))
+
+
+KVLayout = HeadKV | LatentKV | MixedKV
 
 
 class LayerShares(NamedTuple):

@@ -1,4 +1,4 @@
-"""A hit never changes a bit: 400 random cases over eleven architectures. `make exact` runs more."""
+"""A hit never changes a bit: 400 random cases over twelve architectures. `make exact` runs more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.processor import needs_exact_int8
 # All but one of the two with latents, which slow tests ask, too.
 QUICK = [name for name in MODELS if name != "deepseek_v2"]
 
-WINDOWED = ["mistral", "gemma2", "qwen2", "gpt_oss"]
+WINDOWED = ["mistral", "gemma2", "qwen2", "gpt_oss", "gemma4_text"]
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_no_bit_depends_on_what_windowed_layers_have_given_up(model: str, dtype:
     assert counts["turns"] >= 1
 
 
-@pytest.mark.parametrize(("model", "kv_dtype"), [("mistral", "auto"), ("gemma2", "int8")])
+@pytest.mark.parametrize(("model", "kv_dtype"), [("mistral", "auto"), ("gemma2", "int8"), ("gemma4_text", "int8")])
 def test_no_bit_depends_on_what_windowed_layers_load(model: str, kv_dtype: str) -> None:
     counts, first_difference = run_cases(
         model, "float32", "exact", num_cases=20, seed=7, kv_dtype=kv_dtype, stores=["host", "disk"], is_divided=True

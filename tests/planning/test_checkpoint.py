@@ -9,7 +9,7 @@ from radixkv.errors import ConfigError
 from radixkv.model.loading import load_model
 from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
 from radixkv.storage.device_pool import KVStorage
-from radixkv.storage.kv_layout import LatentKV
+from radixkv.storage.kv_layout import HeadKV, KVFormat, LatentKV, MixedKV
 from tests.model.coverage.small_configs import small_config
 from tests.model.exact.checkpoints import write_checkpoint
 
@@ -241,7 +241,6 @@ def test_checkpoints_that_transformers_writes_are_read_as_they_are_loaded(tmp_pa
     pytest.importorskip("transformers")
     from radixkv.config import ModelConfig
     from radixkv.model.loading import load_model
-    from radixkv.storage.kv_layout import HeadKV, KVFormat
     from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 
     for name, config in CONFIGS.items():
@@ -251,6 +250,56 @@ def test_checkpoints_that_transformers_writes_are_read_as_they_are_loaded(tmp_pa
         model = load_model(ModelConfig(path=str(directory), device="cpu"))
         assert layout.token_bytes(KVFormat(known.dtype)) == model.kv_shape.token_bytes, name
         assert known.weights_bytes == model.num_parameters * model.kv_shape.dtype.itemsize, name
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "mimo_v2_flash"])
+def test_a_plan_of_two_shapes_counts_what_the_pools_of_the_model_take(tmp_path, model_type):
+    write_checkpoint(small_config(model_type), tmp_path, max_shard_size="10MB")
+    planned = read_checkpoint(tmp_path)
+    num_others = planned.num_layers - planned.sliding.num_layers
+    layout = MixedKV(planned.sliding, HeadKV(num_others, planned.num_kv_heads, planned.head_dim))
+    model = load_model(ModelConfig(path=str(tmp_path), device="cpu", exactness="fast"))
+    assert planned.num_windowed_layers == planned.sliding.num_layers == sum(map(bool, model.windows))
+    assert layout.token_bytes(KVFormat("fp32")) == model.kv_shape.token_bytes
+
+
+GEMMA_4_26B = {
+    "model_type": "gemma4_text",
+    "attention_k_eq_v": True,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_size": 2816,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    "num_attention_heads": 16,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "sliding_window": 1024,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_other_heads_of_sliding_layers_are_read(tmp_path):
+    known = read_checkpoint(write_config(tmp_path, GEMMA_4_26B))
+    assert (known.num_kv_heads, known.head_dim, known.sliding) == (2, 512, HeadKV(25, 8, 256, 16))
+    known = read_checkpoint(write_config(tmp_path, GEMMA_4_26B | {"attention_k_eq_v": False, "global_head_dim": 256}))
+    assert (known.num_kv_heads, known.head_dim, known.sliding) == (8, 256, None)
+    overrides = {str(layer): {"head_dim": 512, "num_key_value_heads": 2} for layer in range(5, 30, 6)}
+    known = read_checkpoint(write_config(tmp_path, GEMMA_4_26B | {"per_layer_config": overrides}))
+    assert (known.num_kv_heads, known.head_dim, known.sliding) == (2, 512, HeadKV(25, 8, 256, 16))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types: expected a list of 30 kinds, got list "),
+        ({"per_layer_config": {"5": {"head_dim": 64}}}, "per_layer_config: expected the same K/V in all layers of a"),
+        ({"model_type": "other"}, "global_head_dim: expected layers that all store the same K/V, got int 512"),
+    ],
+)
+def test_heads_that_differ_otherwise_are_refused(tmp_path, change, words):
+    message = refusal_of(write_config(tmp_path, GEMMA_4_26B | change))
+    assert message.startswith(f"{tmp_path / 'config.json'}: {words}")
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "longcat_flash", "minicpm3"])

@@ -96,7 +96,7 @@ def settle(engine: Engine) -> None:
     engine._call(engine.offload.flush).result(PATIENCE_S)  # takes note of what they have
 
 
-@pytest.mark.parametrize(("model", "kv_dtype"), [("mistral", "auto"), ("gemma2", "int8"), ("mistral", "int8")])
+@pytest.mark.parametrize(("model", "kv_dtype"), [("mistral", "auto"), ("gemma2", "int8"), ("gemma4_text", "int8")])
 def test_an_evicted_prompt_is_loaded_with_its_bits(model: str, kv_dtype: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(MODELS[model], tmp_path)
     with served(checkpoint, HOST, f"cache.kv_dtype={kv_dtype}") as engine:

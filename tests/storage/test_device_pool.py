@@ -3,7 +3,7 @@ import torch
 
 from radixkv.config import KV_DTYPES
 from radixkv.errors import ConfigError
-from radixkv.storage.device_pool import KVShape, KVStorage
+from radixkv.storage.device_pool import KVHeads, KVShape, KVStorage
 from radixkv.storage.kv_layout import LatentKV
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
@@ -59,3 +59,19 @@ def test_a_dtype_that_does_not_fit_the_model_is_refused(
 def test_too_much_memory_is_refused_with_the_number_of_bytes() -> None:
     with pytest.raises(ConfigError, match=r"cache\.capacity_tokens: .* tokens need 3377699720527872000 bytes"):
         KVStorage(2**40 * 1000, 16, SHAPE, CPU)
+
+
+def test_layers_of_different_heads_add_up() -> None:
+    shape = KVShape.of_layers([KVHeads(8, 256), KVHeads(2, 512), KVHeads(8, 256)], torch.bfloat16)
+    assert shape.token_bytes == 2 * 2 * (8 * 256 * 2 + 2 * 512)
+    assert shape.of((0, 2)) == KVShape(2, 8, 256, torch.bfloat16)
+    assert shape.of(()).token_bytes == 0
+    assert shape.stored_as("int8").token_bytes == 2 * (2 * 8 * (256 + 4) + 2 * (512 + 4))
+    alike = KVShape.of_layers([KVHeads(2, 8)] * 3, torch.bfloat16)
+    assert alike == KVShape(3, 2, 8, torch.bfloat16)
+    assert alike.alike == ((0, 1, 2),)
+
+
+def test_int4_needs_an_even_size_in_every_layer() -> None:
+    with pytest.raises(ConfigError, match="expected an even head_dim for int4, got 7"):
+        KVShape.of_layers([KVHeads(2, 8), KVHeads(2, 7)], torch.float32).stored_as("int4")

@@ -103,3 +103,22 @@ def test_a_payload_with_parts_has_another_layout() -> None:
     )
     assert BlockMover([pool]).sizes == (BlockMover([pool]).payload_bytes,)
     assert BlockMover([pool]).has_part(BlockMover([pool]).read([0])[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_payload_has_the_bytes_of_pools_of_different_shapes(dtype: torch.dtype) -> None:
+    pools, parts = [pool_of(dtype), pool_of(dtype, num_layers=3)], [pool_of(dtype), pool_of(dtype, num_layers=1)]
+    mover = BlockMover(pools, parts)
+    assert mover.block_bytes == sum(pool.blocks[0].nbytes for pool in pools)
+    before = [pool.blocks.clone() for pool in (*pools, *parts)]
+    first, second = mover.read([3, 1], [None, 2])
+    assert (first.nbytes, second.nbytes) == (mover.block_bytes, mover.payload_bytes)
+    for pool in (*pools, *parts):
+        pool.blocks.zero_()
+    mover.write([1, 4], [first, second])
+    mover.write_parts([0], [second])
+    for pool, was in zip(pools, before, strict=False):
+        assert torch.equal(pool.blocks[[1, 4]], was[[3, 1]])
+    for pool, was in zip(parts, before[2:], strict=True):
+        assert torch.equal(pool.blocks[0], was[2])
+    assert len({payload_layout(each) for each in (pools, pools[::-1], pools[:1])}) == 3

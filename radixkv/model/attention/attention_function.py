@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from radixkv.errors import UnsupportedModel
@@ -30,7 +31,7 @@ def _attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_query_heads, num_tokens, head_dim]
     key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-    value: torch.Tensor | None,  # like the key; None of latent attention
+    value: torch.Tensor | None,  # like the key, or of fewer numbers; None of latent attention
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
@@ -44,7 +45,7 @@ def _attention_forward(
     """Attend in one layer. Transformers calls this in every attention layer.
 
     Returns:
-        Attention `[1, num_tokens, num_query_heads, head_dim]`, and None in place of weights.
+        Attention `[1, num_tokens, num_query_heads, numbers of a value]`, and None in place of weights.
 
     Raises:
         UnsupportedModel: the layer asks for something that the kernels do not do; the message names it.
@@ -72,7 +73,9 @@ def _attention_forward(
     rows, keys = query[0].transpose(0, 1), key[0].transpose(0, 1)
     index = kv_layer_of(module)
     if value is not None:
-        return radix_step.attend(index, rows, keys, value[0].transpose(0, 1), scoring)[None], None
+        narrower = key.shape[3] - value.shape[3]  # pools store values as wide as keys
+        values = (pad(value, (0, narrower)) if narrower > 0 else value)[0].transpose(0, 1)
+        return radix_step.attend(index, rows, keys, values, scoring)[None, ..., : value.shape[3]], None
     heads = latent_heads_of(module)
     return heads.values(radix_step.attend(index, heads.queries(rows), keys, None, scoring))[None], None
 

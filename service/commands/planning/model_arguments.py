@@ -8,7 +8,7 @@ import dataclasses
 from radixkv.errors import ConfigError
 from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
 from radixkv.service.commands.argument_types import whole
-from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat, KVLayout, LatentKV
+from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat, KVLayout, LatentKV, MixedKV
 
 # The flag and the name in config.json, for each field of a Checkpoint that a layout needs.
 _NAMES = {
@@ -50,9 +50,14 @@ def model_of(arguments: argparse.Namespace) -> Checkpoint:
     """Return the sizes in --model, replaced by those of the flags.
 
     Raises:
-        ConfigError: the model can't be read.
+        ConfigError: the model can't be read, or flags name one shape for layers that have two.
     """
     model = Checkpoint(dtype="bf16") if arguments.model is None else read_checkpoint(arguments.model)
+    if model.sliding is not None and (arguments.layers or arguments.kv_heads or arguments.head_dim):
+        raise ConfigError(
+            "--layers, --kv-heads, --head-dim: expected none beside a --model whose sliding layers store other K/V "
+            "than the others"
+        )
     given = {
         "num_layers": arguments.layers,
         "num_query_heads": arguments.query_heads,
@@ -84,6 +89,9 @@ def layout_of(model: Checkpoint, subject: str) -> KVLayout:
     if is_latent:
         return LatentKV(*sizes)
     num_layers, num_kv_heads, head_dim = sizes
+    if model.sliding is not None:
+        num_others = num_layers - model.sliding.num_layers
+        return MixedKV(model.sliding, HeadKV(num_others, num_kv_heads, head_dim, model.num_query_heads))
     return HeadKV(num_layers, num_kv_heads, head_dim, model.num_query_heads)
 
 

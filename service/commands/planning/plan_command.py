@@ -26,7 +26,7 @@ from radixkv.service.commands.planning.model_arguments import add_model_argument
 from radixkv.service.commands.planning.plan_report import Group
 from radixkv.service.commands.planning.tier_arguments import add_tier_argument, rooms_of, tier_numbers
 from radixkv.service.commands.planning.tier_report import TierLink, tier_group
-from radixkv.storage.kv_layout import KVFormat, KVLayout, LatentKV, attention_kinds
+from radixkv.storage.kv_layout import KVFormat, KVLayout, LatentKV, MixedKV, attention_kinds
 
 _DISK_GB_S = 3.0  # a drive on PCIe 3.0 or 4.0 x4
 _NETWORK_GB_S = 1.25  # 10 Gbit/s
@@ -160,7 +160,7 @@ def _groups(arguments: argparse.Namespace, model: Checkpoint) -> list[Group]:
         _fit_group(arguments, model, rank_token_bytes),
         _kinds_group(model, layout, kv_format, arguments.batch * arguments.context),
         plan_report.blocks_group(BlockUse(arguments.context, arguments.block_size), token_bytes),
-        _windowed_group(arguments, model, layout, token_bytes),
+        _windowed_group(arguments, model, layout, kv_format, token_bytes),
         _sharing_group(arguments, token_bytes),
         _transfer_group(arguments, token_bytes),
         _tier_group(arguments, token_bytes),
@@ -196,6 +196,8 @@ def _fit_group(arguments: argparse.Namespace, model: Checkpoint, rank_token_byte
 
 
 def _kinds_group(model: Checkpoint, layout: KVLayout, kv_format: KVFormat, num_tokens: int) -> Group:
+    if isinstance(layout, MixedKV):
+        return Group("attention kinds", [("expected the same K/V in all layers",)])
     if model.num_query_heads is None or model.head_dim is None:
         return Group("attention kinds", [("expected --query-heads and --head-dim",)])
     kinds = attention_kinds(
@@ -209,12 +211,12 @@ def _kinds_group(model: Checkpoint, layout: KVLayout, kv_format: KVFormat, num_t
 
 
 def _windowed_group(
-    arguments: argparse.Namespace, model: Checkpoint, layout: KVLayout, token_bytes: int
+    arguments: argparse.Namespace, model: Checkpoint, layout: KVLayout, kv_format: KVFormat, token_bytes: int
 ) -> Group | None:
     if model.window is None or not 0 < model.num_windowed_layers <= layout.num_layers:
         return None
     use = WindowedUse(arguments.context, arguments.block_size, model.window)
-    return plan_report.windowed_group(use, model.num_windowed_layers, layout.num_layers, token_bytes)
+    return plan_report.windowed_group(use, model.num_windowed_layers, layout, kv_format, token_bytes)
 
 
 def _sharing_group(arguments: argparse.Namespace, token_bytes: int) -> Group | None:

@@ -19,7 +19,7 @@ from radixkv.planning.plan import (
     recompute_us,
 )
 from radixkv.service.commands.tables import aligned
-from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout, layer_shares
+from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout, LatentKV, MixedKV, layer_shares
 
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _DECIMAL = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
@@ -55,22 +55,20 @@ def token_group(layout: KVLayout, kv_format: KVFormat, tensor_parallel: int) -> 
     token_bytes = layout.token_bytes(kv_format)
     rank_token_bytes = layout.rank_token_bytes(kv_format, tensor_parallel)
     scales = ", a float32 scale a vector" if kv_format.has_scales else ""
-    if isinstance(layout, HeadKV):
-        stored = f"{layout.num_layers} layers x 2 x {layout.num_kv_heads} KV heads x {layout.head_dim}"
-    else:
-        stored = f"{layout.num_layers} layers x (latent of {layout.rank} + rotary key of {layout.rope_dim})"
+    latent = layout if isinstance(layout, LatentKV) else None
+    heads = layout.other if isinstance(layout, MixedKV) else layout if isinstance(layout, HeadKV) else None
     rows = [
-        ("stored", f"{stored}, {kv_format.name}{scales}"),
+        ("stored", f"{layout}, {kv_format.name}{scales}"),
         ("a token", f"{token_bytes:,} bytes, {_size(token_bytes)}"),
         ("on a rank", f"{rank_token_bytes:,} bytes, {_size(rank_token_bytes)}, tp {tensor_parallel}"),
     ]
     fields = {
         "num_layers": layout.num_layers,
-        "num_query_heads": layout.num_query_heads if isinstance(layout, HeadKV) else None,
-        "num_kv_heads": layout.num_kv_heads if isinstance(layout, HeadKV) else None,
-        "head_dim": layout.head_dim if isinstance(layout, HeadKV) else None,
-        "mla_rank": None if isinstance(layout, HeadKV) else layout.rank,
-        "rope_dim": None if isinstance(layout, HeadKV) else layout.rope_dim,
+        "num_query_heads": heads and heads.num_query_heads,
+        "num_kv_heads": heads and heads.num_kv_heads,
+        "head_dim": heads and heads.head_dim,
+        "mla_rank": latent and latent.rank,
+        "rope_dim": latent and latent.rope_dim,
         "dtype": kv_format.name,
         "has_scales": kv_format.has_scales,
         "tp": tensor_parallel,
@@ -163,6 +161,7 @@ def kinds_group(kinds: Mapping[str, KVLayout], own: KVLayout, kv_format: KVForma
         if isinstance(layout, HeadKV):
             stored = f"2 x {layout.num_kv_heads} x {layout.head_dim}"
         else:
+            assert isinstance(layout, LatentKV), "no kind has two shapes"
             stored = f"{layout.rank} + {layout.rope_dim}"
         token_bytes = layout.token_bytes(kv_format)
         cache_bytes = num_tokens * token_bytes
@@ -196,13 +195,24 @@ def blocks_group(use: BlockUse, token_bytes: int) -> Group:
     return Group("blocks and waste", rows, fields)
 
 
-def windowed_group(use: WindowedUse, num_windowed_layers: int, num_layers: int, token_bytes: int) -> Group:
-    """Return what windowed layers need of a sequence where they have a pool of their own."""
-    layer_block_bytes = use.block_size * token_bytes // num_layers
-    whole = BlockUse(use.num_tokens, use.block_size).num_blocks
-    num_other_layers = num_layers - num_windowed_layers
-    sequence_bytes = layer_block_bytes * (whole * num_other_layers + use.num_blocks * num_windowed_layers)
-    shares = layer_shares(use.window, num_windowed_layers, num_other_layers)
+def windowed_group(
+    use: WindowedUse, num_windowed_layers: int, layout: KVLayout, kv_format: KVFormat, token_bytes: int
+) -> Group:
+    """Return what windowed layers need of a sequence where they have a pool of their own.
+
+    Args:
+        use: their blocks.
+        num_windowed_layers: at least one; of a layout with two kinds of layers all sliding ones, or none.
+        layout, kv_format: of the whole model.
+        token_bytes: of all layers, on one rank.
+    """
+    num_layers, whole = layout.num_layers, BlockUse(use.num_tokens, use.block_size).num_blocks
+    windowed, other = num_windowed_layers, num_layers - num_windowed_layers  # in bytes if layers differ
+    if isinstance(layout, MixedKV):
+        windowed, other = layout.sliding.token_bytes(kv_format), layout.other.token_bytes(kv_format)
+    unit_bytes = use.block_size * token_bytes // (windowed + other)
+    sequence_bytes = unit_bytes * (whole * other + use.num_blocks * windowed)
+    shares = layer_shares(use.window, windowed, other)
     rows = [
         ("layers", f"{num_windowed_layers} of {num_layers}, a window of {use.window:,} tokens"),
         ("a sequence", f"{use.num_blocks:,} of {whole:,} blocks there, {_size(sequence_bytes)} in all"),

@@ -118,7 +118,8 @@ def serve(family: str, folder: Path, options: list[dict[str, Any]] | None = None
         model.adapted.adapters.add(files[-1])
         oracles.append(load_adapted(checkpoint, directory))
     storage = KVStorage(NUM_BLOCKS, BLOCK_SIZE, model.kv_shape, model.device)
-    storage.pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
+    for pool in storage.pools:
+        pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
     return Adapted(model, Runner(model, storage, TorchKernels(), num_state_slots=NUM_BLOCKS), files, oracles)
 
 

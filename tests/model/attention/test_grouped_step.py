@@ -29,7 +29,7 @@ NUM_BLOCKS = 64
 STEP_TOKENS = 150
 
 
-@pytest.fixture(params=["mistral", "gemma2", "qwen2", "gpt_oss"], scope="module")
+@pytest.fixture(params=["mistral", "gemma2", "qwen2", "gpt_oss", "gemma4_text"], scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = write_checkpoint(MODELS[request.param], tmp_path_factory.mktemp(request.param))
     return load_model(ModelConfig(path=str(directory), dtype="float32"))

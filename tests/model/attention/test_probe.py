@@ -12,7 +12,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionKind
 from radixkv.model.attention.probe import probe_attention
-from radixkv.storage.device_pool import KVShape
+from radixkv.storage.device_pool import KVHeads, KVShape
 
 CPU = torch.device("cpu")
 SCORING = Scoring(0.25, None, None)
@@ -59,3 +59,46 @@ def test_shape_and_kinds_are_those_of_the_layers() -> None:
 def test_layers_that_do_not_fit_are_refused(layers: list[tuple[int, int, torch.dtype, Scoring]], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         probe_attention("Some", asking(*layers), CPU, 2)
+
+
+def unlike(ids: torch.Tensor, _: torch.Tensor, step: Any, __: torch.Tensor) -> None:
+    """A forward pass whose second layer has twice the heads, of half the size."""
+    for layer, (num_heads, head_dim) in enumerate([(2, 16), (4, 8), (2, 16)]):
+        key = torch.zeros(len(ids), num_heads, head_dim)
+        step.attend(layer, torch.zeros(len(ids), 4, head_dim), key, key, SCORING)
+
+
+def test_layers_may_have_different_heads() -> None:
+    shape, kinds = probe_attention("Some", unlike, CPU, 3)
+    assert shape.heads == (KVHeads(2, 16), KVHeads(4, 8), KVHeads(2, 16))
+    assert shape.alike == ((0, 2), (1,))
+    assert len(kinds) == 3
+
+
+def test_layers_with_different_heads_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, ones, arange = torch.zeros, torch.ones, torch.arange
+    for name, make in (("zeros", zeros), ("ones", ones), ("arange", arange)):  # there is no GPU here
+        monkeypatch.setattr(torch, name, lambda *size, device=None, make=make, **rest: make(*size, **rest))
+    with pytest.raises(UnsupportedModel, match="Some: layers with K/V of different shapes: expected model"):
+        probe_attention("Some", unlike, torch.device("cuda"), 3)
+
+
+def test_layers_with_different_heads_are_refused_beside_short_convolutions() -> None:
+    def forward(ids: torch.Tensor, positions: torch.Tensor, step: Any, rows: torch.Tensor) -> None:
+        unlike(ids, positions, step, rows)
+        step.convolve(0, torch.zeros(2, 4), torch.zeros(1), None)
+
+    with pytest.raises(UnsupportedModel, match="expected one K/V shape in all layers beside short convolutions"):
+        probe_attention("Some", forward, CPU, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_beside_heads_and_two_dtypes_are_refused(dtype: torch.dtype) -> None:
+    def forward(ids: torch.Tensor, _: torch.Tensor, step: Any, __: torch.Tensor) -> None:
+        for layer in range(2):
+            key = torch.zeros(len(ids), 2, 16, dtype=dtype if layer else torch.float32)
+            has_value = not layer or dtype != torch.float32
+            step.attend(layer, torch.zeros(len(ids), 4, 16), key, key if has_value else None, SCORING)
+
+    with pytest.raises(UnsupportedModel, match="expected K/V of one dtype, in all layers or in none as latents"):
+        probe_attention("Some", forward, CPU, 2)

@@ -127,6 +127,7 @@ _OF_A_TYPE: dict[str, dict[str, Any]] = {
         "zero_expert_num": 2,
     },
     "mamba2": {"num_heads": 8},
+    "mimo_v2_flash": {"head_dim": 24},
     "minicpm3": _LATENT,
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32},
     "phimoe": {"sliding_window": None},

@@ -17,10 +17,10 @@ LINES = {match[1]: match[0] for match in re.finditer(r"^\| `(\w+)` \|.*$", PAGE,
 
 # One for each kind: softcap, learned positions, experts called by functions of torch, heads that are rotated in part,
 # layers that pass no keywords on, routers whose weight is read, layers that share K/V, layers without positions,
-# latents rotated as complex numbers, latents of two attentions a layer, states.
+# latents rotated as complex numbers, latents of two attentions a layer, states, K/V of two shapes, narrow values.
 KINDS = [
     *("gemma2", "gpt2", "dbrx", "glm4_moe", "nemotron", "hunyuan_v1_moe", "gemma3n_text", "cohere2"),
-    *("deepseek_v2", "longcat_flash", "lfm2"),
+    *("deepseek_v2", "longcat_flash", "lfm2", "gemma4_text", "mimo_v2_flash"),
 ]
 REFUSED = ["bloom", "deepseek_v32", "hrm_text", "llama4_text", "mamba2"]
 

@@ -328,6 +328,21 @@ def test_windowed_layers_need_the_blocks_of_their_window(capsys, model):
     assert numbers["windowed_share"] == numbers["other_share"] / 4
 
 
+def test_layers_of_two_shapes_count_by_their_own_bytes(capsys, model):
+    fields = json.loads((model / "config.json").read_text())
+    fields |= {"model_type": "gemma4_text", "global_head_dim": 512, "num_key_value_heads": 8, "head_dim": 256}
+    fields |= {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 20, "sliding_window": 512}
+    (model / "config.json").write_text(json.dumps(fields))
+    arguments = ("--model", str(model), "--context", "16Ki")
+    assert "60 layers x 2 x 8 KV heads x 256 + 20 layers x 2 x 8 KV heads x 512" in plan(capsys, *arguments)
+    numbers = plan_json(capsys, *arguments)
+    sliding, other = 60 * 2 * 8 * 256 * 2, 20 * 2 * 8 * 512 * 2
+    assert numbers["token_bytes"] == sliding + other
+    assert numbers["windowed_sequence_bytes"] == 64 * (other * 256 + sliding * 9)
+    assert numbers["other_share"] == (sliding + other) / (other + sliding / 4)
+    assert "expected none beside a --model whose sliding layers" in refusal(capsys, *arguments, "--kv-heads", "4")
+
+
 def test_flags_win_over_the_model(capsys, model):
     tree = plan_json(capsys, "--model", str(model / "config.json"), "--kv-heads", "64", "--dtype", "fp8")
     assert (tree["token_bytes"], tree["num_kv_heads"], tree["dtype"]) == (1_310_720, 64, "fp8")

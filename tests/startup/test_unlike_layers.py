@@ -1,0 +1,96 @@
+"""An engine whose layers store K/V of different shapes: sizes of pools, the same bits, tiers, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import PrefillResult
+from radixkv.config import Config
+from radixkv.engine.engine import Engine
+from radixkv.errors import UnsupportedModel
+from radixkv.startup.build_engine import build_engine
+from tests.model.exact.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.model.exact.exact_cases import MODELS
+from tests.patience import PATIENCE_S
+from tests.scheduling.always_load import AlwaysLoad
+
+SLIDING_BYTES, FULL_BYTES = 2 * 2 * 2 * 16 * 4, 2 * 1 * 32 * 4  # of a token: two layers, and one
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers with a window of 24 tokens and two heads of 16, and a layer without, with one head of 32."""
+    return write_checkpoint(MODELS["gemma4_text"], tmp_path_factory.mktemp("gemma4"))
+
+
+@contextlib.contextmanager
+def served(model: Path, *settings: str) -> Iterator[Engine]:
+    fixed = (f"model.path={model}", "model.device=cpu", "cache.capacity_tokens=2048", "cache.block_size=16")
+    config = Config.load(None, [*fixed, "engine.max_step_tokens=64", *settings])
+    engine = build_engine(config, choice=AlwaysLoad(16))
+    engine.start()
+    try:
+        yield engine
+        engine.check().result(PATIENCE_S)
+    finally:
+        engine.stop()
+
+
+def ask(engine: Engine, prompt: bytes, **params: bool) -> PrefillResult:
+    return engine.prefill(PrefillParams(prompt, Caller("acme"), return_logits=True, **params)).result(PATIENCE_S)
+
+
+def tokens(count: int) -> bytes:
+    return np.random.default_rng(1).integers(3, VOCAB_SIZE, count).astype("<u4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_pools"), [((), (1, 1)), (("cache.windowed_tokens=0",), (2, 0))], ids=["divided", "whole"]
+)
+def test_a_hit_inside_a_block_has_the_same_bits(gemma4: Path, settings: tuple[str, ...], num_pools: object) -> None:
+    with served(gemma4, *settings) as engine:
+        storage = engine._core._runner.storage
+        assert (len(storage.pools), len(storage.part_pools)) == num_pools
+        prompt = tokens(230)
+        cold = ask(engine, prompt, read_cache=False)
+        ask(engine, prompt[: 4 * 170] + tokens(9))
+        warm = ask(engine, prompt)
+        assert warm.usage.cached_tokens > 200
+        assert np.array_equal(warm.logits, cold.logits)
+
+
+def test_windowed_layers_leave_their_own_bytes_to_the_others(gemma4: Path) -> None:
+    with served(gemma4) as engine:
+        storage = engine._core._runner.storage
+    assert (storage.part_bytes, storage.block_bytes) == (16 * SLIDING_BYTES, 16 * FULL_BYTES)
+    memory = 128 * 16 * (SLIDING_BYTES + FULL_BYTES)
+    assert memory - storage.block_bytes < storage.num_bytes <= memory
+    assert storage.num_parts < 128 < storage.num_blocks
+
+
+@pytest.mark.parametrize("settings", [(), ("cache.windowed_tokens=0",)], ids=["divided", "whole"])
+def test_what_left_the_device_comes_back_with_the_same_bits(gemma4: Path, settings: tuple[str, ...]) -> None:
+    with served(gemma4, "tiers.host_bytes=100000000", *settings) as engine:
+        prompt = tokens(230)
+        cold = ask(engine, prompt)
+        num_blocks = engine._core._runner.storage.num_blocks
+        engine._call(lambda: engine._core.cache.evict(num_blocks)).result(PATIENCE_S)
+        assert engine.offload is not None
+        engine.purge(tenant="nobody").result(PATIENCE_S)  # deleted after all that was given to the stores before
+        engine._call(engine.offload.flush).result(PATIENCE_S)
+        warm = ask(engine, prompt)
+        assert warm.usage.host_tokens > 0
+        assert np.array_equal(warm.logits, cold.logits)
+
+
+def test_transfers_are_refused_by_name(gemma4: Path) -> None:
+    message = "layers with K/V of different shapes: expected neither transfer.serve nor kv_sources"
+    with pytest.raises(UnsupportedModel, match=message), served(gemma4, "transfer.serve=true"):
+        raise AssertionError("it serves")
