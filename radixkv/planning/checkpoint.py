@@ -215,7 +215,7 @@ def _unlike_heads(fields: _Fields, num_layers: int, num_kv_heads: int, head_dim:
         heads.setdefault(kind, set()).add(_heads_of(fields, layer, kind == "sliding_attention", num_kv_heads, head_dim))
     if any(len(each) > 1 for each in heads.values()):
         raise ConfigError(f"{fields.file}: per_layer_config: expected the same K/V in all layers of a kind, got others")
-    sliding, full = ((heads.get(kind) or {None}).pop() for kind in ("sliding_attention", "full_attention"))
+    sliding, full = (next(iter(heads.get(kind, ())), None) for kind in ("sliding_attention", "full_attention"))
     if sliding is None or full is None or sliding == full:
         return None, *(full or sliding or (num_kv_heads, head_dim))
     return HeadKV(types.count("sliding_attention"), *sliding, num_query_heads), *full

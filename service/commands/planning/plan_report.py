@@ -64,11 +64,11 @@ def token_group(layout: KVLayout, kv_format: KVFormat, tensor_parallel: int) -> 
     ]
     fields = {
         "num_layers": layout.num_layers,
-        "num_query_heads": heads and heads.num_query_heads,
-        "num_kv_heads": heads and heads.num_kv_heads,
-        "head_dim": heads and heads.head_dim,
-        "mla_rank": latent and latent.rank,
-        "rope_dim": latent and latent.rope_dim,
+        "num_query_heads": None if heads is None else heads.num_query_heads,
+        "num_kv_heads": None if heads is None else heads.num_kv_heads,
+        "head_dim": None if heads is None else heads.head_dim,
+        "mla_rank": None if latent is None else latent.rank,
+        "rope_dim": None if latent is None else latent.rope_dim,
         "dtype": kv_format.name,
         "has_scales": kv_format.has_scales,
         "tp": tensor_parallel,
@@ -201,10 +201,8 @@ def windowed_group(
     """Return what windowed layers need of a sequence where they have a pool of their own.
 
     Args:
-        use: their blocks.
-        num_windowed_layers: at least one; of a layout with two kinds of layers all sliding ones, or none.
-        layout, kv_format: of the whole model.
-        token_bytes: of all layers, on one rank.
+        use, num_windowed_layers: their blocks and their number, at least one.
+        layout, kv_format, token_bytes: of the whole model.
     """
     num_layers, whole = layout.num_layers, BlockUse(use.num_tokens, use.block_size).num_blocks
     windowed, other = num_windowed_layers, num_layers - num_windowed_layers  # in bytes if layers differ
