@@ -120,7 +120,7 @@ MODELS: dict[str, PretrainedConfig] = {
     ),
 }
 WITHOUT_TIERS = ("lfm2",)  # its states are not stored, so the service refuses it
-ON_CPU_ONLY = ("deepseek_v2", "deepseek_v3", "lfm2")  # a GPU has no kernels for latents and states yet
+ON_CPU_ONLY = ("deepseek_v2", "deepseek_v3", "lfm2", "gemma4_text")  # a GPU has no kernels for what they store yet
 NUM_BLOCKS = 240
 HOST_BLOCKS = 40
 MAX_RUNNING = 8
