@@ -1,14 +1,16 @@
 """Attacks a server of its own on loopback, with an innocent caller beside each attack.
 
-python -m bench.hostile [--attacks stalled unread] [--seconds 8] [--set server.max_calls=100] [--json FILE]
+python -m bench.hostile [--attacks stalled unread] [--seconds 8] [--set server.max_calls=100] [--apart] [--json FILE]
 
-Server, attacker and innocent are three processes. Exit status: 1 if an attack broke a bound.
+Server, attacker and innocent are three processes. With `--apart` a fourth one, another server, is attacked: what the
+innocent then waits for is the machine, not its server. Exit status: 1 if an attack broke a bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -38,27 +40,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each attack; default 8")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V")
+    parser.add_argument("--apart", action="store_true", help="attack another server than the innocent's")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     command = shlex.join(["python", "-m", "bench.hostile", *(sys.argv[1:] if arguments is None else arguments)])
-    asked = {"seconds": options.seconds, "settings": options.settings, "command": command}
+    asked = {"seconds": options.seconds, "settings": options.settings, "apart": options.apart, "command": command}
     print(_HEADING)
     rows: list[dict[str, Any]] = []
     for name in options.attacks:
-        rows.append(_row(name, ATTACKS[name], options.seconds, options.settings))
+        rows.append(_row(name, ATTACKS[name], options.seconds, options.settings, is_apart=options.apart))
         if options.json:
             write_json(options.json, {"rows": rows, **asked, **describe_run()})
     return 1 if any(row["broken"] for row in rows) else 0
 
 
-def _row(name: str, attack: Attack, seconds: float, settings: Sequence[str]) -> dict[str, Any]:
+def _row(name: str, attack: Attack, seconds: float, settings: Sequence[str], *, is_apart: bool) -> dict[str, Any]:
     settings = [*attack.settings, *settings]
     command = [sys.executable, "-m", "bench.parts.null_service", "engine", "--vocab-size", str(attack.vocab_size)]
-    process = ServerProcess([*command, *(word for setting in settings for word in ("--set", setting))])
+    command += [word for setting in settings for word in ("--set", setting)]
+    process = ServerProcess(command)
     load = os.getloadavg()[0]
-    with process as address:
+    with process as address, ServerProcess(command) if is_apart else contextlib.nullcontext() as other:
         assert process.pid is not None, "a server that listens has a process"
-        trial = asyncio.run(measure(name, Target(address, seconds), process.pid))
+        attacked = None if other is None else Target(other, seconds)
+        trial = asyncio.run(measure(name, Target(address, seconds), process.pid, attacked))
     budget_mb = memory_budget_mb(Config.load(None, settings).server, attack.num_connections)
     broken = broken_bounds(trial, budget_mb)
     _show(trial, broken)

@@ -34,7 +34,6 @@ def refusal(config: PretrainedConfig, directory: Path) -> str:
         ("mamba", "MambaForCausalLM: keeps a state for each sequence in layers of linear_attention"),
         ("deepseek_v32", "DeepseekV32ForCausalLM: expected layers of full or sliding attention, got indexed_attention"),
         ("llama4_text", "Llama4ForCausalLM: expected layers of full or sliding attention, got chunked_attention"),
-        ("gemma4_text", "Gemma4ForCausalLM: expected one K/V shape in all layers"),
         ("hrm_text", "HrmTextForCausalLM: expected each layer to attend once a token"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from bench.hostile.attacks.attack import Target
 from bench.hostile.trial import measure, resident_mb
 from bench.parts.server_process import ServerProcess
+from radixkv.service.client import Client
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
@@ -25,6 +26,19 @@ def test_an_attack_refuses_nobody_else_and_leaves_nothing():
     assert trial.peak_mb < trial.idle_mb + MOST_MB
     assert trial.idle_after_s is not None
     assert trial.seen.keys() == {"RESOURCE_EXHAUSTED"}
+
+
+def test_an_attack_apart_goes_to_another_server():
+    processes = [ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"]) for _ in range(2)]
+    with processes[0] as address, processes[1] as attacked:
+        trial = asyncio.run(
+            measure("large_unpacked", Target(address, 0.5), processes[0].pid, Target(attacked, 0.5))
+        )
+        with Client(address) as own, Client(attacked) as other:
+            own_tenants, other_tenants = ({each.tenant for each in client.stats().tenants} for client in (own, other))
+    assert trial.seen["OK"] > 0
+    assert "innocent" in own_tenants - other_tenants
+    assert other_tenants - own_tenants
 
 
 def test_the_memory_of_a_process_is_what_linux_says():
