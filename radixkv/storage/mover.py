@@ -10,7 +10,7 @@ import torch
 
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import rotated_part
-from radixkv.kernels.staging import to_device
+from radixkv.kernels.staging import to_device, to_device_beside_steps
 
 
 def payload_layout(pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -> str:
@@ -131,9 +131,10 @@ def _fill_one(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memor
 
 
 def fill_at_once(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
-    """Copy bytes into blocks as a GPU takes them: in one upload from pinned memory, for which the host does not wait.
+    """Copy bytes into blocks as a GPU takes them: in one upload from pinned memory, for which neither host nor steps wait.
 
-    Steps that are launched afterwards read what came.
+    Steps that are launched afterwards read what came. The upload has a stream of its own; within the device, blocks are
+    filled between two steps.
 
     Args:
         blocks: bytes `[num_blocks, ...]`.
@@ -142,4 +143,4 @@ def fill_at_once(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[me
     """
     source = torch.from_numpy(np.stack([np.frombuffer(each, np.uint8) for each in payloads]))  # [num_ids, bytes]
     index = to_device(torch.tensor(ids), blocks.device)
-    blocks.index_copy_(0, index, to_device(source, blocks.device).view(len(ids), *blocks.shape[1:]))
+    blocks.index_copy_(0, index, to_device_beside_steps(source, blocks.device).view(len(ids), *blocks.shape[1:]))

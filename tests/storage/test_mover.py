@@ -47,6 +47,7 @@ def test_a_gpu_gets_blocks_in_one_upload(monkeypatch: pytest.MonkeyPatch, *, is_
         return tensor
 
     monkeypatch.setattr(mover, "to_device", to_device)
+    monkeypatch.setattr(mover, "to_device_beside_steps", to_device)
     mover.fill_at_once(pool.blocks, [1, 4], [payload.toreadonly() for payload in payloads])
     assert torch.equal(pool.blocks[[1, 4]], before[[3, 1]])
     assert not pool.blocks[[0, 2, 3]].any()
