@@ -28,7 +28,7 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def to_device_beside_steps(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Bring a tensor from the host to a device as `to_device` does, but while steps that were launched before still run.
+    """Bring a tensor from the host to a device as `to_device` does, while steps that were launched before still run.
 
     A GPU copies it on a stream of its own. What is launched afterwards on the current stream waits for the copy.
 

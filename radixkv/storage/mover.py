@@ -131,7 +131,7 @@ def _fill_one(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memor
 
 
 def fill_at_once(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
-    """Copy bytes into blocks as a GPU takes them: in one upload from pinned memory, for which neither host nor steps wait.
+    """Copy bytes into blocks as a GPU takes them: one upload from pinned memory, for which neither host nor steps wait.
 
     Steps that are launched afterwards read what came. The upload has a stream of its own; within the device, blocks are
     filled between two steps.

@@ -31,9 +31,7 @@ def test_an_attack_refuses_nobody_else_and_leaves_nothing():
 def test_an_attack_apart_goes_to_another_server():
     processes = [ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"]) for _ in range(2)]
     with processes[0] as address, processes[1] as attacked:
-        trial = asyncio.run(
-            measure("large_unpacked", Target(address, 0.5), processes[0].pid, Target(attacked, 0.5))
-        )
+        trial = asyncio.run(measure("large_unpacked", Target(address, 0.5), processes[0].pid, Target(attacked, 0.5)))
         with Client(address) as own, Client(attacked) as other:
             own_tenants, other_tenants = ({each.tenant for each in client.stats().tenants} for client in (own, other))
     assert trial.seen["OK"] > 0
