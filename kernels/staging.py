@@ -48,7 +48,7 @@ def to_device_beside_steps(tensor: torch.Tensor, device: torch.device) -> torch.
 
 @cache
 def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class StagedArrays:
