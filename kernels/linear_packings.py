@@ -185,7 +185,9 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Those that are likely to be fast come first: others are soon given up.
 PACKINGS = {
-    "native": LinearPacking(products.Panels, products.multiply, tuple(products.WORD_NUMBERS), products.gate, True),
+    "native": LinearPacking(
+        products.Panels, products.multiply, tuple(products.WORD_NUMBERS), products.gate, rows_are_alike=True
+    ),
     "blocked": LinearPacking(_blocked, _blocked_product, _FLOATS, _blocked_gate),
     "packed": LinearPacking(_packed, _packed_product, (torch.float32,)),
     "convolution": LinearPacking(_for_convolution, _convolution_product, (torch.bfloat16,), _convolution_gate),

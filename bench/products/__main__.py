@@ -4,7 +4,7 @@ python -m bench.products [--shapes 896x4864,4864x896] [--rows 1,8,16,64,512] [--
 
 Features in x out. Libraries take turns, and each reads copies of the weight that together have twice the size of the
 last cache, as weights of a model come from memory. Medians of the thread's own time with one thread, otherwise of the
-clock. Each product is compared with one in float64 before it is timed. Exit status: 0.
+clock. Each product is compared with one in float64 before it is timed.
 """
 
 from __future__ import annotations

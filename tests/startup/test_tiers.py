@@ -33,6 +33,7 @@ from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S, wait_until
 from tests.scheduling.always_load import AlwaysLoad
+from tests.startup.running import running
 from tests.storage.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
 BLOCK_SIZE, POOL_TOKENS, PROMPT_TOKENS = 16, 256, 83  # five whole blocks of a pool of 16
@@ -58,13 +59,8 @@ def config(checkpoint: Path, *settings: str) -> Config:
 @contextlib.contextmanager
 def engine(checkpoint: Path, *settings: str, choice: LoadOrCompute | None = None) -> Iterator[Engine]:
     """An engine that loads what is stored, unless another choice is given."""
-    engine = build_engine(config(checkpoint, *settings), choice=choice or AlwaysLoad(BLOCK_SIZE))
-    engine.start()
-    try:
+    with running(build_engine(config(checkpoint, *settings), choice=choice or AlwaysLoad(BLOCK_SIZE))) as engine:
         yield engine
-        engine.check().result(PATIENCE_S)
-    finally:
-        engine.stop()
 
 
 def prompt(seed: int) -> bytes:

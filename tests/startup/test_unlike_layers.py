@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 
 from radixkv.api.caller import Caller
+from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
+from radixkv.api.sampling import Sampling
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
-from radixkv.errors import UnsupportedModel
+from radixkv.errors import SwitchedOff, UnsupportedModel
 from radixkv.startup.build_engine import build_engine
 from tests.model.exact.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S
 from tests.scheduling.always_load import AlwaysLoad
+from tests.startup.running import running
 
 SLIDING_BYTES, FULL_BYTES = 2 * 2 * 2 * 16 * 4, 2 * 1 * 32 * 4  # of a token: two layers, and one
 
@@ -34,13 +37,8 @@ def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(model: Path, *settings: str) -> Iterator[Engine]:
     fixed = (f"model.path={model}", "model.device=cpu", "cache.capacity_tokens=2048", "cache.block_size=16")
     config = Config.load(None, [*fixed, "engine.max_step_tokens=64", *settings])
-    engine = build_engine(config, choice=AlwaysLoad(16))
-    engine.start()
-    try:
+    with running(build_engine(config, choice=AlwaysLoad(16))) as engine:
         yield engine
-        engine.check().result(PATIENCE_S)
-    finally:
-        engine.stop()
 
 
 def ask(engine: Engine, prompt: bytes, **params: bool) -> PrefillResult:
@@ -94,3 +92,11 @@ def test_transfers_are_refused_by_name(gemma4: Path) -> None:
     message = "layers with K/V of different shapes: expected neither transfer.serve nor kv_sources"
     with pytest.raises(UnsupportedModel, match=message), served(gemma4, "transfer.serve=true"):
         raise AssertionError("it serves")
+
+
+def test_generations_that_drop_kv_are_refused_by_name(gemma4: Path) -> None:
+    with served(gemma4) as engine:
+        params = PrefillParams(tokens(40), Caller("acme"))
+        sampling = Sampling(4, compression=Compression(CompressionPolicy.H2O, 32))
+        with pytest.raises(SwitchedOff, match="a model whose layers store K/V of different shapes"):
+            engine.generate(params, sampling, lambda _: None).result(PATIENCE_S)

@@ -20,6 +20,7 @@ from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S
 from tests.scheduling.always_load import AlwaysLoad
+from tests.startup.running import running
 
 HOST = "tiers.host_bytes=100000000"
 CAPACITY_TOKENS, LONG = 54 * 16, 480
@@ -44,13 +45,8 @@ def served(checkpoint: Path, *settings: str, windowed_tokens: int = 272) -> Iter
     """An engine whose windowed layers hold little more than a request needs."""
     pool = (f"cache.capacity_tokens={CAPACITY_TOKENS}", "cache.block_size=16", "engine.max_step_tokens=64")
     fixed = (f"model.path={checkpoint}", "model.device=cpu", f"cache.windowed_tokens={windowed_tokens}", *pool)
-    engine = build_engine(Config.load(None, [*fixed, *settings]), choice=AlwaysLoad(16))
-    engine.start()
-    try:
+    with running(build_engine(Config.load(None, [*fixed, *settings]), choice=AlwaysLoad(16))) as engine:
         yield engine
-        engine.check().result(PATIENCE_S)
-    finally:
-        engine.stop()
 
 
 @pytest.fixture(scope="module")

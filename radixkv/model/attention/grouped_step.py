@@ -22,6 +22,7 @@ class GroupedStep:
     def __init__(self, steps: Sequence[PagedStep], places: Sequence[Place]) -> None:
         self._steps = steps
         self._places = places
+        self._used = [steps[pool] for pool in sorted({place.pool for place in places})]
 
     def attend(
         self,
@@ -48,7 +49,7 @@ class GroupedStep:
     @property
     def is_finite(self) -> torch.Tensor:
         """Whether all K and V written so far are finite, bool `[num_tokens]`; see `PagedStep.is_finite`."""
-        first, *others = (self._steps[pool].is_finite for pool in sorted({place.pool for place in self._places}))
+        first, *others = (step.is_finite for step in self._used)
         for other in others:
             first = first & other
         return first

@@ -47,6 +47,8 @@ class DiskStore(StoreBackend):
     Complexity: starting reads 64 bytes a slot and takes about 2 us for each object that is there.
     """
 
+    num_readers = 1  # two that take turns look random to the system, which then does not read ahead
+
     def __init__(
         self,
         path: Path,
@@ -72,8 +74,6 @@ class DiskStore(StoreBackend):
         except OSError as error:
             self._directory.close()
             raise _failed(error) from error
-
-    num_readers = 1  # two that take turns look random to the system, which then does not read ahead
 
     def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
         """Write objects. They are there for the next process once this returns, and after a power failure perhaps."""

@@ -48,6 +48,8 @@ class HostMemory(StoreBackend):
         ConfigError: the arena has no room for one object.
     """
 
+    num_readers = 1  # it waits for nothing; more only take turns with those that copy
+
     def __init__(self, arena: memoryview, object_bytes: int) -> None:
         self._slot_bytes = -(-object_bytes // _ALIGNMENT) * _ALIGNMENT
         self._num_slots = arena.nbytes // self._slot_bytes
@@ -57,8 +59,6 @@ class HostMemory(StoreBackend):
         self._table = SlotTable(self._num_slots)
         # A loan may end wherever the last reference to it goes, also in the middle of a call of this thread.
         self._lock = threading.RLock()
-
-    num_readers = 1  # it waits for nothing; more only take turns with those that copy
 
     def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
         """Copy objects into slots. What is lent stays."""

@@ -26,17 +26,14 @@ class ThreadedStore:
     the order in which they were given: a deletion also reaches the writes before it.
 
     Args:
-        backend: what does the work. It is closed with this store.
-        num_readers: calls of `get` and `exists` that run at a time; None for as many as the backend says.
+        backend: what does the work, in as many calls at a time as it says. It is closed with this store.
         max_waiting: calls that may wait for a reader, and as many for the writer.
         name: of the threads.
     """
 
-    def __init__(
-        self, backend: StoreBackend, *, num_readers: int | None = None, max_waiting: int = 64, name: str = "store"
-    ) -> None:
+    def __init__(self, backend: StoreBackend, *, max_waiting: int = 64, name: str = "store") -> None:
         self._backend = backend
-        self._reads = _Lane(f"{name}-read", num_readers or backend.num_readers, max_waiting)
+        self._reads = _Lane(f"{name}-read", backend.num_readers, max_waiting)
         self._writes = _Lane(f"{name}-write", 1, max_waiting)
         self._is_closed = False
 

@@ -119,7 +119,7 @@ def _fill(store: StoreBackend) -> None:
 def served_by(store: StoreBackend) -> Counter[str]:
     """Ask a store for every block of every generation, and close it; counts what came, and what was wrong."""
     told: Counter[str] = Counter()
-    tier = Tier("disk", ThreadedStore(store, num_readers=1), PAYLOAD_BYTES)
+    tier = Tier("disk", ThreadedStore(store), PAYLOAD_BYTES)
     found = tier.load([wanted(number) for number in range(NUM_BLOCKS)]).result(PATIENCE_S)
     for number, each in enumerate(found):
         if isinstance(each, LoadedBlock):

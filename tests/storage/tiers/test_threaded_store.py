@@ -86,7 +86,8 @@ def test_as_many_calls_run_at_a_time_as_the_store_says(backend: GatedBackend, nu
 
 
 def test_writes_do_not_make_loads_wait(backend: GatedBackend) -> None:
-    store = ThreadedStore(backend, num_readers=1)
+    backend.num_readers = 1
+    store = ThreadedStore(backend)
     writes = [store.put([]), store.put([])]
     store.get([])
     wait_until(came(backend, "put", "get"))
@@ -106,7 +107,8 @@ def test_a_deletion_comes_after_the_writes_before_it(backend: GatedBackend) -> N
 
 
 def test_a_cancelled_call_is_never_started(backend: GatedBackend) -> None:
-    store = ThreadedStore(backend, num_readers=1)
+    backend.num_readers = 1
+    store = ThreadedStore(backend)
     first, second = store.get([]), store.exists([])
     wait_until(came(backend, "get"))
     assert second.cancel()
@@ -117,7 +119,8 @@ def test_a_cancelled_call_is_never_started(backend: GatedBackend) -> None:
 
 
 def test_a_full_queue_refuses_at_once_and_cancelled_calls_are_in_it(backend: GatedBackend) -> None:
-    store = ThreadedStore(backend, num_readers=1, max_waiting=2)
+    backend.num_readers = 1
+    store = ThreadedStore(backend, max_waiting=2)
     store.get([])
     wait_until(came(backend, "get"))
     waiting = [store.get([]), store.get([])]
@@ -130,7 +133,8 @@ def test_a_full_queue_refuses_at_once_and_cancelled_calls_are_in_it(backend: Gat
 
 
 def test_what_waits_when_a_store_closes_fails(backend: GatedBackend) -> None:
-    store = ThreadedStore(backend, num_readers=1)
+    backend.num_readers = 1
+    store = ThreadedStore(backend)
     running, waiting = store.get([]), store.get([])
     wait_until(came(backend, "get"))
     closing = threading.Thread(target=store.close)
@@ -166,7 +170,8 @@ def test_an_error_of_a_store_is_the_answer(backend: GatedBackend) -> None:
 def test_any_other_error_is_told_without_its_words_and_ends_no_thread(backend: GatedBackend) -> None:
     backend.error = ValueError("password")
     backend.gate.set()
-    store = ThreadedStore(backend, num_readers=1)
+    backend.num_readers = 1
+    store = ThreadedStore(backend)
     error = store.get([]).exception(PATIENCE_S)
     assert isinstance(error, StoreUnavailable)
     assert str(error) == "store: expected an answer, got ValueError"

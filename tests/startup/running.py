@@ -1,0 +1,20 @@
+"""Runs an engine for the time of a block."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from radixkv.engine.engine import Engine
+from tests.patience import PATIENCE_S
+
+
+@contextlib.contextmanager
+def running(engine: Engine) -> Iterator[Engine]:
+    """Start an engine, check every invariant at the end of the block unless it raises, and stop the engine."""
+    engine.start()
+    try:
+        yield engine
+        engine.check().result(PATIENCE_S)
+    finally:
+        engine.stop()
