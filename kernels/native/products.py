@@ -42,8 +42,9 @@ class Panels:
     def __init__(self, weight: torch.Tensor) -> None:
         self.out_features, in_features = weight.shape
         num_numbers = WORD_NUMBERS[weight.dtype]
-        filled = pad(weight, (0, 0, 0, -self.out_features % _FEATURES))
-        words = filled.view(-1, _FEATURES, in_features // num_numbers, num_numbers)
+        missing = -self.out_features % _FEATURES
+        filled = pad(weight, (0, 0, 0, missing)) if missing else weight  # `pad` copies, also to add nothing
+        words = filled.reshape(-1, _FEATURES, in_features // num_numbers, num_numbers)
         self.numbers = words.transpose(1, 2).contiguous()  # [num_panels, num_words, 32, 1 or 2]
 
 

@@ -13,8 +13,9 @@ from radixkv.engine.adapters.adapter_directory import AdapterDirectory
 from radixkv.engine.adapters.adapters import Adapters, AdapterSource
 from radixkv.errors import ConfigError, InvalidAdapter
 from radixkv.model.adapters.adapter_config import CONFIG_FILE
-from radixkv.model.adapters.adapter_files import TENSOR_FILE, read_adapter
+from radixkv.model.adapters.adapter_files import TENSOR_FILE, AdapterFiles, read_adapter
 from radixkv.model.model import Model
+from radixkv.startup.openmp_threads import end_own_threads
 
 # Files may have four bytes a number where the model has one.
 _FILE_BYTES_EACH = 4
@@ -42,9 +43,16 @@ def adapter_source(config: Config, model: Model) -> AdapterSource | None:
     return AdapterSource(
         config.max_adapters,
         model.adapted.adapters,
-        partial(read_adapter, model=model, max_bytes=_FILE_BYTES_EACH * config.model.adapter_bytes),
+        partial(_read, model=model, max_bytes=_FILE_BYTES_EACH * config.model.adapter_bytes),
         AdapterDirectory(config.model.adapter_directory, (CONFIG_FILE, TENSOR_FILE)),
     )
+
+
+def _read(path: str | Path, model: Model, max_bytes: int) -> AdapterFiles:
+    try:
+        return read_adapter(path, model, max_bytes)
+    finally:
+        end_own_threads()
 
 
 def load_adapters(sections: Mapping[str, AdapterConfig], adapters: Adapters) -> None:

@@ -37,6 +37,7 @@ from radixkv.startup.first_launches import launch_all
 from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.startup.host_memory import keep_freed_memory, use_huge_pages
 from radixkv.startup.model_check import check_model
+from radixkv.startup.openmp_threads import end_own_threads
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks
 from radixkv.startup.states import make_state_slots
 from radixkv.startup.tiers import Transfers, open_stores
@@ -139,6 +140,7 @@ def build_engine(
         offload=None if stores is None else stores.offload(cache, choice),
     )
     load_adapters(config.adapters, engine.adapters)
+    end_own_threads()
     return engine
 
 

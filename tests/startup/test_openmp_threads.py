@@ -1,0 +1,60 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixkv.startup import openmp_threads
+from tests.patience import PATIENCE_S
+
+_WHEEL_HAS_OPENMP = bool([*(Path(torch.__file__).parent / "lib").glob("libgomp*")])
+
+_PROGRAM = """
+import os, torch
+from radixkv.startup.openmp_threads import end_own_threads
+
+def computed_with():
+    torch.ones(1 << 20).add_(1)
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(3)
+before = len(os.listdir("/proc/self/task"))
+assert computed_with() == before + 2
+assert end_own_threads()
+assert len(os.listdir("/proc/self/task")) == before
+assert computed_with() == before + 2  # they start again
+"""
+
+_ENGINE = """
+import os
+import torch
+from radixkv.config import Config, ModelConfig
+from radixkv.startup.build_engine import build_engine
+
+torch.set_num_threads(3)
+before = len(os.listdir("/proc/self/task"))
+build_engine(Config(model=ModelConfig(path="tiny")))
+assert len(os.listdir("/proc/self/task")) == before, "threads that loaded the model are left"
+"""
+
+
+def run(program: str, cache: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "3"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=PATIENCE_S)
+
+
+@pytest.mark.skipif(not _WHEEL_HAS_OPENMP, reason="needs the OpenMP of PyTorch's wheels for Linux")
+def test_threads_end_and_start_again(tmp_path: Path) -> None:
+    run(_PROGRAM, tmp_path)
+
+
+@pytest.mark.skipif(not _WHEEL_HAS_OPENMP, reason="needs the OpenMP of PyTorch's wheels for Linux")
+def test_a_loaded_model_leaves_no_threads(tmp_path: Path) -> None:
+    run(_ENGINE, tmp_path)
+
+
+def test_without_that_library_nothing_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(openmp_threads.torch, "__file__", str(tmp_path / "__init__.py"))
+    assert not openmp_threads.end_own_threads()
