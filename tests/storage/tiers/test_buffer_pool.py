@@ -5,18 +5,36 @@ import numpy as np
 from radixkv.storage.tiers.buffer_pool import BufferPool
 
 
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+
+
 def test_buffers_are_used_again_up_to_a_bound() -> None:
     pool = BufferPool(8192, max_idle_bytes=2 * 8192)
-    first, second, third = (pool.take() for _ in range(3))
-    assert len({id(each.obj) for each in (first, second, third)}) == 3
-    for each in (first, second, third):
+    first, second, third = taken = [pool.take() for _ in range(3)]
+    for each in taken:
         pool.give_back(each)
-    again = {id(pool.take().obj) for _ in range(2)}
-    assert again == {id(first.obj), id(second.obj)}
-    assert pool.take().nbytes == 8192
+    again = {_address(pool.take()) for _ in range(2)}
+    assert again == {_address(first), _address(second)}
+    assert pool.take().nbytes == third.nbytes == 8192
+
+
+def test_no_two_buffers_share_bytes() -> None:
+    pool = BufferPool(4096, max_idle_bytes=3 * 4096 + 100)
+    taken = [pool.take() for _ in range(5)]
+    for number, each in enumerate(taken):
+        each[:] = bytes([number]) * 4096
+    assert [bytes(each) for each in taken] == [bytes([number]) * 4096 for number in range(5)]
+
+
+def test_a_pool_that_keeps_nothing_gives_buffers() -> None:
+    pool = BufferPool(8192, max_idle_bytes=8191)
+    first = pool.take()
+    pool.give_back(first)
+    assert pool.take().obj is not first.obj
 
 
 def test_buffers_begin_with_a_page() -> None:
-    buffer = np.frombuffer(BufferPool(12_288).take(), np.uint8)
-    assert buffer.ctypes.data % 4096 == 0
-    assert buffer.nbytes == 12_288
+    pool = BufferPool(12_288, max_idle_bytes=2 * 12_288)
+    taken = [pool.take() for _ in range(3)]
+    assert [(_address(each) % 4096, each.nbytes) for each in taken] == [(0, 12_288)] * 3
