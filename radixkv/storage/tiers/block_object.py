@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from struct import Struct
+from typing import NamedTuple
 
 from xxhash import xxh3_128
 
@@ -42,8 +43,7 @@ class ObjectFault(enum.Enum):
     UNSEALED = "unsealed"  # not encrypted with this tenant's key, or not encrypted as it should be
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectHead:
+class ObjectHead(NamedTuple):
     """Numbers at the start of an object.
 
     Attributes:
@@ -113,7 +113,7 @@ class BlockObject:
             first = head.pack() + self.tokens + bytes(_padding(num_tokens))
         else:
             salt = self.cipher.new_salt()
-            first = replace(head, salt=salt, is_sealed=True).pack()
+            first = head._replace(salt=salt, is_sealed=True).pack()
             body = memoryview(self.cipher.seal(salt, first, self.tokens, self.payload))
         digest = xxh3_128(first)
         yield first
@@ -144,8 +144,7 @@ def read_head(data: memoryview | bytes) -> ObjectHead | None:
     return ObjectHead(key, parent, generation, num_tokens, payload_bytes, salt, flags == _IS_SEALED)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A block that somebody looks for.
 
     Attributes:
@@ -201,16 +200,20 @@ def open_object(
 
 
 def _opened(data: memoryview, head: ObjectHead, wanted: Wanted) -> memoryview | ObjectFault:
-    body = data[HEAD_BYTES:-CHECKSUM_BYTES]
     token_bytes = len(wanted.tokens)
-    if wanted.cipher is not None:
+    if wanted.cipher is None:
+        body, start = data, HEAD_BYTES
+        payload = data[start + token_bytes + _padding(head.num_tokens) : -CHECKSUM_BYTES]
+    else:
         try:
-            body = memoryview(wanted.cipher.open(head.salt, data[:HEAD_BYTES], body))
+            opened = wanted.cipher.open(head.salt, data[:HEAD_BYTES], data[HEAD_BYTES:-CHECKSUM_BYTES])
         except NotSealedByUs:
             return ObjectFault.UNSEALED
-    if body[:token_bytes] != wanted.tokens:
+        body, start = memoryview(opened), 0
+        payload = body[token_bytes:]
+    if body[start : start + token_bytes].tobytes() != wanted.tokens:  # views would be compared number by number
         return ObjectFault.OTHER_TOKENS
-    return body[token_bytes + (0 if wanted.cipher else _padding(head.num_tokens)) :]
+    return payload
 
 
 def _padding(num_tokens: int) -> int:

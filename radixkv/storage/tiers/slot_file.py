@@ -13,6 +13,7 @@ import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from radixkv.storage.tiers.block_key import KEY_BYTES
 
 PAGE_BYTES = 4096
 _LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("generation", "<u8"), ("serial", "<u8"), ("bytes", "<u8"), ("more", "V8")])
+_PACKED = Struct(f"<{KEY_BYTES}sQQQ8x")  # the same, of one line
 _GROWTH_BYTES = 64 << 20
 _READ_BYTES = 1 << 20  # of neighbors in one read
 _WRITE_BYTES = 2 << 20  # of one object in one write: every call takes time
@@ -125,8 +127,7 @@ class SlotFile:
 
     def write_line(self, slot: int, key: bytes, generation: int, serial: int, num_bytes: int) -> None:
         """Write the line of a slot."""
-        line = np.array([(key, generation, serial, num_bytes, bytes(8))], _LINE)
-        os.pwrite(self._index, line.tobytes(), slot * _LINE.itemsize)
+        os.pwrite(self._index, _PACKED.pack(key, generation, serial, num_bytes), slot * _LINE.itemsize)
 
     def number_lines(self, slots: Sequence[int], first_serial: int) -> None:
         """Give the lines of slots serials in this order. Complexity: a read and a write of 64 bytes a slot."""
@@ -170,13 +171,16 @@ class SlotFile:
 
     def _read_neighbors(
         self, run: Sequence[int], wanted: Sequence[tuple[int, int]], buffers: Sequence[memoryview]
-    ) -> Iterator[tuple[int, memoryview]]:
-        last, size = run[-1], self._slot_bytes  # of the last one no more than its object
-        views = [buffers[each][: wanted[each][1] if each == last else size] for each in run]
-        left = self._read_run(wanted[run[0]][0] * size, views)
-        for each, view in zip(run, views, strict=True):
-            yield each, view[: min(wanted[each][1], max(0, left))]
-            left -= view.nbytes
+    ) -> list[tuple[int, memoryview]]:
+        last, size = run[-1], self._slot_bytes
+        views = [buffers[each] for each in run]
+        views[-1] = views[-1][: wanted[last][1]]  # of the last one no more than its object
+        num_bytes = (len(run) - 1) * size + wanted[last][1]
+        there = self._read_run(wanted[run[0]][0] * size, views, num_bytes)
+        if there == num_bytes:
+            return [(each, buffers[each][: wanted[each][1]]) for each in run]
+        ends = (min(wanted[each][1], max(0, there - number * size)) for number, each in enumerate(run))
+        return [(each, buffers[each][:end]) for each, end in zip(run, ends, strict=True)]
 
     def _runs(self, order: Sequence[int], wanted: Sequence[tuple[int, int]]) -> list[list[int]]:
         runs: list[list[int]] = []
@@ -187,12 +191,13 @@ class SlotFile:
                 runs.append([each])
         return runs
 
-    def _read_run(self, position: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers from a position on; return the number of bytes that there were."""
-        total, left = 0, list(buffers)
-        while left and (count := os.preadv(self._blocks, left, position + total)):
+    def _read_run(self, position: int, buffers: Sequence[memoryview], num_bytes: int) -> int:
+        """Fill buffers, which have room for `num_bytes`, from a position on; return the number of bytes there were."""
+        total, left = 0, buffers
+        while total < num_bytes and (count := os.preadv(self._blocks, left, position + total)):
             total += count
-            _, left = _split(left, count)
+            if total < num_bytes:
+                _, left = _split(left, count)
         return total
 
 

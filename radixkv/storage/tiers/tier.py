@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from radixkv.errors import StoreBusy, StoreClosed, StoreError, StoreLate
 from radixkv.storage.tiers.block_key import KeyScope
@@ -35,8 +35,7 @@ class Absence(enum.Enum):
 Miss = Absence | ObjectFault
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedBlock:
+class LoadedBlock(NamedTuple):
     """K and V of a block, verified.
 
     Attributes:
@@ -141,8 +140,8 @@ class Tier:
 
         def opened(loans: list[Loan | None]) -> list[LoadedBlock | Miss]:
             found = [self._open(loan, each) for loan, each in zip(loans, wanted, strict=True)]
-            useless = [each.key for each, block in zip(wanted, found, strict=True) if self._is_useless(block)]
-            if useless:
+            faults = [index for index, each in enumerate(found) if isinstance(each, ObjectFault)]
+            if useless := [wanted[index].key for index in faults if self._is_useless(found[index])]:
                 self._store.delete(useless)
             with self._lock:
                 self._load_s += time.monotonic() - start_s
@@ -190,17 +189,20 @@ class Tier:
         if isinstance(payload, ObjectFault):
             loan.release()
             return payload
-        return LoadedBlock(payload.toreadonly(), loan)
+        return LoadedBlock(payload if payload.readonly else payload.toreadonly(), loan)
 
-    def _is_useless(self, block: LoadedBlock | Miss) -> bool:
-        return isinstance(block, ObjectFault) and not (self._is_shared and block is ObjectFault.UNSEALED)
+    def _is_useless(self, fault: LoadedBlock | Miss) -> bool:
+        return not (self._is_shared and fault is ObjectFault.UNSEALED)
 
     def _count(self, found: list[LoadedBlock | Miss]) -> list[LoadedBlock | Miss]:
         blocks = [each for each in found if isinstance(each, LoadedBlock)]
-        misses = Counter(each for each in found if not isinstance(each, LoadedBlock))
         with self._lock:
             self._loaded += len(blocks)
             self._loaded_bytes += sum(block.payload.nbytes for block in blocks)
+        if len(blocks) == len(found):
+            return found
+        misses = Counter(each for each in found if not isinstance(each, LoadedBlock))
+        with self._lock:
             is_first = {fault for fault in misses if isinstance(fault, ObjectFault) and not self._misses[fault]}
             self._misses.update(misses)
         for fault in is_first:
