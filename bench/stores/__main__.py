@@ -31,9 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for open_place in _places(args, blocks):
         with open_place as place:
             rows += measure(place, blocks, args.rounds)
-    print("| store | direction | of the bare movement | GB/s | bare GB/s |\n|---|---|---|---|---|")
+    print("| store | direction | of the bare movement | bare with checksum | GB/s | bare GB/s |")
+    print("|---|---|---|---|---|---|")
     for row in rows:
-        print(f"| {row.name} | {row.direction} | {row.ratio:.2f} | {row.store_gb_s:.2f} | {row.peer_gb_s:.2f} |")
+        limit = "" if row.limit is None else f"{row.limit:.2f}"
+        speeds = f"{row.store_gb_s:.2f} | {row.peer_gb_s:.2f}"
+        print(f"| {row.name} | {row.direction} | {row.ratio:.2f} | {limit} | {speeds} |")
     if args.json is not None:
         command = shlex.join(["python", "-m", "bench.stores", *(sys.argv[1:] if arguments is None else arguments)])
         sizes = {"payload_bytes": args.payload_bytes, "blocks": args.blocks, "rounds": args.rounds}

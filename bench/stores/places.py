@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_128_digest
 
 from radixkv.storage.tiers.block_key import BlockFormat
 from radixkv.storage.tiers.block_store import StoreBackend
@@ -30,6 +31,8 @@ class Place:
         read: moves them back into buffers with the peer.
         forget: makes the next read cold; None where that means nothing.
         copies: whether a load ends with a copy into the caller's memory, as the peer's does.
+        verify: does what `read` does, and takes a bare checksum of each payload as it comes; None if not measured. No
+            store that checks what it returns can be faster.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Place:
     read: Callable[[Buffers], None]
     forget: Callable[[], None] | None = None
     copies: bool = True
+    verify: Callable[[Buffers], None] | None = None
 
 
 @contextlib.contextmanager
@@ -76,6 +80,12 @@ def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: 
             if os.preadv(bare, [target], number * size) != size:
                 raise OSError("bare file: expected a whole read, got a part")
 
+    def verify(targets: Buffers) -> None:
+        for number, target in enumerate(targets):
+            if os.preadv(bare, [target], number * size) != size:
+                raise OSError("bare file: expected a whole read, got a part")
+            xxh3_128_digest(target)
+
     def forget() -> None:
         for path in (folder / "bare", *folder.glob("*/blocks")):
             file = os.open(path, os.O_RDONLY)
@@ -86,7 +96,7 @@ def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: 
     room = (object_bytes + 4096) * num_blocks
     backend = open_backend("disk", StoreOptions(block_format, object_bytes, room, str(folder)))
     try:
-        yield Place("disk", backend, write, read, forget, copies=False)
+        yield Place("disk", backend, write, read, forget, copies=False, verify=verify)
     finally:
         os.close(bare)
 

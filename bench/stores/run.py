@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -33,6 +33,7 @@ class Row:
         direction: save, load, or load cold.
         ratio: bytes a second of the store over those of its peer in the same round.
         store_gb_s, peer_gb_s: bytes a second, in 10^9.
+        limit: the ratio of a peer that takes a bare checksum of what it reads, without threads, keys and heads.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Row:
     ratio: float
     store_gb_s: float
     peer_gb_s: float
+    limit: float | None = None
 
 
 class Blocks:
@@ -128,6 +130,7 @@ def measure(place: Place, blocks: Blocks, num_rounds: int) -> list[Row]:
     tier = Tier(place.name, ThreadedStore(place.backend), blocks.format.payload_bytes)
     targets = [target.data for target in blocks.targets]
     times: dict[str, list[tuple[float, float]]] = {"save": [], "load": [], "load cold": []}
+    limits: list[float] = []
     try:
         for turn in range(num_rounds + 1):
             forget = place.forget or _nothing
@@ -139,6 +142,8 @@ def measure(place: Place, blocks: Blocks, num_rounds: int) -> list[Row]:
             load, read = partial(blocks.load, tier, copies=place.copies), partial(place.read, targets)
             read()
             times["load"].append(_pair(load, read, _nothing, is_ours_first=is_first))
+            if place.verify is not None:
+                limits.append(times["load"][-1][1] / _seconds(partial(place.verify, targets)))
             if place.forget is not None:
                 forget()
                 times["load cold"].append(_pair(load, read, forget, is_ours_first=is_first))
@@ -146,7 +151,9 @@ def measure(place: Place, blocks: Blocks, num_rounds: int) -> list[Row]:
     finally:
         tier.close()
     num_bytes = sum(payload.nbytes for payload in blocks.payloads)
-    return [_row(place.name, direction, pairs[1:], num_bytes) for direction, pairs in times.items() if pairs]
+    rows = [_row(place.name, direction, pairs[1:], num_bytes) for direction, pairs in times.items() if pairs]
+    limit = round(statistics.median(limits[1:]), 3) if limits else None
+    return [replace(row, limit=limit) if row.direction == "load" else row for row in rows]
 
 
 def _row(name: str, direction: str, pairs: list[tuple[float, float]], num_bytes: int) -> Row:
