@@ -2,10 +2,14 @@
 
     python -m bench.modes.misses [--json FILE]
 
-Each prompt is new, and goes through engines in random order: without a store, the same once more, which shows what this
-machine can tell apart, with host memory, with a disk, and with both. Pools and stores are full before the first prompt
-counts, so that for each one blocks leave the device, are copied and stored, and others are given up. The next engine is
-asked when the stores of the last one are at rest; processor time counts until then. Exit status: 1 if answers differ.
+Each prompt is new, and goes through engines in random order: two without a store, one with host memory, one with a
+disk, one with both. Pools and stores are full before the first prompt counts, so that for each one blocks leave the
+device, are copied and stored, and others are given up. The next engine is asked when the stores of the last one are at
+rest; processor time counts until then.
+
+Each time is divided by the geometric mean of the two without a store for the same prompt, and the middle half of these
+ratios is averaged, with its standard error. Of the two without a store, the second is divided by the first: what that
+differs from 1 is what this machine can not tell. Exit status: 1 if answers differ.
 """
 
 from __future__ import annotations
@@ -13,15 +17,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
@@ -30,15 +34,15 @@ from radixkv.config import Config
 from radixkv.engine.engine import Engine
 from radixkv.startup.build_engine import build_engine
 
-_WITHOUT = "no store"
+_WITHOUT, _AGAIN = "no store", "no store again"
 _STORES = ("host", "disk", "host and disk")
 _POOL_PROMPTS = 4
 _STORED_PROMPTS = 8  # that a store has room for; what a block's head takes is more than is left of the last one
 _ALIKE_TOKENS = 4  # by chance, at the start of two prompts
 _TIMEOUT_S = 600.0
-_HEADER = (
-    f"{'':16} {'TTFT p50':>11} {'of no store':>12} {'90 % interval':>16} {'processor time':>15} {'90 % interval':>16}"
-)
+_MAX_RATIO = 1.02  # what a miss may cost
+_TRIMMED = 0.25  # of the ratios, at each end: other programs make a few of them much larger
+_HEADER = f"{'':16} {'TTFT p50':>11} {'of no store':>12} {'std. error':>11} {'processor time':>15} {'std. error':>11}"
 
 
 class _Times(NamedTuple):
@@ -65,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for name, (_, seconds) in asked.items():
                     times[name].append(seconds)
         stored = {name: _num_saved(engine) for name, engine in engines.items()}
-    rows = [_row(name, each, times[_WITHOUT], stored[name], draw) for name, each in times.items()]
+    rows = [_row(name, times, stored[name]) for name in times]
     print("\n".join([_HEADER, *map(_shown, rows), f"{num_different} answers differ"]))
     if args.json is not None:
         command = shlex.join(["python", "-m", "bench.modes.misses", *(arguments or sys.argv[1:])])
@@ -94,7 +98,7 @@ def _engines(stack: contextlib.ExitStack, folder: Path, prompt_tokens: int, stor
     first = stack.enter_context(_started(pool))
     num_blocks = _STORED_PROMPTS * prompt_tokens // Config.load(None, pool).cache.block_size
     num_bytes = num_blocks * first.stats().result(_TIMEOUT_S).block_bytes
-    settings: dict[str, list[str]] = {"no store again": pool}
+    settings: dict[str, list[str]] = {_AGAIN: pool}
     for name in stores:
         host = [f"tiers.host_bytes={num_bytes}"] if "host" in name else []
         disk = [f"tiers.disk_path={folder / name}", f"tiers.disk_bytes={num_bytes}"] if "disk" in name else []
@@ -128,36 +132,40 @@ def _num_saved(engine: Engine) -> dict[str, int]:
     return {} if engine.offload is None else {each.tier: each.saved_blocks for each in engine.offload.stats()}
 
 
-def _row(
-    name: str,
-    ours: Sequence[_Times],
-    without: Sequence[_Times],
-    saved_blocks: dict[str, int],
-    draw: np.random.Generator,
-) -> dict[str, Any]:
-    pairs = list(zip(ours, without, strict=True))
+def _row(name: str, times: Mapping[str, Sequence[_Times]], saved_blocks: dict[str, int]) -> dict[str, Any]:
+    first, again = np.array(times[_WITHOUT]), np.array(times[_AGAIN])  # [num_requests, 2]
+    ours = np.array(times[name])
+    without = first if name in (_WITHOUT, _AGAIN) else np.sqrt(first * again)
+    wall, processor = (_ratio(each) for each in (ours / without).T)
     return {
         "stores": name,
         "saved_blocks": saved_blocks,
-        "ttft_ms": 1e3 * statistics.median(each.wall_s for each in ours),
-        "ttft_ratio": _ratio([mine.wall_s / theirs.wall_s for mine, theirs in pairs], draw),
-        "processor_ratio": _ratio([mine.processor_s / theirs.processor_s for mine, theirs in pairs], draw),
+        "ttft_ms": 1e3 * float(np.median(ours[:, 0])),
+        "ttft_ratio": wall,
+        "processor_ratio": processor,
     }
 
 
-def _ratio(ratios: Sequence[float], draw: np.random.Generator) -> dict[str, float]:
-    """Return the median of ratios of pairs, and where it is in 90 % of resampled runs."""
-    values = np.array(ratios)
-    medians = np.median(draw.choice(values, (1000, len(values))), axis=1)
-    low, high = np.percentile(medians, [5, 95]).tolist()
-    return {"median": float(np.median(values)), "low": low, "high": high}
+def _ratio(ratios: npt.NDArray[np.float64]) -> dict[str, float | bool]:
+    """Return the mean of the middle half, its standard error, and whether it is within the bound, surely or not.
+
+    The standard error of a trimmed mean is that of the values with those beyond the cuts moved to them.
+    Source: Tukey and McLaughlin 1963.
+    """
+    values = np.sort(ratios)
+    num_cut = int(_TRIMMED * values.size)
+    kept = values[num_cut : values.size - num_cut]
+    moved = np.clip(values, kept[0], kept[-1])
+    error = float(moved.std(ddof=1)) / ((1 - 2 * num_cut / values.size) * values.size**0.5) if values.size > 1 else 0.0
+    mean = float(kept.mean())
+    return {"mean": mean, "standard_error": error, "is_surely_within": mean + 2 * error <= _MAX_RATIO}
 
 
 def _shown(row: dict[str, Any]) -> str:
     shown = f"{row['stores']:16} {row['ttft_ms']:8.1f} ms"
     for key, width in (("ttft_ratio", 12), ("processor_ratio", 15)):
         ratio = row[key]
-        shown += f" {ratio['median']:{width}.3f} {ratio['low']:8.3f} {ratio['high']:7.3f}"
+        shown += f" {ratio['mean']:{width}.4f} {ratio['standard_error']:11.4f}"
     return shown
 
 
