@@ -8,18 +8,21 @@ device, are copied and stored, and others are given up. The next engine is asked
 rest; processor time counts until then.
 
 Each time is divided by the geometric mean of the two without a store for the same prompt, and the middle half of these
-ratios is averaged, with its standard error. Of the two without a store, the second is divided by the first: what that
-differs from 1 is what this machine can not tell. Exit status: 1 if answers differ.
+ratios is averaged. An engine's memory is a few percent faster or slower for as long as it lives, so engines are started
+several times, in random order; the standard error is that between these sets. Of the two without a store, the second is
+divided by the first: what that differs from 1 is what this machine can not tell. Exit status: 1 if answers differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import shlex
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +44,6 @@ _STORED_PROMPTS = 8  # that a store has room for; what a block's head takes is m
 _ALIKE_TOKENS = 4  # by chance, at the start of two prompts
 _TIMEOUT_S = 600.0
 _MAX_RATIO = 1.02  # what a miss may cost
-_TRIMMED = 0.25  # of the ratios, at each end: other programs make a few of them much larger
 _HEADER = f"{'':16} {'TTFT p50':>11} {'of no store':>12} {'std. error':>11} {'processor time':>15} {'std. error':>11}"
 
 
@@ -52,31 +54,48 @@ class _Times(NamedTuple):
     processor_s: float
 
 
+class _Set(NamedTuple):
+    """Times of each prompt through engines that were started once, and what they saved."""
+
+    times: Mapping[str, Sequence[_Times]]
+    saved_blocks: Mapping[str, dict[str, int]]
+    num_different: int = 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all engines. Returns 1 if answers differ."""
     args = _parser().parse_args(arguments)
     draw = np.random.default_rng(args.seed)
-    with tempfile.TemporaryDirectory(dir=args.disk) as folder, contextlib.ExitStack() as stack:
-        engines = _engines(stack, Path(folder), args.prompt_tokens, args.stores or _STORES)
+    names = [_WITHOUT, _AGAIN, *(args.stores or _STORES)]
+    sets = [_measured(names, args.prompt_tokens, args.requests, args.disk, draw) for _ in range(args.sets)]
+    num_different = sum(each.num_different for each in sets)
+    rows = [_row(name, sets) for name in names]
+    print("\n".join([_HEADER, *map(_shown, rows), f"{num_different} answers differ"]))
+    if args.json is not None:
+        command = shlex.join(["python", "-m", "bench.modes.misses", *(arguments or sys.argv[1:])])
+        sizes = {name: getattr(args, name) for name in ("sets", "requests", "prompt_tokens", "seed")}
+        result = {**describe_run(), "command": command, **sizes, "different_answers": num_different, "rows": rows}
+        write_json(args.json, result)
+    return int(num_different > 0)
+
+
+def _measured(
+    names: Sequence[str], prompt_tokens: int, num_requests: int, disk: Path | None, draw: np.random.Generator
+) -> _Set:
+    """Start engines in random order, fill their pools and stores, and send them prompts."""
+    with tempfile.TemporaryDirectory(dir=disk) as folder, contextlib.ExitStack() as stack:
+        engines = _engines(stack, Path(folder), prompt_tokens, draw.permutation(names).tolist())
         vocab_size = engines[_WITHOUT].limits.vocab_size
-        times: dict[str, list[_Times]] = {name: [] for name in engines}
+        times: dict[str, list[_Times]] = {name: [] for name in names}
         num_different = 0
-        for number in range(-_POOL_PROMPTS - _STORED_PROMPTS, args.requests):
-            prompt = draw.integers(0, vocab_size, args.prompt_tokens).astype("<u4").tobytes()
-            asked = {name: _ask(engines[name], prompt) for name in draw.permutation(list(engines)).tolist()}
+        for number in range(-_POOL_PROMPTS - _STORED_PROMPTS, num_requests):
+            prompt = draw.integers(0, vocab_size, prompt_tokens).astype("<u4").tobytes()
+            asked = {name: _ask(engines[name], prompt) for name in draw.permutation(names).tolist()}
             num_different += len({token_id for token_id, _ in asked.values()}) > 1
             if number >= 0:
                 for name, (_, seconds) in asked.items():
                     times[name].append(seconds)
-        stored = {name: _num_saved(engine) for name, engine in engines.items()}
-    rows = [_row(name, times, stored[name]) for name in times]
-    print("\n".join([_HEADER, *map(_shown, rows), f"{num_different} answers differ"]))
-    if args.json is not None:
-        command = shlex.join(["python", "-m", "bench.modes.misses", *(arguments or sys.argv[1:])])
-        sizes = {name: getattr(args, name) for name in ("requests", "prompt_tokens", "seed")}
-        result = {**describe_run(), "command": command, **sizes, "different_answers": num_different, "rows": rows}
-        write_json(args.json, result)
-    return int(num_different > 0)
+        return _Set(times, {name: _num_saved(engine) for name, engine in engines.items()}, num_different)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.modes.misses", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--stores", choices=_STORES, action="append", help="may be repeated; default: all")
-    parser.add_argument("--requests", type=int, default=200, metavar="N", help="prompts that count; default 200")
+    parser.add_argument("--sets", type=int, default=8, metavar="N", help="times that engines are started; default 8")
+    parser.add_argument("--requests", type=int, default=40, metavar="N", help="prompts of a set that count; default 40")
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--disk", type=Path, metavar="DIRECTORY", help="on the disk to measure; default the system's")
@@ -92,18 +112,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _engines(stack: contextlib.ExitStack, folder: Path, prompt_tokens: int, stores: Sequence[str]) -> dict[str, Engine]:
-    """Start two engines without a store, and one with each kind of them."""
+def _engines(stack: contextlib.ExitStack, folder: Path, prompt_tokens: int, names: Sequence[str]) -> dict[str, Engine]:
+    """Start engines, in this order."""
     pool = ["model.device=cpu", f"cache.capacity_tokens={_POOL_PROMPTS * prompt_tokens}"]
-    first = stack.enter_context(_started(pool))
     num_blocks = _STORED_PROMPTS * prompt_tokens // Config.load(None, pool).cache.block_size
-    num_bytes = num_blocks * first.stats().result(_TIMEOUT_S).block_bytes
-    settings: dict[str, list[str]] = {_AGAIN: pool}
-    for name in stores:
+    num_bytes = num_blocks * _block_bytes(*pool)
+    engines = {}
+    for name in names:
         host = [f"tiers.host_bytes={num_bytes}"] if "host" in name else []
         disk = [f"tiers.disk_path={folder / name}", f"tiers.disk_bytes={num_bytes}"] if "disk" in name else []
-        settings[name] = [*pool, *host, *disk]
-    return {_WITHOUT: first} | {name: stack.enter_context(_started(each)) for name, each in settings.items()}
+        engines[name] = stack.enter_context(_started([*pool, *host, *disk]))
+    return engines
+
+
+@functools.cache
+def _block_bytes(*settings: str) -> int:
+    with _started(settings) as engine:
+        return engine.stats().result(_TIMEOUT_S).block_bytes
 
 
 @contextlib.contextmanager
@@ -132,40 +157,43 @@ def _num_saved(engine: Engine) -> dict[str, int]:
     return {} if engine.offload is None else {each.tier: each.saved_blocks for each in engine.offload.stats()}
 
 
-def _row(name: str, times: Mapping[str, Sequence[_Times]], saved_blocks: dict[str, int]) -> dict[str, Any]:
-    first, again = np.array(times[_WITHOUT]), np.array(times[_AGAIN])  # [num_requests, 2]
-    ours = np.array(times[name])
-    without = first if name in (_WITHOUT, _AGAIN) else np.sqrt(first * again)
-    wall, processor = (_ratio(each) for each in (ours / without).T)
+def _row(name: str, sets: Sequence[_Set]) -> dict[str, Any]:
+    ratios = np.array([_ratios(name, each.times) for each in sets])  # [num_sets, 2]
+    saved = Counter[str]()
+    for each in sets:
+        saved.update(each.saved_blocks[name])
     return {
         "stores": name,
-        "saved_blocks": saved_blocks,
-        "ttft_ms": 1e3 * float(np.median(ours[:, 0])),
-        "ttft_ratio": wall,
-        "processor_ratio": processor,
+        "saved_blocks": dict(saved),
+        "ttft_ms": 1e3 * float(np.median([seconds.wall_s for each in sets for seconds in each.times[name]])),
+        "ttft_ratio": _summary(ratios[:, 0]),
+        "processor_ratio": _summary(ratios[:, 1]),
     }
 
 
-def _ratio(ratios: npt.NDArray[np.float64]) -> dict[str, float | bool]:
-    """Return the mean of the middle half, its standard error, and whether it is within the bound, surely or not.
+def _ratios(name: str, times: Mapping[str, Sequence[_Times]]) -> npt.NDArray[np.float64]:
+    """Return an engine's time to first token and processor time, over those without a store, of one set."""
+    first, again = np.array(times[_WITHOUT]), np.array(times[_AGAIN])  # [num_requests, 2]
+    without = first if name in (_WITHOUT, _AGAIN) else np.sqrt(first * again)
+    values = np.sort(np.array(times[name]) / without, axis=0)
+    num_cut = len(values) // 4  # other programs make a few of them much larger
+    middle: npt.NDArray[np.float64] = values[num_cut : len(values) - num_cut].mean(axis=0)
+    return middle
 
-    The standard error of a trimmed mean is that of the values with those beyond the cuts moved to them.
-    Source: Tukey and McLaughlin 1963.
-    """
-    values = np.sort(ratios)
-    num_cut = int(_TRIMMED * values.size)
-    kept = values[num_cut : values.size - num_cut]
-    moved = np.clip(values, kept[0], kept[-1])
-    error = float(moved.std(ddof=1)) / ((1 - 2 * num_cut / values.size) * values.size**0.5) if values.size > 1 else 0.0
-    mean = float(kept.mean())
-    return {"mean": mean, "standard_error": error, "is_surely_within": mean + 2 * error <= _MAX_RATIO}
+
+def _summary(of_sets: npt.NDArray[np.float64]) -> dict[str, Any]:
+    """Return the mean of the sets, its standard error if there are several, and whether it is within the bound."""
+    mean = float(of_sets.mean())
+    error = float(of_sets.std(ddof=1)) / of_sets.size**0.5 if of_sets.size > 1 else None
+    is_surely_within = error is not None and mean + 2 * error <= _MAX_RATIO
+    return {"mean": mean, "standard_error": error, "is_surely_within": is_surely_within, "sets": of_sets.tolist()}
 
 
 def _shown(row: dict[str, Any]) -> str:
     shown = f"{row['stores']:16} {row['ttft_ms']:8.1f} ms"
     for key, width in (("ttft_ratio", 12), ("processor_ratio", 15)):
         ratio = row[key]
-        shown += f" {ratio['mean']:{width}.4f} {ratio['standard_error']:11.4f}"
+        shown += f" {ratio['mean']:{width}.4f} {ratio['standard_error'] or float('nan'):11.4f}"
     return shown
 
 
