@@ -1,9 +1,12 @@
 """Attacks a server of its own on loopback, with an innocent caller beside each attack.
 
-python -m bench.hostile [--attacks stalled unread] [--seconds 8] [--set server.max_calls=100] [--apart] [--json FILE]
+python -m bench.hostile [--attacks stalled unread] [--seconds 8] [--set server.max_calls=100] [--apart]
+    [--equal-priority] [--json FILE]
 
-Server, attacker and innocent are three processes. With `--apart` a fourth one, another server, is attacked: what the
-innocent then waits for is the machine, not its server. Exit status: 1 if an attack broke a bound.
+Server, attacker and innocent are three processes. Real attackers have machines of their own, so here the attacker takes
+only what the others leave of the processors; with `--equal-priority` it takes its turns from them. With `--apart` a
+fourth process, another server, is attacked: what the innocent then waits for is the machine, not its server. Exit
+status: 1 if an attack broke a bound.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.hostile.attacks.attack import Attack, Target
+from bench.hostile.attacks.attack import Target
 from bench.hostile.attacks.by_name import ATTACKS
 from bench.hostile.trial import Trial, measure
 from bench.hostile.verdict import broken_bounds, memory_budget_mb
@@ -41,29 +44,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each attack; default 8")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V")
     parser.add_argument("--apart", action="store_true", help="attack another server than the innocent's")
+    parser.add_argument("--equal-priority", action="store_true", help="attackers run at the priority of the others")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     command = shlex.join(["python", "-m", "bench.hostile", *(sys.argv[1:] if arguments is None else arguments)])
-    asked = {"seconds": options.seconds, "settings": options.settings, "apart": options.apart, "command": command}
+    asked = {name: vars(options)[name] for name in ("seconds", "settings", "apart", "equal_priority")}
     print(_HEADING)
     rows: list[dict[str, Any]] = []
     for name in options.attacks:
-        rows.append(_row(name, ATTACKS[name], options.seconds, options.settings, is_apart=options.apart))
+        rows.append(_row(name, options))
         if options.json:
-            write_json(options.json, {"rows": rows, **asked, **describe_run()})
+            write_json(options.json, {"rows": rows, **asked, "command": command, **describe_run()})
     return 1 if any(row["broken"] for row in rows) else 0
 
 
-def _row(name: str, attack: Attack, seconds: float, settings: Sequence[str], *, is_apart: bool) -> dict[str, Any]:
-    settings = [*attack.settings, *settings]
+def _row(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    attack, seconds = ATTACKS[name], options.seconds
+    settings = [*attack.settings, *options.settings]
     command = [sys.executable, "-m", "bench.parts.null_service", "engine", "--vocab-size", str(attack.vocab_size)]
     command += [word for setting in settings for word in ("--set", setting)]
     process = ServerProcess(command)
     load = os.getloadavg()[0]
-    with process as address, ServerProcess(command) if is_apart else contextlib.nullcontext() as other:
+    with process as address, ServerProcess(command) if options.apart else contextlib.nullcontext() as other:
         assert process.pid is not None, "a server that listens has a process"
         attacked = None if other is None else Target(other, seconds)
-        trial = asyncio.run(measure(name, Target(address, seconds), process.pid, attacked))
+        is_yielding = not options.equal_priority
+        trial = asyncio.run(measure(name, Target(address, seconds), process.pid, attacked, is_yielding=is_yielding))
     budget_mb = memory_budget_mb(Config.load(None, settings).server, attack.num_connections)
     broken = broken_bounds(trial, budget_mb)
     _show(trial, broken)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from bench.hostile.attacks.attack import Figures, Target
 from bench.hostile.attacks.by_name import ATTACKS
+from bench.hostile.priority import yield_to_others
 
 _PREPARE_TIMEOUT_S = 300.0
 _ATTACK_TIMEOUT_S = 120.0
@@ -25,9 +26,11 @@ class AttackerProcess:
     Args:
         name: of the attack.
         target: what it attacks.
+        is_yielding: whether it takes only what others leave of the processors.
     """
 
-    def __init__(self, name: str, target: Target) -> None:
+    def __init__(self, name: str, target: Target, *, is_yielding: bool) -> None:
+        self._is_yielding = is_yielding
         self._arguments = [name, target.address, str(target.seconds), str(target.scale)]
         self._most_s = target.seconds + _ATTACK_TIMEOUT_S
         self._process: asyncio.subprocess.Process
@@ -42,6 +45,8 @@ class AttackerProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
+        if self._is_yielding:
+            yield_to_others(self._process.pid)
         return self
 
     async def __aexit__(self, *_: object) -> None:

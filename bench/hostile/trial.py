@@ -98,7 +98,9 @@ async def innocent(address: str, seconds: float, seed: int) -> Latencies:
     )
 
 
-async def measure(name: str, target: Target, pid: int, attacked: Target | None = None) -> Trial:
+async def measure(
+    name: str, target: Target, pid: int, attacked: Target | None = None, *, is_yielding: bool = True
+) -> Trial:
     """Measure the innocent alone, then beside an attack; then wait until the server is idle, 30 s at most.
 
     Args:
@@ -106,11 +108,12 @@ async def measure(name: str, target: Target, pid: int, attacked: Target | None =
         target: the server.
         pid: its process.
         attacked: the server that is attacked, if it is another one.
+        is_yielding: whether the attacker takes only what others leave of the processors.
     """
     await innocent(target.address, min(_WARM_UP_S, target.seconds), 0)
     alone = await innocent(target.address, target.seconds, 1)
     idle_mb = resident_mb(pid)
-    async with Peak(pid) as peak, AttackerProcess(name, attacked or target) as attacker:
+    async with Peak(pid) as peak, AttackerProcess(name, attacked or target, is_yielding=is_yielding) as attacker:
         prepared = await attacker.prepared()
         beside, seen = await asyncio.gather(innocent(target.address, target.seconds, 2), attacker.attack())
         idle_after_s = await _seconds_to_idle(target.address)
