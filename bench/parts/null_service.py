@@ -96,6 +96,9 @@ async def serve_echo(answer: prefill_pb2.PrefillResponse) -> None:
             ("grpc.max_send_message_length", 64 * 2**20),
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
+            # As the service has it: beyond 1,000 calls that no handler has taken, gRPC would cancel others at random.
+            ("grpc.server.max_pending_requests", 8192),
+            ("grpc.server.max_pending_requests_hard_limit", 16_384),
         ]
     )
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_Echo(answer), server)  # type: ignore[no-untyped-call]

@@ -1,0 +1,18 @@
+"""A short form of the control: an empty handler answers an innocent beside a burst."""
+
+import json
+
+import pytest
+
+from bench.hostile import control
+
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
+
+def test_an_empty_handler_answers_beside_a_burst(tmp_path, capsys):
+    file = tmp_path / "control.json"
+    control.main(["--attacks", "cancels", "--seconds", "0.5", "--json", str(file)])
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["attack"], row["beside"]["calls"], row["beside"]["refusals"]) == ("cancels", 10, 0)
+    assert row["seen"]
+    assert capsys.readouterr().out.startswith("cancels")
