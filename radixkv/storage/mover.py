@@ -113,7 +113,7 @@ def _copies(pools: Sequence[torch.Tensor], ids: Sequence[int]) -> npt.NDArray[np
 
 
 def _copies_on_cpu(pools: Sequence[torch.Tensor], ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-    """Copy block by block: steps wait for it, and `index_select` takes 1.7 times as long for eight blocks of 128 KiB."""
+    """Copy block by block, in 0.6 of the time of `index_select` (eight blocks of 128 KiB): steps wait for it."""
     copies = np.empty((len(ids), sum(map(_bytes_of, pools))), np.uint8)
     start = 0
     for blocks in pools:
