@@ -39,11 +39,13 @@ from tests.storage.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis
 BLOCK_SIZE, POOL_TOKENS, PROMPT_TOKENS = 16, 256, 83  # five whole blocks of a pool of 16
 
 
-@pytest.fixture(autouse=True)
-def patient_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def patient_guards() -> Iterator[None]:
     """On a busy machine a store may take longer than half a second, which would be a miss."""
     limits = {**(GuardedStore.__init__.__kwdefaults__ or {}), "limit_s": PATIENCE_S}
-    monkeypatch.setattr(GuardedStore.__init__, "__kwdefaults__", limits)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(GuardedStore.__init__, "__kwdefaults__", limits)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,13 @@ CAPACITY_TOKENS, LONG = 54 * 16, 480
 NUM_BLOCKS = 54 * 3 - 17 * 2  # those of one layer of three, in the memory that parts of the others leave
 
 
-@pytest.fixture(autouse=True)
-def patient_guards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for stores however long."""
+@pytest.fixture(scope="module", autouse=True)
+def patient_guards() -> Iterator[None]:
+    """On a busy machine a store may take longer than half a second, which would be a miss."""
     limits = {**(GuardedStore.__init__.__kwdefaults__ or {}), "limit_s": PATIENCE_S}
-    monkeypatch.setattr(GuardedStore.__init__, "__kwdefaults__", limits)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(GuardedStore.__init__, "__kwdefaults__", limits)
+        yield
 
 
 @pytest.fixture(scope="module")
