@@ -21,15 +21,14 @@ from typing import Any
 from bench.hostile.attacker import AttackerProcess
 from bench.hostile.attacks.attack import Target
 from bench.hostile.attacks.by_name import ATTACKS
-from bench.hostile.trial import innocent
+from bench.hostile.trial import innocent, innocent_alone
+from bench.hostile.verdict import TIMES_ALONE
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess
 from radixkv.v1 import prefill_pb2
 
 _BURSTS = ("stalled", "unread", "cancels")
-_WARM_UP_S = 1.0
-_TIMES_ALONE = 3.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,7 +54,7 @@ def _row(name: str, seconds: float) -> dict[str, Any]:
     alone, beside = row["alone"], row["beside"]
     print(
         f"{name:<10} alone p50 {alone['p50_ms']:.1f} p99 {alone['p99_ms']:.1f} ms, beside {beside['p50_ms']:.1f} "
-        f"{beside['p99_ms']:.1f}, allowed {_TIMES_ALONE * alone['p99_ms']:.1f}, refused {beside['refusals']}; "
+        f"{beside['p99_ms']:.1f}, allowed {TIMES_ALONE * alone['p99_ms']:.1f}, refused {beside['refusals']}; "
         f"{row['seen']}",
         flush=True,
     )
@@ -64,8 +63,7 @@ def _row(name: str, seconds: float) -> dict[str, Any]:
 
 async def measure(name: str, target: Target) -> dict[str, Any]:
     """Measure the innocent alone, then beside an attack that prepares nothing."""
-    await innocent(target.address, min(_WARM_UP_S, target.seconds), 0)
-    alone = await innocent(target.address, target.seconds, 1)
+    alone = await innocent_alone(target)
     async with AttackerProcess(name, target, is_yielding=True) as attacker:
         await attacker.prepared()
         beside, seen = await asyncio.gather(innocent(target.address, target.seconds, 2), attacker.attack())

@@ -98,6 +98,12 @@ async def innocent(address: str, seconds: float, seed: int) -> Latencies:
     )
 
 
+async def innocent_alone(target: Target) -> Latencies:
+    """Do the same for the time of an attack, when the connection of another innocent has been warm for a second."""
+    await innocent(target.address, min(_WARM_UP_S, target.seconds), 0)
+    return await innocent(target.address, target.seconds, 1)
+
+
 async def measure(
     name: str, target: Target, pid: int, attacked: Target | None = None, *, is_yielding: bool = True
 ) -> Trial:
@@ -110,8 +116,7 @@ async def measure(
         attacked: the server that is attacked, if it is another one.
         is_yielding: whether the attacker takes only what others leave of the processors.
     """
-    await innocent(target.address, min(_WARM_UP_S, target.seconds), 0)
-    alone = await innocent(target.address, target.seconds, 1)
+    alone = await innocent_alone(target)
     idle_mb = resident_mb(pid)
     async with Peak(pid) as peak, AttackerProcess(name, attacked or target, is_yielding=is_yielding) as attacker:
         prepared = await attacker.prepared()

@@ -6,7 +6,7 @@ from bench.hostile.trial import Trial
 from radixkv.config import ServerConfig
 from radixkv.service.server.intake.bounds import WINDOW_BYTES
 
-_TIMES_ALONE = 3.0
+TIMES_ALONE = 3.0  # of the innocent's p99
 _NUM_STEPS = 2
 _TIMES_IDLE_MEMORY = 1.3
 _MOST_IDLE_S = 10.0
@@ -33,7 +33,7 @@ def broken_bounds(trial: Trial, budget_mb: float) -> list[str]:
     alone, beside = trial.alone, trial.beside
     if alone.p99_ms is None or alone.step_ms is None or beside.p99_ms is None:
         broken.append("no answers")
-    elif beside.p99_ms > (most_ms := _TIMES_ALONE * alone.p99_ms + _NUM_STEPS * alone.step_ms):
+    elif beside.p99_ms > (most_ms := TIMES_ALONE * alone.p99_ms + _NUM_STEPS * alone.step_ms):
         broken.append(f"p99 above {most_ms:.1f} ms")
     if beside.refusals:
         broken.append("refusals")

@@ -103,25 +103,11 @@ def _bytes_of(blocks: torch.Tensor) -> int:
 
 
 def _copies(pools: Sequence[torch.Tensor], ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-    if pools[0].device.type == "cpu":
-        return _copies_on_cpu(pools, ids)
     copies = []
     for blocks in pools:
         copied = blocks.index_select(0, torch.tensor(ids, device=blocks.device)).cpu()
         copies.append(copied.reshape(len(ids), _bytes_of(blocks)).numpy())
     return copies[0] if len(copies) == 1 else np.concatenate(copies, axis=1)
-
-
-def _copies_on_cpu(pools: Sequence[torch.Tensor], ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-    """Copy block by block, in 0.6 of the time of `index_select` (eight blocks of 128 KiB): steps wait for it."""
-    copies = np.empty((len(ids), sum(map(_bytes_of, pools))), np.uint8)
-    start = 0
-    for blocks in pools:
-        end, rows = start + _bytes_of(blocks), blocks.numpy()  # [num_blocks, ...]
-        for copy, block_id in zip(copies[:, start:end], ids, strict=True):
-            np.copyto(copy.reshape(rows.shape[1:]), rows[block_id])
-        start = end
-    return copies
 
 
 def _fill(pools: Sequence[torch.Tensor], ids: Sequence[int], payloads: Sequence[memoryview]) -> None:

@@ -9,7 +9,10 @@ import torch
 from radixkv.startup import openmp_threads
 from tests.patience import PATIENCE_S
 
-_WHEEL_HAS_OPENMP = bool([*(Path(torch.__file__).parent / "lib").glob("libgomp*")])
+needs_openmp = pytest.mark.skipif(
+    not [*(Path(torch.__file__).parent / "lib").glob("libgomp*")],
+    reason="needs the OpenMP of PyTorch's wheels for Linux",
+)
 
 _PROGRAM = """
 import os, torch
@@ -39,20 +42,39 @@ build_engine(Config(model=ModelConfig(path="tiny")))
 assert len(os.listdir("/proc/self/task")) == before, "threads that loaded the model are left"
 """
 
+_ADAPTER = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from radixkv.startup import adapters
+
+torch.set_num_threads(3)
+adapters.read_adapter = lambda *_: torch.ones(1 << 20).add_(1)  # as a large adapter does
+before = len(os.listdir("/proc/self/task"))
+with ThreadPoolExecutor(1) as reader:
+    reader.submit(adapters._read, "", None, 0).result()
+    assert len(os.listdir("/proc/self/task")) == before + 1, "threads that read the adapter are left"
+"""
+
 
 def run(program: str, cache: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "3"}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=PATIENCE_S)
 
 
-@pytest.mark.skipif(not _WHEEL_HAS_OPENMP, reason="needs the OpenMP of PyTorch's wheels for Linux")
+@needs_openmp
 def test_threads_end_and_start_again(tmp_path: Path) -> None:
     run(_PROGRAM, tmp_path)
 
 
-@pytest.mark.skipif(not _WHEEL_HAS_OPENMP, reason="needs the OpenMP of PyTorch's wheels for Linux")
+@needs_openmp
 def test_a_loaded_model_leaves_no_threads(tmp_path: Path) -> None:
     run(_ENGINE, tmp_path)
+
+
+@needs_openmp
+def test_an_adapter_that_was_read_leaves_no_threads(tmp_path: Path) -> None:
+    run(_ADAPTER, tmp_path)
 
 
 def test_without_that_library_nothing_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from radixkv.storage.tiers import by_name
 from radixkv.storage.tiers.block_object import object_bytes
 from radixkv.storage.tiers.block_store import StoreBackend, StoreSize
 from radixkv.storage.tiers.by_name import StoreOptions
-from radixkv.storage.tiers.guard.guarded_store import GuardedStore
 from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
@@ -36,16 +35,9 @@ from tests.scheduling.always_load import AlwaysLoad
 from tests.startup.running import running
 from tests.storage.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
+pytestmark = pytest.mark.usefixtures("patient_guards")
+
 BLOCK_SIZE, POOL_TOKENS, PROMPT_TOKENS = 16, 256, 83  # five whole blocks of a pool of 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patient_guards() -> Iterator[None]:
-    """On a busy machine a store may take longer than half a second, which would be a miss."""
-    limits = {**(GuardedStore.__init__.__kwdefaults__ or {}), "limit_s": PATIENCE_S}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(GuardedStore.__init__, "__kwdefaults__", limits)
-        yield
 
 
 @pytest.fixture(scope="module")

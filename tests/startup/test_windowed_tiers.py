@@ -15,25 +15,17 @@ from radixkv.api.result import PrefillResult
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
 from radixkv.startup.build_engine import build_engine
-from radixkv.storage.tiers.guard.guarded_store import GuardedStore
 from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S
 from tests.scheduling.always_load import AlwaysLoad
 from tests.startup.running import running
 
+pytestmark = pytest.mark.usefixtures("patient_guards")
+
 HOST = "tiers.host_bytes=100000000"
 CAPACITY_TOKENS, LONG = 54 * 16, 480
 NUM_BLOCKS = 54 * 3 - 17 * 2  # those of one layer of three, in the memory that parts of the others leave
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patient_guards() -> Iterator[None]:
-    """On a busy machine a store may take longer than half a second, which would be a miss."""
-    limits = {**(GuardedStore.__init__.__kwdefaults__ or {}), "limit_s": PATIENCE_S}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(GuardedStore.__init__, "__kwdefaults__", limits)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,22 @@
+"""Fixtures of tests that start engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from radixkv.storage.tiers.guard.guarded_store import GuardedStore
+from tests.patience import PATIENCE_S
+
+
+@pytest.fixture(scope="module")
+def patient_guards() -> Iterator[None]:
+    """On a busy machine a store may take longer than half a second, which would be a miss.
+
+    Use it by `pytestmark`: then it comes before the engines that a module shares.
+    """
+    limits = {**(GuardedStore.__init__.__kwdefaults__ or {}), "limit_s": PATIENCE_S}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(GuardedStore.__init__, "__kwdefaults__", limits)
+        yield
