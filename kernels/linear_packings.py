@@ -44,7 +44,8 @@ class LinearPacking(NamedTuple):
     """One way to compute `torch.nn.functional.linear`.
 
     Attributes:
-        pack: lays out a weight `[out_features, in_features]`. Only `multiply` understands the result.
+        pack: lays out weights `[features, in_features]` as one, the first one's features first. Only `multiply`
+            understands the result.
         multiply: takes contiguous rows `[num_rows, in_features]`, the packed weight, and a bias `[out_features]` or
             None. Returns `[num_rows, out_features]` in the rows' dtype.
         dtypes: of the weights that it takes.
@@ -54,7 +55,7 @@ class LinearPacking(NamedTuple):
         rows_are_alike: whether its code computes each row by itself, so that no number of rows needs to be tried.
     """
 
-    pack: Callable[[torch.Tensor], Any]
+    pack: Callable[..., Any]
     multiply: Multiply
     dtypes: tuple[torch.dtype, ...]
     gate: Gate | None = None
@@ -94,6 +95,11 @@ def _onednn_computes(dtype: torch.dtype) -> bool:
 
 def _matrix_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+
+
+def _joined(pack: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    """Join weights before they are laid out."""
+    return lambda *weights: pack(weights[0] if len(weights) == 1 else torch.cat(weights))
 
 
 def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
@@ -185,13 +191,11 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Those that are likely to be fast come first: others are soon given up.
 PACKINGS = {
-    "native": LinearPacking(
-        products.Panels, products.multiply, tuple(products.WORD_NUMBERS), products.gate, rows_are_alike=True
-    ),
-    "blocked": LinearPacking(_blocked, _blocked_product, _FLOATS, _blocked_gate),
-    "packed": LinearPacking(_packed, _packed_product, (torch.float32,)),
-    "convolution": LinearPacking(_for_convolution, _convolution_product, (torch.bfloat16,), _convolution_gate),
-    "plain": LinearPacking(_as_it_is, _matrix_product, _FLOATS),
-    "float32": LinearPacking(_blocked_float32, _float32_product, (torch.float16,)),
-    "int8": LinearPacking(pack_int8, int8_product, _FLOATS),
+    "native": LinearPacking(products.Panels, products.multiply, products.DTYPES, products.gate, rows_are_alike=True),
+    "blocked": LinearPacking(_joined(_blocked), _blocked_product, _FLOATS, _blocked_gate),
+    "packed": LinearPacking(_joined(_packed), _packed_product, (torch.float32,)),
+    "convolution": LinearPacking(_joined(_for_convolution), _convolution_product, (torch.bfloat16,), _convolution_gate),
+    "plain": LinearPacking(_joined(_as_it_is), _matrix_product, _FLOATS),
+    "float32": LinearPacking(_joined(_blocked_float32), _float32_product, (torch.float16,)),
+    "int8": LinearPacking(_joined(pack_int8), int8_product, _FLOATS),
 }

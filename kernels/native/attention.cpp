@@ -1,10 +1,10 @@
-// Paged attention over K and V where they lie, by vectors of 512 bits. `kernels/native/attention.py` calls it.
+// Paged attention over K and V where they lie, by vectors. `kernels/native/attention.py` calls it.
 //
 //   a row's keys   [ 0 .. 64 )[ 64 .. 128 ) ... [ .. its own position ]      blocks of 64 keys, in this order
 //
 // Each row keeps its largest score, its sum of weights and its weighted values, and meets one block of keys after the
 // other: at multiples of 64 positions, whatever is computed with it. A block of keys is laid out once for all rows that
-// see it, in tiles of up to 8 rows. No operation of a row depends on the others of its tile, so its bits do not either.
+// see it, in tiles of up to 8 rows, or 6 where there are fewer registers. No operation of a row depends on the others of its tile, so its bits do not either.
 // Keys that a row does not see have a weight of 0, which changes nothing.
 
 #include "vectors.h"
@@ -37,7 +37,8 @@ struct Problem {
 namespace {
 
 constexpr int kKeys = 64;
-constexpr int kRows = 8;
+constexpr int kPair = 2 * kLanes;  // keys whose scores are computed at once
+constexpr int kRows = kRegisters == 32 ? 8 : 6;
 constexpr float kNothingSeen = -1e30f;  // finite, so that the difference of two is a number
 
 // Multiplies in float32. A word is one number.
@@ -45,13 +46,13 @@ struct InFloat32 {
   using Word = float;
   static constexpr int kNumbers = 1;
 
-  static int words_of(int64_t head_dim) { return static_cast<int>((head_dim + 15) / 16 * 16); }
+  static int words_of(int64_t head_dim) { return static_cast<int>((head_dim + kLanes - 1) / kLanes * kLanes); }
 
-  static __m512 load_words(const void* row, int64_t word, int64_t kind, int64_t head_dim) {
+  static Floats load_row(const void* row, int64_t word, int64_t kind, int64_t head_dim) {
     return load(row, word, kind, first_lanes(head_dim - word));
   }
 
-  static __m512 multiply_add(__m512 sum, float a, __m512 b) { return _mm512_fmadd_ps(_mm512_set1_ps(a), b, sum); }
+  static Floats multiply_add(Floats sum, float a, Floats b) { return ::multiply_add(all(a), b, sum); }
 
   // Values are read where they are, if they are floats in whole vectors; else they are copied as such.
   static void pack_values(const void* const* rows, int num_keys, int64_t kind, int64_t head_dim, int dims,
@@ -60,13 +61,13 @@ struct InFloat32 {
     for (int k = 0; k < num_keys; k++) {
       values[k] = is_in_place ? static_cast<const float*>(rows[k]) : packed + static_cast<int64_t>(k) * dims;
       for (int d = 0; d < dims && !is_in_place; d += kLanes)
-        _mm512_storeu_ps(packed + static_cast<int64_t>(k) * dims + d, load_words(rows[k], d, kind, head_dim));
+        store_floats(packed + static_cast<int64_t>(k) * dims + d, load_row(rows[k], d, kind, head_dim));
     }
   }
 
-  static void store_weights(float* weights, __m512 first, __m512 second) {
-    _mm512_storeu_ps(weights, first);
-    _mm512_storeu_ps(weights + kLanes, second);
+  static void store_weights(float* weights, Floats first, Floats second) {
+    store_floats(weights, first);
+    store_floats(weights + kLanes, second);
   }
 };
 
@@ -78,7 +79,7 @@ struct InBfloat16 {
 
   static int words_of(int64_t head_dim) { return static_cast<int>((head_dim + 31) / 32 * 16); }
 
-  static __m512 load_words(const void* row, int64_t word, int64_t kind, int64_t head_dim) {
+  static __m512 load_row(const void* row, int64_t word, int64_t kind, int64_t head_dim) {
     const int64_t at = 2 * word, left = head_dim - at;
     if (kind == kBfloat16) {
       const __mmask32 mask = left >= 32 ? 0xffffffffu : (1u << left) - 1;
@@ -103,8 +104,8 @@ struct InBfloat16 {
       uint32_t* to = packed + static_cast<int64_t>(k / 2) * dims;
       values[k / 2] = to;
       for (int d = 0; d < dims; d += 32) {
-        const __m512i a = _mm512_castps_si512(load_words(rows[k], d / 2, kind, head_dim));
-        const __m512i b = _mm512_castps_si512(load_words(rows[k + 1], d / 2, kind, head_dim));
+        const __m512i a = _mm512_castps_si512(load_row(rows[k], d / 2, kind, head_dim));
+        const __m512i b = _mm512_castps_si512(load_row(rows[k + 1], d / 2, kind, head_dim));
         _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, low, b));
         if (d + kLanes < dims) _mm512_storeu_si512(to + d + kLanes, _mm512_permutex2var_epi16(a, high, b));
       }
@@ -123,7 +124,7 @@ struct Scratch {
   using Word = typename Arithmetic::Word;
 
   Scratch(int64_t num_rows, int64_t head_dim)
-      : words(Arithmetic::words_of(head_dim)), dims(static_cast<int>((head_dim + 15) / 16 * 16)) {
+      : words(Arithmetic::words_of(head_dim)), dims(static_cast<int>((head_dim + kLanes - 1) / kLanes * kLanes)) {
     const int64_t sizes[] = {num_rows * words, kKeys * words,  kKeys * dims,        kRows * kKeys / Arithmetic::kNumbers,
                              num_rows * dims,  num_rows,       num_rows * kLanes,   kRows * kKeys,
                              dims};
@@ -162,17 +163,17 @@ struct Scratch {
   float* zeros;               // [dims]
 };
 
-// Scores of `R` rows and 32 keys. A function of its own: inlined, its sums do not stay in registers.
+// Scores of `R` rows and two vectors of keys. A function of its own: inlined, its sums do not stay in registers.
 template <class Arithmetic, int R>
 __attribute__((noinline)) void score(const typename Arithmetic::Word* query, int64_t words,
                                      const typename Arithmetic::Word* keys, float* scores) {
-  __m512 sums[R][2];
+  Floats sums[R][2];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+  for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = all(0.0f);
   const float* first = reinterpret_cast<const float*>(keys);
   const float* second = first + words * kLanes;
   for (int64_t w = 0; w < words; w++) {
-    const __m512 a = _mm512_loadu_ps(first + w * kLanes), b = _mm512_loadu_ps(second + w * kLanes);
+    const Floats a = load_floats(first + w * kLanes), b = load_floats(second + w * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       sums[r][0] = Arithmetic::multiply_add(sums[r][0], query[r * words + w], a);
@@ -181,27 +182,27 @@ __attribute__((noinline)) void score(const typename Arithmetic::Word* query, int
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
-    _mm512_storeu_ps(scores + r * kKeys, sums[r][0]);
-    _mm512_storeu_ps(scores + r * kKeys + kLanes, sums[r][1]);
+    store_floats(scores + r * kKeys, sums[r][0]);
+    store_floats(scores + r * kKeys + kLanes, sums[r][1]);
   }
 }
 
-// Shrinks what `R` rows have summed up, and adds weighted values, in 16 * `N` dimensions from `at` on.
+// Shrinks what `R` rows have summed up, and adds weighted values, in `N` vectors of dimensions from `at` on.
 template <class Arithmetic, int R, int N>
 __attribute__((noinline)) void add_values(const typename Arithmetic::Word* weights, int64_t num_words,
                                           const typename Arithmetic::Word* const* values, int64_t at, int64_t dims,
                                           const float* shrink, float* to) {
   constexpr int kStride = kKeys / Arithmetic::kNumbers;
-  __m512 sums[R][N];
+  Floats sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
-    const __m512 factor = _mm512_set1_ps(shrink[r]);
-    sums[r][0] = _mm512_mul_ps(_mm512_loadu_ps(to + r * dims + at), factor);
-    if constexpr (N == 2) sums[r][1] = _mm512_mul_ps(_mm512_loadu_ps(to + r * dims + at + kLanes), factor);
+    const Floats factor = all(shrink[r]);
+    sums[r][0] = load_floats(to + r * dims + at) * factor;
+    if constexpr (N == 2) sums[r][1] = load_floats(to + r * dims + at + kLanes) * factor;
   }
   for (int64_t w = 0; w < num_words; w++) {
     const float* value = reinterpret_cast<const float*>(values[w]) + at;
-    const __m512 a = _mm512_loadu_ps(value), b = _mm512_loadu_ps(value + (N - 1) * kLanes);
+    const Floats a = load_floats(value), b = load_floats(value + (N - 1) * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       sums[r][0] = Arithmetic::multiply_add(sums[r][0], weights[r * kStride + w], a);
@@ -210,17 +211,16 @@ __attribute__((noinline)) void add_values(const typename Arithmetic::Word* weigh
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
-    _mm512_storeu_ps(to + r * dims + at, sums[r][0]);
-    if constexpr (N == 2) _mm512_storeu_ps(to + r * dims + at + kLanes, sums[r][1]);
+    store_floats(to + r * dims + at, sums[r][0]);
+    if constexpr (N == 2) store_floats(to + r * dims + at + kLanes, sums[r][1]);
   }
 }
 
 // softcap * tanh(x / softcap), times log2(e). `doubled` is 2 * log2(e) * x / softcap.
-inline __m512 capped(__m512 doubled, double softcap) {
-  const __m512 one = _mm512_set1_ps(1.0f);
-  const __m512 power = exp2_of(_mm512_min_ps(doubled, _mm512_set1_ps(100.0f)));
-  const __m512 tanh = _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(power, one)));
-  return _mm512_mul_ps(tanh, _mm512_set1_ps(static_cast<float>(softcap) * kLog2e));
+inline Floats capped(Floats doubled, double softcap) {
+  const Floats one = all(1.0f);
+  const Floats tanh = one - all(2.0f) / (exp2_of(smaller(doubled, all(100.0f))) + one);
+  return tanh * all(static_cast<float>(softcap) * kLog2e);
 }
 
 // Lets `R` rows meet the keys [first_key, end_key), which are laid out: up to kKeys of them.
@@ -231,54 +231,50 @@ void meet(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, con
   const int lowest = *std::min_element(positions, positions + R), highest = *std::max_element(positions, positions + R);
   const int last_key = std::min(end_key - 1, highest);
   if (last_key < first_key || (window && end_key <= lowest - window + 1)) return;
-  const int num_pairs = (last_key - first_key) / 32 + 1;  // of vectors of scores
+  const int num_pairs = (last_key - first_key) / kPair + 1;  // of vectors of scores
   const bool is_masked = first_key + kKeys > std::min(lowest + 1, end_key) || (window && first_key <= highest - window);
   for (int i = 0; i < num_pairs; i++)
     score<Arithmetic, R>(scratch.query + row * scratch.words, scratch.words,
-                         scratch.keys + static_cast<int64_t>(i) * 32 * scratch.words, scratch.scores + i * 32);
+                         scratch.keys + static_cast<int64_t>(i) * kPair * scratch.words, scratch.scores + i * kPair);
 
   // A score is multiplied and rounded like the largest one, so that no difference is above 0, however large they are.
   const double power = kLog2e * problem.scale;
-  const __m512 factor = _mm512_set1_ps(problem.softcap ? 1.0f : static_cast<float>(power));
-  const __m512 cap_factor = _mm512_set1_ps(problem.softcap ? static_cast<float>(2 * power / problem.softcap) : 0.0f);
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const float factor = problem.softcap ? 1.0f : static_cast<float>(power);
+  const Floats cap_factor = all(problem.softcap ? static_cast<float>(2 * power / problem.softcap) : 0.0f);
   float shrink[kLanes] = {};
   for (int r = 0; r < R; r++) {
     float* scores = scratch.scores + r * kKeys;
-    __m512 top = _mm512_set1_ps(-INFINITY);
+    Floats top = all(-INFINITY);
     for (int i = 0; i < kKeys / kLanes; i++) {
-      __m512 x = _mm512_loadu_ps(scores + i * kLanes);
-      if (problem.softcap) x = capped(_mm512_mul_ps(x, cap_factor), problem.softcap);
-      if (is_masked) {
-        const __m512i keys = _mm512_add_epi32(lanes, _mm512_set1_epi32(first_key + i * kLanes));
-        __mmask16 is_seen = _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(std::min(positions[r], end_key - 1)));
-        if (window) is_seen &= _mm512_cmpgt_epi32_mask(keys, _mm512_set1_epi32(positions[r] - window));
-        x = _mm512_mask_blend_ps(is_seen, _mm512_set1_ps(-INFINITY), x);
-      }
-      if (problem.softcap || is_masked) _mm512_storeu_ps(scores + i * kLanes, x);
-      top = _mm512_max_ps(top, x);
+      Floats x = load_floats(scores + i * kLanes);
+      if (problem.softcap) x = capped(x * cap_factor, problem.softcap);
+      if (is_masked)
+        x = between(x, first_key + i * kLanes, window ? positions[r] - window : -1, std::min(positions[r], end_key - 1));
+      if (problem.softcap || is_masked) store_floats(scores + i * kLanes, x);
+      top = larger(top, x);
     }
     float& largest = scratch.largest[row + r];
-    const float now = std::max(largest, _mm512_reduce_max_ps(top) * _mm512_cvtss_f32(factor));
+    const float now = std::max(largest, largest_of(top) * factor);
     shrink[r] = largest - now;
     largest = now;
   }
-  _mm512_storeu_ps(shrink, exp2_of(_mm512_loadu_ps(shrink)));
+  store_floats(shrink, exp2_of(load_floats(shrink)));
   for (int r = 0; r < R; r++) {
     const float* scores = scratch.scores + r * kKeys;
-    const __m512 largest = _mm512_set1_ps(scratch.largest[row + r]);
-    __m512 x[kKeys / kLanes];
+    const Floats largest = all(scratch.largest[row + r]);
+    Floats x[kKeys / kLanes];
     for (int i = 0; i < kKeys / kLanes; i++)
-      x[i] = exp2_of(_mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(scores + i * kLanes), factor), largest));
-    const __m512 sum = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
+      x[i] = exp2_of(load_floats(scores + i * kLanes) * all(factor) - largest);
+    Floats sum = all(0.0f);
+    for (int i = 0; i < kKeys / kLanes; i += 4) sum = sum + ((x[i] + x[i + 1]) + (x[i + 2] + x[i + 3]));
     float* weight_sums = scratch.weight_sums + (row + r) * kLanes;
-    _mm512_storeu_ps(weight_sums, _mm512_fmadd_ps(_mm512_loadu_ps(weight_sums), _mm512_set1_ps(shrink[r]), sum));
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++)
-      Arithmetic::store_weights(scratch.weights + (r * kKeys + i * 32) / Arithmetic::kNumbers, x[2 * i], x[2 * i + 1]);
+    store_floats(weight_sums, multiply_add(load_floats(weight_sums), all(shrink[r]), sum));
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeys / kPair; i++)
+      Arithmetic::store_weights(scratch.weights + (r * kKeys + i * kPair) / Arithmetic::kNumbers, x[2 * i], x[2 * i + 1]);
   }
 
-  const int64_t num_words = num_pairs * 32 / Arithmetic::kNumbers;
+  const int64_t num_words = num_pairs * kPair / Arithmetic::kNumbers;
   float* sums = scratch.sums + row * scratch.dims;
   int at = 0;
   for (; at + 2 * kLanes <= scratch.dims; at += 2 * kLanes)
@@ -287,12 +283,20 @@ void meet(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, con
     add_values<Arithmetic, R, 1>(scratch.weights, num_words, scratch.values, at, scratch.dims, shrink, sums);
 }
 
+template <class Arithmetic, int R>
+void meet_tile(int num_rows, const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, const int32_t* positions,
+               int first_key, int end_key) {
+  if constexpr (R > 1)
+    if (num_rows < R) return meet_tile<Arithmetic, R - 1>(num_rows, problem, scratch, row, positions, first_key, end_key);
+  meet<Arithmetic, R>(problem, scratch, row, positions, first_key, end_key);
+}
+
 // Lays out the keys [first_key, end_key) of a step, and their values. Keys that are not written are zeros.
 template <class Arithmetic>
 void lay_out(const Problem& problem, const Step& step, int64_t kv_head, const char* key, const char* value,
              int first_key, int end_key, Scratch<Arithmetic>& scratch) {
   const void *key_rows[kKeys], *value_rows[kKeys];
-  const int num_keys = (end_key - first_key + 31) / 32 * 32;
+  const int num_keys = (end_key - first_key + kPair - 1) / kPair * kPair;
   for (int i = 0; i < num_keys; i++) {
     const int at = first_key + i;
     if (at >= end_key || at < step.first_written) {
@@ -308,11 +312,11 @@ void lay_out(const Problem& problem, const Step& step, int64_t kv_head, const ch
   for (int i = 0; i < num_keys; i += kLanes) {
     float* to = reinterpret_cast<float*>(scratch.keys + static_cast<int64_t>(i) * scratch.words);
     for (int w = 0; w < scratch.words; w += kLanes) {
-      __m512i rows[kLanes];
+      Words rows[kLanes];
       for (int k = 0; k < kLanes; k++)
-        rows[k] = _mm512_castps_si512(Arithmetic::load_words(key_rows[i + k], w, problem.kv_kind, problem.head_dim));
+        rows[k] = as_words(Arithmetic::load_row(key_rows[i + k], w, problem.kv_kind, problem.head_dim));
       transpose(rows);
-      for (int k = 0; k < kLanes; k++) _mm512_storeu_si512(to + (w + k) * kLanes, rows[k]);
+      for (int k = 0; k < kLanes; k++) store_floats(to + (w + k) * kLanes, as_floats(rows[k]));
     }
   }
   Arithmetic::pack_values(value_rows, num_keys, problem.kv_kind, problem.head_dim, scratch.dims, scratch.packed_values,
@@ -329,9 +333,9 @@ void begin(const Problem& problem, const Item& item, const char* query, const fl
     const char* from = query + number * bytes_of(problem.query_kind);
     float* to = reinterpret_cast<float*>(scratch.query + i * scratch.words);
     for (int w = 0; w < scratch.words; w += kLanes)
-      _mm512_storeu_ps(to + w, Arithmetic::load_words(from, w, problem.query_kind, problem.head_dim));
+      store_floats(to + w, Arithmetic::load_row(from, w, problem.query_kind, problem.head_dim));
     scratch.largest[i] = sinks ? sinks[head] * kLog2e : kNothingSeen;
-    _mm512_storeu_ps(scratch.weight_sums + i * kLanes, _mm512_setzero_ps());
+    store_floats(scratch.weight_sums + i * kLanes, all(0.0f));
     if (sinks) scratch.weight_sums[i * kLanes] = 1.0f;
   }
   memset(scratch.sums, 0, num_rows * scratch.dims * sizeof(float));
@@ -343,12 +347,12 @@ void finish(const Problem& problem, const Item& item, const Scratch<Arithmetic>&
     const int64_t row = item.first_row + i, head = item.kv_head * problem.group_size + row % problem.group_size;
     const int64_t token = problem.tokens[row / problem.group_size];
     const int64_t number = (token * problem.num_kv_heads * problem.group_size + head) * problem.head_dim;
-    const float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(scratch.weight_sums + i * kLanes));
+    const float sum = sum_of(load_floats(scratch.weight_sums + i * kLanes));
     for (int64_t d = 0; d < problem.head_dim; d += kLanes) {
-      const __m512 mean = _mm512_div_ps(_mm512_loadu_ps(scratch.sums + i * scratch.dims + d), _mm512_set1_ps(sum));
+      const Floats mean = load_floats(scratch.sums + i * scratch.dims + d) / all(sum);
       // -0 becomes 0: whether a sum is one may depend on weights of 0 that were added to it.
       store(output + number * bytes_of(problem.query_kind), d, problem.query_kind, first_lanes(problem.head_dim - d),
-            _mm512_add_ps(mean, _mm512_setzero_ps()));
+            mean + all(0.0f));
     }
   }
 }
@@ -356,10 +360,6 @@ void finish(const Problem& problem, const Item& item, const Scratch<Arithmetic>&
 template <class Arithmetic>
 void attend(const Problem& problem, const Item& item, const char* query, const char* key, const char* value,
             char* output, const float* sinks, Scratch<Arithmetic>& scratch) {
-  using Meet = void (*)(const Problem&, Scratch<Arithmetic>&, int64_t, const int32_t*, int, int);
-  static constexpr Meet kMeet[kRows] = {meet<Arithmetic, 1>, meet<Arithmetic, 2>, meet<Arithmetic, 3>,
-                                        meet<Arithmetic, 4>, meet<Arithmetic, 5>, meet<Arithmetic, 6>,
-                                        meet<Arithmetic, 7>, meet<Arithmetic, 8>};
   begin(problem, item, query, sinks, scratch);
   for (int s = item.first_step; s < item.end_step; s++) {
     const Step& step = problem.steps[s];
@@ -369,12 +369,14 @@ void attend(const Problem& problem, const Item& item, const char* query, const c
     for (int first_key = step.first_key; first_key < step.end_key; first_key += kKeys) {
       const int end_key = std::min(step.end_key, first_key + kKeys);
       lay_out(problem, step, item.kv_head, key, value, first_key, end_key, scratch);
-      for (int64_t row = first; row < end; row += kRows) {
-        const int num_rows = static_cast<int>(std::min<int64_t>(kRows, end - row));
+      const int64_t num_tiles = (end - first + kRows - 1) / kRows;
+      for (int64_t t = 0; t < num_tiles; t++) {
+        const int64_t row = first + (end - first) * t / num_tiles;
+        const int num_rows = static_cast<int>(first + (end - first) * (t + 1) / num_tiles - row);
         int32_t positions[kRows];
         for (int r = 0; r < num_rows; r++)
           positions[r] = problem.positions[(item.first_row + row + r) / problem.group_size];
-        kMeet[num_rows - 1](problem, scratch, row, positions, first_key, end_key);
+        meet_tile<Arithmetic, kRows>(num_rows, problem, scratch, row, positions, first_key, end_key);
       }
     }
   }

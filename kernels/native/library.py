@@ -1,6 +1,6 @@
 """Compiles the C++ files of this folder for the processor at hand, once, and loads the result.
 
-There is nothing to load without Linux, AVX-512, or GCC as `c++`, `g++` or `$CXX`; then torch computes. The library is
+There is nothing to load without Linux, AVX2, or GCC as `c++`, `g++` or `$CXX`; then torch computes. The library is
 kept in a folder, under a name that says what it was made of: sources, compiler and processor.
 """
 
@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
 # Bits must not depend on what a compiler fuses where. OpenMP's functions are those of torch, which has loaded them.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
+_WITHOUT_AVX512 = ("-mno-avx512f",)
 _TIMEOUT_S = 300.0
 
 # How numbers are stored, as `vectors.h` counts.
@@ -36,25 +37,30 @@ class NotCompiledError(Exception):
     """There is no library for this machine. The message says why."""
 
 
-def load_library(folder: Path, environment: Mapping[str, str] = os.environ) -> ctypes.CDLL:
+def load_library(
+    folder: Path, environment: Mapping[str, str] = os.environ, *, capability: str | None = None
+) -> ctypes.CDLL:
     """Load the library, and compile it first if the folder has none that can be loaded: some seconds. Logs that.
 
     Args:
         folder: where it is kept; made if it is missing.
         environment: names the compiler, `CXX`, and where to look for one, `PATH`.
+        capability: what the processor has, as `torch.backends.cpu.get_cpu_capability` says; None asks that.
 
     Raises:
         NotCompiledError: it can't be made or loaded here.
     """
-    if platform.system() != "Linux" or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        raise NotCompiledError("it needs Linux and a processor with AVX-512")
+    capability = capability or torch.backends.cpu.get_cpu_capability()
+    if platform.system() != "Linux" or not capability.startswith("AVX"):
+        raise NotCompiledError("it needs Linux and a processor with AVX2")
     compiler = _find_compiler(environment)
-    file = folder / f"native-{_digest(compiler)}.so"
+    flags = _FLAGS if capability.startswith("AVX512") else _FLAGS + _WITHOUT_AVX512
+    file = folder / f"native-{_digest(compiler, flags)}.so"
     with contextlib.suppress(OSError):  # there is none, or it is damaged
         return ctypes.CDLL(str(file))
     try:
         start_s = time.perf_counter()
-        _compile(compiler, file)
+        _compile(compiler, flags, file)
         _log.info("compiled kernels for this processor in %.1f s: %s", time.perf_counter() - start_s, file)
         return ctypes.CDLL(str(file))
     except OSError as error:
@@ -69,7 +75,7 @@ def _find_compiler(environment: Mapping[str, str]) -> str:
     return found
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     """Name all that decides what is compiled."""
     version = _run(compiler, "--version")
     try:
@@ -77,12 +83,12 @@ def _digest(compiler: str) -> str:
     except OSError:
         lines = []
     processor = sorted({line for line in lines if line.startswith(("model name", "flags", "stepping"))})
-    parts = [version, torch.__version__, *_FLAGS, *processor]
+    parts = [version, torch.__version__, *flags, *processor]
     parts += [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.[ch]*"))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _compile(compiler: str, file: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], file: Path) -> None:
     """Make the library. Nobody sees half of it, also where several processes make it at once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as name:
@@ -90,7 +96,7 @@ def _compile(compiler: str, file: Path) -> None:
         objects = []
         for source in sorted(_FOLDER.glob("*.cpp")):
             objects.append(str(made / f"{source.stem}.o"))
-            _run(compiler, *_FLAGS, "-c", str(source), "-o", objects[-1])
+            _run(compiler, *flags, "-c", str(source), "-o", objects[-1])
         # Without `-fopenmp`, which would ask for GCC's own OpenMP beside that of torch.
         _run(compiler, "-shared", *objects, "-o", str(made / file.name))
         (made / file.name).replace(file)

@@ -1,7 +1,7 @@
 // Products of rows with a weight that was laid out once. `kernels/native/products.py` calls it.
 //
-//   weight   [panel][word][32 features]      a word is one float32, or two neighbours in bfloat16
-//   rows     [tile][word][up to 12 rows]     laid out for each call, as many words at once as a cache holds
+//   weight   [panel][word][two vectors of features]   a word is one number, or two neighbours where pairs are multiplied
+//   rows     [tile][word][up to kRows rows]           laid out for each call, as many words at once as a cache holds
 //
 // A number of the result is one sum over all words, from the first to the last, in a register or stored in float32
 // between two blocks of words. No operation of a row depends on others, so its bits do not depend on how many there are.
@@ -10,11 +10,12 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <type_traits>
 
 // Fields are told in `kernels/native/products.py`.
 struct Product {
   const void* rows;
-  const float *weight, *other_weight;
+  const void *weight, *other_weight;
   const void *bias, *other_bias;
   void* out;
   int64_t num_rows, in_features, out_features, kind, num_threads;
@@ -22,76 +23,102 @@ struct Product {
 
 namespace {
 
-constexpr int kRows = 12;  // of a tile: sums of 12 rows and 32 features fill the registers
-constexpr int kFeatures = 32;
-constexpr int64_t kMostRows = 43 * kRows;  // whose words fit in a cache
+constexpr int kFeatures = 2 * kLanes;
+constexpr int kRows = kRegisters == 32 ? 12 : 6;  // of a tile, whose sums nearly fill the registers
+constexpr int64_t kMostRows = kRegisters == 32 ? 516 : 258;  // whose words fit in a cache
 constexpr int64_t kMostWords = 448;
-constexpr int64_t kAhead = 1024;  // floats of a weight that are asked for before they are needed
-constexpr int64_t kLine = 16;     // floats of a cache line
+constexpr int64_t kAheadBytes = 4096;  // of a weight, which are asked for before they are needed
+constexpr int64_t kLineBytes = 64;
 
+// Multiplies in float32. Weights of 16 bits stay so, which is less to read.
+template <int64_t kKind>
 struct InFloat32 {
-  using Word = float;
-  static constexpr int kNumbers = 1;
-  static __m512 multiply_add(__m512 sum, float a, __m512 b) { return _mm512_fmadd_ps(_mm512_set1_ps(a), b, sum); }
+  using Row = float;  // a word of a row, when it is laid out
+  using Weight = std::conditional_t<kKind == kFloat32, float, uint16_t>;
+  static constexpr int kNumbers = 1;  // in a word
+
+  static Words load_row(const void* row, int64_t word, Lanes lanes) { return as_words(load(row, word, kKind, lanes)); }
+  static Floats load_weight(const Weight* from) { return load(from, 0, kKind, first_lanes(kLanes)); }
+  static Floats add(Floats sum, float a, Floats b) { return multiply_add(all(a), b, sum); }
 };
 
 #ifdef __AVX512BF16__
-struct InBfloat16 {
-  using Word = uint32_t;
+struct InPairs {
+  using Row = uint32_t;
+  using Weight = uint32_t;
   static constexpr int kNumbers = 2;
-  static __m512 multiply_add(__m512 sum, uint32_t a, __m512 b) {
+
+  static Words load_row(const void* row, int64_t word, Lanes lanes) {
+    return load_words(static_cast<const uint32_t*>(row) + word, lanes);
+  }
+  static Floats load_weight(const uint32_t* from) { return as_floats(load_words(from, first_lanes(kLanes))); }
+  static Floats add(Floats sum, uint32_t a, Floats b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
   }
 };
+using InBfloat16 = InPairs;
+#else
+using InBfloat16 = InFloat32<kBfloat16>;
 #endif
 
-// Adds words of R rows and 32 features to their sums. Asks for `num_lines` lines of the weight from `ahead` on.
+// Adds words of R rows and kFeatures features to their sums. Asks for `num_ahead` words of the weight from `ahead` on.
 template <class Arithmetic, int R>
-__attribute__((noinline)) void add_words(const typename Arithmetic::Word* rows, const float* panel, int64_t num_words,
-                                         float* sums, int64_t stride, bool is_first, const float* ahead,
-                                         int64_t num_lines) {
-  __m512 sum[R][2];
+__attribute__((noinline)) void add_words(const typename Arithmetic::Row* rows, const typename Arithmetic::Weight* panel,
+                                         int64_t num_words, float* sums, int64_t stride, bool is_first,
+                                         const typename Arithmetic::Weight* ahead, int64_t num_ahead) {
+  constexpr int64_t kWordBytes = kFeatures * sizeof(typename Arithmetic::Weight);
+  Floats sum[R][2];
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; i++)
-      sum[r][i] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * stride + i * kLanes);
+    for (int i = 0; i < 2; i++) sum[r][i] = is_first ? all(0.0f) : load_floats(sums + r * stride + i * kLanes);
 #pragma GCC unroll 4
   for (int64_t w = 0; w < num_words; w++) {
-    const __m512 first = _mm512_loadu_ps(panel + w * kFeatures), second = _mm512_loadu_ps(panel + w * kFeatures + kLanes);
-    if (2 * w < num_lines) {
-      _mm_prefetch(reinterpret_cast<const char*>(ahead + 2 * w * kLine), _MM_HINT_T1);
-      _mm_prefetch(reinterpret_cast<const char*>(ahead + 2 * w * kLine + kLine), _MM_HINT_T1);
-    }
+    const Floats first = Arithmetic::load_weight(panel + w * kFeatures);
+    const Floats second = Arithmetic::load_weight(panel + w * kFeatures + kLanes);
+    if (w < num_ahead)
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kWordBytes; i += kLineBytes)
+        _mm_prefetch(reinterpret_cast<const char*>(ahead) + w * kWordBytes + i, _MM_HINT_T1);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
-      sum[r][0] = Arithmetic::multiply_add(sum[r][0], rows[w * R + r], first);
-      sum[r][1] = Arithmetic::multiply_add(sum[r][1], rows[w * R + r], second);
+      sum[r][0] = Arithmetic::add(sum[r][0], rows[w * R + r], first);
+      sum[r][1] = Arithmetic::add(sum[r][1], rows[w * R + r], second);
     }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) _mm512_storeu_ps(sums + r * stride + i * kLanes, sum[r][i]);
+    for (int i = 0; i < 2; i++) store_floats(sums + r * stride + i * kLanes, sum[r][i]);
 }
 
-// Lays out words of some rows, one row's beside the other's.
-void lay_out(const uint32_t* rows, int64_t stride, int64_t num_rows, int64_t num_words, uint32_t* to) {
+template <class Arithmetic, int R, class... Rest>
+void add_tile(int64_t num_rows, Rest... rest) {
+  if constexpr (R > 1)
+    if (num_rows < R) return add_tile<Arithmetic, R - 1>(num_rows, rest...);
+  add_words<Arithmetic, R>(rest...);
+}
+
+// Lays out words of up to kLanes rows, one row's beside the other's.
+template <class Arithmetic>
+void lay_out(const Product& product, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
+             uint32_t* to) {
+  const int64_t row_bytes = product.in_features * bytes_of(product.kind);
+  const char* rows = static_cast<const char*>(product.rows) + first_row * row_bytes;
   for (int64_t w = 0; w < num_words; w += kLanes) {
-    __m512i words[kLanes];
+    Words words[kLanes];
     for (int r = 0; r < kLanes; r++)
-      words[r] = r < num_rows ? _mm512_maskz_loadu_epi32(first_lanes(num_words - w), rows + r * stride + w)
-                              : _mm512_setzero_si512();
+      words[r] = r < num_rows ? Arithmetic::load_row(rows + r * row_bytes, first_word + w, first_lanes(num_words - w))
+                              : as_words(all(0.0f));
     transpose(words);
     const int64_t num_here = std::min<int64_t>(kLanes, num_words - w);
-    for (int64_t i = 0; i < num_here; i++)
-      _mm512_mask_storeu_epi32(to + (w + i) * num_rows, first_lanes(num_rows), words[i]);
+    for (int64_t i = 0; i < num_here; i++) store_words(to + (w + i) * num_rows, first_lanes(num_rows), words[i]);
   }
 }
 
-__m512 with_bias(const float* sums, const void* bias, int64_t at, int64_t kind, __mmask16 mask) {
-  const __m512 sum = _mm512_loadu_ps(sums);
-  return bias ? _mm512_add_ps(sum, load(bias, at, kind, mask)) : sum;
+Floats with_bias(const float* sums, const void* bias, int64_t at, int64_t kind, Lanes lanes) {
+  const Floats sum = load_floats(sums);
+  return bias ? sum + load(bias, at, kind, lanes) : sum;
 }
 
 // Adds the bias to the sums of a panel, gates those of the other weight with them, and stores the result.
@@ -100,13 +127,12 @@ void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t
   const int64_t first = panel * kFeatures, end = std::min<int64_t>(product.out_features, first + kFeatures);
   for (int64_t r = 0; r < num_rows; r++)
     for (int64_t f = first; f < end; f += kLanes) {
-      const __mmask16 mask = first_lanes(product.out_features - f);
+      const Lanes lanes = first_lanes(product.out_features - f);
       const float* at = sums + r * stride + f - first;
-      __m512 number = with_bias(at, product.bias, f, product.kind, mask);
+      Floats number = with_bias(at, product.bias, f, product.kind, lanes);
       if (product.other_weight)
-        number = _mm512_mul_ps(silu_of(number),
-                               with_bias(at + num_rows * stride, product.other_bias, f, product.kind, mask));
-      store(product.out, (first_row + r) * product.out_features + f, product.kind, mask, number);
+        number = silu_of(number) * with_bias(at + num_rows * stride, product.other_bias, f, product.kind, lanes);
+      store(product.out, (first_row + r) * product.out_features + f, product.kind, lanes, number);
     }
 }
 
@@ -127,12 +153,8 @@ class Scratch {
 // Up to `kMostRows` rows. Sums are kept in the result where it has their shape; elsewhere a panel is summed up at once.
 template <class Arithmetic>
 void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
-  using Word = typename Arithmetic::Word;
-  using Add = void (*)(const Word*, const float*, int64_t, float*, int64_t, bool, const float*, int64_t);
-  static constexpr Add kAdd[kRows] = {
-      add_words<Arithmetic, 1>, add_words<Arithmetic, 2>,  add_words<Arithmetic, 3>,  add_words<Arithmetic, 4>,
-      add_words<Arithmetic, 5>, add_words<Arithmetic, 6>,  add_words<Arithmetic, 7>,  add_words<Arithmetic, 8>,
-      add_words<Arithmetic, 9>, add_words<Arithmetic, 10>, add_words<Arithmetic, 11>, add_words<Arithmetic, 12>};
+  using Row = typename Arithmetic::Row;
+  using Weight = typename Arithmetic::Weight;
   const int64_t num_words = product.in_features / Arithmetic::kNumbers;
   const int64_t num_panels = (product.out_features + kFeatures - 1) / kFeatures;
   const int64_t num_tiles = (num_rows + kRows - 1) / kRows;
@@ -140,33 +162,32 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
   const bool is_in_place = product.kind == kFloat32 && product.out_features % kFeatures == 0 && num_weights == 1;
   const int64_t num_blocks = is_in_place && num_tiles > 1 ? (num_words + kMostWords - 1) / kMostWords : 1;
   const int64_t stride = is_in_place ? product.out_features : kFeatures;
-  const uint32_t* rows = static_cast<const uint32_t*>(product.rows) + first_row * num_words;
-  const Scratch laid_out(num_rows * ((num_words + num_blocks - 1) / num_blocks) * 4);
+  const Scratch laid_out(num_rows * ((num_words + num_blocks - 1) / num_blocks) * sizeof(Row));
   const auto row_of = [&](int64_t tile) { return num_rows * tile / num_tiles; };
 #pragma omp parallel num_threads(product.num_threads) if (product.num_threads > 1)
   {
-    const Scratch own(is_in_place ? 0 : num_weights * num_rows * kFeatures * 4);
+    const Scratch own(is_in_place ? 0 : num_weights * num_rows * kFeatures * sizeof(float));
     for (int64_t block = 0; block < num_blocks; block++) {
       const int64_t first_word = num_words * block / num_blocks;
       const int64_t words_here = num_words * (block + 1) / num_blocks - first_word;
 #pragma omp for schedule(static)
       for (int64_t t = 0; t < num_tiles; t++)
-        lay_out(rows + row_of(t) * num_words + first_word, num_words, row_of(t + 1) - row_of(t), words_here,
-                laid_out.as<uint32_t>() + row_of(t) * words_here);
+        lay_out<Arithmetic>(product, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
+                            laid_out.as<uint32_t>() + row_of(t) * words_here);
 #pragma omp for schedule(static)
       for (int64_t p = 0; p < num_panels; p++) {
         float* sums = is_in_place ? static_cast<float*>(product.out) + first_row * stride + p * kFeatures : own.as<float>();
         for (int i = 0; i < num_weights; i++) {
-          const float* panel = (i ? product.other_weight : product.weight) + (p * num_words + first_word) * kFeatures;
+          const Weight* panel = static_cast<const Weight*>(i ? product.other_weight : product.weight) +
+                                (p * num_words + first_word) * kFeatures;
           for (int64_t t = 0; t < num_tiles; t++) {
             // A single tile asks for what follows soon; of several, each asks for its part of the next panel.
             const bool is_single = num_tiles == 1;
-            const int64_t first_line = is_single ? 0 : 2 * words_here * t / num_tiles;
-            const int64_t end_line = is_single ? 2 * words_here : 2 * words_here * (t + 1) / num_tiles;
-            const float* ahead = panel + (is_single ? kAhead : num_words * kFeatures) + first_line * kLine;
-            kAdd[row_of(t + 1) - row_of(t) - 1](laid_out.as<Word>() + row_of(t) * words_here, panel, words_here,
-                                                sums + (i * num_rows + row_of(t)) * stride, stride, block == 0, ahead,
-                                                end_line - first_line);
+            const int64_t first_ahead = words_here * t / num_tiles, end_ahead = words_here * (t + 1) / num_tiles;
+            const int64_t distance = is_single ? kAheadBytes / sizeof(Weight) : num_words * kFeatures;
+            add_tile<Arithmetic, kRows>(row_of(t + 1) - row_of(t), laid_out.as<Row>() + row_of(t) * words_here, panel,
+                                        words_here, sums + (i * num_rows + row_of(t)) * stride, stride, block == 0,
+                                        panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
           }
         }
         if (block == num_blocks - 1) finish(product, first_row, num_rows, p, sums, stride);
@@ -181,11 +202,53 @@ void multiply_all(const Product& product) {
     multiply<Arithmetic>(product, row, std::min(kMostRows, product.num_rows - row));
 }
 
+// Lays out a weight of words of 16 or 32 bits as the features from `first_feature` on.
+template <class Word>
+void lay_out_weight(const Word* weight, int64_t num_features, int64_t num_words, int64_t first_feature, Word* panels,
+                    int64_t num_threads) {
+  const int64_t first_vector = first_feature / kLanes, end_feature = first_feature + num_features;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+  for (int64_t vector = first_vector; vector < (end_feature + kLanes - 1) / kLanes; vector++) {
+    const int64_t first = std::max(first_feature, vector * kLanes), end = std::min(end_feature, (vector + 1) * kLanes);
+    const Word* rows = weight + (first - first_feature) * num_words;
+    Word* to = panels + first / kFeatures * num_words * kFeatures + first % kFeatures;
+    for (int64_t w = 0; w < num_words; w += kLanes) {
+      const Lanes lanes = first_lanes(num_words - w);
+      Words words[kLanes];
+      for (int64_t f = 0; f < kLanes; f++) {
+        const Word* row = rows + std::min(f, end - first - 1) * num_words + w;
+        if constexpr (sizeof(Word) == 2) words[f] = widened(load_halves(row, lanes));
+        else words[f] = load_words(row, lanes);
+      }
+      transpose(words);
+      for (int64_t i = 0; i < std::min<int64_t>(kLanes, num_words - w); i++) {
+        Word* at = to + (w + i) * kFeatures;
+        if constexpr (sizeof(Word) == 2) store_halves(at, first_lanes(end - first), narrowed(words[i]));
+        else store_words(at, first_lanes(end - first), words[i]);
+      }
+    }
+  }
+}
+
 }  // namespace
 
+// Features of a panel, and numbers of a word: how a weight is laid out.
+extern "C" int64_t radixkv_panel_features() { return kFeatures; }
+extern "C" int64_t radixkv_word_numbers(int64_t kind) { return kind == kBfloat16 ? InBfloat16::kNumbers : 1; }
+
+// Lays out a weight `[num_features, num_words]` as the features from `first_feature` on.
+extern "C" void radixkv_lay_out(const void* weight, int64_t num_features, int64_t num_words, int64_t word_bytes,
+                                int64_t first_feature, void* panels, int64_t num_threads) {
+  if (word_bytes == 2) {
+    lay_out_weight(static_cast<const uint16_t*>(weight), num_features, num_words, first_feature,
+                   static_cast<uint16_t*>(panels), num_threads);
+  } else {
+    lay_out_weight(static_cast<const uint32_t*>(weight), num_features, num_words, first_feature,
+                   static_cast<uint32_t*>(panels), num_threads);
+  }
+}
+
 extern "C" void radixkv_multiply(const Product* product) {
-#ifdef __AVX512BF16__
-  if (product->kind == kBfloat16) return multiply_all<InBfloat16>(*product);
-#endif
-  multiply_all<InFloat32>(*product);
+  if (product->kind == kFloat32) return multiply_all<InFloat32<kFloat32>>(*product);
+  product->kind == kBfloat16 ? multiply_all<InBfloat16>(*product) : multiply_all<InFloat32<kFloat16>>(*product);
 }

@@ -6,21 +6,28 @@ They are a `LinearPacking` once a library is in use. A row's bits depend on it a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from radixkv.kernels.native.library import KINDS
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
-_FEATURES = 32  # of a panel
+DTYPES = tuple(KINDS)  # of weights that are multiplied
 
-# Numbers in a word, by the dtypes of weights that are multiplied.
-WORD_NUMBERS = {torch.float32: 1, torch.bfloat16: 2}
 
-_multiply: Callable[[object], None] | None = None
+class _Library(NamedTuple):
+    """Functions of a library that computes products, and how it wants weights to be laid out."""
+
+    multiply: Callable[[object], None]
+    lay_out: Callable[..., None]
+    panel_features: int
+    word_numbers: Mapping[torch.dtype, int]
+
+
+_library: _Library | None = None
 
 
 class _Product(ctypes.Structure):
@@ -33,19 +40,27 @@ class _Product(ctypes.Structure):
 
 
 class Panels:
-    """A weight, laid out for `multiply`.
+    """Weights, laid out for `multiply` as one.
 
     Args:
-        weight: `[out_features, in_features]` of float32, or of bfloat16 with an even number of `in_features`.
+        weights: `[features, in_features]`, which the library in use `multiplies`; the first one's features come first.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.out_features, in_features = weight.shape
-        num_numbers = WORD_NUMBERS[weight.dtype]
-        missing = -self.out_features % _FEATURES
-        filled = pad(weight, (0, 0, 0, missing)) if missing else weight  # `pad` copies, also to add nothing
-        words = filled.reshape(-1, _FEATURES, in_features // num_numbers, num_numbers)
-        self.numbers = words.transpose(1, 2).contiguous()  # [num_panels, num_words, 32, 1 or 2]
+    def __init__(self, *weights: torch.Tensor) -> None:
+        library = _in_use()
+        self.out_features, (in_features, dtype) = sum(map(len, weights)), (weights[0].shape[1], weights[0].dtype)
+        num_features, num_numbers = library.panel_features, library.word_numbers[dtype]
+        num_panels, num_words = -(-self.out_features // num_features), in_features // num_numbers
+        # [num_panels, num_words, features, numbers of a word]
+        self.numbers = torch.empty(num_panels, num_words, num_features, num_numbers, dtype=dtype)
+        start = 0
+        for weight in map(torch.Tensor.contiguous, weights):
+            library.lay_out(
+                *(weight.data_ptr(), len(weight), num_words, num_numbers * dtype.itemsize, start),
+                *(self.numbers.data_ptr(), torch.get_num_threads()),
+            )
+            start += len(weight)
+        self.numbers[-1, :, num_features - num_panels * num_features + start :] = 0
 
 
 def use(library: ctypes.CDLL) -> None:
@@ -54,18 +69,26 @@ def use(library: ctypes.CDLL) -> None:
     Args:
         library: of `load_library`.
     """
-    global _multiply
-    function = library.radixkv_multiply
-    function.argtypes, function.restype = (_POINTER,), None
-    _multiply = function
+    global _library
+    names = ("multiply", "lay_out", "panel_features", "word_numbers")
+    multiply, lay_out, features, numbers = (getattr(library, f"radixkv_{name}") for name in names)
+    multiply.argtypes, multiply.restype = (_POINTER,), None
+    lay_out.argtypes, lay_out.restype = (_POINTER, *(_INT,) * 4, _POINTER, _INT), None
+    features.argtypes, features.restype = (), _INT
+    numbers.argtypes, numbers.restype = (_INT,), _INT
+    _library = _Library(multiply, lay_out, features(), {dtype: numbers(kind) for dtype, kind in KINDS.items()})
 
 
 def multiplies(weight: torch.Tensor) -> bool:
     """Whether a library is in use that computes products with a weight like this one."""
-    dtype = weight.dtype
-    if _multiply is None or dtype not in WORD_NUMBERS or weight.shape[1] % WORD_NUMBERS[dtype]:
+    if _library is None or weight.dtype not in _library.word_numbers:
         return False
-    return dtype == torch.float32 or torch.cpu._is_avx512_bf16_supported()
+    return weight.shape[1] % _library.word_numbers[weight.dtype] == 0
+
+
+def _in_use() -> _Library:
+    assert _library is not None, "a library is in use"
+    return _library
 
 
 def multiply(rows: torch.Tensor, weight: Panels, bias: torch.Tensor | None) -> torch.Tensor:
@@ -83,7 +106,6 @@ def gate(
 def _computed(
     rows: torch.Tensor, weight: Panels, bias: torch.Tensor | None, up: Panels | None, up_bias: torch.Tensor | None
 ) -> torch.Tensor:
-    assert _multiply is not None, "a library is in use"
     num_rows, in_features = rows.shape
     out = rows.new_empty(num_rows, weight.out_features)
     tensors = (rows, weight.numbers, None if up is None else up.numbers, bias, up_bias, out)
@@ -91,5 +113,5 @@ def _computed(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         *(num_rows, in_features, weight.out_features, KINDS[rows.dtype], torch.get_num_threads()),
     )
-    _multiply(ctypes.byref(product))
+    _in_use().multiply(ctypes.byref(product))
     return out

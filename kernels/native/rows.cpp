@@ -10,26 +10,19 @@ namespace {
 // Fewer numbers than these are computed by one thread: to wake the others takes longer.
 constexpr int64_t kNumbersAThread = 1 << 15;
 
-// Rounds as if a number was stored and loaded again.
-inline __m512 rounded(__m512 x, int64_t kind) {
-  if (kind == kFloat32) return x;
-  if (kind == kFloat16) return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bfloat16(x)), 16));
-}
-
 void norm_row(const char* row, const void* weight, char* normed, int64_t num_columns, int64_t kind, int64_t weight_kind,
               float eps, bool rounds_first) {
-  __m512 squares = _mm512_setzero_ps();
+  Floats squares = all(0.0f);
   for (int64_t i = 0; i < num_columns; i += kLanes) {
-    const __m512 x = load(row, i, kind, first_lanes(num_columns - i));
-    squares = _mm512_fmadd_ps(x, x, squares);
+    const Floats x = load(row, i, kind, first_lanes(num_columns - i));
+    squares = multiply_add(x, x, squares);
   }
-  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(num_columns);
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
+  const float mean = sum_of(squares) / static_cast<float>(num_columns);
+  const Floats scale = all(1.0f / std::sqrt(mean + eps));
   for (int64_t i = 0; i < num_columns; i += kLanes) {
-    const __mmask16 mask = first_lanes(num_columns - i);
-    const __m512 x = _mm512_mul_ps(load(row, i, kind, mask), scale);
-    store(normed, i, kind, mask, _mm512_mul_ps(rounds_first ? rounded(x, kind) : x, load(weight, i, weight_kind, mask)));
+    const Lanes lanes = first_lanes(num_columns - i);
+    const Floats x = load(row, i, kind, lanes) * scale;
+    store(normed, i, kind, lanes, (rounds_first ? rounded(x, kind) : x) * load(weight, i, weight_kind, lanes));
   }
 }
 
@@ -37,36 +30,34 @@ void norm_row(const char* row, const void* weight, char* normed, int64_t num_col
 void rotate_head(const char* head, const char* cos, const char* sin, char* turned, int64_t head_dim, int64_t kind) {
   const int64_t half = head_dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
-    const __mmask16 mask = first_lanes(half - i);
-    const __m512 first = load(head, i, kind, mask), second = load(head, half + i, kind, mask);
-    const __m512 first_cos = load(cos, i, kind, mask), second_cos = load(cos, half + i, kind, mask);
-    const __m512 first_sin = load(sin, i, kind, mask), second_sin = load(sin, half + i, kind, mask);
-    store(turned, i, kind, mask,
-          _mm512_sub_ps(rounded(_mm512_mul_ps(first, first_cos), kind), rounded(_mm512_mul_ps(second, first_sin), kind)));
-    store(turned, half + i, kind, mask,
-          _mm512_add_ps(rounded(_mm512_mul_ps(second, second_cos), kind), rounded(_mm512_mul_ps(first, second_sin), kind)));
+    const Lanes lanes = first_lanes(half - i);
+    const Floats first = load(head, i, kind, lanes), second = load(head, half + i, kind, lanes);
+    const Floats first_cos = load(cos, i, kind, lanes), second_cos = load(cos, half + i, kind, lanes);
+    const Floats first_sin = load(sin, i, kind, lanes), second_sin = load(sin, half + i, kind, lanes);
+    store(turned, i, kind, lanes, rounded(first * first_cos, kind) - rounded(second * first_sin, kind));
+    store(turned, half + i, kind, lanes, rounded(second * second_cos, kind) + rounded(first * second_sin, kind));
   }
 }
 
 // SiLU of the first half of a row, rounded, times the second half.
 void gate_row(const char* row, char* gated, int64_t width, int64_t kind) {
   for (int64_t i = 0; i < width; i += kLanes) {
-    const __mmask16 mask = first_lanes(width - i);
-    const __m512 silu = silu_of(load(row, i, kind, mask));
-    store(gated, i, kind, mask, _mm512_mul_ps(rounded(silu, kind), load(row, width + i, kind, mask)));
+    const Lanes lanes = first_lanes(width - i);
+    const Floats silu = silu_of(load(row, i, kind, lanes));
+    store(gated, i, kind, lanes, rounded(silu, kind) * load(row, width + i, kind, lanes));
   }
 }
 
 // Copies a vector. Returns its largest magnitude as bits, which order like magnitudes, NaN above all others.
 uint32_t write_vector(const char* vector, char* slot, int64_t head_dim, int64_t kind, int64_t kv_kind) {
-  __m512i largest = _mm512_setzero_si512();
+  Words largest = as_words(all(0.0f));
   for (int64_t i = 0; i < head_dim; i += kLanes) {
-    const __mmask16 mask = first_lanes(head_dim - i);
-    const __m512 x = load(vector, i, kind, mask);
-    largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)));
-    store(slot, i, kv_kind, mask, x);
+    const Lanes lanes = first_lanes(head_dim - i);
+    const Floats x = load(vector, i, kind, lanes);
+    largest = larger_words(largest, common_bits(as_words(x), 0x7fffffff));
+    store(slot, i, kv_kind, lanes, x);
   }
-  return _mm512_reduce_max_epu32(largest);
+  return largest_of(largest);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -149,8 +150,7 @@ class EngineCore:
     def try_step(self) -> None:
         """Compute a token that nobody asked for, to learn whether steps work again."""
         try:
-            with self.cache.lease(Namespace(""), bytes(TOKEN_BYTES), read=False) as lease:
-                self._save()
+            with self.cache.lease(Namespace(""), bytes(TOKEN_BYTES), read=False) as lease, self._saving():
                 step = self._runner.run([trial_chunk(lease)])
         except Exception:  # noqa: BLE001 - whatever a forward pass raises, steps do not work yet
             _log.exception("steps still fail")
@@ -228,21 +228,20 @@ class EngineCore:
         self._scheduler.max_step_tokens = self._budget.num_tokens
         self._scheduler.resume(() if self._offload is None else self._offload.ready())
         slices = self._scheduler.next_step(self._admitter)
-        self._save()
-        return start_step(self._runner, slices, self._clock(), self._compressions.watcher_of) if slices else None
+        with self._saving():
+            return start_step(self._runner, slices, self._clock(), self._compressions.watcher_of) if slices else None
 
     def _start_ahead(self, next_step: NextStep, computed: list[Computed]) -> None:
         """Start a prepared step, and do then what else belongs to the start of a step."""
-        self._save()
-        self._under_way = next_step.start(computed, self._clock())
+        with self._saving():
+            self._under_way = next_step.start(computed, self._clock())
         for request, _, _ in next_step.slices:
             extend_lease(request)
         slices = self._scheduler.next_tokens()
         assert slices == next_step.slices, "no other request has anything to compute"
 
-    def _save(self) -> None:  # before anything is written over what has left the cache
-        if self._offload is not None:
-            self._offload.flush()
+    def _saving(self) -> AbstractContextManager[None]:  # around all that writes over what has left the cache
+        return nullcontext() if self._offload is None else self._offload.saving()
 
     def _leave(self, request: Request) -> None:
         if self._offload is not None:

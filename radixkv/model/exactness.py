@@ -153,7 +153,7 @@ def _multiply(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choice: ProductChoice | None
 ) -> torch.Tensor:
     assert choice is not None, "refused before"
-    return Product(weight, bias, choice)(rows)
+    return Product([weight], bias, choice)(rows)
 
 
 def pointwise_functions() -> dict[Callable[..., Any], Callable[..., Any]]:

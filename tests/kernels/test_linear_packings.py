@@ -36,7 +36,7 @@ def test_float16_can_be_multiplied_in_float32_and_others_need_not() -> None:
 
 def test_a_machine_without_arithmetic_in_a_dtype_leaves_onednn_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.kernels.linear_packings._onednn_computes", lambda dtype: dtype == torch.float32)
-    assert packings_for(torch.empty(4, 4, dtype=torch.float16)) == ("plain", "float32")
+    assert set(packings_for(torch.empty(4, 4, dtype=torch.float16))) - {"native"} == {"plain", "float32"}
     assert set(packings_for(torch.empty(4, 4))) - {"packed", "native"} == {"plain", "blocked"}
 
 

@@ -1,4 +1,4 @@
-"""Runs an engine for the time of a block."""
+"""Runs an engine for the time of a block, and waits for its stores."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def running(engine: Engine) -> Iterator[Engine]:
         engine.check().result(PATIENCE_S)
     finally:
         engine.stop()
+
+
+def settle(engine: Engine) -> None:
+    """Wait until the stores have what has left the device, and the engine knows."""
+    assert engine.offload is not None
+    engine.purge(tenant="nobody").result(PATIENCE_S)  # deleted after all that was given to the stores before
+    engine._call(engine.offload._saver.flush).result(PATIENCE_S)

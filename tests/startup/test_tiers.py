@@ -32,7 +32,7 @@ from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S, wait_until
 from tests.scheduling.always_load import AlwaysLoad
-from tests.startup.running import running
+from tests.startup.running import running, settle
 from tests.storage.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
 pytestmark = pytest.mark.usefixtures("patient_guards")
@@ -67,12 +67,6 @@ def ask(engine: Engine, seed: int, **params: bool) -> PrefillResult:
 
 def cold_logits(engine: Engine, seed: int) -> object:
     return ask(engine, seed, read_cache=False, write_cache=False).logits
-
-
-def settle(engine: Engine) -> None:
-    """Wait until the stores have what has left."""
-    assert engine.offload is not None
-    engine.purge(tenant="nobody").result(PATIENCE_S)  # deleted after all that was given to the stores before
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.model.exact.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S
 from tests.scheduling.always_load import AlwaysLoad
-from tests.startup.running import running
+from tests.startup.running import running, settle
 
 SLIDING_BYTES, FULL_BYTES = 2 * 2 * 2 * 16 * 4, 2 * 1 * 32 * 4  # of a token: two layers, and one
 
@@ -80,9 +80,7 @@ def test_what_left_the_device_comes_back_with_the_same_bits(gemma4: Path, settin
         cold = ask(engine, prompt)
         num_blocks = engine._core._runner.storage.num_blocks
         engine._call(lambda: engine._core.cache.evict(num_blocks)).result(PATIENCE_S)
-        assert engine.offload is not None
-        engine.purge(tenant="nobody").result(PATIENCE_S)  # deleted after all that was given to the stores before
-        engine._call(engine.offload.flush).result(PATIENCE_S)
+        settle(engine)
         warm = ask(engine, prompt)
         assert warm.usage.host_tokens > 0
         assert np.array_equal(warm.logits, cold.logits)

@@ -19,7 +19,7 @@ from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S
 from tests.scheduling.always_load import AlwaysLoad
-from tests.startup.running import running
+from tests.startup.running import running, settle
 
 pytestmark = pytest.mark.usefixtures("patient_guards")
 
@@ -78,12 +78,6 @@ def evict(engine: Engine, num_blocks: int = NUM_BLOCKS) -> None:
     """Let blocks leave the device, and wait until the stores have them."""
     engine._call(lambda: engine._core.cache.evict(num_blocks)).result(PATIENCE_S)
     settle(engine)
-
-
-def settle(engine: Engine) -> None:
-    assert engine.offload is not None
-    engine.purge(tenant="nobody").result(PATIENCE_S)  # deleted after all that was given to the stores before
-    engine._call(engine.offload.flush).result(PATIENCE_S)  # takes note of what they have
 
 
 @pytest.mark.parametrize(("model", "kv_dtype"), [("mistral", "auto"), ("gemma2", "int8"), ("gemma4_text", "int8")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from radixkv.api.retention import Grant, Retention
 from radixkv.api.segments import StoredPage
@@ -97,7 +98,7 @@ class Offload:
         self._last_save = LastSave(cache, elsewhere, self._saver, record)
 
     def seconds_to_rest(self) -> float | None:
-        """Seconds until `flush` is to be called although nothing is written; None if it need not be."""
+        """Seconds until `saving` is to be called although nothing is written; None if it need not be."""
         if self.elsewhere.has_departures:
             return 0.0
         return _RETRY_PERIOD_S if self._deleter.has_failed or self.purger.has_failed else None
@@ -185,12 +186,20 @@ class Offload:
         known = [request for request in self._lookups.ended() if not self._load(request)]
         return sorted([*known, *self._loader.ready()], key=lambda request: request.arrival)
 
-    def flush(self) -> None:
-        """Copy what has left the device, and what shared stores are to have; see `Saver.flush`."""
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Copy what has left the device, and what shared stores are to have, and give it to the stores at the end.
+
+        Blocks may be written meanwhile, so a step is started before stores work beside it. Nothing may leave.
+        """
         self.elsewhere.retention.expire(self._clock())
         self._deleter.retry()
         self.purger.retry()
-        self._saver.flush()
+        copies = self._saver.copy()
+        try:
+            yield
+        finally:
+            self._saver.save(copies)
 
     def fill(self, request: Request, lease: PromptLease) -> int:
         """Copy what was loaded for a request into its blocks; see `Loader.fill`."""

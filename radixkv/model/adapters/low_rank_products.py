@@ -138,7 +138,7 @@ class LowRankProducts:
                 "adapter: expected the rows of a product to be computed alike, got others for "
                 f"{tuple(weight.shape)} in {weight.dtype} on this machine; {SERVE_FAST}"
             )
-        return Product(weight, None, choice)
+        return Product([weight], None, choice)
 
 
 def _ranks(parts: Sequence[Part]) -> list[int]:

@@ -105,7 +105,7 @@ def _one_by_one(weights: torch.Tensor, *, name: str, choices: ProductChoices) ->
             f"{name}: expected the rows of a product to be computed alike, got others for {tuple(weights.shape[1:])} "
             f"in {weights.dtype} on this machine; {SERVE_FAST}"
         )
-    products = [Product(weight, None, choice) for weight in weights]
+    products = [Product([weight], None, choice) for weight in weights]
     return lambda rows: torch.stack([each(rows[:, head]) for head, each in enumerate(products)], 1)
 
 

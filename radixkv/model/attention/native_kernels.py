@@ -1,4 +1,4 @@
-"""The operations on the pool for a CPU with AVX-512, in C++; what those do not do is left to torch."""
+"""The operations on the pool for a CPU with AVX2, in C++; what those do not do is left to torch."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -38,21 +38,22 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Product:
-    """The product of rows with one weight, plus a bias.
+    """The product of rows with weights, plus a bias.
 
     Args:
-        weight: `[out_features, in_features]`. It is not kept, unless it is laid out right as it is.
-        bias: `[out_features]`, or None.
+        weights: `[features, in_features]`, the first one's features first. None is kept, unless it is laid out right as
+            it is.
+        bias: of all features, or None.
         choice: how it is computed.
 
     Attributes:
         addition: called with rows and the product with them, to which it may add in place; None for nothing to add.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, choice: ProductChoice) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, choice: ProductChoice) -> None:
         packing = PACKINGS[choice.packing]
-        self.out_features, self.in_features = weight.shape
-        self._packed = packing.pack(weight)
+        self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
+        self._packed = packing.pack(*weights)
         self._bias = bias
         self._multiply, self._gate = packing.multiply, packing.gate
         self._tiles = tiles_of(choice.costs) if choice.costs else None
@@ -198,7 +199,9 @@ def pack_linears(module: PreTrainedModel, choices: ProductChoices, *, may_gate: 
                 packed[layer] = replacement
         for name, child in children.items():
             if child not in packed:
-                product = _product(_parameters(child), choices, counts, _LOGIT_ROWS if child is head else SIZES[-1])
+                parameters = _parameters(child)
+                most_rows = _LOGIT_ROWS if child is head else SIZES[-1]
+                product = None if parameters is None else _product([parameters], choices, counts, most_rows)
                 if product is None:
                     continue
                 packed[child] = PackedLinear(product)
@@ -236,9 +239,7 @@ def _joined(layers: list[nn.Module], choices: ProductChoices, counts: Counter[st
     kinds = {(weight.shape[1], weight.dtype, bias is None) for weight, bias in known}
     if len(known) < len(layers) or len(kinds) > 1:
         return []
-    biases = [bias for _, bias in known if bias is not None]
-    both = torch.cat([weight for weight, _ in known]), torch.cat(biases) if biases else None
-    product = _product(both, choices, counts, SIZES[-1])
+    product = _product(known, choices, counts, SIZES[-1])
     if product is None:
         return []
     joined = JoinedProduct(product)
@@ -260,14 +261,18 @@ def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | 
 
 
 def _product(
-    parameters: tuple[torch.Tensor, torch.Tensor | None] | None,
+    parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     choices: ProductChoices,
     counts: Counter[str],
     most_rows: int,
 ) -> Product | None:
-    """Pack a weight, and count its packing. Returns None for what must stay as it is."""
-    choice = None if parameters is None else choices.choose(*parameters, most_rows=most_rows)
-    if parameters is None or choice is None:
+    """Pack weights and biases of one dtype as one, and count the packing. Returns None for what must stay as it is."""
+    weights = [weight for weight, _ in parameters]
+    biases = [bias for _, bias in parameters if bias is not None]
+    whole = weights[0] if len(weights) == 1 else weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
+    bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
+    choice = choices.choose(whole, bias, most_rows=most_rows)
+    if choice is None:
         return None
     counts[choice.packing] += 1
-    return Product(*parameters, choice)
+    return Product(weights, bias, choice)

@@ -170,10 +170,10 @@ class TieredBench(Bench):
     def evict(self, num_blocks: int) -> None:
         """Evict, and let the stores have what leaves."""
         self.cache.evict(num_blocks)
-        self.offload.flush()
+        self.offload._saver.flush()
         for store in self.stores.values():
             store.run()
-        self.offload.flush()
+        self.offload._saver.flush()
 
     def run(self) -> None:
         """Run all requests, with stores that answer at once."""

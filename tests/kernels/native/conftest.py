@@ -1,17 +1,19 @@
 import ctypes
-from pathlib import Path
 
 import pytest
+import torch
 
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.native.library import NotCompiledError, load_library
 
+# What kernels may be compiled for here: a processor with AVX-512 has AVX2, too.
+CAPABILITIES = ["AVX2", "AVX512"] if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else ["AVX2"]
 
-@pytest.fixture(scope="session")
-def library() -> ctypes.CDLL:
+
+@pytest.fixture(scope="session", params=CAPABILITIES)
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The kernels, compiled once for all tests of a run."""
-    folder: Path = cache_directory()
     try:
-        return load_library(folder)
+        return load_library(cache_directory(), capability=request.param)
     except NotCompiledError as reason:
         pytest.skip(str(reason))

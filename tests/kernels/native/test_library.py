@@ -44,8 +44,8 @@ def test_a_compiler_that_was_asked_for_is_not_replaced_by_another(tmp_path: Path
 
 
 def test_other_processors_have_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library.torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    with pytest.raises(NotCompiledError, match="AVX-512"):
+    monkeypatch.setattr(library.torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    with pytest.raises(NotCompiledError, match="AVX2"):
         load_library(tmp_path)
 
 
@@ -67,6 +67,15 @@ def test_what_was_made_is_not_made_again(tmp_path: Path) -> None:
     assert num_made(tmp_path / "bin") == 1
     calls = (tmp_path / "bin" / "calls").read_text().splitlines()
     assert all("-ffp-contract=off" in call for call in calls if " -c " in f" {call} ")
+
+
+def test_vectors_are_as_wide_as_torch_says(tmp_path: Path) -> None:
+    environment = compiler(tmp_path / "bin")
+    for capability in ("AVX512", "AVX2"):
+        load_library(tmp_path / "kept", environment, capability=capability)
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+    compiled = [call for call in (tmp_path / "bin" / "calls").read_text().splitlines() if "-march=native" in call]
+    assert 2 * sum("-mno-avx512f" in call for call in compiled) == len(compiled) > 0
 
 
 def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch.nn.functional import silu
 
-from radixkv.kernels.linear_packings import PACKINGS, packings_for
+from radixkv.kernels.linear_packings import packings_for
 from radixkv.kernels.native import products
-from radixkv.model.on_cpu import native_library
 
-if native_library() is None:
-    pytest.skip("there are no kernels in C++ on this machine", allow_module_level=True)
-
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if products.multiplies(torch.empty(1, 2, dtype=dtype))]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Features out and in: less than a vector and a panel, whole ones, and more words than a cache holds at once.
 SHAPES = [(1, 2), (31, 34), (64, 16), (33, 1000), (96, 4866)]
 # Rows: less than a tile, tiles of unlike sizes, and more than are laid out at once.
-ROWS = [1, 2, 11, 12, 13, 25, 100, 516, 517, 1033]
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # relative to the sum of magnitudes; a rounding
+ROWS = [1, 2, 5, 6, 7, 11, 12, 13, 25, 100, 258, 259, 516, 517, 1033]
+TOLERANCE = {
+    torch.float32: 1e-6,
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+}  # relative to the sum of magnitudes; a rounding
+
+
+@pytest.fixture(autouse=True)
+def in_use(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_library", None)  # afterwards all is as it was
+    products.use(library)
 
 
 def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -44,6 +52,16 @@ def test_rows_are_right_and_have_the_same_bits_whatever_their_number(
             assert torch.equal(products.multiply(rows[part].contiguous(), panels, bias), whole[part])
     without = products.multiply(rows, panels, None).double()
     assert ((without - wide[0] @ wide[1].t()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_may_be_laid_out_as_one(dtype: torch.dtype) -> None:
+    """Wherever one ends in a panel, and also columns of a larger matrix."""
+    rows, wide = numbers(3, 40, dtype=dtype), numbers(200, 60, dtype=dtype)[:, 4:44]
+    for sizes in ((16, 32), (7, 5, 3), (1, 63, 70), (33, 31, 64), (40, 100, 60)):
+        weights = wide[: sum(sizes)].split(sizes)
+        whole = products.multiply(rows, products.Panels(wide[: sum(sizes)].contiguous()), None)
+        assert torch.equal(products.multiply(rows, products.Panels(*weights), None), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -86,13 +104,16 @@ def test_a_gate_of_large_numbers_is_finite() -> None:
     torch.testing.assert_close(got, torch.tensor([[200.0, 0.0]]))
 
 
-def test_what_is_not_multiplied_is_left_to_libraries() -> None:
-    assert "native" in packings_for(torch.empty(4, 3))
+def test_what_is_not_multiplied_is_left_to_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all("native" in packings_for(torch.empty(4, 4, dtype=dtype)) for dtype in DTYPES)
+    assert "native" not in packings_for(torch.empty(4, 4, dtype=torch.float64))
+    in_use = products._library
+    assert in_use is not None
+    monkeypatch.setattr(products, "_library", in_use._replace(word_numbers={torch.bfloat16: 2}))
+    assert "native" in packings_for(torch.empty(4, 4, dtype=torch.bfloat16))
     assert "native" not in packings_for(torch.empty(4, 3, dtype=torch.bfloat16))  # half a word is left
-    assert "native" not in packings_for(torch.empty(4, 4, dtype=torch.float16))
-    assert torch.float16 not in PACKINGS["native"].dtypes
 
 
 def test_without_a_library_there_are_no_products_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_multiply", None)
+    monkeypatch.setattr(products, "_library", None)
     assert "native" not in packings_for(torch.empty(4, 4))

@@ -250,7 +250,7 @@ class Cases:
             self.cache.evict(self.random.randint(1, 8))
         if self.offload is not None and self.random.random() < self.leaving_share:
             self.cache.evict(NUM_BLOCKS)
-            self.offload.flush()
+            self.offload._saver.flush()
             self.offload._saver.wait(_STORE_PATIENCE_S)
         tenants = self.random.choices(("mine", "others"), k=self.random.randint(0, 3))
         mates = [(self._prompt(), tenant, True, self._adapter()) for tenant in tenants]

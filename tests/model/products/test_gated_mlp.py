@@ -67,7 +67,7 @@ def test_rows_of_a_gate_are_alike_whatever_their_number(packing: str, count: int
     choice = choose_product(weight, None, (packing,), is_exact=True)
     if choice is None:
         pytest.skip("this machine does not compute rows of this packing alike")
-    gate, up = Product(weight, None, choice), Product(weight.flip(0).contiguous(), None, choice)
+    gate, up = Product([weight], None, choice), Product([weight.flip(0).contiguous()], None, choice)
     rows = rows_of(700)[0]
     assert torch.equal(gate.gate(rows[:count], up), gate.gate(rows, up)[:count])
     assert torch.equal(gate.gate(rows[-count:], up), gate.gate(rows, up)[-count:])
@@ -124,4 +124,4 @@ def test_layers_that_are_not_packed_are_neither_joined_nor_gated() -> None:
     part = SimpleNamespace(act_fn=nn.Tanh(), gate_proj=mlp.gate_proj, up_proj=mlp.up_proj, down_proj=mlp.down_proj)
     assert not is_gated(part)
     weight = torch.randn(4, 4).bfloat16()
-    assert not PackedLinear(Product(weight, None, ProductChoice("plain"))).product.can_gate
+    assert not PackedLinear(Product([weight], None, ProductChoice("plain"))).product.can_gate

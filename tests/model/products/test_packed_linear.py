@@ -94,7 +94,7 @@ def test_leading_dimensions_stay(shape: tuple[int, ...]) -> None:
     weight = torch.randn(8, 16)
     rows = torch.randn(shape)
     for costs in ((), ((2, 1e-6),)):
-        product = Product(weight, None, ProductChoice("plain", costs))
+        product = Product([weight], None, ProductChoice("plain", costs))
         torch.testing.assert_close(product(rows), rows @ weight.t())
 
 
